@@ -110,7 +110,13 @@ class SurvivorsAgent(LocalElasticAgent):
         self._keep_place(worker_group, joins=place is not None)
         self._share_restarts(worker_group.group_rank, store)
         if self._resume is not None and place is None:  # else others give these workers their state
-            self._resume.prepare(worker_group.group_rank, worker_group.group_world_size, store)
+            self._resume.prepare(
+                worker_group.group_rank,
+                worker_group.group_world_size,
+                store,
+                [worker.global_rank for worker in workers],
+                workers[0].world_size,
+            )
         if place is None:
             self._keep_place_until_invited(worker_group.group_rank, store)
         self._control.begin(

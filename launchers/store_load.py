@@ -15,6 +15,9 @@ from adaptor.store import address
 # folder, where a restart would go on from it, and a saved step with a smaller number would never be named.
 # `--ckpt-step` names what is pulled.
 _BEGINS_ANEW = [f"--{name.replace('_', '-')}" for name in START_ONLY if name != "ckpt_step"]
+_SIZES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
+# With these, ranks have other numbers, or the sizes are said elsewhere.
+_NUMBERS_OTHERWISE = ("--use-tp-pp-dp-mapping", "--encoder-", "--yaml-cfg", "--use-checkpoint-args")
 
 
 @dataclass(frozen=True)
@@ -23,11 +26,13 @@ class Load:
 
     Attributes:
         step: what --ckpt-step says, None where it says nothing
+        sizes: tensor and pipeline parallel, where ranks are numbered as the framework does by default
     """
 
     url: str
     save: Path
     step: int | None
+    sizes: tuple[int, int] | None = None
 
 
 def take(parsed: argparse.Namespace) -> Load | None:
@@ -60,7 +65,17 @@ def take(parsed: argparse.Namespace) -> Load | None:
                 "as --load"
             )
     parsed.training_script_args = _replaced(arguments, "--load", save)
-    return Load(url, Path(save), int(step) if step is not None else None)
+    return Load(url, Path(save), int(step) if step is not None else None, _sizes(parsed.training_script_args))
+
+
+def _sizes(arguments: Sequence[str]) -> tuple[int, int] | None:
+    if any(argument.startswith(_NUMBERS_OTHERWISE) for argument in arguments):
+        return None
+    found = [_value(arguments, name) or "1" for name in _SIZES]
+    if not all(size.isascii() and size.isdigit() and int(size) for size in found):
+        return None
+    tensor, pipeline = map(int, found)
+    return tensor, pipeline
 
 
 def _value(arguments: Sequence[str], name: str) -> str | None:

@@ -1,7 +1,8 @@
 """A process of `ttprun` that asks an object store, and ends with it.
 
     python .../store_main.py probe URL ENDPOINT             whether the store takes an object
-    python .../store_main.py pull URL ENDPOINT SAVE STEP    bring a checkpoint; STEP: null, the newest
+    python .../store_main.py pull URL ENDPOINT SAVE STEP NODE    bring a checkpoint; STEP: null, the newest;
+                                                            NODE: null, or the ranks for which it is
     python .../store_main.py send                           the checkpoints of the job, until it ends
 
 Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. To `send` come there the order, and at
@@ -51,15 +52,18 @@ def _probe(url: str, endpoint: str) -> None:
     uploader.probe(url, endpoint)
 
 
-def _pull(url: str, endpoint: str, save: str, step: str) -> None:
+def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
     import json
     import os
     import threading
     from pathlib import Path
 
+    import msgspec
+
     from adaptor import output
     from adaptor.operations.words import shown, size
     from adaptor.store import pull
+    from adaptor.store.needs import NodeRanks
     from adaptor.store.opening import open_store
 
     def hear() -> None:
@@ -68,7 +72,8 @@ def _pull(url: str, endpoint: str, save: str, step: str) -> None:
 
     threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
     store = open_store(url, endpoint)
-    done = pull.resume(store, Path(save), json.loads(step))
+    ranks = msgspec.json.decode(node, type=NodeRanks | None)
+    done = pull.resume(store, Path(save), json.loads(step), ranks)
     for problem in done.problems if done is not None else ():
         output.tell(f"[ttp] damaged, so an older checkpoint is taken: {shown(problem)}")
     if done is None:
@@ -76,7 +81,8 @@ def _pull(url: str, endpoint: str, save: str, step: str) -> None:
     elif done.there:
         output.tell(f"[ttp] step {done.step} is in {save}, nothing is pulled from {store}")
     else:
-        output.tell(f"[ttp] step {done.step} has come from {store} to {save} ({size(done.bytes)})")
+        what = size(done.bytes) if done.whole else f"{size(done.bytes)}, what the ranks of this node load"
+        output.tell(f"[ttp] step {done.step} has come from {store} to {save} ({what})")
     output.finish()
     print(json.dumps(done.step if done is not None else None))
     sys.stdout.flush()

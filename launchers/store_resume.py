@@ -1,8 +1,9 @@
 """Brings the checkpoint of a store to the nodes of a job before its workers start.
 
 Node 0 chooses the step, brings it to the save folder and tells the others. Where they see it there, the
-folder is shared; else it is one of their own, and each brings the same step to its own. The script loads from
-its save folder (`store_load`), so a restart resumes from there as ever.
+folder is shared; else it is one of their own, and each brings the same step to its own: what its ranks load,
+where that can be known and nodes keep their ranks when the job starts again. The script loads from its save
+folder (`store_load`), so a restart resumes from there as ever.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 from torch.distributed import DistStoreError
 
 from adaptor.checkpoint import saved_steps, tracker
@@ -19,6 +22,8 @@ from adaptor.errors import ResumeError
 from adaptor.launchers.programs import STORE
 from adaptor.launchers.store_load import Load
 from adaptor.launchers.waiting import wait_for
+from adaptor.store import pull
+from adaptor.store.needs import NodeRanks
 
 _KEY = "ttp/resume"  # in the store of a generation: the step, or why there is none
 _REFUSED = "!"
@@ -39,20 +44,26 @@ class StoreResume:
     Args:
         load: what the script is to load.
         endpoint: the setting TTP_STORE_ENDPOINT.
+        keeps_ranks: whether each node has the same ranks at each start.
     """
 
-    def __init__(self, load: Load, endpoint: str) -> None:
+    def __init__(self, load: Load, endpoint: str, *, keeps_ranks: bool = False) -> None:
         self._load = load
         self._endpoint = endpoint
+        self._keeps_ranks = keeps_ranks
         self._is_first = True  # generation of this agent
 
-    def prepare(self, node: int, nodes: int, store: AgentsStore) -> None:
+    def prepare(
+        self, node: int, nodes: int, store: AgentsStore, ranks: Sequence[int] = (), world_size: int = 0
+    ) -> None:
         """Let the save folder of this node have what its workers are to load.
 
         Args:
             node: the rank of this node.
             nodes: how many there are.
             store: with keys of this generation alone.
+            ranks: of this node.
+            world_size: how many the job has.
 
         Raises:
             ResumeError: there is nothing that can be loaded.
@@ -75,11 +86,21 @@ class StoreResume:
             if told.startswith(_REFUSED):
                 raise ResumeError(told.removeprefix(_REFUSED))
             step = json.loads(told)
-            if step is not None and not saved_steps.is_complete(self._load.save, step):
-                self._pull(step)
+            if step is not None:
+                self._pull_here(step, ranks, world_size)
         self._is_first = False
 
-    def _pull(self, step: int | None) -> int | None:
+    def _pull_here(self, step: int, ranks: Sequence[int], world_size: int) -> None:
+        """Pull to a disk of this node, unless the folder is that of node 0, or has what is needed."""
+        load, needs = self._load, None
+        if self._keeps_ranks and ranks and load.sizes is not None:
+            needs = NodeRanks(tuple(ranks), world_size, *load.sizes)
+        if not saved_steps.is_complete(load.save, step) or (
+            needs is not None and pull.is_part(load.save, step)
+        ):
+            self._pull(step, needs)
+
+    def _pull(self, step: int | None, needs: NodeRanks | None = None) -> int | None:
         """Pull in a process of its own; return the step, None where the store is empty."""
         load = self._load
         what = f"the checkpoint of {load.url}, which comes to {load.save}"
@@ -91,6 +112,7 @@ class StoreResume:
             self._endpoint,
             str(load.save),
             json.dumps(step),
+            msgspec.json.encode(needs).decode(),
         ]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None

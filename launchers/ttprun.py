@@ -256,7 +256,10 @@ def _run_with_survivors(
     _insert_program(parsed, WORKER)
     _keep_ignoring_hangups(parsed)
     if engine.has_own_agent:
-        resume = StoreResume(load, settings.store_endpoint) if load is not None else None
+        resume = None
+        if load is not None:
+            keeps = _may_have_spares(parsed)  # then nodes have numbers
+            resume = StoreResume(load, settings.store_endpoint, keeps_ranks=keeps)
         # torch makes its agent by this name; in this process it is ours.
         api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), resume, record)  # type: ignore[misc, assignment]
         # And its rendezvous by this one.

@@ -35,7 +35,7 @@ ARGUMENTS = (
     "num_experts",
 )
 # Bytes of a file, and of its text: 1,000 ranks with 100 params each have about 40 MB of text.
-_LARGEST, _LARGEST_TEXT = 256 << 20, 2 << 30
+LARGEST, _LARGEST_TEXT = 256 << 20, 2 << 30
 _GZIP = b"\x1f\x8b"
 
 _Kind = TypeVar("_Kind")
@@ -172,12 +172,17 @@ def read(path: Path) -> JobLayout:
     return JobLayout(FORMAT, ranks)
 
 
-class _Named(msgspec.Struct):
+class RankPlace(msgspec.Struct, frozen=True):
+    """The place of a model-parallel rank in the job; the attributes are those of `RankLayout`."""
+
     folder: str
+    tp: _Count = 0
+    pp: _Count = 0
+    sizes: dict[str, _Count] = {}
 
 
-class _Folders(msgspec.Struct):
-    ranks: tuple[_Named, ...]
+class _Places(msgspec.Struct):
+    ranks: tuple[RankPlace, ...]
 
 
 def folders(path: Path) -> set[str]:
@@ -186,7 +191,20 @@ def folders(path: Path) -> set[str]:
     Raises:
         CheckpointError: the file cannot be read, or is damaged.
     """
-    return {rank.folder for rank in _decoded(path, _Folders).ranks}
+    return {place.folder for place in places(_content(path), str(path))}
+
+
+def places(content: bytes, where: str) -> tuple[RankPlace, ...]:
+    """Return the places of all model-parallel ranks of the job, without what they have of the model.
+
+    Args:
+        content: of a layout file.
+        where: it was read, for the message.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    return _decoded(content, where, _Places).ranks
 
 
 def read_part(path: Path) -> tuple[RankLayout, ...]:
@@ -195,7 +213,7 @@ def read_part(path: Path) -> tuple[RankLayout, ...]:
     Raises:
         CheckpointError: it cannot be read, or is damaged.
     """
-    layout = _decoded(path, JobLayout)
+    layout = _decoded(_content(path), str(path), JobLayout)
     if layout.format != FORMAT:
         raise CheckpointError(f"{path}: format {layout.format}; this version reads format {FORMAT}")
     for rank in layout.ranks:
@@ -203,15 +221,19 @@ def read_part(path: Path) -> tuple[RankLayout, ...]:
     return layout.ranks
 
 
-def _decoded(path: Path, kind: type[_Kind]) -> _Kind:
+def _content(path: Path) -> bytes:
     try:
-        packed = disk.read(path, _LARGEST)
-        text = _unpacked(packed) if packed.startswith(_GZIP) else packed
-        return msgspec.json.decode(text, type=kind)
+        return disk.read(path, LARGEST)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except (msgspec.MsgspecError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is no layout file ({error})") from error
+
+
+def _decoded(packed: bytes, where: str, kind: type[_Kind]) -> _Kind:
+    try:
+        text = _unpacked(packed) if packed.startswith(_GZIP) else packed
+        return msgspec.json.decode(text, type=kind)
+    except (OSError, msgspec.MsgspecError, EOFError, zlib.error, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: is no layout file ({error})") from error
 
 
 def _unpacked(packed: bytes) -> bytes:

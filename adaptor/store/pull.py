@@ -6,18 +6,19 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from adaptor.checkpoint import disk, manifest, publish, saved_steps, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.save_folder_lock import locked
-from adaptor.errors import StoreError
+from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import choose
+from adaptor.store import choose, needs, whole
 from adaptor.store.choose import Checkpoint
 from adaptor.store.client import AT_ONCE, PIECE, DamagedError, Store
+from adaptor.store.needs import NodeRanks
 
 # What is called with the bytes that have come, and with all of them.
 Progress = Callable[[int, int], None]
@@ -29,6 +30,7 @@ class Pulled:
 
     Attributes:
         there: whether the checkpoint was in the folder already
+        whole: whether all files were pulled, not only those that the ranks of this node load
         problems: of newer checkpoints, which are damaged: a line for each
     """
 
@@ -37,6 +39,7 @@ class Pulled:
     bytes: int
     there: bool
     problems: list[str] = field(default_factory=list)
+    whole: bool = True
 
 
 def pull(store: Store, root: Path, step: int | None = None, progress: Progress | None = None) -> Pulled:
@@ -50,19 +53,23 @@ def pull(store: Store, root: Path, step: int | None = None, progress: Progress |
         StoreError: there is none, the folder has a later step, or the store does not answer.
         CheckpointError: the disk refuses, or is too small.
     """
-    done = _pull_after(store, root, step, None, progress)
+    return _pulled(store, root, step, _pull_after(store, root, step, None, progress))
+
+
+def _pulled(store: Store, root: Path, step: int | None, done: Pulled | None) -> Pulled:
     if done is None:
         which = "" if step is None else f" of step {step}"
         raise StoreError(f"{store}: there is no complete checkpoint{which} in it")
     return done
 
 
-def resume(store: Store, root: Path, step: int | None = None) -> Pulled | None:
+def resume(store: Store, root: Path, step: int | None = None, node: NodeRanks | None = None) -> Pulled | None:
     """Bring what a job is to go on from, unless the save folder has it, or a later step.
 
     Args:
         root: the save folder; it is made if it is missing.
         step: of this one alone.
+        node: has the folder on a disk of its own: only what its ranks load is brought, where that is known.
 
     Returns:
         What was done; None where neither the folder nor the store has a checkpoint.
@@ -76,12 +83,19 @@ def resume(store: Store, root: Path, step: int | None = None) -> Pulled | None:
         local = None
     if step is not None:
         there = local is not None and not _is_damaged(root, step)
-        return Pulled(step, "", 0, True) if there else pull(store, root, step)
+        if there and (node is None or not is_part(root, step) or not choose.places(store, step)[0]):
+            return Pulled(step, "", 0, True)
+        return _pulled(store, root, step, _pull_after(store, root, step, None, None, node))
     return _pull_after(store, root, None, local, None)
 
 
 def _pull_after(
-    store: Store, root: Path, step: int | None, local: int | None, progress: Progress | None
+    store: Store,
+    root: Path,
+    step: int | None,
+    local: int | None,
+    progress: Progress | None,
+    node: NodeRanks | None = None,
 ) -> Pulled | None:
     """Pull the newest checkpoint that is intact, of a step after `local`, which the folder has."""
     problems: list[str] = []
@@ -91,22 +105,56 @@ def _pull_after(
         if local is not None and (known.step < local or (known.step == local and not damaged)):
             break
         _require_later(root, known.step)
+        wanted = found
+        if node is not None:
+            try:
+                wanted = _for_node(store, found, node)
+            except DamagedError as error:
+                problems.append(str(error))
+                continue
+            damaged = damaged or not _has(root, wanted)
         there = not damaged and saved_steps.is_of_generation(root, known.step, known.generation)
         if not there:
             try:
                 if damaged:
                     _move_aside(root, known.step)
-                _bring(store, found, root, progress or (lambda count, total: None))
+                _bring(store, wanted, root, progress or (lambda count, total: None))
             except DamagedError as error:
                 problems.append(str(error))
                 continue
-        return Pulled(known.step, found.where, found.bytes, there, problems)
+        return Pulled(known.step, found.where, wanted.bytes, there, problems, wanted is found)
     if local is not None:
         return Pulled(local, "", 0, True, problems)
     if problems:
         which = "" if step is None else f" of step {step}"
         raise StoreError("; ".join([f"{store}: there is no complete checkpoint{which} in it", *problems]))
     return None
+
+
+def _for_node(store: Store, found: Checkpoint, node: NodeRanks) -> Checkpoint:
+    """Return the checkpoint with those files alone that the ranks of a node load, where that can be known."""
+    wanted = needs.needed(store, found, node)
+    files = tuple(file for file in found.known.files if wanted is None or file.path in wanted)
+    if len(files) == len(found.known.files):
+        return found
+    return Checkpoint(found.where, replace(found.known, files=files))
+
+
+def is_part(root: Path, step: int) -> bool:
+    """Return whether the folder has only what some ranks load, or have saved."""
+    try:
+        paths = [file.path for file in manifest.read(root / naming.final_name(step)).files]
+        return bool(whole.missing(root / naming.final_name(step), paths))
+    except CheckpointError:
+        return False  # the framework alone has made it, or nobody can tell
+
+
+def _has(root: Path, wanted: Checkpoint) -> bool:
+    """Return whether the folder's checkpoint of this step, if there is one, has all these files."""
+    if not saved_steps.has_manifest(root, wanted.known.step):
+        return True
+    there = {file.path for file in manifest.read(root / naming.final_name(wanted.known.step)).files}
+    return there >= {file.path for file in wanted.known.files}
 
 
 def _is_damaged(root: Path, step: int) -> bool:

@@ -168,7 +168,7 @@ class Job:
     launcher   ttprun, or torchrun for the unmodified framework
     options    of the launcher
     arguments  of the training script, besides those of the layout
-    own_disks  each node saves to a folder of its own, in `save`: node0, node1
+    own_disks  each node saves to a folder of its own, in `save`: node0, node1; and loads from it, if from `save`
     nodes      how many agents, all on this machine; the processes are divided among them
     fewest     with how many of `nodes` the job goes on when others are lost (`--nnodes MIN:MAX`); 0: not
     later      how many of `nodes`, the last ones, are started when a fault has struck
@@ -370,7 +370,8 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         return [*command, *job.program(job)]
     framework = job.framework or prepare.megatron_lm()
     if job.own_disks and job.save is not None:
-        job = dataclasses.replace(job, save=job.save / f"node{node}")
+        own = job.save / f"node{node}"
+        job = dataclasses.replace(job, save=own, load=own if job.load == job.save else job.load)
     return [*command, str(framework / "pretrain_gpt.py"), *training(job)]
 
 

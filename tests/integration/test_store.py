@@ -281,8 +281,11 @@ def test_nodes_with_disks_of_their_own_send_one_checkpoint(
     for node, rank in enumerate(("mp_rank_00", "mp_rank_01")):
         assert lost.save is not None
         assert {path.parent.name for path in (lost.save / f"node{node}" / folder).rglob("*.pt")} == {rank}
-    second = harness.run(job("second"))
+    resumed = job("second")
+    second = harness.run(resumed)
     assert set(second.codes) == {0}, second.log[-3000:]
+    assert resumed.save is not None
+    assert {path.parent.name for path in (resumed.save / "node1" / folder).rglob("*.pt")} == {"mp_rank_01"}
     steps = range(4, harness.ITERATIONS + 1)
     assert {line["iteration"] for lines in second.records.values() for line in lines} == set(steps)
     outcome.assert_same_training(second, baseline.records, steps=steps)

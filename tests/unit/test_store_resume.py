@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import gzip
+import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from torch.distributed import HashStore
 
-from adaptor.checkpoint import tracker
+from adaptor.checkpoint import layout_file, manifest, regular_folder, tracker
 from adaptor.errors import ConfigError, ResumeError
 from adaptor.launchers.store_load import Load, take
 from adaptor.launchers.store_resume import StoreResume
 from adaptor.protocol import naming
-from adaptor.store import push
+from adaptor.store import choose, layout, push
 from adaptor.store.opening import open_store
 from tests.unit.object_store import contents, save
 
-BUCKET, GOOGLE = Load("s3://bk/x", Path("s"), None), Load("gs://bk/x", Path("s"), None)
+BUCKET, GOOGLE = Load("s3://bk/x", Path("s"), None, (1, 1)), Load("gs://bk/x", Path("s"), None, (1, 1))
 FOLDER = naming.final_name(12)
+FOLDERS = ("mp_rank_00_000", "mp_rank_01_000", "mp_rank_00_001", "mp_rank_01_001")
 
 
 @pytest.fixture
@@ -46,8 +51,18 @@ def url(tmp_path: Path) -> str:
         ),
         (
             ["--load", "az://bk", "--save", "s", "--ckpt-step", "7"],
-            Load("az://bk", Path("s"), 7),
+            Load("az://bk", Path("s"), 7, (1, 1)),
             ["--load", "s", "--save", "s", "--ckpt-step", "7"],
+        ),
+        (
+            ["--load=gs://bk/x", "--save=s", "--tensor-model-parallel-size", "4", "--yaml-cfg=a"],
+            Load("gs://bk/x", Path("s"), None),
+            ["--load=s", "--save=s", "--tensor-model-parallel-size", "4", "--yaml-cfg=a"],
+        ),
+        (
+            ["--load=gs://bk/x", "--save=s", "--tensor-model-parallel-size=4"],
+            Load("gs://bk/x", Path("s"), None, (4, 1)),
+            ["--load=s", "--save=s", "--tensor-model-parallel-size=4"],
         ),
         (["--load", "folder", "--save", "s"], None, ["--load", "folder", "--save", "s"]),
         (["--load", "msc://profile/x"], None, ["--load", "msc://profile/x"]),
@@ -143,3 +158,79 @@ def test_a_restart_pulls_nothing(url: str, tmp_path: Path) -> None:
     push.push(open_store(url), tmp_path / "one", 24)
     resume.prepare(0, 1, HashStore())
     assert tracker.tracked_step(tmp_path / "node0") == 12
+
+
+def _save_described(root: Path, generation: str, folders: Sequence[str] = FOLDERS) -> None:
+    """Save step 12 of a job of two stages of two ranks, or what some ranks have of it."""
+    saving = root / naming.regular_name(12, generation)
+    for name in folders:
+        (saving / name).mkdir(parents=True)
+        (saving / name / naming.MODEL_FILE).write_bytes(name.encode() * 100)
+    ranks = [
+        {"folder": name, "tp": number % 2, "pp": number // 2, "sizes": {"tp": 2, "pp": 2, "ep": 1}}
+        for number, name in enumerate(FOLDERS)
+    ]
+    (saving / naming.LAYOUT).write_bytes(
+        layout_file.join(gzip.compress(json.dumps(rank).encode(), mtime=0) for rank in ranks)
+    )
+    regular_folder.publish_regular(root, 12, generation)
+    tracker.advance(root, 12)
+
+
+@pytest.fixture
+def described(tmp_path: Path) -> str:
+    """A store with that step."""
+    _save_described(tmp_path / "one", "0f3a5c21")
+    url = f"file://{tmp_path}/store"
+    push.push(open_store(url, make=True), tmp_path / "one", 12)
+    return url
+
+
+def _resumed(
+    url: str, root: Path, ranks: Sequence[int], *, sizes: tuple[int, int] | None = (2, 2)
+) -> set[str]:
+    """Return the folders of model-parallel ranks that a node has whose disk is its own."""
+    store = HashStore()
+    store.set("ttp/resume", b"12")
+    resume = StoreResume(Load(url, root, None, sizes), "", keeps_ranks=True)
+    resume.prepare(1, 2, store, ranks, 4)
+    assert tracker.tracked_step(root) == 12
+    assert manifest.defects(root / FOLDER) == []
+    return {path.parent.name for path in (root / FOLDER).rglob("*.pt")}
+
+
+def test_a_node_with_a_disk_of_its_own_pulls_what_its_ranks_load(
+    described: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "node1"
+    assert _resumed(described, root, (2, 3)) == {"mp_rank_00_001", "mp_rank_01_001"}
+    assert "what the ranks of this node load" in capfd.readouterr().err
+    assert _resumed(described, root, (2, 3)) == {"mp_rank_00_001", "mp_rank_01_001"}
+    assert f"step 12 is in {root}, nothing is pulled" in capfd.readouterr().err
+    assert _resumed(described, root, (1, 2)) == {"mp_rank_01_000", "mp_rank_00_001"}, "it has other ranks now"
+
+
+@pytest.mark.parametrize("why", ["other sizes", "unknown sizes", "no layout", "ranks move"])
+def test_a_node_that_cannot_tell_pulls_the_whole_checkpoint(why: str, described: str, tmp_path: Path) -> None:
+    root, sizes = tmp_path / "node1", {"other sizes": (1, 2), "unknown sizes": None}.get(why, (2, 2))
+    if why == "no layout":
+        store = open_store(described)
+        (found,) = choose.newest_first(store, None, [])
+        files = tuple(file for file in found.known.files if file.path != naming.LAYOUT)
+        made = dataclasses.replace(found.known, files=files).encode()
+        store.put(layout.manifest_name(found.where), made)
+    if why == "ranks move":
+        agents = HashStore()
+        agents.set("ttp/resume", b"12")
+        StoreResume(Load(described, root, None, sizes), "").prepare(1, 2, agents, (2, 3), 4)
+        assert {path.parent.name for path in (root / FOLDER).rglob("*.pt")} == set(FOLDERS)
+    else:
+        assert _resumed(described, root, (2, 3), sizes=sizes) == set(FOLDERS)
+
+
+def test_a_part_that_the_store_does_not_have_stays(tmp_path: Path) -> None:
+    """Each node has its own on its disk; nothing was sent."""
+    url = f"file://{tmp_path}/store"
+    open_store(url, make=True)
+    _save_described(tmp_path / "node1", "another1", FOLDERS[2:])
+    assert _resumed(url, tmp_path / "node1", (2, 3)) == set(FOLDERS[2:])
