@@ -168,7 +168,7 @@ class Job:
     launcher   ttprun, or torchrun for the unmodified framework
     options    of the launcher
     arguments  of the training script, besides those of the layout
-    own_disks  each node saves to a folder of its own, in `save`: node0, node1; and loads from it, if from `save`
+    own_disks  each node saves to a folder of its own, `save`/node0 and so on; what it loads from `save`, too
     nodes      how many agents, all on this machine; the processes are divided among them
     fewest     with how many of `nodes` the job goes on when others are lost (`--nnodes MIN:MAX`); 0: not
     later      how many of `nodes`, the last ones, are started when a fault has struck

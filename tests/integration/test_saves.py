@@ -9,7 +9,7 @@ import pytest
 from adaptor.checkpoint import manifest
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, Job
+from tests.faults.harness import DP2, TP2_DP1, Job
 from tests.faults.scenario import BaselineOf, assert_last_words, goes_on
 
 
@@ -52,3 +52,27 @@ def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, basel
     outcome.assert_same_training(ended, baseline.records, steps=range(1, 7))
     if phase == "save-named":
         goes_on(job, baseline, 6)
+
+
+def test_nodes_with_disks_of_their_own_start_again_from_them(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Each has the files of its ranks, and a tracker."""
+    save = tmp_path / "disks"
+    job = Job(
+        tmp_path / "job",
+        TP2_DP1,
+        save=save,
+        load=save,
+        own_disks=True,
+        save_interval=3,
+        restarts=1,
+        faults=["rank=1,step=5,phase=forward,kind=sigkill"],
+        nodes=2,
+    )
+    ended = harness.run(job)
+    assert set(ended.codes) == {0}, ended.log[-3000:]
+    assert "from step 3, 1 step lost" in ended.log
+    outcome.assert_same_training(ended, baseline_of(TP2_DP1).records)
+    for node, rank in enumerate(("mp_rank_00", "mp_rank_01")):
+        folder = save / f"node{node}" / naming.final_name(harness.ITERATIONS)
+        assert {path.parent.name for path in folder.rglob("*.pt")} == {rank}
+        assert manifest.defects(folder) == []
