@@ -2,8 +2,8 @@
 
     python .../data_main.py ENDPOINT URL FOLDER [URL FOLDER ...]
 
-Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. Lines for people go to stderr; what is
-wrong goes to stdout, with exit code 2. It is started by its path, as `worker_main.py` is.
+Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. Progress goes to stderr; an error
+goes to stdout as one line, with exit code 2. It is started by its path, as `worker_main.py` is.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gives the places of lost nodes to spare nodes, on the control thread of node 0 (the gate: `spare_gate.py`).
 
-A place is given for a start of all workers, after a verdict, or while the others keep their processes. In the
-second case the spare node belongs to the workers that train; if the verdict comes before its agent does, node
-0 waits for it: it hears the verdict, and starts again with all others.
+A place is given either for the restart of all workers that follows a verdict, or online, while the other
+nodes keep their workers. Online, the spare node is a node of the job from then on: if a verdict comes before
+its agent has connected, node 0 waits for that agent, which gets the verdict and starts again with all others.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ async def fill_for_restart(
     counts: StartCounts,
     until: Callable[[Callable[[], bool], float], Awaitable[None]],
 ) -> dict[int, str]:
-    """Give the places of `lost` nodes for the restart that follows; return the owners, empty: not all filled.
+    """Give the places of `lost` nodes for the restart that follows; return the owners, {} if one has none.
 
     Args:
         gate: where spare nodes wait.
         members: of the generation that has ended.
         lost: the nodes that its verdict names.
-        counts: with the restart that follows, and without its start.
+        counts: `restarts` includes the restart that follows, `generations` does not.
         until: as `ControllerHost.until`, of the controller that knows the members.
     """
     # The controller ends with this generation: who comes later finds nobody, and is of no use.
@@ -60,7 +60,7 @@ async def fill_online(
         members: of this generation.
         order: of the controller.
         counts: of this generation.
-        wanted: whether they still are, when spare nodes have answered.
+        wanted: is asked when spare nodes have answered: whether the places are still to be filled.
 
     Returns:
         What the controller is to hear.

@@ -10,7 +10,7 @@ class StartCounts(NamedTuple):
 
     Attributes:
         restarts: how many of --max-restarts are used up
-        generations: how many times workers were started, with these
+        generations: how many times workers were started, restarts included
     """
 
     restarts: int = 0

@@ -2,8 +2,8 @@
 
 They are started on the main thread, which lives as long as `ttprun`: the kernel ends them with the thread
 that has started them. They import what a worker of node 0 has imported (`spare_pool.Spare`), as the gate of
-node 0 tells it, and become the workers of this node when it takes a place while others train. They are for
-convenience: whatever becomes of one, a cold process is started in its place.
+node 0 tells it, and become the workers of this node when it takes a place while others train. None is
+needed: where one has ended, a new process is started in its place.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class WarmProcesses:
         self._told = ""
 
     async def have_import(self, what: Import) -> None:
-        """Let all import `what`, beside each other; return when they have. Later calls change nothing."""
+        """Have all import `what` at the same time; return when they are done. Later calls change nothing."""
         untold = [spare for spare in self._spares if not spare.told]
         await asyncio.gather(*(self._have_import(spare, what) for spare in untold))
 
@@ -56,7 +56,7 @@ class WarmProcesses:
 
     @contextlib.contextmanager
     def become_workers(self) -> Iterator[None]:
-        """Let torch's agent use them where it starts a worker meanwhile, and cold ones where none is left."""
+        """Let torch's agent take one for each worker that it starts meanwhile; without one it starts anew."""
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
         cold = SubprocessHandler._popen

@@ -1,7 +1,8 @@
-"""Lays out a data file of `torch.distributed.checkpoint` before the shards are there (`sequence_layout`).
+"""Lays out a data file of `torch.distributed.checkpoint` before its shards have arrived (`sequence_layout`).
 
-Tensors of the plan are stand-ins, or views of stand-ins, on the device `meta`: the framework's own functions
-may cut and turn them, but not read them. What they have made anew has no known content, and is refused.
+The tensors of the plan are stand-ins on the device `meta`, or views of them: the framework's own functions
+can slice and reshape them, but cannot read them. The content of a tensor that such a function has allocated
+itself is not known: `CannotBePlanned` is raised for it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def lay_out(part: RankPart, planned: PlannedTensors) -> SequenceLayout[Source]:
     """Lay out the data file of `part`, in the place of `write_data`.
 
     Args:
-        part: is told where each item stands.
-        planned: which has made the stand-ins.
+        part: notes the place of each item.
+        planned: has made the stand-ins.
 
     Raises:
         CannotBePlanned: the content of a tensor is not known.
@@ -49,14 +50,14 @@ def lay_out(part: RankPart, planned: PlannedTensors) -> SequenceLayout[Source]:
 
 
 def require_no_stand_in(content: bytes, name: str) -> None:
-    """Refuse a pickle in which a stand-in lies, as if it were a tensor.
+    """Refuse a pickle that contains a stand-in as if it were a tensor.
 
     Args:
         content: what torch.save has written.
-        name: of it.
+        name: of the content, for the error.
 
     Raises:
-        CannotBePlanned: there is one.
+        CannotBePlanned: it contains one.
     """
     if _WITHOUT_MEMORY in content:
         raise CannotBePlanned(name)
@@ -67,7 +68,7 @@ def _is_planned(data: Any) -> bool:
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like a stand-in, with host memory that nobody touches."""
+    """Return a tensor with the shape of a stand-in, in host memory that is allocated and never written."""
     make: Any = torch.UntypedStorage  # torch.empty would fill its memory where a job is deterministic
     storage = make(tensor.numel() * tensor.dtype.itemsize)
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())

@@ -1,9 +1,10 @@
-"""Writes whole blocks of a file past the page cache, while the next ones are made.
+"""Writes whole blocks of a file to the disk past the page cache, while the caller makes the next blocks.
 
-The way through the page cache costs a fresh page for each page of the file, a copy, and the kernel's own
-thread that brings it to the disk; past it the disk reads from memory that is used again and again. Only on
-file systems of this machine's own disks: on those that are shared a cache gathers small requests, and other
-machines have to be told. There, and where threads or memory cannot be had, nothing is taken here.
+In the page cache each page of a file costs a new page of memory, a copy, and CPU time of the kernel's
+writeback thread. A direct write takes its data from one of a few buffers, which are used again and again.
+Only file systems on disks of this machine are written to in this way: a shared file system gathers small
+requests in its cache, and has to tell other machines. There, and where no threads or memory can be had,
+`take` returns False, and the caller writes.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ALIGNMENT = 4096
 
 
 class DirectWriter:
-    """Writes blocks of some files; used as a context, at whose end nothing is written any more.
+    """Writes blocks of some files in threads; a context manager, after whose end no write is under way.
 
     Args:
         files: descriptors, by the number of the file.
@@ -63,7 +64,7 @@ class DirectWriter:
         self._direct = {}
 
     def take(self, file: int, data: memoryview, at: int) -> bool:
-        """Write a block soon, from a copy of it; return False where that is left to the caller.
+        """Copy a block and let a thread write it; return False where the caller has to write it.
 
         Args:
             file: the number.

@@ -1,7 +1,8 @@
-"""Lets the system read a checkpoint while processes that will load it are still starting.
+"""Lets the kernel read a checkpoint while processes that will load it are still starting.
 
-Last words go to a disk past the page cache (`direct_writes`). A restart reads them; its imports take seconds
-in which the disk has nothing to do. All this is a hint: who loads reads what is not there.
+Last words are written past the page cache (`direct_writes`), so a restart has to read them from the disk.
+While its workers import their modules, the disk is idle. Reading ahead is a hint: the load reads whatever
+was not read before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _PIECE = 1 << 20
 
 
 def begin(folder: Path) -> None:
-    """Read a checkpoint in a thread that nobody waits for.
+    """Start to read a checkpoint in a thread, for which nothing waits.
 
     Args:
         folder: of the checkpoint.
@@ -34,9 +35,9 @@ def begin(folder: Path) -> None:
 
 
 def read_ahead(folder: Path, most: int) -> int:
-    """Ask the system for the files of a checkpoint that is on a disk of this machine's own.
+    """Ask the kernel to read the files of a checkpoint that is on a disk of this machine.
 
-    On a file system that many machines share each of them would read what others load.
+    A file system that machines share is left alone: each of them would read what others load.
 
     Args:
         folder: of the checkpoint.
@@ -67,7 +68,7 @@ def read_ahead(folder: Path, most: int) -> int:
 
 
 def _available() -> int:
-    """Return the bytes of memory that can be had without taking any from processes."""
+    """Return the bytes of memory that the kernel can give without taking any from processes."""
     for line in _MEMORY.read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":

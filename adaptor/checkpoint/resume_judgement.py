@@ -1,9 +1,10 @@
-"""Decides, on rank 0 before a resume, which checkpoint is loaded: the tracker's, or one in the place of it.
+"""Decides on rank 0, before a resume, which checkpoint is loaded: the tracker's, or another in its place.
 
-It asks for comparisons (`Files`) and gets their problems; `resume_check` has all ranks make them. What cannot
-be read, because a disk or a machine has troubles, may be intact: then the job is refused, and nothing is
-touched. In the folder that the job itself saves to, what is damaged is moved aside, and the newest intact
-checkpoint takes its place. A folder that it only loads from is not touched: there a damage ends the job.
+It asks for files to be compared with their manifest (`Files`) and is told the problems; all ranks make these
+comparisons (`resume_check`). A checkpoint that cannot be read, because a disk or a machine is in trouble, may
+be intact: the job is refused then, and nothing is changed. In the folder that the job itself saves to, a
+damaged checkpoint is moved aside, and the newest intact one takes its place. A folder that the job only loads
+from is not changed: there damage ends the job.
 """
 
 from __future__ import annotations
@@ -107,10 +108,10 @@ def _go_back(root: Path, step: int, damaged: Mapping[int, Path]) -> None:
 
 
 def _examine(root: Path, step: int) -> Generator[Files, list[str], list[str]]:
-    """Return what is wrong with a checkpoint: nothing is known of one that has no manifest.
+    """Return what is wrong with a checkpoint; nothing if it has no manifest to compare it with.
 
     Raises:
-        ResumeError: nothing is known to be wrong, and something cannot be read.
+        ResumeError: a file cannot be read, and no other is damaged.
     """
     folder = root / naming.final_name(step)
     _require_answer(folder)
@@ -146,7 +147,7 @@ def _require_readable(root: Path) -> None:
 
 
 def _require_answer(path: Path) -> None:
-    """Refuse what may be there or not. Raises ResumeError."""
+    """Refuse a path of which the system does not say whether it exists. Raises ResumeError."""
     try:
         path.stat()
     except OSError as error:

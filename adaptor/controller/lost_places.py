@@ -1,7 +1,7 @@
-"""The places of lost nodes that spare nodes may take while the others keep their processes; pure.
+"""Notes which places of lost nodes spare nodes take while the other nodes keep their processes.
 
-Node 0 is asked for spare nodes (`FillPlaces`), once for each loss. The agent of one that has a place comes
-with a hello of its own, and starts new processes for the ranks of the lost node.
+Node 0 is asked for spare nodes (`FillPlaces`), once for each loss. The agent of a spare node that has got a
+place connects to the controller (`AgentHello`), and starts new processes for the ranks of the lost node.
 """
 
 from __future__ import annotations

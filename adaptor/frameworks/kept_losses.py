@@ -1,7 +1,8 @@
-"""The losses of a step as a few numbers, which a rank keeps in each step for its log.
+"""The losses of a step as a few numbers, which a rank keeps after each step for the line of its log.
 
-To read numbers of the host takes a tenth of the time of adding up as many: torch's code for that is in no
-cache by then. So those of each micro-batch are kept, and added up where a line has to be written again.
+To read numbers that are on the host takes a tenth of the time of summing them: torch's code for sums is in no
+CPU cache at that point. So the losses of each micro-batch are kept, and summed only where a line has to be
+written again.
 """
 
 from __future__ import annotations

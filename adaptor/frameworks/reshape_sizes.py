@@ -1,6 +1,6 @@
 """The parallel sizes that a job of Megatron-LM takes: those of TTP_RESHAPE, or those of its arguments.
 
-The framework reads them after that: they are replaced in its parsed arguments, before it validates them.
+They are set in the framework's parsed arguments before it validates them.
 Without TTP_RESHAPE a checkpoint in other sizes is refused.
 """
 
@@ -62,7 +62,7 @@ def _untransformable(args: Any) -> str:
 
 
 def take(args: Any, wanted: Reshape) -> None:
-    """Let the framework's arguments have the sizes of TTP_RESHAPE.
+    """Set the sizes of TTP_RESHAPE in the framework's arguments.
 
     Args:
         args: of the framework, before it validates them; changed.
@@ -92,7 +92,7 @@ def take(args: Any, wanted: Reshape) -> None:
 
 
 def _because_of_experts(args: Any) -> str:
-    """Return the end of the line that no sizes fit: what would be right, and the reason where experts are it.
+    """Return the end of the line that no sizes fit: which would, and the reason if it is the experts.
 
     A pipeline parallel size of 1 is the easiest for them: where it is too large, all others are.
     """

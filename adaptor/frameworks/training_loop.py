@@ -29,7 +29,7 @@ class TrainingLoop:
 
     Args:
         given: the arguments of the call of `train`, by their names.
-        scheduler: the learning rate's, of these arguments.
+        scheduler: of the learning rate; one of these arguments.
         train: the data of training that can be read once more.
         valid: those of evaluation.
         told: in a newcomer, what the framework would have asked other ranks at its start.
@@ -73,7 +73,7 @@ class TrainingLoop:
         set_args(self.args(), values)
 
     def _common_answers(self, step: int) -> dict[str, Any]:
-        """Return what `answers` tells a newcomer of the part of a step behind its update."""
+        """Return the part of `answers` that tells a newcomer what a step does after its update."""
         return {"tail": self._tail.state(step)._asdict(), "log": {"kept": self.log.state(step)}}
 
     def group(self) -> str:
@@ -109,7 +109,7 @@ class TrainingLoop:
         self._tail.agree(step, all_have)
 
     def put_back_consumed(self, step: int) -> int:
-        """Set what was consumed of the data where the loop is called again behind `step`.
+        """Set how many samples were consumed when the loop is called again after `step`.
 
         Returns:
             The samples of training by which it chooses the size of its batches.

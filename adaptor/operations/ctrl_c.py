@@ -1,10 +1,10 @@
-"""Ctrl-C in commands that go on until it comes.
+"""Makes Ctrl-C end a command that runs until it comes, such as `ttp serve`.
 
-Python raises KeyboardInterrupt wherever the main thread is. Where that is a destructor or a callback it is
-dropped, and where it comes while a lock is being given back (`threading.Condition`) another error takes its
-place: the command would go on.
+Python raises KeyboardInterrupt wherever the main thread is. In a destructor or a callback it is dropped, and
+while a lock is being given back (`threading.Condition`) another error takes its place: the command would go
+on.
 
-Invariant: a Ctrl-C that was lost is raised again when the command comes round.
+Invariant: a Ctrl-C that was lost is raised again in the command's next round.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CtrlC:
         self._is_heard = False
 
     def raise_again(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C has come; call it each time that the command comes round."""
+        """Raise KeyboardInterrupt if Ctrl-C has come; call it in each round of the command."""
         if self._has_come:
             raise KeyboardInterrupt
 

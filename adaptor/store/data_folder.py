@@ -1,4 +1,4 @@
-"""A folder of this machine into which objects of a store are pulled: what has come, and who may pull now.
+"""A local folder into which objects of a store are pulled: which of them it has, and its lock.
 
 A file gets its name when all of it is on the disk. A journal beside the files says of each which object it
 is, so that one that is unchanged, here and in the store, does not come again. What is in the folder besides
@@ -53,7 +53,7 @@ class _Come(msgspec.Struct, frozen=True):
 
 
 def is_own(name: str) -> bool:
-    """Return whether an object has the name of a file of pulls, as where a folder of them was copied."""
+    """Return whether an object is named like a file that pulls write: somebody has copied their folder."""
     last = name.rpartition("/")[2]
     return last in (JOURNAL, _LOCK) or last.startswith(_PART)
 
@@ -73,7 +73,7 @@ class DataFolder:
 
     @contextlib.contextmanager
     def locked(self, tell: Callable[[str], None]) -> Iterator[bool]:
-        """Hold the folder's lock, which the other nodes that share it wait for; it goes with the process.
+        """Hold the folder's lock, for which other nodes that share it wait; it ends with the process.
 
         Where a file system has no locks all pull at the same time: more than is needed, but nothing wrong.
 
@@ -146,7 +146,7 @@ class DataFolder:
         return found
 
     def _scan(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the files of a folder, by their names below `path`; remove what pulls have left that died."""
+        """Yield the files of a folder, by their names below `path`; remove what pulls that died have left."""
         with (
             contextlib.suppress(FileNotFoundError, NotADirectoryError),
             os.scandir(self.path / folder) as entries,

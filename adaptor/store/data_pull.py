@@ -1,8 +1,8 @@
 """Brings the objects below a prefix of a store into a folder: the data of a job, before it begins.
 
-Objects come in parts, a few at the same time, and are written in order. What is in the folder already comes
-not again (`data_folder`). The size of each is compared, all its parts must be of one version of it, and where
-its etag is an MD5, as with S3 of what was written in one request, so must the content be.
+Objects come in parts, a few at the same time, and are written in order. An object that the folder already has
+is not requested again (`data_folder`). The size of each object is compared, all its parts have to be of one
+version, and where its etag is an MD5 (S3, written in one request) the content is compared with it.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class _Pull:
             yield partial(self._store.get_part, name, start, length)
 
     def _write_again(self, name: str, why: DamagedError) -> None:
-        """Ask for an object once more: a byte has changed on its way, or the object in the store."""
+        """Request an object once more: a byte has changed on its way, or the object in the store."""
         stored = self._store.stat(name)
         if stored is None:
             raise why
@@ -226,7 +226,7 @@ def _count(stored: Stored) -> int:
 
 
 def _ahead(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Part]]) -> Generator[Future[Part]]:
-    """Yield the results of calls in their order, while some that follow are at work."""
+    """Yield the results of calls in order, with a few calls running ahead."""
     waiting: deque[Future[Part]] = deque()
     try:
         for call in calls:

@@ -1,10 +1,10 @@
-"""Sends a checkpoint by the uploaders of several nodes: who sends which files, who commits, who helps out.
+"""Sends a checkpoint by the uploaders of several nodes: which node sends which files, and which commits.
 
-They speak by the lists of parts in the store alone. The node that leads (node 0, as long as it lives) chooses
-the checkpoint and writes its list, which is empty then; the others see it and join. Nodes whose save folder
-has the same manifest share the folder, and each sends its share of the files; a node with a disk of its own
-sends what is on that. The leader waits until all is there, sends what another owes and does not send, and
-writes the manifest. See docs/object_storage.md.
+They tell each other what they send by the lists of parts in the store alone. The node that leads (node 0, as
+long as it lives) chooses the checkpoint and writes an empty list; the others see it and join. Nodes whose
+save folder has the same manifest share the folder, and each sends its share of the files; a node with a disk
+of its own sends what is on that. The leader waits until all files are in the store, sends what a node that is
+given up has not sent, and writes the manifest. See docs/object_storage.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True)
 class _Owed:
-    """Something is not there yet: the files that this node is to send; where there are none, it waits."""
+    """Files that the store still lacks and that this node is to send; empty: it waits for other nodes."""
 
     ours: list[FileEntry]
 
@@ -162,7 +162,7 @@ class JointPush:
 
     @contextlib.contextmanager
     def _begun(self, sending: Sending) -> Iterator[None]:
-        """Write the list, and again and again while files are sent: a sign of life."""
+        """Write the list, and write it again while files are sent, as a sign of life."""
         over = threading.Event()
 
         def beat() -> None:

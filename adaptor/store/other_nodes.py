@@ -1,4 +1,4 @@
-"""Knows what the other nodes of a job have sent of a checkpoint, and when they are no more waited for."""
+"""Tells what the other nodes of a job have sent of a checkpoint, and when one is given up."""
 
 from __future__ import annotations
 
