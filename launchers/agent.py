@@ -149,7 +149,7 @@ class SurvivorsAgent(LocalElasticAgent):
         return started
 
     def _start_newcomers(self, worker_group: Any) -> dict[int, Any]:
-        """Start workers that join others which train."""
+        """Start the workers of this node while those of other nodes train on: they join them."""
         assert self._record.taken is not None
         with self._record.taken.warm.become_workers():
             started: dict[int, Any] = super()._start_workers(worker_group)

@@ -176,7 +176,7 @@ class CopyKeeper:
             return None
 
     async def _give_until_it_is_lost(self, endpoint: Endpoint, own: dict[int, list[CopyFile]]) -> None:
-        """Give the newest copies to the keeper at `endpoint` until the connection ends, or is not made."""
+        """Give the newest copies to the keeper at `endpoint` until the connection fails or ends."""
         writer = None
         try:
             where = (endpoint.address, endpoint.port)

@@ -61,7 +61,7 @@ class JobUploads:
         self._ends = threading.Event()
 
     def place(self, node: int, nodes: int) -> None:
-        """This node is number `node` of `nodes` now: a process that knows another number ends at once."""
+        """Note that this node is number `node` of `nodes` now; end a process that has another number."""
         if (node, nodes) != self._place:
             self.stop()
             self._place = node, nodes
@@ -96,7 +96,7 @@ class JobUploads:
             thread.join(left)
 
     def stop(self) -> None:
-        """End it at once; `begin` starts it anew."""
+        """End the process at once; `begin` starts it anew."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is None:

@@ -108,7 +108,7 @@ class Spare:
             os.close(descriptor)
 
     def kill(self) -> None:
-        """End it, and what it has started, and do not wait for that."""
+        """End the process and those that it has started, without waiting for their end."""
         self._ours.close()
         procfs.end_group(self.process.pid)
 

@@ -199,7 +199,7 @@ def _run(
 
 
 def _is_doctor(parsed: argparse.Namespace) -> bool:
-    """Return whether the job is `ttp doctor`: it runs in this process, which may be what cannot start one."""
+    """Return whether the job is `ttp doctor`: it runs in this process, as it may find that none can start."""
     script = parsed.training_script
     is_ttp = script == "adaptor.launchers.ttp" if parsed.module else Path(script).name == "ttp"
     return is_ttp and list(parsed.training_script_args[:1]) == ["doctor"]

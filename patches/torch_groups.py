@@ -39,7 +39,7 @@ waits = patching.Unit("waits", framework="torch", tested=">=2.13,<2.14", group="
     why="a survivor leaves a collective that gloo has forgotten",
 )
 def waits_can_be_ended(native: Callable[..., bool], unit: patching.Unit) -> Callable[..., bool]:
-    """Return what waits for work as `native` does, and can be ended.
+    """Return a function that waits for work as `native` does, and whose waits can be ended.
 
     A wait with a time of its own ends by itself; one for what has ended is over at once. That is the most
     frequent one, eight times in a micro-batch, so it makes no call but these two.

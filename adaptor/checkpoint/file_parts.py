@@ -87,7 +87,7 @@ def _extent(piece: _Piece) -> tuple[int, int]:
 
 
 class PartWriter:
-    """Writes the parts of one process; used as a context, at whose end it writes nothing any more.
+    """Writes the parts of one process; a context manager, after whose end no write is under way.
 
     Args:
         files: descriptors, by the number of the file.
@@ -163,7 +163,7 @@ class PartWriter:
                         self._stretches.append(_Stretch(region.file, at, size, shard.read))
 
     def write_for(self, seconds: float) -> bool:
-        """Write for a while what was added before the first call; nothing is being written afterwards.
+        """Write for a while what was added before the first call; no write is under way on return.
 
         Args:
             seconds: after which it returns, within the time that a block takes.
@@ -182,7 +182,7 @@ class PartWriter:
         return is_done
 
     def _run(self) -> Iterator[None]:
-        """Write all, and let it come to the disk; yields after each block."""
+        """Write all parts and sync the files; yield after each block."""
         for stretch in self._stretches:
             yield from self._write(stretch)
         self._stretches = []

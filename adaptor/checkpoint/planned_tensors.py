@@ -35,11 +35,11 @@ class Source:
 
 
 class CannotBePlanned(Exception):
-    """A file cannot be laid out before its tensors are there; then they are gathered."""
+    """A file cannot be laid out before its tensors have arrived: they have to be gathered."""
 
 
 class PlannedTensors:
-    """Makes stand-ins, and knows them again by their storage.
+    """Makes stand-ins, and recognises them by their storage.
 
     Args:
         device: `cpu`, where a stand-in can be pickled as the tensor would be; `meta`, where no code of others
@@ -77,7 +77,7 @@ class PlannedTensors:
         return Source(source.position, source.number, source.key, begin, end, source.dtype)
 
     def to_host(self, tensor: torch.Tensor, bring: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return what `bring` makes of a tensor; a stand-in stays what it is."""
+        """Return `bring(tensor)`; a stand-in is returned unchanged."""
         return bring(tensor) if self.source_of(tensor.untyped_storage()) is None else tensor
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -39,7 +39,7 @@ def prepare_regular(root: Path, step: int, generation: str = "") -> None:
 
 @disk.one_line
 def is_on_own_disk(root: Path, step: int, generation: str = "") -> bool:
-    """Return whether a regular save lies here without its final name, which rank 0 has given it on its disk.
+    """Return whether a regular save that rank 0 has renamed has its temporary name here: on another disk.
 
     Only what is there can be renamed: a client of a shared file system may answer all else from a cache. A
     folder in which nothing was written is removed.

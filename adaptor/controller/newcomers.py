@@ -72,9 +72,11 @@ class Newcomers:
     ended: set[int] = field(default_factory=set)
 
     def begin_attempt(self, replaced: Iterable[Replacement], attempt: int) -> list[int]:
-        """Return the ranks whose agents are to start a new process; one whose process of before has not been
-        seen to end has it ended. A process that was not told anything yet in the attempt before is as good as
-        new. Ranks of lost nodes are not among them: the agent of a spare node starts theirs when it comes.
+        """Return the ranks whose agents are to start a new process.
+
+        An agent ends the former process of the rank, if that still runs. A new process that was told nothing
+        yet in the attempt before is kept. Ranks of lost nodes are left out: the agent of a spare node starts
+        their processes when it comes.
         """
         before, self.by_rank = self.by_rank, {}
         started: list[int] = []

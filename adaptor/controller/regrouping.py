@@ -181,12 +181,12 @@ class Regrouping:
         return []
 
     def on_spare_lost(self, node: int) -> Orders:
-        """The spare node that had got the place of `node` is gone before its agent has come."""
+        """Retry where the spare node in the place of `node` was lost before its agent came."""
         self._feasibility.places.lose(node)
         return self._retry(f"the spare node in the place of node {node} is lost", cold=False)
 
     def on_places_filled(self, answer: PlacesFilled) -> Orders:
-        """Node 0 has asked its spare nodes."""
+        """Cancel the recovery where node 0 has no spare nodes for the lost places."""
         reason = self._feasibility.places.answer(answer)
         return self.cancel(reason) if reason else []
 

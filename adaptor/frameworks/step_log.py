@@ -191,7 +191,7 @@ class StepLog(ABC):
     # in a recovery
 
     def state(self, step: int) -> bytes:
-        """Return what a new process of another rank with this part of the model begins with behind `step`.
+        """Return the log state after `step` for a new process whose rank has the same part of the model.
 
         It has the sums of the interval, which are the same there, and no losses of that rank.
         """
@@ -268,7 +268,7 @@ class StepLog(ABC):
         self._first = self._sums[step]
 
     def _losses_of(self, step: int) -> dict[str, torch.Tensor] | None:
-        """Return what the micro-batches of this rank give in `step`; None: it is not known."""
+        """Return the losses of `step` from this rank's micro-batches; None if they are not known."""
         if step not in self._losses:
             return None
         with contextlib.suppress(Exception):  # the losses of a script have any form

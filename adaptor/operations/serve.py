@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Refuse what would change something."""
+        """Answer 405: requests change nothing here."""
         words = b"nothing can be changed here; there are GET and HEAD\n"
         self._answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, words, _ALLOWED)
 

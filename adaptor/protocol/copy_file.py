@@ -108,7 +108,7 @@ class CopyFile:
             os.pwrite(self._fd, _KEPT.pack(step + 1), _KEPT_AT)
 
     def forget_kept(self) -> None:
-        """Note that no other node has this copy any more; by the agent alone."""
+        """Note that no other node has this copy any more; only the agent calls this."""
         self.note_kept(-1)
 
     def reserve(self, size: int) -> None:

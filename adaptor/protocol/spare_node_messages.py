@@ -79,7 +79,7 @@ class TakePlace(Message, frozen=True):
 
 
 class SpareImports(Message, frozen=True):
-    """node 0 -> spare: what the processes are to import that may be workers in the place of lost ones."""
+    """node 0 -> spare: what processes import that may become workers in the place of lost ones."""
 
     what: Import
 

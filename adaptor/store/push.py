@@ -80,7 +80,7 @@ def push(store: Store, root: Path, step: int, pace: Callable[[int], None] = lamb
 
 
 def require_same(root: Path, known: Manifest) -> None:
-    """Refuse to commit what is no more in the save folder. Raises CheckpointError."""
+    """Refuse to commit a checkpoint that the save folder no longer has. Raises CheckpointError."""
     if layout.place(read_folder(root, known.step)) != layout.place(known):
         folder = root / naming.final_name(known.step)
         raise CheckpointError(f"{folder}: was saved anew while it was sent, so nothing is completed")
@@ -173,7 +173,7 @@ class Sending:
             self._parts[file.path] = made
 
     def look_again(self) -> None:
-        """See what others have sent since."""
+        """Read what other nodes have sent since the last look."""
         self._there = self._store.objects(self._where)
 
     def tell(self, *, done: bool) -> None:

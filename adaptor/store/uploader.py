@@ -288,7 +288,7 @@ class Uploader:
         return urgent
 
     def _begin_in_its_place(self, store: Store, one: Saved, now: float) -> None:
-        """Lead, where node 0 has not begun for long; one that has a part alone can only wait for it."""
+        """Lead where node 0 has not begun in time; a node with only a part of the files waits on."""
         since = max(self._first_seen[one.place], self._left_at)
         if now - since < self._patience.leads * min(self._order.node, _TURNS):
             self._pause(LOOK_S)
@@ -333,7 +333,7 @@ class Uploader:
         )
 
     def _wait(self, seconds: float, sent: Saved) -> None:
-        """Wait for another node; end the upload for last words."""
+        """Wait for another node, unless last words have come, which are sent first."""
         self._look_for_last_words(sent)
         self._pause(seconds)
 

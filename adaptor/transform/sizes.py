@@ -94,7 +94,7 @@ class Sizes:
         return (rank.tp - rank.ep * self.expert_tensor) % self.tp
 
     def replica(self, rank: Rank) -> int:
-        """Return which copy of all that is no expert a rank has; the optimizer of copy 0 is saved."""
+        """Return which copy of the parameters outside of experts a rank has; copy 0's optimizer is saved."""
         return (rank.ep * self.expert_tensor + self.expert_rank(rank)) // self.tp
 
     @property
