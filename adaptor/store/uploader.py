@@ -391,8 +391,9 @@ class Uploader:
         number = self._seen[sent.place]
         newer = [one for one in self._saved() if one.last_words and self._seen[one.place] > number]
         if newer:
-            self._tell(
-                f"[ttp] step {sent.step} is left out: the last words of step {newer[-1].step} go first"
-            )
+            if not self._order.node:  # else node 0 says it
+                self._tell(
+                    f"[ttp] step {sent.step} is left out: the last words of step {newer[-1].step} go first"
+                )
             self._handle(sent)
             raise _PreemptedError

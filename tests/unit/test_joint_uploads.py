@@ -11,19 +11,21 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import checkpoint
 
 from adaptor.checkpoint import layout_file, regular_folder, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import choose, layout, pull, push
+from adaptor.store import choose, layout, pull, push, whole
 from adaptor.store.client import Store
 from adaptor.store.joint import JointPush, divide
 from adaptor.store.opening import open_store
 from adaptor.store.other_nodes import Others, Patience
 from adaptor.store.uploader import Uploader, UploadSettings
 from tests import waiting
-from tests.unit.fault_proxy import FaultProxy, faults, server, url
+from tests.unit.fault_proxy import Fault, FaultProxy, faults, server, url
 from tests.unit.object_store import contents, save
 from tests.unit.test_uploader import Sender, start
 
@@ -108,10 +110,21 @@ def test_files_are_divided_by_size_and_each_goes_to_one_node() -> None:
 def test_nodes_that_share_a_folder_share_the_work(
     url: str, server: str, faults: FaultProxy, tmp_path: Path, start: Callable[..., Sender]
 ) -> None:
-    """Two processes, as agents start them; the second sees what the first has chosen."""
+    """Two processes, as agents start them; the second sees what the first has chosen.
+
+    No file of the first comes into the store before the second has joined.
+    """
+
+    def fault(number: int, method: str, path: str) -> Fault:
+        joined = any(each.endswith("/ttp_parts/1.json") for _, each in faults.requests)
+        return "503" if "mp_rank" in path and method == "PUT" and not joined else ""
+
+    faults.begin(fault)
     root = tmp_path / "save"
+    second = start(url, faults.url, root, node=1, nodes=2)
+    waiting.until(lambda: bool(faults.requests), "the second is at work")
     folder = save(root, 10)
-    senders = [start(url, server, root, node=node, nodes=2) for node in (0, 1)]
+    senders = [start(url, faults.url, root, node=0, nodes=2), second]
     assert "step 10 is in" in senders[0].line()
     for sender in senders:
         sender.tell({"within_s": None})
@@ -204,6 +217,16 @@ def test_a_part_alone_is_not_led_by_another_node(
     assert first == f"[ttp] node 1 sends nothing to {store} so far: {why}"
     assert last == f"[ttp] node 1 has not sent its part of step 10 to {store}: {why}"
     assert choose.steps(store) == []
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_metadata_of_torch_dist_names_all_files(tmp_path: Path) -> None:
+    checkpoint.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
+    names = {path.name for path in tmp_path.iterdir()}
+    (shard,) = names - {".metadata"}
+    assert whole.missing(tmp_path, names) == ""
+    assert whole.missing(tmp_path, {".metadata"}) == shard
+    assert whole.missing(tmp_path, {shard}) == ".metadata"
 
 
 def test_two_files_of_one_name_are_not_one_checkpoint(store: Store, tmp_path: Path) -> None:
