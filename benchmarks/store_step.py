@@ -4,7 +4,8 @@
 The process that sends is the one of `ttprun --ttp-store`, with TTP_STORE_RATE; it is stopped (SIGSTOP) and
 continued every few steps of one job, so both arms see the same processes and memory. Neighbouring blocks are
 a pair; the figure is the median of the pairs' ratios, with a 95 % interval (bootstrap over pairs). Each time
-a checkpoint is in the store, the next one is in the save folder: all of them are names of the same files.
+a checkpoint is in the store, the next one is in the save folder: all of them are names of the same files. The
+uploader looks for it each second; pairs in which it sends nothing are left out.
 
 The store (`_sink.py`) takes all and keeps nothing, because a real one is another machine. Ranks are pinned to
 a core each. On two cores a job of one rank leaves the uploader a core, as nodes with accelerators do; two
@@ -50,7 +51,8 @@ WARM_UP = 40
 _SINK = Path(__file__).with_name("_sink.py")
 _SENT = "is in s3://"
 _LIMIT_S = 1800.0
-_START_S = 60.0
+# Megabytes in a step: the uploader has looked at the save folder.
+_NOTHING = 0.1
 
 
 class Checkpoints:
@@ -61,8 +63,9 @@ class Checkpoints:
         self._files = root.with_name("files")
         self._files.mkdir()
         with (self._files / naming.MODEL_FILE).open("wb") as file:
+            block = os.urandom(1 << 20)
             for _ in range(mebibytes):
-                file.write(os.urandom(1 << 20))
+                file.write(block)
         digest = hashing.hash_file(self._files / naming.MODEL_FILE)
         self._entry = FileEntry(f"mp_rank_00/{naming.MODEL_FILE}", mebibytes << 20, digest)
         self._step = 1
@@ -168,7 +171,9 @@ def measure(ranks: int, folder: Path, given: argparse.Namespace) -> dict[str, An
     failed = [line for line in uploader.said if _SENT not in line]
     if failed or not taken["bytes"]:
         raise JobError(f"the uploader has not sent what it was to send: {failed}")
-    pairs = paired(found)
+    pairs = [pair for pair in paired(found) if pair[1]["sent"] > _NOTHING]
+    if not pairs:
+        raise JobError(f"{ranks} ranks: nothing was sent in any block: use a larger --block")
     return {"pairs": pairs, "bytes": taken["bytes"], "cpu": cpu, "cpu_of_store": taken["cpu"]}
 
 
@@ -186,11 +191,11 @@ def report(found: dict[int, dict[str, Any]], seed: int) -> tuple[str, list[str]]
             if key == "wall":
                 known = "MISSED" if low > TARGET else "reached" if high <= TARGET else "not known: more pairs"
                 rate = statistics.median(1000 * on["sent"] / on["wall"] for _, on in pairs)
+                each = one["bytes"] / 1e9
                 lines.append(
                     f"{ranks} ranks: sending / not sending {ratio:.4f}, at most {TARGET:g}: {known};"
-                    f" {rate:.0f} MB/s are sent, with {one['cpu'] / (one['bytes'] / 1e9):.2f} s of the"
-                    f" uploader's CPU time for each GB, {one['cpu_of_store'] / (one['bytes'] / 1e9):.2f} s of"
-                    " the store's"
+                    f" {len(pairs)} pairs, {rate:.0f} MB/s are sent. For each GB the uploader takes"
+                    f" {one['cpu'] / each:.2f} s of CPU time, the store {one['cpu_of_store'] / each:.2f} s"
                 )
     return table(["ranks", "of a step", "not sending", "sending / not sending (95 %)"], rows), lines
 
@@ -204,7 +209,7 @@ def main() -> None:
     parser.add_argument(
         "--rate", type=setting_values.rate, default=200 * 10**6, help="TTP_STORE_RATE (default 200M)"
     )
-    parser.add_argument("--mib", type=int, default=256, help="size of a checkpoint (default 256)")
+    parser.add_argument("--mib", type=int, default=2048, help="size of a checkpoint (default 2048)")
     _blocks.add_options(parser)
     add_size_options(parser)
     given = parser.parse_args()
@@ -214,6 +219,7 @@ def main() -> None:
     for ranks in given.ranks:
         began = time.monotonic()
         found[ranks] = measure(ranks, folder / str(ranks), given)
+        shutil.rmtree(folder / str(ranks))  # some gigabytes
         print(f"{ranks} ranks: {time.monotonic() - began:.0f} s", flush=True)
     shutil.rmtree(folder)
     text, lines = report(found, given.seed)

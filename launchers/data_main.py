@@ -9,8 +9,15 @@ goes to stdout as one line, with exit code 2. It is started by its path, as `wor
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from adaptor import _script
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+# When ttprun has ended: a request that is on its way, and a disk that hangs, keep this process no longer.
+_LEAVING_S = 1.0
 
 
 def main() -> None:
@@ -31,11 +38,17 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(1)  # removes the file that has begun to come
+
     def hear() -> None:
         while os.read(0, 4096):
             pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        threading.Event().wait(_LEAVING_S)
         os._exit(1)
 
+    signal.signal(signal.SIGUSR1, leave)
     threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
     endpoint, *pairs = sys.argv[1:]
     code = 0
@@ -48,6 +61,8 @@ def main() -> None:
     except AdaptorError as error:
         print(shown(str(error)))
         code = 2
+    except SystemExit:
+        os._exit(1)
     output.finish()
     sys.stdout.flush()
     os._exit(code)

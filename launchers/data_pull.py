@@ -12,6 +12,9 @@ from adaptor.errors import ConfigError, StoreError
 from adaptor.launchers.programs import DATA
 from adaptor.store import address
 
+# The process removes a file that is not whole, and then ends by itself within a second.
+_LEAVING_S = 3.0
+
 
 def require(config: Config) -> None:
     """Refuse URLs that name no store, and a folder that is named twice; nothing is asked of a store.
@@ -60,13 +63,13 @@ def bring(config: Config) -> int:
         try:
             answer = wait_for(process.stdout.read, lambda: what, quiet=True)  # it tells how far it is
         except Interrupted as error:
-            process.kill()
+            _end(process)
             output.tell(
                 f"[ttp] ended by {error.sigval.name} while it waited for {error.what}; nothing was started"
             )
             return 128 + error.sigval
         except BaseException:
-            process.kill()
+            _end(process)
             raise
     if process.returncode:
         why = answer.decode(errors="replace").strip()
@@ -74,3 +77,13 @@ def bring(config: Config) -> int:
             f"TTP_PULL: {why or f'the process that pulls has ended with status {process.returncode}'}"
         )
     return 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let it remove the file that is not whole."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(_LEAVING_S)
+    except subprocess.TimeoutExpired:
+        process.kill()

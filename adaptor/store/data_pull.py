@@ -78,13 +78,13 @@ def _objects(store: Store) -> dict[str, Stored]:
     """
     found = {name: one for name, one in store.objects("").items() if not is_own(name)}
     folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
-    for name in sorted(found.keys() & folders):
-        if found[name].bytes:
+    for name in sorted(found.keys() & {*folders, ""}):
+        if found[name].bytes and name:
             raise StoreError(
-                f"{store}: has an object {name or 'of its own name'} and others below {name}/, which cannot"
-                " both be in a folder"
+                f"{store}: has an object {name} and others below {name}/, which cannot both be in a folder"
             )
-        del found[name]  # consoles make an empty object for a folder
+        if not found[name].bytes:
+            del found[name]  # consoles make an empty object for a folder; '' is the one of the prefix
     if not found:
         raise StoreError(f"{store}: there is no object below it")
     for name in found:

@@ -117,7 +117,8 @@ def test_a_folder_is_a_store_of_data(tmp_path: Path) -> None:
 
 
 def test_an_empty_object_for_a_folder_is_no_file(source: Source, tmp_path: Path) -> None:
-    object_store.request(source.direct, "PUT", f"/{source.url.removeprefix('s3://')}/a%20folder/")
+    for name in ("", "a%20folder/"):  # of the prefix itself, too
+        object_store.request(source.direct, "PUT", f"/{source.url.removeprefix('s3://')}/{name}")
     source.pull(tmp_path)
     assert _files(tmp_path) == OBJECTS
 
@@ -217,6 +218,7 @@ def test_a_disk_that_is_too_small_gets_nothing(tmp_path: Path) -> None:
     ("objects", "why"),
     [
         ([], r": there is no object below it$"),
+        ([""], r": has an object '', which cannot be a file of a folder$"),
         (["a", "a/b"], r": has an object a and others below a/, which cannot both be in a folder$"),
         (["../a"], r"invalid path"),
     ],
@@ -225,7 +227,7 @@ def test_what_cannot_be_a_folder(
     objects: list[str], why: str, faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
     """One line, and the folder is not made."""
-    url = f"{url}-{len(objects)}"
+    url = f"{url}-{len(objects)}{len(''.join(objects))}"
     for name in objects:
         object_store.request(server, "PUT", f"/{url.removeprefix('s3://')}/{name}", b"1")
     with pytest.raises(StoreError, match=why):
@@ -274,6 +276,7 @@ def test_a_file_that_is_cut_short_has_not_its_name(
         process.stdin.close()
     assert process.wait(60) == (-signal.SIGKILL if end == "SIGKILL" else 1)
     assert "corpus.bin" not in _files(tmp_path)
+    assert end == "SIGKILL" or not any(tmp_path.rglob(".ttp_part*"))
     source.faults.begin()
     source.pull(tmp_path)
     assert _files(tmp_path) == OBJECTS
@@ -383,4 +386,5 @@ def test_a_signal_ends_a_pull(by: signal.Signals, source: Source, launcher: Laun
         f"[ttp] ended by {by.name} while it waited for the data of {source.url}, which comes to here;"
         " nothing was started\n"
     )
-    assert _files(launcher.folder / "here") == {}
+    assert _files(launcher.folder / "here").keys() <= {"a folder/with %41 and =.txt"}
+    assert not any((launcher.folder / "here").rglob(".ttp_part*"))
