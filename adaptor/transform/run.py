@@ -7,12 +7,13 @@ by which `--resume` goes on. The folder gets its name as that of last words does
 from __future__ import annotations
 
 import hashlib
+import queue
 import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,14 +205,18 @@ def run(
     # Threads: to read, to write, to hash and to copy is done without the interpreter's lock.
     mark = order.mark
     with ThreadPoolExecutor(min(workers, len(left))) as pool:
-        running: dict[Future[list[FileEntry]], Rank] = {
-            pool.submit(write_rank, target, rank, order.folder, mark, advanced): rank for rank in left
-        }
+        # Not by `concurrent.futures.wait`: a signal while that takes the locks of all futures leaves some of
+        # them taken, and the threads that need them would keep this process for ever.
+        ended: queue.SimpleQueue[Future[list[FileEntry]]] = queue.SimpleQueue()
+        running: dict[Future[list[FileEntry]], Rank] = {}
         try:
+            for rank in left:
+                future = pool.submit(write_rank, target, rank, order.folder, mark, advanced)
+                running[future] = rank
+                future.add_done_callback(ended.put)
             while running:
-                ended, _ = wait(running, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    done[running.pop(future)] = future.result()
+                future = ended.get()
+                done[running.pop(future)] = future.result()
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)

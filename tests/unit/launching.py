@@ -21,8 +21,6 @@ from tests.unit.nodes import ROOT
 
 ONE = ["--standalone", "--monitor-interval", "0.05", "--nproc-per-node", "1"]
 TWO = [*ONE[:-1], "2"]
-# For workers that do not go when they are told to.
-TORCH_WAITS_S = 30.0
 # What a script sees, one JSON object for each rank.
 LOOK = """
 import json, os, sys

@@ -22,6 +22,7 @@ from adaptor.checkpoint import manifest
 from adaptor.protocol import naming
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import STEP, Shape
+from tests.waiting import LONG_S
 
 STEP_FOLDER = naming.final_name(STEP)
 NOBODY = 65534
@@ -226,6 +227,26 @@ def test_a_byte_that_the_disk_changes_gets_no_name(
     assert f"{file}: checksum differs from the manifest" in _line(capsys)
     assert not (tmp_path / "b" / STEP_FOLDER).exists()
     assert not (tmp_path / "b" / naming.TRACKER).exists()
+
+
+# Ctrl-C comes while the main thread takes the locks of several futures; it has the first.
+INTERRUPTED_BETWEEN_TWO_LOCKS = """
+import signal
+from concurrent.futures import _base
+def interrupted(self):
+    self.futures[0]._condition.acquire()
+    signal.raise_signal(signal.SIGINT)
+_base._AcquireFutures.__enter__ = interrupted
+"""
+
+
+def test_no_signal_finds_locks_half_taken(tmp_path: Path) -> None:
+    """Threads that need one would keep the process for ever."""
+    small_checkpoint.write(tmp_path / "a")
+    command = _command(tmp_path / "a", tmp_path / "b", "--tp", "2", "--workers", "2")
+    command[3] = f"{INTERRUPTED_BETWEEN_TWO_LOCKS}\n{command[3]}"
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LONG_S)
+    assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

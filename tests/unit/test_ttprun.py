@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ import pytest
 from tests import waiting
 from tests.unit.launching import (
     ONE,
-    TORCH_WAITS_S,
     TWO,
     WAIT,
     Launcher,
@@ -416,10 +414,9 @@ def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
     waiting.written(launcher.folder, lambda: knows in launcher.log, "the agent knows of it")
     worker = int(file.read_text())
     stop(worker)
-    begun = time.monotonic()
     os.kill(pid, signal.SIGTERM)
     ended = launcher.wait(pid)
-    assert time.monotonic() - begun < TORCH_WAITS_S
+    assert "Unable to shutdown process" not in ended.log, "as torch says when it has waited for half a minute"
     assert ended.code == 128 + signal.SIGTERM, ended.log
     assert "[ttp] not saved within 1 s (TTP_GRACE) of SIGTERM\n" in ended.log
     none = f"no checkpoint is in {launcher.folder}"

@@ -269,8 +269,9 @@ def test_nodes_that_are_awaited(
     os.kill(pid, by)
     ended = launcher.wait(pid)
     assert ended.code == 128 + by, ended.log
-    said = f"[ttp] ended by {by.name} while it waited for {awaited.format(port=port)}; nothing was started\n"
-    assert ended.log.replace(waits, "") == said
+    said = f"[ttp] ended by {by.name} while it waited for {awaited.format(port=port)}; nothing was started"
+    # On a slow machine a line has come before this node has met anybody, too.
+    assert [text for text in ended.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [said]
 
 
 @pytest.mark.robustness(
