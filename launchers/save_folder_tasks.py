@@ -67,6 +67,8 @@ class SaveFolderTasks:
                     folder = await self._in_thread(self._below, root, make)
                 except Exception as error:
                     return Prepared(node, order.incident, "", _line(error), order.number)
+                with contextlib.suppress(RuntimeError):  # without a thread the publish does it itself
+                    self._threads.run("ttp-get-ready", functools.partial(publish.get_ready, root))
                 return Prepared(node, order.incident, str(folder), "", order.number)
             case Publish():
                 act = functools.partial(self._publish, root, order, generation)

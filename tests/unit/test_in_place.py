@@ -307,16 +307,16 @@ def test_a_dump_takes_no_memory_for_a_copy(tmp_path: Path) -> None:
     root = tmp_path / "iter_0000012_tmp"
     root.mkdir()
     Path("/proc/self/clear_refs").write_text("5")
-    before = _peak()
+    before = peak()
     exchange = Exchange(None, 0, [[0]], folder=root)
     written = state_writer.write_files(rank.state, RECORD, exchange, root, 1)
-    assert _peak() - before < 32 << 20
+    assert peak() - before < 32 << 20
     assert sum(entry.bytes for entry in written.files) > 14 * numel
     saved = load(root / f"{FILES[0]}.1")[0][DTYPES]
     assert torch.equal(saved["exp_avg"], rank.states[rank.model.a]["exp_avg"])
 
 
-def _peak() -> int:
+def peak() -> int:
     (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return 1024 * int(peak)
 

@@ -27,7 +27,7 @@ from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors
 from adaptor.checkpoint.shard_exchange import Exchange
 from tests.faults import sharded
 from tests.unit.test_checkpoint_dump import Rank, together
-from tests.unit.test_in_place import DTYPES, half
+from tests.unit.test_in_place import DTYPES, half, one_param, peak
 
 COUNT = 2
 
@@ -143,6 +143,22 @@ def test_torch_loads_what_it_would_have_loaded(
             assert torch.equal(ours[key], value), key
         else:
             assert ours[key] == value
+
+
+def test_it_takes_no_memory_for_a_copy(tmp_path: Path) -> None:
+    """The peak is set back before it; the state has 96 MB, its copy with the weights would have 112."""
+    rank = one_param(8 << 20)
+    exchange = Exchange(None, 0, [[0]], folder=tmp_path)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    planned = PlannedTensors("meta")
+    part = dcp.RankPart(0, saved(planned.state_of(rank.optimizer, 0)[0][DTYPES], planned.cast))
+    layout = dcp_layout.lay_out(part, planned)
+    with in_place.InPlace({part.data_file: layout}, [rank.optimizer], exchange, 1) as archives:
+        assert archives.write()
+        (entry,) = archives.finish()
+    assert peak() - before < 32 << 20
+    assert entry.bytes > (2 + 4 + 4) * (8 << 20)  # the weights, and two of the states
 
 
 def _computed(world: Mapping[str, torch.Tensor]) -> Planner:

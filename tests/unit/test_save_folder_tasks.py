@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +67,28 @@ def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
         assert not works.busy
 
     asyncio.run(work())
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_what_a_publish_needs_is_imported_while_others_write(tmp_path: Path, joined: bool) -> None:
+    """Only where the newest checkpoint has metadata that was joined: else nothing of it is needed."""
+    (folder := tmp_path / naming.final_name(4)).mkdir()
+    (folder / (".metadata" if joined else "model")).touch()
+    (tmp_path / naming.TRACKER).write_text("4")
+    script = f"""
+import asyncio, sys, threading
+from adaptor.launchers.save_folder_tasks import SaveFolderTasks
+from adaptor.protocol.messages import Prepare
+works = SaveFolderTasks()
+works.saves.add({str(tmp_path)!r})
+assert asyncio.run(works.do(Prepare(1, {str(tmp_path)!r}, 5), 0, "")).folder
+works.close()
+for thread in threading.enumerate()[1:]:
+    thread.join()
+print("torch.distributed.checkpoint.filesystem" in sys.modules)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert ended.stdout == f"{joined}\n", ended.stderr
 
 
 def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:
