@@ -16,8 +16,8 @@ from adaptor import _script
 if TYPE_CHECKING:
     from types import FrameType
 
-# When ttprun has ended: a request that is on its way, and a disk that hangs, keep this process no longer.
-_LEAVING_S = 1.0
+# When ttprun has ended: a disk that hangs keeps this process no longer.
+_LEAVING_S = 10.0
 
 
 def main() -> None:

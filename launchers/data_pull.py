@@ -12,8 +12,8 @@ from adaptor.errors import ConfigError, StoreError
 from adaptor.launchers.programs import DATA
 from adaptor.store import address
 
-# The process removes a file that is not whole, and then ends by itself within a second.
-_LEAVING_S = 3.0
+# The process removes a file that is not whole, and ends: at once, or within ten seconds where its disk hangs.
+_LEAVING_S = 15.0
 
 
 def require(config: Config) -> None:

@@ -135,21 +135,26 @@ class _Pull:
         if not missing:
             self._tell(f"[ttp] {self._folder.path} has what is in {self._store} already ({what})")
             return
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ttp-pull") as pool:
-            coming = _ahead(pool, self._calls(missing))
-            with contextlib.closing(coming):
-                for name, stored in missing.items():
-                    parts = islice(coming, _count(stored))
-                    try:
-                        self._write(name, stored, (part.result() for part in parts))
-                    except DamagedError as error:
-                        deque(parts, maxlen=0)  # what is left of it
-                        self._write_again(name, error)
+        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ttp-pull")
+        try:
+            self._bring(pool, missing)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after an error a request may still take minutes
         seconds = max(self._now() - self._began, 1e-3)
         self._tell(
             f"[ttp] {self._folder.path} has what is in {self._store} ({what};"
             f" {size(self._total)} came in {duration(seconds)}, {size(int(self._total / seconds))}/s)"
         )
+
+    def _bring(self, pool: ThreadPoolExecutor, missing: Mapping[str, Stored]) -> None:
+        with contextlib.closing(_ahead(pool, self._calls(missing))) as coming:
+            for name, stored in missing.items():
+                parts = islice(coming, _count(stored))
+                try:
+                    self._write(name, stored, (part.result() for part in parts))
+                except DamagedError as error:
+                    deque(parts, maxlen=0)  # what is left of it
+                    self._write_again(name, error)
 
     def _calls(self, missing: Mapping[str, Stored]) -> Iterator[Callable[[], Part]]:
         for name, stored in missing.items():
