@@ -95,9 +95,8 @@ class StoreResume:
         load, needs = self._load, None
         if self._keeps_ranks and ranks and load.sizes is not None:
             needs = NodeRanks(tuple(ranks), world_size, *load.sizes)
-        if not saved_steps.is_complete(load.save, step) or (
-            needs is not None and pull.is_part(load.save, step)
-        ):
+        # A part may be that of other ranks.
+        if pull.is_part(load.save, step) or not saved_steps.is_complete(load.save, step):
             self._pull(step, needs)
 
     def _pull(self, step: int | None, needs: NodeRanks | None = None) -> int | None:

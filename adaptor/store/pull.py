@@ -83,7 +83,7 @@ def resume(store: Store, root: Path, step: int | None = None, node: NodeRanks | 
         local = None
     if step is not None:
         there = local is not None and not _is_damaged(root, step)
-        if there and (node is None or not is_part(root, step) or not choose.places(store, step)[0]):
+        if there and not (is_part(root, step) and choose.places(store, step)[0]):
             return Pulled(step, "", 0, True)
         return _pulled(store, root, step, _pull_after(store, root, step, None, None, node))
     return _pull_after(store, root, None, local, None)
@@ -105,14 +105,12 @@ def _pull_after(
         if local is not None and (known.step < local or (known.step == local and not damaged)):
             break
         _require_later(root, known.step)
-        wanted = found
-        if node is not None:
-            try:
-                wanted = _for_node(store, found, node)
-            except DamagedError as error:
-                problems.append(str(error))
-                continue
-            damaged = damaged or not _has(root, wanted)
+        try:
+            wanted = _for_node(store, found, node)
+        except DamagedError as error:
+            problems.append(str(error))
+            continue
+        damaged = damaged or not _has(root, wanted)
         there = not damaged and saved_steps.is_of_generation(root, known.step, known.generation)
         if not there:
             try:
@@ -131,9 +129,9 @@ def _pull_after(
     return None
 
 
-def _for_node(store: Store, found: Checkpoint, node: NodeRanks) -> Checkpoint:
+def _for_node(store: Store, found: Checkpoint, node: NodeRanks | None) -> Checkpoint:
     """Return the checkpoint with those files alone that the ranks of a node load, where that can be known."""
-    wanted = needs.needed(store, found, node)
+    wanted = needs.needed(store, found, node) if node is not None else None
     files = tuple(file for file in found.known.files if wanted is None or file.path in wanted)
     if len(files) == len(found.known.files):
         return found

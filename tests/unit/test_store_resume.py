@@ -222,6 +222,7 @@ def test_a_node_that_cannot_tell_pulls_the_whole_checkpoint(why: str, described:
     if why == "ranks move":
         agents = HashStore()
         agents.set("ttp/resume", b"12")
+        assert len(_resumed(described, root, (2, 3))) == 2
         StoreResume(Load(described, root, None, sizes), "").prepare(1, 2, agents, (2, 3), 4)
         assert {path.parent.name for path in (root / FOLDER).rglob("*.pt")} == set(FOLDERS)
     else:
