@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import queue
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -16,6 +18,7 @@ from adaptor.operations import job_folder
 from adaptor.operations.terminal import show
 from adaptor.operations.words import FINDING, OK, USAGE, shown
 from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
 
 WORDS = "compare the checkpoints in a save folder with their manifests"
 _MOST_AT_ONCE = 16  # files; beyond that a disk is no faster
@@ -71,8 +74,7 @@ def answer(parsed: argparse.Namespace) -> int:
             )
         steps = [parsed.step]
     named = tracker.tracked_step(root)
-    with ThreadPoolExecutor(min(_MOST_AT_ONCE, 2 * (os.cpu_count() or 1))) as pool:
-        answers = [_verified(root, step, pool) for step in steps]
+    answers = [_verified(root, step) for step in steps]
     missing = named is not None and parsed.step is None and named not in steps
     if parsed.json:
         found = {"save": shown(str(root)), "tracker": named, "checkpoints": answers}
@@ -88,7 +90,7 @@ def answer(parsed: argparse.Namespace) -> int:
     return USAGE if "unreadable" in states else OK
 
 
-def _verified(root: Path, step: int, pool: ThreadPoolExecutor) -> _Checkpoint:
+def _verified(root: Path, step: int) -> _Checkpoint:
     folder = root / naming.final_name(step)
     if not saved_steps.has_manifest(root, step):
         why = "it has no manifest: the framework wrote it without the adaptor, and nobody can tell"
@@ -104,7 +106,7 @@ def _verified(root: Path, step: int, pool: ThreadPoolExecutor) -> _Checkpoint:
         problems.append(f"{folder / naming.MANIFEST}: is not that of step {step}")
     elif not described.files:
         problems.append(f"{folder / naming.MANIFEST}: names no file")
-    examined = list(pool.map(lambda entry: manifest.examine(folder, entry), described.files))
+    examined = _examined(folder, described.files)
     states = {one.state for one in examined}
     problems += [shown(one.problem) for one in examined if one.problem]
     files = [_File(shown(one.entry.path), one.entry.bytes, one.state) for one in examined]
@@ -115,6 +117,41 @@ def _verified(root: Path, step: int, pool: ThreadPoolExecutor) -> _Checkpoint:
     else:
         state = "intact" if states == {"ok"} else "sizes are right"
     return _Checkpoint(step, state, problems, files)
+
+
+def _examined(folder: Path, files: Sequence[FileEntry]) -> list[manifest.Examined]:
+    """Examine files, several at the same time; return what is found, in their order.
+
+    Ctrl-C ends this at once; a pool would wait for the files that it has begun, which may be large.
+    """
+    left: queue.SimpleQueue[tuple[int, FileEntry]] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[int, manifest.Examined | Exception]] = queue.SimpleQueue()
+    for numbered in enumerate(files):
+        left.put(numbered)
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                number, entry = left.get_nowait()
+                try:
+                    done.put((number, manifest.examine(folder, entry)))
+                except Exception as error:  # the main thread raises it
+                    done.put((number, error))
+
+    for started in range(min(len(files), _MOST_AT_ONCE, 2 * (os.cpu_count() or 1))):
+        try:
+            threading.Thread(target=work, name="ttp-verify", daemon=True).start()
+        except RuntimeError:  # no more threads for this process
+            if not started:
+                raise
+            break
+    found: dict[int, manifest.Examined] = {}
+    while len(found) < len(files):
+        number, one = done.get()
+        if isinstance(one, Exception):
+            raise one
+        found[number] = one
+    return [found[number] for number in range(len(files))]
 
 
 def _table(answers: Sequence[_Checkpoint], named: int | None, *, all_files: bool) -> list[str]:

@@ -1,15 +1,20 @@
-"""Ctrl-C to commands of `ttp` that go on until it comes; `ttp serve` is in `test_serve.py`."""
+"""Ctrl-C to commands of `ttp` that go on until it comes, or read for long; `ttp serve`: `test_serve.py`."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from adaptor.checkpoint import hashing, manifest
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
 from tests.unit.launching import DROPPED, HEARS_CTRL_C
 from tests.unit.test_serve import job  # noqa: F401
+from tests.waiting import LONG_S
 
 # Ctrl-C comes at the first look at the files of the job, and is lost; a second look is one too many.
 LOOKED_AT_ONCE = """
@@ -41,3 +46,32 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
     line = [sys.executable, "-c", program, *command, str(job)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 130, done.stderr
+
+
+# A file that takes very long, as one of many gigabytes does.
+LONG_FILE = """
+import threading
+from adaptor.checkpoint import hashing
+def long(path):
+    print("begun", flush=True)
+    threading.Event().wait()
+hashing.hash_file = long
+"""
+
+
+def test_ctrl_c_does_not_wait_for_the_files_that_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / naming.final_name(3)
+    folder.mkdir()
+    (folder / "a").write_bytes(b"content")
+    entry = FileEntry("a", 7, hashing.hash_file(folder / "a"))
+    (folder / naming.MANIFEST).write_bytes(manifest.Manifest.now(3, [entry], {}, 1).encode())
+    program = f"{HEARS_CTRL_C}\n{LONG_FILE}\nfrom adaptor.launchers import ttp; raise SystemExit(ttp.main())"
+    line = [sys.executable, "-c", program, "verify", str(tmp_path)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as command:
+        assert command.stdout is not None
+        assert command.stdout.readline() == "begun\n"
+        command.send_signal(signal.SIGINT)
+        try:
+            assert command.wait(LONG_S) == 130
+        finally:
+            command.kill()
