@@ -1,4 +1,4 @@
-"""Starts ttprun in tests; torch is imported once for all (the zygote)."""
+"""Starts ttprun in tests, each as a fork of one process (the zygote), which has ttprun and torch imported."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from adaptor import config
 from tests import timing
+from tests.faults.warm import Warm
 from tests.ports import free_ports
 from tests.unit.nodes import ROOT
 
@@ -110,7 +111,7 @@ _charged: list[float] = []  # CPU seconds of the zygote's forks
 @functools.cache
 def _started_zygote() -> subprocess.Popen[str]:
     """One for every file that imports the fixture."""
-    process = subprocess.Popen(
+    process = Warm(
         [sys.executable, str(Path(__file__).with_name("zygote.py"))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
