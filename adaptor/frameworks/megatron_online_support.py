@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from adaptor import context
 from adaptor.devices.cuda import is_detailed
-from adaptor.online import groups
+from adaptor.online import group_books
 from adaptor.online.groups import Groups
 from adaptor.worker.watchdogs import Watchdogs
 
@@ -105,7 +105,7 @@ def of_torch() -> str:
         return ""
     if not groups_of_job.known:
         return "this torch makes process groups in a way that is not known"
-    return groups.why_not()
+    return group_books.why_not()
 
 
 def of_version(version: str) -> str:

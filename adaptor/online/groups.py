@@ -1,31 +1,26 @@
 """The process groups of a worker: their backends are exchanged, and the framework keeps the groups.
 
 A framework holds its process groups in hundreds of places, so after a fault the objects stay and only what is
-below them is made anew. `ProcessGroup` has a map from backend types to backends, and keeps a backend whose
-type it knows; but its type is a number of eight bits that nobody checks, so a fresh backend is registered
-under a number that torch has no name for. It is made by torch's own helper, with the arguments that the
-framework gave when it made the group, so that gloo, NCCL and plug-ins share one way. A collective costs
-nothing more. None of this is documented by torch: `why_not` tries it when a worker starts.
+below them is made anew (`group_books.py`). A fresh backend is made by torch's own helper, with the arguments
+that the framework gave when it made the group, so that gloo, NCCL and plug-ins share one way. A collective
+costs nothing more.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import inspect
 import resource
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from adaptor.context import Context
+from adaptor.online import group_books
+from adaptor.online.group_books import ExchangeError
 from adaptor.worker import abort_gloo
 
-# The numbers of backends that torch has names for end at 6 (2.13); 255 is the last one that fits.
-FIRST_NUMBER = 64
-LAST_NUMBER = 255
 # A backend that was exchanged stays in its group (gloo: 3 threads and 4 descriptors), so not for ever.
 MOST_EXCHANGES = 10
 # Twice what gloo opens for each. What is left afterwards is for last words, should the exchange fail.
@@ -40,10 +35,6 @@ class _Made(NamedTuple):
 
     group: Any
     arguments: dict[str, Any]
-
-
-class ExchangeError(Exception):
-    """The backends of this worker's groups cannot be exchanged."""
 
 
 class Groups:
@@ -102,7 +93,7 @@ class Groups:
         if _is_member(group) and asked["group_name"] not in self._made:
             self._made[asked["group_name"]] = _Made(group, asked)
             if self.lone:  # who asks for the backend is told the one that it will be
-                world = _books()
+                world = group_books.books()
                 world.pg_map[group] = (asked["backend"], world.pg_map[group][1])
                 world.pg_backend_config[group] = str(_backends_by_device(asked["backend"]))
         return made
@@ -142,7 +133,7 @@ class Groups:
 
     def count(self) -> int:
         """Return how many groups were made in this job, those without this rank included."""
-        return int(_books().group_count)
+        return int(group_books.books().group_count)
 
     def exchange(self, store: Any, occasion: str) -> None:
         """Give the groups fresh backends: all members do it, in the order in which they were made.
@@ -166,7 +157,7 @@ class Groups:
         _require_descriptors(len(exchanged))
         self._exchanges += 1
         self.lone = False
-        _leave_batches()
+        group_books.leave_batches()
         with self._connecting():
             for name, made in exchanged.items():
                 self._exchange_one(f"{name}@{occasion}", made, store)
@@ -200,24 +191,12 @@ class Groups:
         }
         fresh, _ = self._helper(**arguments)
         for device in made.group._device_types:
-            _never_destroy(made.group._get_backend(device))
+            group_books.never_destroy(made.group._get_backend(device))
         key = made.arguments["group_name"]
-        self._numbers[key] = _adopt(made.group, fresh, self._numbers.get(key, FIRST_NUMBER))
-        _forget(made.group, fresh)
-
-
-def _leave_batches() -> None:
-    """Forget what an exception has left of a batch of collectives, which torch would go on collecting.
-
-    Raises:
-        ExchangeError: NCCL may wait for the end of the batch, too, and would put off all that comes.
-    """
-    from adaptor.devices.cuda import nccl_of
-
-    begun = _books().pg_coalesce_state
-    if any(not collected and nccl_of(group) is not None for group, collected in begun.items()):
-        raise ExchangeError("the fault has struck in the middle of a batch of messages over NCCL")
-    begun.clear()
+        self._numbers[key] = group_books.adopt(
+            made.group, fresh, self._numbers.get(key, group_books.FIRST_NUMBER)
+        )
+        group_books.forget(made.group, fresh)
 
 
 def _require_descriptors(groups: int) -> None:
@@ -233,62 +212,6 @@ def _require_descriptors(groups: int) -> None:
             f"{there} descriptors are open, and {needed} more may be needed for {groups} process groups: "
             f"the limit (ulimit -n) is {limit}, {there + needed} would do"
         )
-
-
-def _never_destroy(backend: Any) -> None:
-    """Keep a backend to the end of the process: its destructor waits for its threads, and one of them may be
-    in work that gloo has forgotten."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
-
-
-def _adopt(group: Any, fresh: Any, number: int) -> int:
-    """Register the backends of `fresh` in `group` under numbers from `number` on; return the next one."""
-    from torch.distributed import ProcessGroup
-
-    types: dict[int, Any] = {}
-    default = None
-    for device in fresh._device_types:
-        backend = fresh._get_backend(device)
-        if id(backend) not in types:
-            if number > LAST_NUMBER:
-                raise ExchangeError("torch cannot register another backend: all of its numbers are taken")
-            types[id(backend)] = ProcessGroup.BackendType(number)
-            number += 1
-        group._register_backend(device, types[id(backend)], backend)
-        if default is None or device.type != "cpu":
-            default = types[id(backend)]
-    group._set_default_backend(default)
-    return number
-
-
-def _forget(group: Any, fresh: Any) -> None:
-    """Take `fresh` out of torch's books, in which `group` stays as it is but for the name of its backend."""
-    from torch._C import _distributed_c10d
-
-    world = _books()
-    backend, _ = world.pg_map[fresh]
-    world.pg_map[group] = (backend, world.pg_map[group][1])
-    world.pg_backend_config[group] = world.pg_backend_config[fresh]
-    for book in (
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.pg_to_tag,
-    ):
-        book.pop(fresh, None)
-    for tagged in world.tags_to_pg.values():
-        if fresh in tagged:
-            tagged.remove(fresh)
-    with contextlib.suppress(Exception):  # some versions of torch have registered its name, others not
-        _distributed_c10d._unregister_process_group(fresh.group_name)
-
-
-def _books() -> Any:
-    """Return torch's books of process groups."""
-    from torch.distributed import distributed_c10d
-
-    return distributed_c10d._world
 
 
 def _backends_by_device(asked: Any) -> Any:
@@ -327,30 +250,3 @@ def _is_member(group: Any) -> bool:
     from torch.distributed import GroupMember
 
     return group is not None and group is not GroupMember.NON_GROUP_MEMBER
-
-
-def why_not() -> str:
-    """Return why the backends of groups cannot be exchanged with this torch; empty: they can."""
-    import torch
-    from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
-
-    store, timeout, cpu = HashStore(), timedelta(seconds=10), torch.device("cpu")
-
-    def backend(name: str) -> Any:
-        return ProcessGroupGloo(PrefixStore(name, store), 0, 1, timeout)
-
-    try:
-        group = ProcessGroup(PrefixStore("group", store), 0, 1)
-        group._register_backend(cpu, ProcessGroup.BackendType.GLOO, backend("first"))
-        group._set_default_backend(ProcessGroup.BackendType.GLOO)
-        for number in (FIRST_NUMBER, LAST_NUMBER):
-            fresh, kind = backend(str(number)), ProcessGroup.BackendType(number)
-            group._register_backend(cpu, kind, fresh)
-            group._set_default_backend(kind)
-            if group._get_backend(cpu) is not fresh:
-                return f"torch {torch.__version__} does not let the backend of a process group be exchanged"
-        one = torch.ones(1)
-        group.allreduce([one]).wait()
-    except Exception as error:  # whatever a version of torch says to what it does not know
-        return f"torch {torch.__version__} cannot exchange backends ({type(error).__name__})"
-    return ""

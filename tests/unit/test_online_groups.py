@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.online import groups
+from adaptor.online import group_books
 from tests.faults import warm
 from tests.faults.warm import Warm
 from tests.ports import free_ports
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).with_name("groups_script.py")
 
 
 def test_this_torch_can_exchange_backends() -> None:
-    assert groups.why_not() == ""
+    assert group_books.why_not() == ""
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -79,7 +79,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from adaptor import context
 from adaptor.devices import cuda
-from adaptor.online.groups import ExchangeError, Groups
+from adaptor.online.group_books import ExchangeError
+from adaptor.online.groups import Groups
 
 made = context.part(Groups)
 made.remember(lone=False)
@@ -114,7 +115,8 @@ import os, resource, sys
 import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from adaptor import context
-from adaptor.online.groups import DESCRIPTORS_OF_A_GROUP, LEFT_DESCRIPTORS, ExchangeError, Groups
+from adaptor.online.group_books import ExchangeError
+from adaptor.online.groups import DESCRIPTORS_OF_A_GROUP, LEFT_DESCRIPTORS, Groups
 
 more, rank, port = (int(word) for word in sys.argv[1:])
 made = context.part(Groups)

@@ -1,0 +1,132 @@
+"""Puts a fresh backend below a process group, and takes the group that it was made with out of torch's books.
+
+`ProcessGroup` has a map from backend types to backends, and keeps a backend whose type it knows. A type is a
+number of eight bits that torch does not check, so a fresh backend is registered under a number that torch has
+no name for. None of this is documented by torch: `why_not` tries it when a worker starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from datetime import timedelta
+from typing import Any
+
+# The numbers of backends that torch has names for end at 6 (2.13); 255 is the last one that fits.
+FIRST_NUMBER = 64
+LAST_NUMBER = 255
+
+
+class ExchangeError(Exception):
+    """The backends of this worker's groups cannot be exchanged."""
+
+
+def leave_batches() -> None:
+    """Forget what an exception has left of a batch of collectives, which torch would go on collecting.
+
+    Raises:
+        ExchangeError: NCCL may wait for the end of the batch, too, and would put off all that comes.
+    """
+    from adaptor.devices.cuda import nccl_of
+
+    begun = books().pg_coalesce_state
+    if any(not collected and nccl_of(group) is not None for group, collected in begun.items()):
+        raise ExchangeError("the fault has struck in the middle of a batch of messages over NCCL")
+    begun.clear()
+
+
+def never_destroy(backend: Any) -> None:
+    """Keep a backend to the end of the process.
+
+    Its destructor waits for its threads, and one of them may be in work that gloo has forgotten.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def adopt(group: Any, fresh: Any, number: int) -> int:
+    """Register the backends of `fresh` in `group`.
+
+    Args:
+        group: of the framework.
+        fresh: a group that was made with the same arguments.
+        number: of the first backend.
+
+    Returns:
+        The number of the next backend of this group.
+
+    Raises:
+        ExchangeError: torch has no more numbers for backends.
+    """
+    from torch.distributed import ProcessGroup
+
+    types: dict[int, Any] = {}
+    default = None
+    for device in fresh._device_types:
+        backend = fresh._get_backend(device)
+        if id(backend) not in types:
+            if number > LAST_NUMBER:
+                raise ExchangeError("torch cannot register another backend: all of its numbers are taken")
+            types[id(backend)] = ProcessGroup.BackendType(number)
+            number += 1
+        group._register_backend(device, types[id(backend)], backend)
+        if default is None or device.type != "cpu":
+            default = types[id(backend)]
+    group._set_default_backend(default)
+    return number
+
+
+def forget(group: Any, fresh: Any) -> None:
+    """Take `fresh` out of torch's books, in which `group` stays as it is but for the name of its backend."""
+    from torch._C import _distributed_c10d
+
+    world = books()
+    backend, _ = world.pg_map[fresh]
+    world.pg_map[group] = (backend, world.pg_map[group][1])
+    world.pg_backend_config[group] = world.pg_backend_config[fresh]
+    for book in (
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.pg_to_tag,
+    ):
+        book.pop(fresh, None)
+    for tagged in world.tags_to_pg.values():
+        if fresh in tagged:
+            tagged.remove(fresh)
+    with contextlib.suppress(Exception):  # some versions of torch have registered its name, others not
+        _distributed_c10d._unregister_process_group(fresh.group_name)
+
+
+def books() -> Any:
+    """Return torch's books of process groups."""
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._world
+
+
+def why_not() -> str:
+    """Return why the backends of groups cannot be exchanged with this torch; empty: they can."""
+    import torch
+    from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
+
+    store, timeout, cpu = HashStore(), timedelta(seconds=10), torch.device("cpu")
+
+    def backend(name: str) -> Any:
+        return ProcessGroupGloo(PrefixStore(name, store), 0, 1, timeout)
+
+    try:
+        group = ProcessGroup(PrefixStore("group", store), 0, 1)
+        group._register_backend(cpu, ProcessGroup.BackendType.GLOO, backend("first"))
+        group._set_default_backend(ProcessGroup.BackendType.GLOO)
+        for number in (FIRST_NUMBER, LAST_NUMBER):
+            fresh, kind = backend(str(number)), ProcessGroup.BackendType(number)
+            group._register_backend(cpu, kind, fresh)
+            group._set_default_backend(kind)
+            if group._get_backend(cpu) is not fresh:
+                return f"torch {torch.__version__} does not let the backend of a process group be exchanged"
+        one = torch.ones(1)
+        group.allreduce([one]).wait()
+    except Exception as error:  # whatever a version of torch says to what it does not know
+        return f"torch {torch.__version__} cannot exchange backends ({type(error).__name__})"
+    return ""
