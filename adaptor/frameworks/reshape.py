@@ -15,7 +15,7 @@ import shlex
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,7 +80,7 @@ def _format(args: Any) -> str:
 
 def _is_same(one: Sizes, other: Sizes) -> bool:
     """Return whether checkpoints of these sizes have the same ranks; data-parallel ranks have no files."""
-    return (one.tp, one.pp, one.vpp, one.ep) == (other.tp, other.pp, other.vpp, other.ep)
+    return replace(one, dp=other.dp) == other
 
 
 def _begin(

@@ -19,11 +19,13 @@ def sizes_of(layout: JobLayout) -> Sizes:
 
     Raises:
         UnsupportedError: the folders lack a part of the experts.
-        CheckpointError: a rank has no folder.
+        CheckpointError: a rank has no folder, or the sizes are of no job.
     """
     said = layout.ranks[0].sizes
     has_experts = bool(layout.ranks[0].args.get("num_experts"))
     etp = said["etp"] if has_experts else None
+    if min(said["tp"], said["pp"], said["vpp"], said["ep"], said["dp"], etp or said["tp"]) < 1:
+        raise CheckpointError(f"the layout file says sizes that no job has: {said}")
     sizes = Sizes(said["tp"], said["pp"], said["vpp"], said["ep"], said["dp"], etp)
     if sizes.lack:
         raise UnsupportedError(sizes.lack)

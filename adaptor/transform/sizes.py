@@ -44,7 +44,7 @@ class Sizes:
     """Parallel sizes: tensor, pipeline, virtual pipeline (chunks of each stage), expert, data.
 
     Attributes:
-        etp: tensor-parallel size of experts; None: that of all else
+        etp: tensor-parallel size of experts, where it is not that of all else
     """
 
     tp: int = 1
@@ -53,6 +53,10 @@ class Sizes:
     ep: int = 1
     dp: int = 1
     etp: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.etp == self.tp:  # so that equal sizes are equal
+            object.__setattr__(self, "etp", None)
 
     @classmethod
     def of(cls, args: Any) -> Sizes:

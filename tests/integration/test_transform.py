@@ -166,6 +166,7 @@ def test_experts_that_are_cut_in_another_way_than_all_else(tmp_path: Path) -> No
     assert _content(ours, cut) == []
     assert _content(_transform(saved, tmp_path / "whole", "--tp", "1"), whole) == []
     assert _content(_transform(ours, tmp_path / "back", "--etp", "1", "--dp", "1"), source) == []
+    assert _content(_transform(tmp_path / "back", tmp_path / "forth", "--etp", "2", "--dp", "2"), cut) == []
     sharded = _transform(ours, tmp_path / "sharded", "--etp", "1", "--dp", "1", "--format", "torch_dist")
     again = _converted(tmp_path / "again", TP2_ETP1, sharded)
     assert _content(again, source) == []

@@ -172,8 +172,25 @@ def test_what_is_written_is_an_archive_of_torch(
         assert opened.testzip() is None
 
 
+@pytest.mark.parametrize(
+    ("tp", "ep", "etp"), [(1, 1, None), (3, 2, None), (2, 2, 1), (2, 4, 1), (4, 2, 2), (4, 8, 2), (6, 4, 3)]
+)
+def test_each_part_of_a_model_has_a_folder(tp: int, ep: int, etp: int | None) -> None:
+    """The ranks of a stage are numbered, and so the tensor ranks of all else and of experts."""
+    sizes = Sizes(tp=tp, ep=ep, etp=etp)
+    assert sizes.lack == ""
+    ranks = sizes.ranks
+    assert len({sizes.folder(rank) for rank in ranks}) == len(ranks)
+    found = [(sizes.replica(rank) * tp + rank.tp, sizes.expert_rank(rank)) for rank in ranks]
+    assert found == [(number, number % (etp or tp)) for number in range((etp or tp) * ep)]
+
+
 def _with(name: str, value: Any) -> Callable[[Any], None]:
     return lambda body: setattr(body["args"], name, value)
+
+
+def _uneven_experts(body: Any) -> None:
+    body["args"].num_experts, body["args"].expert_tensor_parallel_size = 4, 3
 
 
 def _other_step(body: Any) -> None:
@@ -221,6 +238,7 @@ def test_refused_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str], optio
         (_with("use_torch_fsdp2", True), "--use-torch-fsdp2, which is not transformed"),
         (_with("swiglu", False), "MLPs with another gate are not transformed"),
         (_with("num_experts", 4), "experts with an expert-parallel size of 1"),
+        (_uneven_experts, "expert-tensor-parallel size 3 with TP2 and EP1, where the framework's folders"),
         (_with("vocab_size", 20), "or one more for the end of a document; give the tokenizer's size"),
         (_with("use_distributed_optimizer", False), "without --use-distributed-optimizer"),
         (_with("optimizer", "sgd"), "--optimizer sgd, which is not"),
