@@ -196,6 +196,6 @@ class JointPush:
             return _Owed(ours)
         lacks = whole.missing(self._root / naming.final_name(self._known.step), watch.paths)
         # Where nobody can tell whether all is there: a node with a disk of its own may have more.
-        rest = set(range(self._nodes)) if lacks else watch.others.apart
+        rest = set(range(self._nodes)) if lacks else watch.apart
         waits = any(watch.is_awaited(node) for node in rest - {self._node})
         return _Owed([]) if waits else None

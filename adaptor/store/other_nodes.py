@@ -105,6 +105,11 @@ class Watch:
                 if found is None or found.bytes != self._sizes.get(path, part.bytes):
                     self.paths.discard(path)
 
+    @property
+    def apart(self) -> set[int]:
+        """Return the nodes that have disks of their own, as far as they have shown it."""
+        return self.others.apart | {node for node, one in self._lists.items() if one.seen != self._where}
+
     def is_given_up(self, node: int) -> bool:
         """Return whether a node does not send its share."""
         one = self._lists.get(node)

@@ -219,6 +219,25 @@ def test_a_part_alone_is_not_led_by_another_node(
     assert choose.steps(store) == []
 
 
+def test_a_part_that_nobody_names_is_waited_for_once_its_node_has_joined(
+    store: Store, tmp_path: Path
+) -> None:
+    """Without a layout file nobody can tell that half is missing."""
+    roots = [tmp_path / "node0", tmp_path / "node1"]
+    for node, root in enumerate(roots):
+        save_part(root, 10, node, described=False)
+    where = layout.place(push.read_folder(roots[0], 10))
+    seen = layout.place(push.read_folder(roots[1], 10))
+    store.put(layout.parts_name(where, 1), layout.encode_parts(1, (), seen, done=False))
+
+    def wait(seconds: float) -> None:
+        joint(store, roots[1], 10, 1, PATIENT).follow(where)
+
+    JointPush(store, roots[0], 10, 0, 2, lambda count: None, wait, PATIENT).lead(Others(), lambda: False)
+    (found,) = choose.newest_first(store, None, [])
+    assert {file.path.partition("/")[0] for file in found.known.files} == set(FOLDERS)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_metadata_of_torch_dist_names_all_files(tmp_path: Path) -> None:
     checkpoint.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
