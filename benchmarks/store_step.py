@@ -41,7 +41,7 @@ from adaptor.checkpoint import hashing, publish
 from adaptor.launchers.programs import STORE
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store.uploader import UploadSettings
+from adaptor.store.upload_order import UploadSettings
 from tests.unit import object_store
 
 TARGET = 1.01

@@ -20,7 +20,7 @@ from adaptor import output, text
 from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.launchers.programs import STORE
-from adaptor.store.uploader import End, UploadSettings
+from adaptor.store.upload_order import End, UploadSettings
 
 # Before it is started again: longer each time.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0

@@ -47,9 +47,9 @@ def main() -> None:
 
 
 def _probe(url: str, endpoint: str) -> None:
-    from adaptor.store import uploader
+    from adaptor.store import opening
 
-    uploader.probe(url, endpoint)
+    opening.probe(url, endpoint)
 
 
 def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
@@ -98,13 +98,14 @@ def _send() -> None:
     import msgspec
 
     from adaptor import output
-    from adaptor.store import uploader
+    from adaptor.store.upload_order import End, UploadSettings
+    from adaptor.store.uploader import Uploader
 
     with contextlib.suppress(OSError):
         os.nice(_NICE)
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_ENDED)
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=uploader.UploadSettings)
-    sending = uploader.Uploader(order, lambda line: output.tell(line, to="stdout"))
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=UploadSettings)
+    sending = Uploader(order, lambda line: output.tell(line, to="stdout"))
 
     def leave(why: str) -> None:
         try:
@@ -119,7 +120,7 @@ def _send() -> None:
     def hear() -> None:
         text = sys.stdin.buffer.readline()
         if text:
-            within_s = msgspec.json.decode(text, type=uploader.End).within_s
+            within_s = msgspec.json.decode(text, type=End).within_s
             sending.end()
             if within_s is not None:
                 timer = threading.Timer(within_s, leave, ("TTP_GRACE is over",))

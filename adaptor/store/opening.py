@@ -1,9 +1,10 @@
-"""Opens the store that a URL names."""
+"""Opens the store that a URL names, and tries whether it can be written."""
 
 from __future__ import annotations
 
 import os
 import re
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig, S3Config
 
     from adaptor.store.address import Address
+
+_PROBE = "ttp_probe"
 
 
 def open_store(url: str, endpoint: str = "", *, make: bool = False, patience_s: float = 60) -> Store:
@@ -108,3 +111,15 @@ def _require_folder(folder: Path, make: bool) -> None:
         raise StoreError(f"file://{folder}: there is no such folder")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise StoreError(f"file://{folder}: this user cannot read it")
+
+
+def probe(url: str, endpoint: str) -> None:
+    """Write an object to a store, and remove it.
+
+    Raises:
+        StoreError: it cannot be written there.
+    """
+    store = open_store(url, endpoint, make=True, patience_s=10)
+    name = f"{_PROBE}/{os.getpid()}-{time.time_ns()}"
+    store.put(name, b"")
+    store.delete([name])

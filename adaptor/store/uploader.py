@@ -10,15 +10,12 @@ does: node 0 is lost, or they are on the disk of that other node.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
-
-from adaptor.checkpoint import manifest, saved_steps
+from adaptor.checkpoint import manifest
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.operations.words import duration, size
 from adaptor.protocol import naming
@@ -29,13 +26,14 @@ from adaptor.store.joint import JointPush
 from adaptor.store.opening import open_store
 from adaptor.store.other_nodes import PATIENCE, Others, Patience
 from adaptor.store.prune import prune
+from adaptor.store.seen_checkpoints import SeenCheckpoints
+from adaptor.store.upload_order import UploadSettings
 
 LOOK_S = 1.0
 # Between two attempts when a store has not answered for the minute in which the client tries by itself.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
 # When the job has ended somebody may wait for this process.
 _ATTEMPTS_AT_END = 3
-_PROBE = "ttp_probe"
 # Between two questions whether node 0 has begun with a checkpoint: at first, and at most.
 _ASK_S, _LONGEST_ASK_S = 1.0, 3.0
 # Nodes that take the place of node 0 do it one after the other, so that one sees that another has begun.
@@ -46,47 +44,8 @@ _ASKED = 2
 Tell = Callable[[str], None]
 
 
-class UploadSettings(msgspec.Struct, frozen=True):
-    """The work that an agent gives to its uploader.
-
-    Attributes:
-        every: steps that lie at least between two checkpoints that are sent
-        keep: how many complete ones stay in the store; 0: all
-        rate: bytes in a second of this node, while the job trains; 0: no limit
-        node: the number of this node
-        nodes: how many nodes the job has
-    """
-
-    url: str
-    endpoint: str
-    save: str
-    every: int
-    keep: int
-    rate: int
-    node: int = 0
-    nodes: int = 1
-
-
-class End(msgspec.Struct, frozen=True):
-    """The job has ended: send the newest checkpoint within so many seconds; None: without limit."""
-
-    within_s: float | None
-
-
 class _PreemptedError(Exception):
     """Last words have come, which are newer than what is being sent."""
-
-
-def probe(url: str, endpoint: str) -> None:
-    """Write an object to a store, and remove it.
-
-    Raises:
-        StoreError: it cannot be written there.
-    """
-    store = open_store(url, endpoint, make=True, patience_s=10)
-    name = f"{_PROBE}/{os.getpid()}-{time.time_ns()}"
-    store.put(name, b"")
-    store.delete([name])
 
 
 class Uploader:
@@ -108,8 +67,7 @@ class Uploader:
         self._root = Path(order.save)
         self._tell = tell
         self._leaving = threading.Event()
-        self._seen: dict[str, int] = {}  # the places of checkpoints, numbered as they came
-        self._known: dict[tuple[int, int, int], Saved] = {}  # by step, inode and time of the manifest
+        self._seen = SeenCheckpoints(self._root)
         self._handled: set[str] = set()  # places of what was sent or given up
         self._last: int | None = None  # the step that was sent or given up last
         self._committed: Saved | None = None
@@ -155,7 +113,7 @@ class Uploader:
 
     def tell_what_is_local(self, why: str = "") -> None:
         """Say which checkpoint the store does not have, if there is one."""
-        saved = self._saved()
+        saved = self._seen.now()
         if not saved or (self._committed is not None and saved[-1].place == self._committed.place):
             return
         if self._order.node:
@@ -169,33 +127,9 @@ class Uploader:
                 f" {why or self._why}; ttp store push sends it"
             )
 
-    def _saved(self) -> list[Saved]:
-        """Return the checkpoints of the folder in the order in which they came; at first by step."""
-        found = [
-            self._look_at(step)
-            for step in saved_steps.steps(self._root)
-            if saved_steps.has_manifest(self._root, step)
-        ]
-        for one in found:
-            self._seen.setdefault(one.place, len(self._seen))
-        return sorted(found, key=lambda one: self._seen[one.place])
-
-    def _look_at(self, step: int) -> Saved:
-        """Return what the manifest of a step tells; it is read once."""
-        folder = self._root / naming.final_name(step)
-        try:
-            status = (folder / naming.MANIFEST).stat()
-            key = (step, status.st_ino, status.st_mtime_ns)
-            if key not in self._known:
-                known = manifest.read(folder)
-                self._known[key] = Saved(step, bool(known.groups), layout.place(known))
-            return self._known[key]
-        except (OSError, CheckpointError):
-            return Saved(step, False, f"{folder.name}/unreadable")  # why it is says the push
-
     def _find_last(self, store: Store) -> None:
         """Go on after the newest step that was sent before this process began."""
-        saved, there = self._saved(), choose.steps(store)
+        saved, there = self._seen.now(), choose.steps(store)
         newest = saved[-1].step if saved else -1
         found = next((one for one in choose.newest_first(store, None, []) if one.known.step <= newest), None)
         if found is not None:
@@ -214,7 +148,7 @@ class Uploader:
 
     def _send_next(self, store: Store, leaving: bool) -> bool:
         """Send one checkpoint; return False where none is due."""
-        saved = self._saved()
+        saved = self._seen.now()
         pending = [one for one in saved if one.place not in self._handled]
         chosen = cadence.choose(pending, self._last, self._order.every, at_end=leaving)
         if chosen is None:
@@ -259,7 +193,7 @@ class Uploader:
 
         Of those that node 0 has not begun with it may have left out all but the newest.
         """
-        saved = self._saved()
+        saved = self._seen.now()
         pending = [one for one in saved if one.place not in self._handled]
         now = time.monotonic()
         if leaving and not self._left_at:
@@ -346,8 +280,7 @@ class Uploader:
     def _handle(self, last: Saved) -> None:
         """Send none of what came before `last`, nor that again."""
         self._last = last.step
-        number = self._seen[last.place]
-        self._handled.update(place for place, found in self._seen.items() if found <= number)
+        self._handled.update(self._seen.until(last))
 
     def _prune(self, store: Store, step: int) -> None:
         """Remove old checkpoints; later ones than `step` are of an earlier attempt, and stay."""
@@ -388,12 +321,11 @@ class Uploader:
         if now - self._looked < LOOK_S:
             return
         self._looked = now
-        number = self._seen[sent.place]
-        newer = [one for one in self._saved() if one.last_words and self._seen[one.place] > number]
-        if newer:
+        newer = self._seen.last_words_after(sent)
+        if newer is not None:
             if not self._order.node:  # else node 0 says it
                 self._tell(
-                    f"[ttp] step {sent.step} is left out: the last words of step {newer[-1].step} go first"
+                    f"[ttp] step {sent.step} is left out: the last words of step {newer.step} go first"
                 )
             self._handle(sent)
             raise _PreemptedError

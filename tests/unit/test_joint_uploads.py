@@ -23,7 +23,8 @@ from adaptor.store.client import Store
 from adaptor.store.joint import JointPush, divide
 from adaptor.store.opening import open_store
 from adaptor.store.other_nodes import Others, Patience
-from adaptor.store.uploader import Uploader, UploadSettings
+from adaptor.store.upload_order import UploadSettings
+from adaptor.store.uploader import Uploader
 from tests import waiting
 from tests.unit.fault_proxy import Fault, FaultProxy, faults, server, url
 from tests.unit.object_store import contents, save
