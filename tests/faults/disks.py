@@ -32,21 +32,23 @@ class Disk:
 
 
 @contextmanager
-def memory(place: Path, size: int) -> Iterator[Disk]:
-    """A disk of `size` bytes; raises OSError where this user may not mount one."""
+def memory(place: Path, size: int, *how: str) -> Iterator[Disk]:
+    """A disk of `size` bytes; raises OSError where this user may not mount one. `how`: flags of umount."""
     place.mkdir()
     _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place))
     try:
         yield Disk(place)
     finally:
-        _run("umount", str(place))
+        _run("umount", *how, str(place))
 
 
 @contextmanager
 def block(place: Path, room: int) -> Iterator[Disk]:
     """A disk with a block device that seems to be larger than the `room` bytes that it has."""
     below = place.with_name(f"{place.name}-below")
-    with memory(below, room):
+    # A mount namespace that another test has made meanwhile has the device mounted, too. So it is detached, and
+    # the file behind it closed, when that namespace ends.
+    with memory(below, room, "--lazy"):
         file = below / "file"
         with file.open("wb") as sparse:
             sparse.truncate(4 * room)

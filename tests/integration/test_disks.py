@@ -3,6 +3,7 @@ waited for."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -117,6 +118,20 @@ def test_the_disk_is_slow(tmp_path: Path, baseline_of: BaselineOf, stack: ExitSt
     assert "step 6 is saved, no finished step is lost" in ended.last_line
     assert_last_words(disk.place, 6, baseline_of(DP2))
     assert ended.seconds_after_the_fault > 10.0
+
+
+def test_a_disk_goes_whoever_has_a_copy_of_it(tmp_path: Path, stack: ExitStack) -> None:
+    """Of the tests themselves: others make mount namespaces at the same time."""
+    disk = _enter(stack, disks.block, tmp_path / "disk", 64 * MIB)
+    holds = "echo; read wait"
+    command = ("unshare", "--mount", "sh", "-c", holds)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as namespace:
+        assert namespace.stdout is not None
+        namespace.stdout.readline()
+        stack.close()
+        assert not disk.place.is_mount()
+        assert disk.below is not None and not disk.below.is_mount()
+        namespace.communicate()
 
 
 def test_a_disk_hangs_on_one_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
