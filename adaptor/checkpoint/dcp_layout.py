@@ -7,6 +7,8 @@ itself is not known: `CannotBePlanned` is raised for it.
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,8 +19,8 @@ from adaptor.checkpoint.dcp import RankPart, by_itself
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
 from adaptor.checkpoint.sequence_layout import SequenceLayout
 
-# The keys of what an optimizer saves in the form of its own buffers begin so.
-_FLAT = "optimizer.distributed."
+# The keys of what an optimizer, alone or in a chain, saves in the form of its own buffers begin so.
+_FLAT = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
 # The function that makes a tensor of the device `meta`, in a pickle of torch.
 _WITHOUT_MEMORY = b"_rebuild_meta_tensor_no_storage"
 
@@ -77,11 +79,12 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def _sources(items: Sequence[tuple[Any, torch.Tensor]], planned: PlannedTensors) -> dict[Any, Source]:
     """Return what stands for each of these tensors, by the index of its item. Raises CannotBePlanned."""
     known = {item.index: planned.range_of(tensor) for item, tensor in items}
+    starts = _starts(items, known)
     found: dict[Any, Source] = {}
     for item, tensor in items:
         source = known[item.index]
         if source is None:
-            source = _padding(item, tensor, items, known)
+            source = _padding(item, tensor, starts)
         if (
             source is None
             or source.end - source.begin != tensor.numel()
@@ -93,27 +96,31 @@ def _sources(items: Sequence[tuple[Any, torch.Tensor]], planned: PlannedTensors)
     return found
 
 
-def _padding(
-    item: Any,
-    tensor: torch.Tensor,
-    items: Sequence[tuple[Any, torch.Tensor]],
-    known: Mapping[Any, Source | None],
-) -> Source | None:
+# Where a flat tensor starts in a world tensor: its position, number, key, dtype, and the place there.
+_Start = tuple[int, int, str, torch.dtype, int]
+
+
+def _starts(
+    items: Sequence[tuple[Any, torch.Tensor]], known: Mapping[Any, Source | None]
+) -> dict[str, set[_Start]]:
+    """Return where the tensor under each key starts, as its pieces tell: one place, if it is flat."""
+    starts: dict[str, set[_Start]] = defaultdict(set)
+    for item, _ in items:
+        if _FLAT.match(item.index.fqn) and (source := known[item.index]) is not None:
+            begin = source.begin - item.tensor_data.chunk.offsets[0]
+            starts[item.index.fqn].add((source.position, source.number, source.key, source.dtype, begin))
+    return starts
+
+
+def _padding(item: Any, tensor: torch.Tensor, starts: Mapping[str, set[_Start]]) -> Source | None:
     """Return what stands for a tensor that the framework has made to fill a bucket (`dp_reshardable`).
 
     What it saves of a bucket is flat, and cut in pieces: so the others tell which part of the world tensor
     this one is. There it is zero, between two params.
     """
-    if not item.index.fqn.startswith(_FLAT) or tensor.dim() != 1:
+    places = starts.get(item.index.fqn, set())
+    if tensor.dim() != 1 or len(places) != 1:
         return None
-    places = set()
-    for other, _ in items:
-        source = known[other.index]
-        if other.index.fqn == item.index.fqn and source is not None:
-            begin = source.begin - other.tensor_data.chunk.offsets[0]
-            places.add((source.position, source.number, source.key, source.dtype, begin))
-    if len(places) != 1:
-        return None
-    ((position, number, key, dtype, shift),) = places
-    begin = shift + item.tensor_data.chunk.offsets[0]
+    ((position, number, key, dtype, start),) = places
+    begin = start + item.tensor_data.chunk.offsets[0]
     return Source(position, number, key, begin, begin + tensor.numel(), dtype)

@@ -127,7 +127,8 @@ class PartWriter:
             content: flat bytes in the host's memory.
         """
         view = _view(content)
-        self._stretches.append(_Stretch(file, at, len(view), lambda begin, end: view[begin:end]))
+        if view:  # a tensor without elements has nothing to be written
+            self._stretches.append(_Stretch(file, at, len(view), lambda begin, end: view[begin:end]))
 
     def add_shards(
         self, regions: Sequence[Region], optimizers: Sequence[Any], own: Sequence[Mapping[int, Any]]

@@ -12,7 +12,7 @@ that their parts are on disk, and these parts leave no hole. A holder writes onl
 writer and its own answer; so whatever the writer does between answers and orders, it does alone.
 
 They work in rounds of a second, so that a rank that waits for another on a slow disk never waits long for its
-message; a round that does not end is a fault of that rank.
+message; a round that does not end is a fault of that rank. Who is done is told in each round to wait.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
@@ -81,6 +82,7 @@ class InPlace:
         self._foreign: set[int] = set()
         self._parts: list[tuple[int, WrittenPart]] = []
         self._is_complete = False
+        self._next_round = 0.0
         self.not_finite: list[tuple[int, NotFinite]] = []
 
     def __enter__(self) -> InPlace:
@@ -198,6 +200,7 @@ class InPlace:
         waiting = set(self._others)
         while waiting or not done:
             self._order(Order.WRITE, waiting)
+            self._order(Order.WAIT, set(self._others) - waiting)
             try:
                 done = writer.write_for(ROUND_S)
             except DumpCancelled:
@@ -222,7 +225,10 @@ class InPlace:
             send(order, rank, self._exchange)
 
     def _is_there(self, part: WrittenPart) -> bool:
-        """Read a part again that another kernel has written; return whether it is what was reported."""
+        """Read a part again that another kernel has written; return whether it is what was reported.
+
+        The others are told meanwhile to wait.
+        """
         here = disk.open_below(self._root, self._drafts[part.file], os.O_RDONLY)
         try:
             crc = 0
@@ -230,6 +236,9 @@ class InPlace:
                 data = read_all(here, min(BLOCK, part.size - begin), part.at + begin)
                 crc = crc32(data, crc)
                 self._exchange.advanced(len(data))
+                if time.monotonic() >= self._next_round:
+                    self._order(Order.WAIT)
+                    self._next_round = time.monotonic() + ROUND_S
         finally:
             os.close(here)
         return crc == part.crc

@@ -76,7 +76,7 @@ def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[i
 
 
 def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange: Exchange) -> Order:
-    """Write a while at each order of the writer, until it orders something else.
+    """Write a while at each order of the writer to write, until it orders to send or to leave.
 
     Args:
         parts: of this rank.
@@ -85,7 +85,7 @@ def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange
         exchange: with the folder.
 
     Returns:
-        The other order.
+        That order.
 
     Raises:
         CheckpointError: they cannot be written, of which the writer has been told; DumpCancelled.
@@ -93,7 +93,9 @@ def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange
     assert exchange.folder is not None
     failed: Exception | None = None
     is_added = False
-    while (order := receive(Order, writer, exchange)) is Order.WRITE:
+    while (order := receive(Order, writer, exchange)) in (Order.WRITE, Order.WAIT):
+        if order is Order.WAIT:
+            continue
         report = Report()
         try:
             if not is_added:
@@ -105,7 +107,7 @@ def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange
             raise
         except Exception as error:
             failed = _in_one_line(error, exchange.folder)
-            report = Report(failure=str(failed))
+            report = Report(failure=str(failed) or type(failed).__name__)
         send(report, writer, exchange)
     if failed is not None:
         raise failed

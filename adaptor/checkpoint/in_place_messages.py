@@ -43,9 +43,11 @@ class Answer(msgspec.Struct):
 
 
 class Order(enum.Enum):
-    """The order of the writer to a holder: to write for a round, to send its shards instead, or to leave."""
+    """The order of the writer to a holder: to write for a round, to wait for the next order, to send its
+    shards instead, or to leave."""
 
     WRITE = "write"
+    WAIT = "wait"
     SEND = "send"
     END = "end"
 

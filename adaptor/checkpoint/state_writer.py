@@ -25,7 +25,7 @@ from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
 from adaptor.checkpoint.format_torch_dist import Sharding
 from adaptor.checkpoint.hashing import HashingFile
-from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
+from adaptor.checkpoint.planned_tensors import PlannedTensors, Source
 from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.step_record import StepRecord, chain
 from adaptor.checkpoint.training_state import (
@@ -133,7 +133,9 @@ def _write_in_place(
     planned = cast(PlannableFormat, _format(state)).planned_tensors()
     try:
         layouts, small, spans, bad_weights = _plan(state, record, exchange, planned)
-    except (CannotBePlanned, RuntimeError):  # torch's, where a stand-in is read
+    except CheckpointError:
+        raise
+    except Exception:  # CannotBePlanned, or what anybody's code raises where it reads a stand-in
         in_place.decline(exchange)
         return None
     try:
@@ -163,8 +165,8 @@ def _plan(
     and the names of those that are not finite.
 
     Raises:
-        CannotBePlanned: the shards have to be gathered.
-        RuntimeError: from torch, for the same reason.
+        CheckpointError: the dump was abandoned, or a weight has no main param.
+        Exception: the shards have to be gathered.
     """
     own_format = cast(PlannableFormat, _format(state))
     weights = Weights(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import itertools
 import re
 import sys
 import threading
@@ -19,6 +21,7 @@ import torch
 from adaptor.checkpoint import (
     crc32,
     file_parts,
+    format_torch,
     in_place,
     in_place_holder,
     in_place_messages,
@@ -30,6 +33,7 @@ from adaptor.checkpoint import (
 from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest
+from adaptor.checkpoint.in_place_messages import Order
 from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
 from adaptor.devices.device import Host
 from adaptor.errors import CheckpointError
@@ -82,6 +86,37 @@ def test_tensors_that_shared_a_storage_still_do(tmp_path: Path) -> None:
     _, root = dump(tmp_path, 2, 0, in_place=True)
     model = load(root / FILES[1])["model"]
     assert len({model[name].untyped_storage().data_ptr() for name in ("a", "b", "c", "tied")}) == 1
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_tensor_without_elements_is_saved_like_others(tmp_path: Path, last: bool) -> None:
+    """As Transformer Engine gives one for each layer that has no state of fp8."""
+    extra = {"nothing": torch.empty(0, dtype=torch.uint8), **({} if last else {"one": torch.ones(1)})}
+
+    def ranks(index: int) -> Rank:
+        rank = Rank(index, 2)
+        rank.state = dataclasses.replace(rank.state, extra=extra)
+        return rank
+
+    written, sent = _together(tmp_path, ranks=ranks)
+    assert sent is None
+    assert all(entry.xxh3_128 is None for entry in written.files), written
+    assert _is_whole(tmp_path, written)
+    assert same({key: load(tmp_path / "iter_0000012" / FILES[1])[key] for key in extra}, extra)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TypeError, ValueError, AssertionError, AttributeError])
+def test_where_code_of_others_cannot_bear_stand_ins_the_shards_are_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def refuse(*_: Any) -> Any:
+        raise error("can't convert meta device type tensor to numpy")
+
+    monkeypatch.setattr(format_torch.TorchFormat, "planned_files", refuse)
+    written, sent = _together(tmp_path)
+    assert sent is None
+    assert all(entry.xxh3_128 is not None for entry in written.files), "one rank wrote them front to back"
+    assert _is_whole(tmp_path, written)
 
 
 class _Apart(Exception):
@@ -182,6 +217,80 @@ def test_what_another_kernel_has_written_is_read_again(
     assert sent is None
     assert [entry.xxh3_128 is not None for entry in written.files] == [lost, lost]
     assert _is_whole(tmp_path, written)
+
+
+def test_a_holder_that_is_done_hears_of_the_writer_in_each_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would take the writer for lost when the time of the group is over: another disk may be slow."""
+    orders = _orders(monkeypatch)
+    writers: set[Any] = set()
+    rounds: list[bool] = []
+    add_content, write_for = file_parts.PartWriter.add_content, file_parts.PartWriter.write_for
+
+    def add(self: Any, *args: Any) -> None:  # only the writer has content besides shards
+        writers.add(self)
+        add_content(self, *args)
+
+    def write(self: Any, seconds: float) -> bool:
+        is_done = write_for(self, seconds)
+        if self in writers:
+            rounds.append(is_done)
+            return is_done and len(rounds) > 5
+        return is_done
+
+    monkeypatch.setattr(file_parts.PartWriter, "add_content", add)
+    monkeypatch.setattr(file_parts.PartWriter, "write_for", write)
+    written, sent = _together(tmp_path)
+    assert sent is None
+    assert len(orders) == len(rounds) + 1 > 6
+    assert orders[-1] is Order.END
+    assert _is_whole(tmp_path, written)
+
+
+def test_holders_hear_of_the_writer_while_it_reads_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders = _orders(monkeypatch)
+    kernels = map(str, itertools.count())
+    seen = in_place_messages.seen
+
+    def of_a_kernel(descriptor: int) -> Any:
+        answer = seen(descriptor)
+        answer.kernel = next(kernels)
+        return answer
+
+    monkeypatch.setattr(in_place_messages, "seen", of_a_kernel)
+    monkeypatch.setattr(in_place, "ROUND_S", 0.0)
+    written, sent = _together(tmp_path)
+    assert sent is None
+    assert orders[-2:] == [Order.WAIT, Order.END]
+    assert _is_whole(tmp_path, written)
+
+
+def _orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
+    """Return the list of the orders that a holder receives from now on."""
+    orders: list[Order] = []
+
+    def receive(kind: Any, *args: Any) -> Any:
+        message = in_place_messages.receive(kind, *args)
+        if kind is Order:
+            orders.append(message)
+        return message
+
+    monkeypatch.setattr(in_place_holder, "receive", receive)
+    return orders
+
+
+def test_a_failure_without_words_is_named_by_both(tmp_path: Path) -> None:
+    class Short(Host):
+        def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
+            raise MemoryError
+
+    written, sent = _together(tmp_path, device=Short())
+    assert isinstance(sent, MemoryError)
+    assert isinstance(written, CheckpointError)
+    assert str(written) == "MemoryError"
 
 
 def test_a_holder_whose_disk_refuses_is_named_by_both(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from adaptor.checkpoint import (
     shards,
 )
 from adaptor.checkpoint.hashing import BLOCK, HashingFile
-from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
 from adaptor.checkpoint.shard_exchange import Exchange
 from tests.faults import sharded
 from tests.unit.test_checkpoint_dump import Rank, together
@@ -159,6 +159,18 @@ def test_it_takes_no_memory_for_a_copy(tmp_path: Path) -> None:
         (entry,) = archives.finish()
     assert peak() - before < 32 << 20
     assert entry.bytes > (2 + 4 + 4) * (8 << 20)  # the weights, and two of the states
+
+
+@pytest.mark.parametrize("prefix", ["", "chained_0."])
+def test_what_fills_a_bucket_is_known_for_each_optimizer_of_a_chain(prefix: str) -> None:
+    planned = PlannedTensors("meta")
+    world = planned.state_of(half(0, 1, 1 << 12).optimizer, 0)[0][DTYPES]["exp_avg"]
+    pieces = {(0,): world[64:100], (36,): torch.empty_like(world[:28]), (64,): world[128:]}
+    key = f"{prefix}optimizer.distributed.bucket_idx_1.exp_avg"
+    part = dcp.RankPart(0, Planner({key: ((world.numel() - 64,), pieces)}, {}))
+    sources = [entry.content for entry in dcp_layout.lay_out(part, planned).entries]
+    found = [(one.begin, one.end) for one in sources if isinstance(one, Source)]
+    assert found == [(64, 100), (100, 128), (128, world.numel())]
 
 
 def _computed(world: Mapping[str, torch.Tensor]) -> Planner:
