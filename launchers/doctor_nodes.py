@@ -94,8 +94,9 @@ class _Meeting:
         """Remove the own file, and the folder after the last one."""
         with contextlib.suppress(OSError):
             (self._place / self.name).unlink()
-        if not any(self._place.glob("*.node")):
-            disk.remove(self._place)
+        with contextlib.suppress(FileNotFoundError):  # another node that leaves has removed the folder
+            if not any(self._place.glob("*.node")):
+                disk.remove(self._place)
 
     def _write(self) -> None:
         self.own.count += 1

@@ -46,8 +46,8 @@ def memory(place: Path, size: int, *how: str) -> Iterator[Disk]:
 def block(place: Path, room: int) -> Iterator[Disk]:
     """A disk with a block device that seems to be larger than the `room` bytes that it has."""
     below = place.with_name(f"{place.name}-below")
-    # A mount namespace that another test has made meanwhile has the device mounted, too. So it is detached, and
-    # the file behind it closed, when that namespace ends.
+    # A mount namespace that another test makes meanwhile has the device mounted, too. So the file behind it
+    # is closed when that namespace ends.
     with memory(below, room, "--lazy"):
         file = below / "file"
         with file.open("wb") as sparse:

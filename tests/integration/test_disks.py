@@ -130,7 +130,8 @@ def test_a_disk_goes_whoever_has_a_copy_of_it(tmp_path: Path, stack: ExitStack) 
         namespace.stdout.readline()
         stack.close()
         assert not disk.place.is_mount()
-        assert disk.below is not None and not disk.below.is_mount()
+        assert disk.below is not None
+        assert not disk.below.is_mount()
         namespace.communicate()
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,6 +51,30 @@ def test_nodes_that_share_all(tmp_path: Path) -> None:
     assert {one["ports"][1] for one in found} == {"this node has reached 2 others, 6 ports in all"}
     words = sorted(one["locks"][1] for one in found)
     assert [line.startswith("a lock of ") for line in words] == [True, True, False]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_leaves_while_another_one_removes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink, scandir = Path.unlink, os.scandir
+    both, leaving = threading.Barrier(2), threading.local()
+
+    def leave(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        if path.suffix == ".node":
+            leaving.second = both.wait(LONG_S)
+
+    def look(path: Any) -> Any:
+        """The second one looks into the folder when it has just gone."""
+        if getattr(leaving, "second", False) and isinstance(path, Path):
+            waiting.until(lambda: not path.exists(), "the folder removed")
+        return scandir(path)
+
+    monkeypatch.setattr(Path, "unlink", leave)
+    monkeypatch.setattr(os, "scandir", look)
+    for found in [node.levels() for node in [Node(tmp_path, 2) for _ in range(2)]]:
+        assert found["locks"][0] == "OK"
     assert not list(tmp_path.iterdir())
 
 
