@@ -188,7 +188,11 @@ class Lease:
 
     def _mark(self) -> None:
         with contextlib.suppress(OSError, CheckpointError):
-            if self._is_ours() and not self._released.is_set():
+            found = _look(self._root)
+            if found is not None and found.owner == self._owner and not self._released.is_set():
+                written = decode(found.text, LeaseContent)
+                # That of the workers, who save for the last time: by it nodes see that they share the folder.
+                self._generation = self._generation or (written.generation if written is not None else "")
                 self._write(leaving=True)
 
     def keep(self) -> None:

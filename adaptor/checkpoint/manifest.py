@@ -30,6 +30,7 @@ class Manifest:
     Attributes:
         generation: of the workers that were at work then, from one start of all of them to the next; empty
             where nobody has told it
+        part: a node has saved it on a disk of its own, where what the other nodes have saved is missing
     """
 
     step: int
@@ -38,6 +39,7 @@ class Manifest:
     world_size: int
     created: str
     generation: str = ""
+    part: bool = False
 
     @classmethod
     def now(
@@ -47,14 +49,16 @@ class Manifest:
         groups: Mapping[str, object],
         world_size: int,
         generation: str = "",
+        *,
+        part: bool = False,
     ) -> Manifest:
         """Make a manifest with the time of now; `files` are sorted by path.
 
-        `groups` and `world_size` are kept as they are.
+        `groups`, `world_size`, `generation` and `part` are kept as they are.
         """
         created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         ordered = tuple(sorted(files, key=lambda f: f.path))
-        return cls(step, ordered, groups, world_size, created, generation)
+        return cls(step, ordered, groups, world_size, created, generation, part)
 
     def encode(self) -> bytes:
         """The JSON text of the manifest file."""
@@ -68,6 +72,8 @@ class Manifest:
             "groups": dict(self.groups),
             "files": files,
         }
+        if self.part:
+            body["part"] = True
         return (json.dumps(body, indent=1) + "\n").encode()
 
 
@@ -102,6 +108,7 @@ class _Body(msgspec.Struct):
     world_size: _Count
     created: str
     generation: str = ""  # earlier versions did not write it
+    part: bool = False
 
 
 def read(folder: Path) -> Manifest:
@@ -141,7 +148,7 @@ def decode(text: bytes, path: str) -> Manifest:
     # RecursionError: thousands of brackets.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a manifest ({error})") from error
-    return Manifest(body.step, files, body.groups, body.world_size, body.created, body.generation)
+    return Manifest(body.step, files, body.groups, body.world_size, body.created, body.generation, body.part)
 
 
 def require_inside(files: Iterable[FileEntry]) -> None:

@@ -38,32 +38,35 @@ def prepare_regular(root: Path, step: int, generation: str = "") -> None:
 
 
 @disk.one_line
-def is_on_own_disk(root: Path, step: int, generation: str = "") -> bool:
-    """Return whether a regular save that rank 0 has renamed has its temporary name here: on another disk.
+def take_on_own_disk(root: Path, step: int, generation: str = "") -> Path | None:
+    """Take a regular save that rank 0 has renamed, if it has its temporary name here: on another disk.
 
-    Only what is there can be renamed: a client of a shared file system may answer all else from a cache. A
-    folder in which nothing was written is removed.
+    Only what is there can be renamed: a client of a shared file system may answer all else from a cache. Of
+    nodes that share that other disk, one takes it. A folder in which nothing was written is removed.
+
+    Returns:
+        Where it is from now on; None where it is not there.
     """
     saving = root / naming.regular_name(step, generation)
-    proof = root / naming.abandoned_name(saving.name)
+    taken = disk.free_name(root, partial(naming.abandoned_name, saving.name))
     try:
-        saving.rename(proof)
+        saving.rename(taken)
     except FileNotFoundError:
-        return False
-    if not _written(proof):
-        disk.remove(proof)
-        return False
-    proof.rename(saving)
-    return True
+        return None
+    if not _written(taken):
+        disk.remove(taken)
+        return None
+    return taken
 
 
 @disk.one_line
-def sync_regular(root: Path, step: int, generation: str = "") -> None:
+def sync_regular(root: Path, step: int, generation: str = "", taken: Path | None = None) -> None:
     """Bring a regular save to disk, which may take long, so that `publish_regular` does not.
 
-    Files that nobody has hashed on their way get a checksum, but for large ones.
+    Files that nobody has hashed on their way get a checksum, but for large ones. `taken`: what
+    `take_on_own_disk` has returned.
     """
-    saving = root / naming.regular_name(step, generation)
+    saving = taken or root / naming.regular_name(step, generation)
     integrity.settle(saving)
     files = _written(saving)
     for path in files:
@@ -72,14 +75,14 @@ def sync_regular(root: Path, step: int, generation: str = "") -> None:
 
 
 @disk.one_line
-def publish_regular(root: Path, step: int, generation: str = "") -> None:
+def publish_regular(root: Path, step: int, generation: str = "", taken: Path | None = None) -> None:
     """Give a regular save, which the framework wrote to `regular_name(step, generation)`, its final name.
 
     The tracker is not touched: the caller replaces it by `tracker.advance`. A complete checkpoint of the same
     step is replaced by the newer one, without a moment in which neither bears the name where the filesystem
-    can exchange two names. Raises CheckpointError.
+    can exchange two names. `taken`: what `take_on_own_disk` has returned. Raises CheckpointError.
     """
-    saving, final = root / naming.regular_name(step, generation), root / naming.final_name(step)
+    saving, final = taken or root / naming.regular_name(step, generation), root / naming.final_name(step)
     if not saving.is_dir():
         if saved_steps.is_complete(root, step):
             return
@@ -90,7 +93,8 @@ def publish_regular(root: Path, step: int, generation: str = "") -> None:
     if not files:
         raise CheckpointError(f"{saving}: nothing was written, so there is nothing to publish")
     entries = checksum_notes.entries(saving, files)
-    disk.write(saving, naming.MANIFEST, Manifest.now(step, entries, {}, 0, generation).encode())
+    made = Manifest.now(step, entries, {}, 0, generation, part=taken is not None)
+    disk.write(saving, naming.MANIFEST, made.encode())
     checksum_notes.remove(saving)
     folder_rights.share(saving)
     disk.sync_folders(saving)
@@ -129,5 +133,7 @@ def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[P
         saving.rename(final)
         disk.sync(root)
         return [replaced, *older]
+    # Under that name another node would take it for a save on its own disk.
+    older = left_overs.abandon(saving)
     disk.sync(root)
-    return [saving]
+    return older

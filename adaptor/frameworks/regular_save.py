@@ -161,16 +161,23 @@ class RegularSaves:
         place = context.part(Place)
         if place.node == 0 or place.local_rank or not _generation() or lease_claim.is_seen(save.root):
             return
-        if regular_folder.is_on_own_disk(save.root, save.step, _generation()):
-            self._complete(save)
+        taken = regular_folder.take_on_own_disk(save.root, save.step, _generation())
+        if taken is not None:
+            self._complete(save, taken)
 
-    def _complete(self, save: _Save) -> None:
-        """Bring a save to disk that every rank has written, and give it its name."""
+    def _complete(self, save: _Save, taken: Path | None = None) -> None:
+        """Bring a save to disk that every rank has written, and give it its name.
+
+        Args:
+            save: the one that is meant.
+            taken: where it is, if not where it was written.
+        """
+        folder = taken or save.folder
         for name, content in self.on_top.items():
             with contextlib.suppress(OSError):
-                checksum_notes.leave(save.folder, _write(save.folder, name, content))
-        regular_folder.sync_regular(save.root, save.step, _generation())
-        runtime.get().session.publishing(lambda: _publish(save))
+                checksum_notes.leave(folder, _write(folder, name, content))
+        regular_folder.sync_regular(save.root, save.step, _generation(), taken)
+        runtime.get().session.publishing(lambda: _publish(save, taken))
 
     def scheduled(self, request: Any, meet: Callable[[], Any] = lambda: None) -> None:
         """The framework puts off what is to be done when every rank has written: the name comes last of that.
@@ -246,8 +253,8 @@ def _draft() -> int:
     return descriptor
 
 
-def _publish(save: _Save) -> None:
-    regular_folder.publish_regular(save.root, save.step, _generation())
+def _publish(save: _Save, taken: Path | None) -> None:
+    regular_folder.publish_regular(save.root, save.step, _generation(), taken)
     tracker.advance(save.root, save.step)
 
 

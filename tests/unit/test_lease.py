@@ -292,9 +292,11 @@ def test_a_job_that_does_not_leave(tmp_path: Path, stack: ExitStack, monkeypatch
 
 def test_a_restart_of_a_job_takes_the_mark_away(tmp_path: Path, stack: ExitStack) -> None:
     owner = Owner.of(stack.enter_context(process()).pid)
+    Lease(tmp_path, owner, "0f3a5c21").take()
     held = Lease(tmp_path, owner)
-    held.take()
     held.leave()
     held._marker.join()
+    # By the generation the other nodes see in the last save, too, that they share the folder.
+    assert b'"leaving":true,"generation":"0f3a5c21"' in (tmp_path / naming.LEASE).read_bytes()
     Lease(tmp_path, owner).take()
     assert b'"leaving":false' in (tmp_path / naming.LEASE).read_bytes()

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from adaptor import context, patches, patching
-from adaptor.checkpoint import checksum_notes, hashing, manifest, regular_folder
+from adaptor.checkpoint import checksum_notes, disk, hashing, manifest, regular_folder
 from adaptor.checkpoint.lease import LeaseContent
 from adaptor.checkpoint.lease_owner import Owner
 from adaptor.frameworks.regular_save import RegularSaves
@@ -356,3 +356,33 @@ def test_a_shared_save_gets_its_name_from_rank_0_alone(why: str, tmp_path: Path)
             raise ZeroDivisionError
     assert not (tmp_path / TRACKER).exists()
     assert not (tmp_path / "iter_0000003" / MANIFEST).exists()
+
+
+@pytest.mark.usefixtures("_node_1")
+def test_an_older_version_on_its_way_out_is_no_save_of_this_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared folder without a lease, in which a step is saved again; the disk removes files slowly."""
+    saving = tmp_path / naming.regular_name(3, "0f3a5c21")
+    for content in (b"older", b"newer"):
+        with saves().regular(str(tmp_path), 3):
+            (saving / "shard.pt").write_bytes(content)
+            with monkeypatch.context() as patch:
+                patch.setattr(disk, "remove", lambda path: None)
+                regular_folder.publish_regular(tmp_path, 3, "0f3a5c21")
+    assert (tmp_path / "iter_0000003" / "shard.pt").read_bytes() == b"newer"
+
+
+def test_of_nodes_that_share_another_disk_one_takes_a_save(tmp_path: Path) -> None:
+    """Beside what an incident has left of the same step."""
+    saving = tmp_path / naming.regular_name(3, "0f3a5c21")
+    for folder in (saving, tmp_path / naming.abandoned_name(saving.name)):
+        folder.mkdir()
+        (folder / "shard.pt").write_bytes(b"of these nodes")
+    taken = regular_folder.take_on_own_disk(tmp_path, 3, "0f3a5c21")
+    assert taken is not None
+    assert regular_folder.take_on_own_disk(tmp_path, 3, "0f3a5c21") is None
+    regular_folder.sync_regular(tmp_path, 3, "0f3a5c21", taken)
+    regular_folder.publish_regular(tmp_path, 3, "0f3a5c21", taken)
+    assert manifest.defects(tmp_path / "iter_0000003") == []
+    assert manifest.read(tmp_path / "iter_0000003").part
