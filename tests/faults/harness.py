@@ -168,7 +168,8 @@ class Job:
     launcher   ttprun, or torchrun for the unmodified framework
     options    of the launcher
     arguments  of the training script, besides those of the layout
-    own_disks  each node saves to a folder of its own, `save`/node0 and so on; what it loads from `save`, too
+    own_disks  each node saves to a folder of its own, `save`/node0 and so on; what it loads from `save`, too.
+               All have the same name for it, as on machines of their own: `.`, where the agent starts
     nodes      how many agents, all on this machine; the processes are divided among them
     fewest     with how many of `nodes` the job goes on when others are lost (`--nnodes MIN:MAX`); 0: not
     later      how many of `nodes`, the last ones, are started when a fault has struck
@@ -288,8 +289,9 @@ def run(job: Job) -> Ended:
         with log.open("wb") as sink:
             command = _command(job, node, ports[0])
             start = subprocess.Popen if _cold(job) else warm.Warm
+            place = _start_in(job, node)
             agents.append(
-                start(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, cwd=ROOT)
+                start(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, cwd=place)
             )
     try:
         codes = _wait(agents, job.timeout_s)
@@ -320,6 +322,14 @@ def run(job: Job) -> Ended:
 def _cold(job: Job) -> bool:
     """Whether every process is an interpreter of its own; what has used a device cannot be forked."""
     return job.cold or job.device != "cpu"
+
+
+def _start_in(job: Job, node: int) -> Path:
+    if not job.own_disks or job.save is None:
+        return ROOT
+    own = job.save / f"node{node}"
+    own.mkdir(parents=True, exist_ok=True)
+    return own
 
 
 def _command(job: Job, node: int, port: int) -> list[str]:
@@ -370,7 +380,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         return [*command, *job.program(job)]
     framework = job.framework or prepare.megatron_lm()
     if job.own_disks and job.save is not None:
-        own = job.save / f"node{node}"
+        own = Path()  # where the agent starts
         job = dataclasses.replace(job, save=own, load=own if job.load == job.save else job.load)
     return [*command, str(framework / "pretrain_gpt.py"), *training(job)]
 

@@ -546,6 +546,54 @@ def test_each_node_checks_its_own_copy(root: Path, tmp_path: Path, name: str, ki
         assert "the nodes do not see the same folder, so nothing was changed: copy the" in refused
 
 
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("intact", ""),
+        ("cut", "mp_rank_01/model_optim_rng.pt: "),
+        ("flipped", "mp_rank_01/model_optim_rng.pt: checksum differs from the manifest"),
+        ("of other ranks", "mp_rank_00/model_optim_rng.pt: missing"),
+        ("of another generation", "mp_rank_00/model_optim_rng.pt: missing"),
+    ],
+)
+def test_a_node_has_what_its_ranks_load(tmp_path: Path, kind: str, why: str) -> None:
+    """Two nodes have saved to disks of their own, under the same name; the second one has two ranks."""
+    places, names = [tmp_path / "node0", tmp_path / "node1"], ["mp_rank_00", "mp_rank_01"]
+    for node, place in enumerate(places):
+        generation = "2" if kind == "of another generation" and node else "1"
+        file = place / "save" / naming.regular_name(NEWER, generation) / names[node] / naming.MODEL_FILE
+        file.parent.mkdir(parents=True)
+        file.write_bytes(os.urandom(5 * BLOCK))
+        taken = regular_folder.take_on_own_disk(place / "save", NEWER, generation) if node else None
+        regular_folder.sync_regular(place / "save", NEWER, generation, taken)
+        regular_folder.publish_regular(place / "save", NEWER, generation, taken)
+        tracker.advance(place / "save", NEWER)
+    name = Path("save") / naming.final_name(NEWER)
+    damaged = places[1] / name / names[1] / naming.MODEL_FILE
+    if kind in ("cut", "flipped"):
+        changed = bytearray(damaged.read_bytes())
+        changed[-1] ^= 1
+        damaged.write_bytes(changed if kind == "flipped" else changed[:-1])
+    own = {rank: {"GROUP_RANK": str(min(rank, 1))} for rank in range(3)}
+    for rank in own:
+        loaded = names[0] if kind == "of other ranks" else names[min(rank, 1)]
+        own[rank]["LOADS"] = f"{loaded}/{naming.MODEL_FILE} __{rank}_"
+    ranks = _start(tmp_path, 3, [Path("save")] * 2, own, {0: places[0], 1: places[1], 2: places[1]})
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    said = [line for text in outputs for line in _heard(text)]
+    assert len(said) == 3, "\n".join(outputs)
+    (refused,) = {line["refused"] for line in said}
+    assert refused.startswith(f"node 1: {name}/{why}" if why else "")
+    assert bool(refused) == bool(why)
+    if kind == "intact":
+        blocks = [each for line in said for each in line["read"]]
+        assert sorted(blocks) == [f"{names[0]}/{naming.MODEL_FILE}:0-5", *_parts(names[1])]
+
+
+def _parts(name: str) -> list[str]:
+    return [f"{name}/{naming.MODEL_FILE}:{part}" for part in ("0-2", "2-5")]
+
+
 def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path, tmp_path: Path) -> None:
     """An intact checkpoint, a damaged one, and a damaged one in a folder that is only loaded from."""
     foreign = Path(shutil.copytree(root, tmp_path / "foreign"))
