@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
+import platform
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,13 +20,19 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 import msgspec
+import xxhash
 
+from adaptor.checkpoint import disk
 from adaptor.errors import StoreError
 from adaptor.store.client import Stored
 
 JOURNAL = ".ttp_pull.jsonl"
 _LOCK = ".ttp_pull.lock"
 _PART = ".ttp_part."
+# Somebody who may write to the folder cannot divert what is written to another file of this user.
+_MADE = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+# What another machine is writing is no left-over, and on some file systems a lock holds on one machine only.
+_LEFT_OVER_S = 3600.0
 # flock has no time-out, so it is tried again as often as this.
 _AGAIN_S = 0.2
 # Between two lines about who is waited for.
@@ -70,6 +78,7 @@ class DataFolder:
         self.path = path
         self._source = source
         self._has_lock = False
+        self._now = 0.0  # when the lock was taken, by the clock of the file system
 
     @contextlib.contextmanager
     def locked(self, tell: Callable[[str], None]) -> Iterator[bool]:
@@ -86,8 +95,10 @@ class DataFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         descriptor = None
         try:
-            descriptor = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR | _MADE, 0o666)
             waited = self._lock(descriptor, tell)
+            os.utime(descriptor)
+            self._now = os.fstat(descriptor).st_mtime
             self._has_lock = True
         except OSError as error:
             if error.errno not in _HAS_NO_LOCK:
@@ -137,13 +148,16 @@ class DataFolder:
 
     def _journal(self) -> dict[str, _Come]:
         found = {}
-        with contextlib.suppress(FileNotFoundError), (self.path / JOURNAL).open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), self._open_journal() as file:
             for line in file:
                 # One that was cut short is about a file that comes again.
                 with contextlib.suppress(msgspec.MsgspecError):
                     come = msgspec.json.decode(line, type=_Come)
                     found[come.name] = come
         return found
+
+    def _open_journal(self) -> BinaryIO:
+        return os.fdopen(disk.open_regular(self.path / JOURNAL), "rb")
 
     def _scan(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
         """Yield the files of a folder, by their names below `path`; remove what pulls that died have left."""
@@ -153,10 +167,20 @@ class DataFolder:
         ):
             for entry in entries:
                 if entry.name.startswith(_PART):
-                    if self._has_lock:
-                        Path(entry.path).unlink()
+                    if self._is_left_over(entry):
+                        Path(entry.path).unlink(missing_ok=True)
                 elif entry.is_file():
                     yield str(PurePosixPath(folder, entry.name)), entry.stat()
+
+    def _is_left_over(self, entry: os.DirEntry[str]) -> bool:
+        """Return whether nobody writes this file any more."""
+        if not self._has_lock:
+            return False
+        if entry.name.startswith(f"{_PART}{_machine()}."):
+            return True
+        with contextlib.suppress(FileNotFoundError):
+            return self._now - entry.stat(follow_symlinks=False).st_mtime >= _LEFT_OVER_S
+        return False
 
     @contextlib.contextmanager
     def file(self, name: str, stored: Stored) -> Iterator[BinaryIO]:
@@ -172,7 +196,7 @@ class DataFolder:
         """
         target = self.path / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.parent / f"{_PART}{secrets.token_hex(8)}"
+        part = target.parent / f"{_PART}{_machine()}.{secrets.token_hex(8)}"
         try:
             with part.open("xb") as file:
                 yield file
@@ -193,13 +217,21 @@ class DataFolder:
 
     def _note(self, line: bytes) -> None:
         """Append a line to the journal; with one write, because others may do so where there are no locks."""
-        descriptor = os.open(
-            self.path / JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666
-        )
+        descriptor = os.open(self.path / JOURNAL, os.O_WRONLY | os.O_APPEND | _MADE, 0o666)
         try:
             os.write(descriptor, line)
         finally:
             os.close(descriptor)
+
+
+@functools.cache
+def _machine() -> str:
+    """Return what tells this machine from others; it changes when the machine is started again."""
+    try:
+        text = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        text = platform.node()
+    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 def _version(stored: Stored) -> str:

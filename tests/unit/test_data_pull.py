@@ -283,6 +283,31 @@ def test_a_file_that_is_cut_short_has_not_its_name(
     assert not list(tmp_path.rglob(".ttp_part*"))
 
 
+def test_what_another_machine_writes_is_left(source: Source, tmp_path: Path) -> None:
+    """On some file systems a lock holds on one machine only."""
+    for name, age_s in (("written", 0), ("left over", 2 * 3600)):
+        part = tmp_path / f".ttp_part.another.{name}"
+        part.touch()
+        os.utime(part, (part.stat().st_mtime - age_s,) * 2)
+    source.pull(tmp_path)
+    assert [path.name for path in tmp_path.glob(".ttp_part*")] == [".ttp_part.another.written"]
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+def test_a_journal_that_is_none(kind: str, source: Source, tmp_path: Path) -> None:
+    """Nobody diverts what is written to another file, or lets the start wait for ever."""
+    journal, other = tmp_path / "here" / data_folder.JOURNAL, tmp_path / "other"
+    journal.parent.mkdir()
+    if kind == "a pipe":
+        os.mkfifo(journal)
+    else:
+        other.touch()
+        journal.symlink_to(other)
+    with pytest.raises(StoreError, match=str(journal)):
+        source.pull(journal.parent)
+    assert kind == "a pipe" or other.read_bytes() == b""
+
+
 def test_nodes_that_share_a_folder_pull_once(
     source: Source, processes: list[subprocess.Popen[str]], tmp_path: Path
 ) -> None:
