@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptor.errors import StoreError
+from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import layout, push, whole
@@ -151,11 +151,32 @@ class JointPush:
                     sending.tell(done=True)
                 else:
                     self._wait(_LOOK_S)
-        whole.require(self._root / naming.final_name(known.step), watch.paths)
+        self._require_whole(watch)
         push.require_same(self._root, known)
         size = push.commit(self._store, known)
         watch.remember()
         return Pushed(where, files, size, size, False)
+
+    def _require_whole(self, watch: Watch) -> None:
+        """Refuse what lacks files that are on the disk of another node, as far as anybody can tell.
+
+        Raises:
+            CheckpointError: it does.
+        """
+        folder = self._root / naming.final_name(self._known.step)
+        whole.require(folder, watch.paths)
+        if whole.names_files(watch.paths):
+            return
+        # A folder that is there may lack files, and without a layout file nobody names the folders.
+        lacks = watch.unfinished()
+        if not whole.names_folders(watch.paths):
+            lacks |= watch.unheard()
+        if lacks:
+            nodes = ", ".join(map(str, sorted(lacks)))
+            raise CheckpointError(
+                f"{folder}: not all is sent that is on the disk of node {nodes}, so half a checkpoint is"
+                " there; nothing is completed"
+            )
 
     def _sending(self, where: str) -> Sending:
         return Sending(self._store, self._root, self._known, where, self._pace, self._node)

@@ -125,6 +125,14 @@ class Watch:
             return self._is_within(self._patience.joins)
         return not one.done and not self._is_still(node)
 
+    def unfinished(self) -> set[int]:
+        """Return the nodes with disks of their own that have begun to send, and are not done."""
+        return {node for node in self.apart if node in self._lists and not self._lists[node].done}
+
+    def unheard(self) -> set[int]:
+        """Return the nodes that had disks of their own before, and have not joined."""
+        return self.others.apart - set(self._lists)
+
     def _is_within(self, seconds: float) -> bool:
         return time.monotonic() < self._began + seconds
 

@@ -141,8 +141,8 @@ def _for_node(store: Store, found: Checkpoint, node: NodeRanks | None) -> Checkp
 def is_part(root: Path, step: int) -> bool:
     """Return whether the folder has only what some ranks load, or have saved."""
     try:
-        paths = [file.path for file in manifest.read(root / naming.final_name(step)).files]
-        return bool(whole.missing(root / naming.final_name(step), paths))
+        folder = root / naming.final_name(step)
+        return whole.is_part(folder, manifest.read(folder))
     except CheckpointError:
         return False  # the framework alone has made it, or nobody can tell
 

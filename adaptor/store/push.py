@@ -70,7 +70,13 @@ def push(store: Store, root: Path, step: int, pace: Callable[[int], None] = lamb
     if there is not None:
         return Pushed(there, len(known.files), total, 0, True)
     where = layout.place(known)
-    whole.require(root / naming.final_name(step), (file.path for file in known.files))
+    folder = root / naming.final_name(step)
+    if known.part:
+        raise CheckpointError(
+            f"{folder}: has only what the ranks of one node have saved on its own disk, so it is not sent"
+            " alone"
+        )
+    whole.require(folder, (file.path for file in known.files))
     sending = Sending(store, root, known, where, pace)
     sending.send(known.files)
     sending.tell(done=True)
@@ -166,11 +172,25 @@ class Sending:
         for file in files:
             name = f"{self._where}/{file.path}"
             found, part = self._there.get(name), self._before.get(file.path)
-            if found is None or found.bytes != file.bytes or (part is not None and part.etag != found.etag):
-                made = _send(self._store, self._folder / file.path, name, file, self._count)
-            else:
+            made = None
+            if found is not None and self._may_be(file, found, part):
                 made = _hashed(self._folder / file.path, file, found)
+                if self._is_apart and (part is None or part.xxh3_128 != made.xxh3_128):
+                    made = None
+            if made is None:
+                made = _send(self._store, self._folder / file.path, name, file, self._count)
             self._parts[file.path] = made
+
+    @property
+    def _is_apart(self) -> bool:
+        """Return whether the prefix tells nothing of this content: a disk of its own may have it anew."""
+        return self._seen != self._where
+
+    def _may_be(self, file: FileEntry, found: Stored, part: UploadedPart | None) -> bool:
+        """Return whether the object that is there may be this file."""
+        if part is None:
+            return found.bytes == file.bytes and not self._is_apart
+        return found.bytes == file.bytes and part.etag == found.etag
 
     def look_again(self) -> None:
         """Read what other nodes have sent since the last look."""
@@ -204,7 +224,7 @@ def commit(store: Store, known: Manifest) -> int:
     lists = choose.read_lists(store, where, there)
     parts = choose.parts_of(lists, where, there)
     wanted = {file.path: file.bytes for file in known.files}
-    contents: dict[str, set[str]] = {}
+    contents = {file.path: {file.xxh3_128} for file in known.files if file.xxh3_128 is not None}
     for one in lists.values():
         for part in one.files:
             contents.setdefault(part.path, set()).add(part.xxh3_128)

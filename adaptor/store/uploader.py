@@ -21,7 +21,7 @@ from adaptor.operations.words import duration, size
 from adaptor.protocol import naming
 from adaptor.store import cadence, choose, joint, layout, push, whole
 from adaptor.store.cadence import Saved
-from adaptor.store.client import Store
+from adaptor.store.client import Store, Stored
 from adaptor.store.joint import JointPush
 from adaptor.store.opening import open_store
 from adaptor.store.other_nodes import PATIENCE, Others, Patience
@@ -64,6 +64,9 @@ class Uploader:
         self._first_seen: dict[str, float] = {}  # by place, on the monotonic clock
         self._ask_at, self._asks_after = 0.0, _ASK_S
         self._left_at = 0.0
+        self._joined = ""  # the place of what this node has sent its part of last
+        self._signs: dict[str, Stored] = {}  # of it: the lists of all nodes, and when one has changed
+        self._moved_at = 0.0
         self._root = Path(order.save)
         self._tell = tell
         self._leaving = threading.Event()
@@ -223,7 +226,10 @@ class Uploader:
 
     def _begin_in_its_place(self, store: Store, one: Saved, now: float) -> None:
         """Lead where node 0 has not begun in time; a node with only a part of the files waits on."""
-        since = max(self._first_seen[one.place], self._left_at)
+        if self._is_part(one) and self._is_node_0_busy(store, now):
+            self._pause(LOOK_S)
+            return
+        since = max(self._first_seen[one.place], self._left_at, self._moved_at)
         if now - since < self._patience.leads * min(self._order.node, _TURNS):
             self._pause(LOOK_S)
         elif not self._is_part(one):
@@ -235,17 +241,29 @@ class Uploader:
             self._fail(f"{folder} has only a part of the checkpoint, and node 0 does not send its own")
             self._handle(one)
 
+    def _is_node_0_busy(self, store: Store, now: float) -> bool:
+        """Return whether the checkpoint before, of which this node has sent its part, is still being sent."""
+        if not self._joined:
+            return False
+        if store.stat(layout.manifest_name(self._joined)) is not None:
+            self._joined, self._moved_at = "", now
+            return False
+        signs = store.objects(layout.parts_prefix(self._joined))
+        if signs != self._signs:
+            self._signs, self._moved_at = signs, now
+        return now - self._moved_at < self._patience.moves
+
     def _is_part(self, one: Saved) -> bool:
         folder = self._root / naming.final_name(one.step)
         try:
-            files = push.read_folder(self._root, one.step).files
-            return bool(whole.missing(folder, [file.path for file in files]))
+            return whole.is_part(folder, push.read_folder(self._root, one.step))
         except manifest.UnreadableError:
             raise
         except CheckpointError:
             return False  # what it is tells who sends it
 
     def _follow(self, store: Store, one: Saved, where: str) -> None:
+        self._joined, self._signs = where, {}
         try:
             self._joint(store, one, lambda count: self._pace(count, one)).follow(where)
             self._said = ""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from adaptor.checkpoint import dcp, disk, layout_file
-from adaptor.checkpoint.manifest import UnreadableError
+from adaptor.checkpoint.manifest import Manifest, UnreadableError
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 
@@ -36,11 +36,35 @@ def missing(folder: Path, paths: Iterable[str]) -> str:
         needed, there = _named(folder), have
     elif any(path.endswith(_SHARDS) for path in have):
         return dcp.METADATA
-    elif naming.LAYOUT in have and any(path.startswith(_MODEL_PARALLEL) for path in have):
+    elif names_folders(have):
         needed, there = _folders(folder), {path.partition("/")[0] for path in have}
     else:
         return ""
     return min(needed - there, default="")
+
+
+def names_files(paths: Iterable[str]) -> bool:
+    """Return whether one of these files names all others that ranks have written."""
+    return dcp.METADATA in paths
+
+
+def names_folders(paths: Iterable[str]) -> bool:
+    """Return whether one of these files names the folders of all ranks, as the format `torch` has them."""
+    have = set(paths)
+    return naming.LAYOUT in have and any(path.startswith(_MODEL_PARALLEL) for path in have)
+
+
+def is_part(folder: Path, known: Manifest) -> bool:
+    """Return whether the folder of a checkpoint has only what some ranks have saved, or load.
+
+    Args:
+        folder: of the checkpoint.
+        known: its manifest.
+
+    Raises:
+        UnreadableError: the disk does not answer as it should.
+    """
+    return known.part or bool(missing(folder, [file.path for file in known.files]))
 
 
 def require(folder: Path, paths: Iterable[str]) -> None:

@@ -45,17 +45,20 @@ def store(tmp_path: Path) -> Store:
 class Uploading:
     """An uploader in a thread of this process, and what it has said."""
 
-    def __init__(self, store: Store, root: Path, node: int, patience: Patience, **more: int) -> None:
+    def __init__(self, url: str, endpoint: str, root: Path, node: int, patience: Patience) -> None:
         self.lines: list[str] = []
-        settings = {"every": 1, "keep": 0, "rate": 0, "nodes": 2, **more}
-        order = UploadSettings(f"{store}", "", str(root), node=node, **settings)
+        order = UploadSettings(url, endpoint, str(root), every=1, keep=0, rate=0, node=node, nodes=2)
         self._uploader = Uploader(order, self.lines.append, patience)
         self._thread = threading.Thread(target=self._uploader.run)
         self._thread.start()
 
+    def leave(self) -> None:
+        """Let it send what is left."""
+        self._uploader.end()
+
     def end(self) -> list[str]:
         """Let it send what is left; return what it has said."""
-        self._uploader.end()
+        self.leave()
         self._thread.join()
         return self.lines
 
@@ -65,8 +68,10 @@ def upload(store: Store) -> Iterator[Callable[..., Uploading]]:
     """Start uploaders that do not outlive the test."""
     with contextlib.ExitStack() as stack:
 
-        def started(root: Path, node: int, patience: Patience = PATIENT, **more: int) -> Uploading:
-            made = Uploading(store, root, node, patience, **more)
+        def started(
+            root: Path, node: int, patience: Patience = PATIENT, url: str = f"{store}", endpoint: str = ""
+        ) -> Uploading:
+            made = Uploading(url, endpoint, root, node, patience)
             stack.callback(made.end)
             return made
 
@@ -89,7 +94,8 @@ def save_part(root: Path, step: int, node: int, *, described: bool = True) -> Pa
     if described:
         ranks = [gzip.compress(f'{{"folder":"{name}"}}'.encode(), mtime=0) for name in FOLDERS]
         (saving / naming.LAYOUT).write_bytes(layout_file.join(ranks))
-    regular_folder.publish_regular(root, step, "0f3a5c21")
+    taken = regular_folder.take_on_own_disk(root, step, "0f3a5c21") if node else None
+    regular_folder.publish_regular(root, step, "0f3a5c21", taken)
     tracker.advance(root, step)
     return root / naming.final_name(step)
 
@@ -218,6 +224,88 @@ def test_a_part_alone_is_not_led_by_another_node(
     assert first == f"[ttp] node 1 sends nothing to {store} so far: {why}"
     assert last == f"[ttp] node 1 has not sent its part of step 10 to {store}: {why}"
     assert choose.steps(store) == []
+
+
+@pytest.mark.parametrize("described", [True, False])
+def test_a_node_that_stops_in_the_middle_of_its_disk(described: bool, store: Store, tmp_path: Path) -> None:
+    """Its folder is there, and a file of it is not."""
+    roots = [tmp_path / "node0", tmp_path / "node1"]
+    for node, root in enumerate(roots):
+        save_part(root, 10, node, described=described)
+    known, where = push.read_folder(roots[1], 10), layout.place(push.read_folder(roots[0], 10))
+    sending = push.Sending(store, roots[1], known, where, lambda count: None, 1)
+    sending.send(known.files)
+    sending.tell(done=False)
+    with pytest.raises(CheckpointError, match="not all is sent that is on the disk of node 1"):
+        joint(store, roots[0], 10, 0, HASTY).lead(Others(), lambda: False)
+    assert not committed(store, 10)
+    joint(store, roots[1], 10, 1, HASTY).follow(where)
+    joint(store, roots[0], 10, 0, HASTY).lead(Others(), lambda: False)
+    assert committed(store, 10)
+
+
+def test_a_node_that_had_a_part_before_and_does_not_join(store: Store, tmp_path: Path) -> None:
+    """Without a layout file its disk alone tells that it has one."""
+    save_part(tmp_path, 10, 0, described=False)
+    with pytest.raises(CheckpointError, match="not all is sent that is on the disk of node 1"):
+        joint(store, tmp_path, 10, 0, HASTY).lead(Others(apart={1}), lambda: False)
+    assert not committed(store, 10)
+
+
+def test_a_part_that_nobody_names_is_sent_by_nobody_alone(
+    store: Store, tmp_path: Path, upload: Callable[..., Uploading]
+) -> None:
+    folder = save_part(tmp_path, 10, 1, described=False)
+    assert f"{folder} has only a part of the checkpoint" in upload(tmp_path, 1, HASTY).end()[0]
+    with pytest.raises(CheckpointError, match="so it is not sent alone"):
+        push.push(store, tmp_path, 10)
+    assert choose.steps(store) == []
+    assert pull.is_part(tmp_path, 10)
+
+
+def test_what_a_node_has_saved_anew_is_sent_anew(store: Store, tmp_path: Path) -> None:
+    """A job that has gone back saves a step again; on a disk of its own nothing but the content tells."""
+    roots = [tmp_path / "node0", tmp_path / "node1"]
+    files = contents(save_part(roots[0], 10, 0))
+    where = layout.place(push.read_folder(roots[0], 10))
+    for _ in range(2):
+        again = contents(save_part(roots[1], 10, 1))
+        joint(store, roots[1], 10, 1, PATIENT).follow(where)
+    joint(store, roots[0], 10, 0, PATIENT).lead(Others(), lambda: False)
+    (found,) = choose.newest_first(store, None, [])
+    assert list(choose.wrong_files(store, found)) == []
+    pull.pull(store, tmp_path / "pulled")
+    assert contents(tmp_path / "pulled" / naming.final_name(10)) == files | again
+
+
+def test_a_part_waits_while_the_one_before_is_sent(
+    url: str, server: str, faults: FaultProxy, tmp_path: Path, upload: Callable[..., Uploading]
+) -> None:
+    """At the end of the job, for longer than it waits for node 0 to begin."""
+    roots, store = [tmp_path / "node0", tmp_path / "node1"], open_store(url, server)
+    for node, root in enumerate(roots):
+        save_part(root, 10, node)
+    places = [layout.place(push.read_folder(roots[0], 10))]
+    store.put(layout.parts_name(places[0], 0), layout.encode_parts(0, (), places[0], done=False))
+    second = upload(roots[1], 1, Patience(0, 0, 3600, 0.1, 0), url=url, endpoint=faults.url)
+    waiting.until(lambda: _is_done(store, places[0], 1), "it has sent its part")
+    for node, root in enumerate(roots):
+        save_part(root, 20, node)
+    faults.begin()
+    second.leave()
+    waiting.until(
+        lambda: second.lines or sum(method == "HEAD" for method, _ in faults.requests) > 1,
+        "it has seen that the one before is still being sent",
+    )
+    places.append(layout.place(push.read_folder(roots[0], 20)))
+    store.put(layout.parts_name(places[1], 0), layout.encode_parts(0, (), places[1], done=False))
+    waiting.until(lambda: second.lines or _is_done(store, places[1], 1), "it has sent its part of the newest")
+    assert second.end() == []
+
+
+def _is_done(store: Store, where: str, node: int) -> bool:
+    lists = choose.read_lists(store, where, store.objects(where))
+    return node in lists and lists[node].done
 
 
 def test_a_part_that_nobody_names_is_waited_for_once_its_node_has_joined(
