@@ -103,16 +103,25 @@ def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
         group_of(exchange).recv([torch.empty(1)], writer, exchange.tag).wait()
 
 
-def acknowledge(optimizers: Sequence[Any], exchange: Exchange) -> None:
-    """Tell every sender that its shards have arrived."""
-    chosen = {
-        source
-        for optimizer, sources in zip(optimizers, exchange.sources, strict=True)
+def acknowledge(optimizers: Sequence[Any], position: int, exchange: Exchange) -> None:
+    """Tell the senders whose shards have all arrived by now.
+
+    They do not wait for the shards of others, of which an optimizer for experts may have many.
+
+    Args:
+        optimizers: those of the chain.
+        position: of the one whose shards have arrived last.
+        exchange: which says who sends what.
+    """
+    last = {
+        source: number
+        for number, (optimizer, sources) in enumerate(zip(optimizers, exchange.sources, strict=True))
         if shards.is_sharded(optimizer)
         for source in sources
     }
-    for source in sorted(chosen - {exchange.rank}):
-        group_of(exchange).send([torch.zeros(1)], source, exchange.tag).wait()
+    for source in sorted(last.keys() - {exchange.rank}):
+        if last[source] == position:
+            group_of(exchange).send([torch.zeros(1)], source, exchange.tag).wait()
 
 
 def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:

@@ -256,6 +256,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
         world = None
         if shards.is_sharded(optimizer):
             world = shard_exchange.gather(optimizer, position, exchange)
+            shard_exchange.acknowledge(optimizers, position, exchange)
             weights.add_sharded(optimizer, world)
             found += [
                 (f"shard {first + index} of {total} ({', '.join(keys)})", exchange.sources[position][index])
@@ -266,7 +267,6 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
             weights.add_whole(optimizer, live)
         first += shards.shard_of(optimizer)[1]
         gathered.append(world)
-    shard_exchange.acknowledge(optimizers, exchange)
     return weights, gathered, found
 
 

@@ -85,7 +85,7 @@ class _Replicated(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
             shard_exchange.send([optimizer], ranks.index(self.save_args["rank"]), exchange)
             return
         world = shard_exchange.gather(optimizer, 0, exchange)
-        shard_exchange.acknowledge([optimizer], exchange)
+        shard_exchange.acknowledge([optimizer], 0, exchange)
         state = ascendspeed.by_chunk(optimizer, world)
         for number, model in enumerate(self.models):
             for dtype, places in model._grad_buffer_param_index_map.items():

@@ -485,3 +485,35 @@ def test_plain_data_parallel_weights_come_from_float32_copies(tmp_path: Path) ->
         assert torch.equal(body["model"][name], main.to(torch.bfloat16))
     assert torch.equal(body["optimizer"]["fp32_from_fp16_params"][0][1], mains[1])
     assert body["optimizer"]["optimizer"]["param_groups"] == [{"lr": 0.5}]
+
+
+def test_a_sender_waits_for_its_own_shards_alone(tmp_path: Path) -> None:
+    """Rank 2 gives a shard of the second optimizer when rank 1, who gave one of the first, has left."""
+    has_left = threading.Event()
+    sources = [[0, 1], [0, 2]]
+    record = dataclasses.replace(RECORD, groups=2 * RECORD.groups, scalers=2 * RECORD.scalers)
+    (tmp_path / "out").mkdir()
+
+    def state(index: int) -> TrainingState:
+        made = Rank(index, 2)
+        both = types.SimpleNamespace(chained_optimizers=[made.optimizer, Rank(index, 2).optimizer])
+        return dataclasses.replace(made.state, optimizer=both)
+
+    def writer(group: Any) -> Any:
+        return state_writer.write_files(state(0), record, Exchange(group, 0, sources), tmp_path / "out", 1)
+
+    def first(group: Any) -> None:
+        state_writer.send_shards(state(1), 0, Exchange(group, 1, sources))
+        has_left.set()
+
+    def second(group: Any) -> bool:
+        is_in_time = has_left.wait(LONG_S)
+        state_writer.send_shards(state(1), 0, Exchange(group, 2, sources))
+        return is_in_time
+
+    written, _, is_in_time = together(tmp_path, [writer, first, second])
+    assert is_in_time is True
+    dtypes = (torch.bfloat16, torch.float32)
+    for saved in load(tmp_path / "out" / written.files[0].draft):
+        for key, whole in whole_state().items():
+            assert torch.equal(saved[0][dtypes][key], without_padding(whole))

@@ -207,7 +207,7 @@ def test_a_holder_sends_its_shards_where_nothing_can_be_laid_out(tmp_path: Path)
         exchange = Exchange(group, 0, [[0, 1]], folder=tmp_path)
         in_place.decline(exchange)
         return shard_exchange.gather(ranks[0].optimizer, 0, exchange), shard_exchange.acknowledge(
-            [ranks[0].optimizer], exchange
+            [ranks[0].optimizer], 0, exchange
         )
 
     def holder(group: Any) -> Any:
