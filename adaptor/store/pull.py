@@ -102,7 +102,8 @@ def _pull_after(
     for found in choose.newest_first(store, step, problems):
         known = found.known
         damaged = _is_damaged(root, known.step)
-        if local is not None and (known.step < local or (known.step == local and not damaged)):
+        stays = not damaged and not _completes(root, found)
+        if local is not None and (known.step < local or (known.step == local and stays)):
             break
         _require_later(root, known.step)
         try:
@@ -114,9 +115,7 @@ def _pull_after(
         there = not damaged and saved_steps.is_of_generation(root, known.step, known.generation)
         if not there:
             try:
-                if damaged:
-                    _move_aside(root, known.step)
-                _bring(store, wanted, root, progress or (lambda count, total: None))
+                _bring(store, wanted, root, progress or (lambda count, total: None), replaces=damaged)
             except DamagedError as error:
                 problems.append(str(error))
                 continue
@@ -155,6 +154,13 @@ def _has(root: Path, wanted: Checkpoint) -> bool:
     return there >= {file.path for file in wanted.known.files}
 
 
+def _completes(root: Path, found: Checkpoint) -> bool:
+    """Return whether a checkpoint of the store has what the folder has a part of."""
+    step, generation = found.known.step, found.known.generation
+    is_same = bool(generation) and saved_steps.is_of_generation(root, step, generation)
+    return is_same and is_part(root, step) and not _has(root, found)
+
+
 def _is_damaged(root: Path, step: int) -> bool:
     """Return whether files of the folder's checkpoint are missing or cut short: a job would not load it."""
     if not saved_steps.has_manifest(root, step):
@@ -186,12 +192,15 @@ def _room(root: Path, needed: int) -> None:
         )
 
 
-def _bring(store: Store, found: Checkpoint, root: Path, progress: Progress) -> None:
+def _bring(store: Store, found: Checkpoint, root: Path, progress: Progress, *, replaces: bool) -> None:
+    """Bring a checkpoint; `replaces`: what has its name is moved aside, once all of it has come."""
     known = found.known
     _room(root, found.bytes)
     folder = publish.prepare(root, known.step, generation=known.generation)
     try:
         _write(store, found, folder, progress)
+        if replaces:
+            _move_aside(root, known.step)
         publish.publish(root, known.step, known.files, known.groups, known.world_size, known.generation)
     except BaseException:
         # A folder that was cut short is of no use: the next pull begins anew.

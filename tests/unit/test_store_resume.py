@@ -229,6 +229,33 @@ def test_a_node_that_cannot_tell_pulls_the_whole_checkpoint(why: str, described:
         assert _resumed(described, root, (2, 3), sizes=sizes) == set(FOLDERS)
 
 
+def test_a_part_on_node_0_is_completed(described: str, tmp_path: Path) -> None:
+    """It has the step that is the newest in the store, but not the folders that other nodes have saved."""
+    root = tmp_path / "node0"
+    _save_described(root, "0f3a5c21", FOLDERS[:2])
+    for _ in range(2):
+        StoreResume(Load(described, root, None), "").prepare(0, 1, HashStore())
+        assert {path.parent.name for path in (root / FOLDER).rglob("*.pt")} == set(FOLDERS)
+        assert len([path for path in root.iterdir() if path.name.startswith("aside")]) == 1
+    _save_described(other := tmp_path / "other", "another", FOLDERS[:2])
+    StoreResume(Load(described, other, None), "").prepare(0, 1, HashStore())
+    assert {path.parent.name for path in (other / FOLDER).rglob("*.pt")} == set(FOLDERS[:2]), "of another run"
+
+
+def test_a_part_stays_where_the_rest_cannot_come(
+    described: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store, root = open_store(described), tmp_path / "node0"
+    _save_described(root, "0f3a5c21", FOLDERS[:2])
+    before = {path: path.read_bytes() for path in root.rglob("*.pt")}
+    (found,) = choose.newest_first(store, None, [])
+    name = f"{found.where}/{FOLDERS[3]}/{naming.MODEL_FILE}"
+    store.put(name, bytes(len(store.get(name, 1 << 20))))
+    StoreResume(Load(described, root, None), "").prepare(0, 1, HashStore())
+    assert f"{name}: checksum differs from the manifest" in capfd.readouterr().err
+    assert {path: path.read_bytes() for path in root.rglob("*.pt")} == before
+
+
 def test_a_part_that_the_store_does_not_have_stays(tmp_path: Path) -> None:
     """Each node has its own on its disk; nothing was sent."""
     url = f"file://{tmp_path}/store"
