@@ -45,6 +45,8 @@ def lay_out(part: RankPart, planned: PlannedTensors) -> SequenceLayout[Source]:
             start, length = layout.add_bytes(data.getvalue())
         elif (source := sources.get(item.index)) is not None:
             start, length = layout.add_planned(_on_host(data), source)
+        elif _is_part_on_host(data):
+            start, length = layout.add_part(data, _on_host(data))
         else:
             start, length = layout.add_tensor(by_itself(data))
         part.note(item, start, length)
@@ -67,6 +69,11 @@ def require_no_stand_in(content: bytes, name: str) -> None:
 
 def _is_planned(data: Any) -> bool:
     return isinstance(data, torch.Tensor) and data.device.type == "meta"
+
+
+def _is_part_on_host(tensor: torch.Tensor) -> bool:
+    is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
+    return is_part and tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

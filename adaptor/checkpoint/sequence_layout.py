@@ -26,7 +26,8 @@ class SequenceLayout(Generic[T]):
     def __init__(self) -> None:
         self.entries: list[Entry[T]] = []
         self.size = 0
-        self._archives: list[tuple[int, int, ArchiveLayout[T]]] = []  # begin, number of the first entry
+        # Each with its begin, and the number of its first entry.
+        self._archives: list[tuple[int, int, ArchiveLayout[T] | ArchiveLayout[torch.Tensor]]] = []
         self._gaps: list[tuple[int, int]] = []
 
     def add_bytes(self, content: bytes) -> tuple[int, int]:
@@ -41,6 +42,16 @@ class SequenceLayout(Generic[T]):
         """Add a tensor in the host's memory, as torch.save writes it; return place and size, in bytes."""
         return self._add(ArchiveLayout(tensor, lambda storage: None), self.size)
 
+    def add_part(self, tensor: torch.Tensor, stand_in: torch.Tensor) -> tuple[int, int]:
+        """Add a contiguous part of a tensor in the host's memory, which is not copied; return place and size.
+
+        Args:
+            tensor: the part; torch.save would write all memory behind it.
+            stand_in: of its shape and dtype, the only tensor in its storage.
+        """
+        content = tensor.detach().view(-1).view(torch.uint8)
+        return self._add(ArchiveLayout(stand_in, lambda storage: content), self.size)
+
     def add_planned(self, stand_in: torch.Tensor, known: T) -> tuple[int, int]:
         """Add a tensor whose data others write; return place and size, in bytes.
 
@@ -51,7 +62,7 @@ class SequenceLayout(Generic[T]):
         # At a page: see `PAGE`.
         return self._add(ArchiveLayout(stand_in, lambda storage: known), self.size + -self.size % PAGE)
 
-    def _add(self, archive: ArchiveLayout[T], begin: int) -> tuple[int, int]:
+    def _add(self, archive: ArchiveLayout[T] | ArchiveLayout[torch.Tensor], begin: int) -> tuple[int, int]:
         self._gaps.append((self.size, begin - self.size))
         self._archives.append((begin, len(self.entries), archive))
         for one in archive.entries:

@@ -76,6 +76,9 @@ def saved(world: Mapping[str, torch.Tensor], cast: Callable[[Any, torch.dtype], 
             "rows": (rows.shape, {(0, 0): rows[:7], (7, 0): rows[7:]}),
             "optimizer.distributed.exp_avg_sq": ((numel,), dict(sorted(flat.items()))),
             "mask": ((3,), {(0,): torch.arange(9.0)[3:6]}),
+            "bits": ((5,), {(0,): torch.tensor([True, False] * 4)[1:6]}),
+            "none": ((0,), {(0,): torch.arange(9.0)[9:]}),
+            "one": ((), {(): torch.arange(9.0)[7]}),
         },
         {"random states": {"seed": 7}, "empty": None},
     )
@@ -143,6 +146,27 @@ def test_torch_loads_what_it_would_have_loaded(
             assert torch.equal(ours[key], value), key
         else:
             assert ours[key] == value
+
+
+def test_what_is_frozen_is_not_copied(tmp_path: Path) -> None:
+    """Parts of tensors that nobody trains, which a framework saves by themselves, have 64 MB."""
+    frozen = torch.full((2, 8 << 20), 0.5)
+    exchange = Exchange(None, 0, [[0]], folder=tmp_path)
+    planned = PlannedTensors("meta")
+    whole = Planner({"gated": (frozen.shape, {(0, 0): frozen[:1], (1, 0): frozen[1:]})}, {})
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak()
+    part = dcp.RankPart(0, whole)
+    layout = dcp_layout.lay_out(part, planned)
+    with in_place.InPlace({part.data_file: layout}, [one_param(64).optimizer], exchange, 1) as archives:
+        assert archives.write()
+        (entry,) = archives.finish()
+    assert peak() - before < 32 << 20
+    assert entry.bytes > frozen.nbytes
+    with (tmp_path / entry.draft).open("rb") as file:
+        (info,) = [one for one in layout.entries if one.size == frozen.nbytes // 2][1:]
+        file.seek(info.begin)
+        assert file.read(info.size) == frozen[1].numpy().tobytes()
 
 
 def test_it_takes_no_memory_for_a_copy(tmp_path: Path) -> None:
