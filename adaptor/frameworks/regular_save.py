@@ -22,6 +22,7 @@ from adaptor import context, descriptors
 from adaptor.checkpoint import checksum_notes, disk, lease_claim, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.context import Context
+from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation, Place
 from adaptor.protocol.file_entry import FileEntry
@@ -161,7 +162,9 @@ class RegularSaves:
         place = context.part(Place)
         if place.node == 0 or place.local_rank or not _generation() or lease_claim.is_seen(save.root):
             return
-        taken = regular_folder.take_on_own_disk(save.root, save.step, _generation())
+        taken = None
+        with contextlib.suppress(CheckpointError):  # nobody can tell, as on a shared disk with troubles
+            taken = regular_folder.take_on_own_disk(save.root, save.step, _generation())
         if taken is not None:
             self._complete(save, taken)
 

@@ -373,6 +373,23 @@ def test_an_older_version_on_its_way_out_is_no_save_of_this_node(
     assert (tmp_path / "iter_0000003" / "shard.pt").read_bytes() == b"newer"
 
 
+@pytest.mark.usefixtures("_node_1")
+def test_a_disk_that_does_not_tell_whose_it_is_stops_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shared folder without a lease, which rank 0 has named; the answer to this node gets lost."""
+
+    def rename(path: Path, target: Path) -> None:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with saves().regular(str(tmp_path), 3):
+        (tmp_path / naming.regular_name(3, "0f3a5c21") / "shard.pt").write_bytes(b"of all")
+        regular_folder.publish_regular(tmp_path, 3, "0f3a5c21")
+        monkeypatch.setattr(Path, "rename", rename)
+    assert manifest.defects(tmp_path / "iter_0000003") == []
+    assert not (tmp_path / TRACKER).exists()
+
+
 def test_of_nodes_that_share_another_disk_one_takes_a_save(tmp_path: Path) -> None:
     """Beside what an incident has left of the same step."""
     saving = tmp_path / naming.regular_name(3, "0f3a5c21")
