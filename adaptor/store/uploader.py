@@ -245,10 +245,10 @@ class Uploader:
         """Return whether the checkpoint before, of which this node has sent its part, is still being sent."""
         if not self._joined:
             return False
-        if store.stat(layout.manifest_name(self._joined)) is not None:
+        signs = store.objects(layout.parts_prefix(self._joined))
+        if not signs or store.stat(layout.manifest_name(self._joined)) is not None:  # removed since, or sent
             self._joined, self._moved_at = "", now
             return False
-        signs = store.objects(layout.parts_prefix(self._joined))
         if signs != self._signs:
             self._signs, self._moved_at = signs, now
         return now - self._moved_at < self._patience.moves
