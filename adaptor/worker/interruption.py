@@ -18,6 +18,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from adaptor.worker import thread_frames
+
 # Between two looks. Who is at the same instruction at both stands in a call: code that runs has moved on.
 _LOOK_S = 0.02
 # A main thread that still queues work for the device is not waited for longer: the answer to a freeze is
@@ -58,7 +60,7 @@ def interrupt(may: Callable[[], bool] = lambda: True) -> bool:
 
 
 def _place(thread: int) -> tuple[FrameType, int] | None:
-    frame = sys._current_frames().get(thread)
+    frame = thread_frames.of(thread)
     return None if frame is None else (frame, frame.f_lasti)
 
 

@@ -11,6 +11,8 @@ import sys
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from adaptor.worker import thread_frames
+
 
 class _Call(NamedTuple):
     """A call on the way to where a thread stands; the frame by its number, for it must not be kept alive."""
@@ -61,7 +63,7 @@ class LoopPosition:
         body, begun = self._body, self._begun
         if body is None or len(begun) <= body.depth or begun[body.depth].code is not body.code:
             return False
-        calls = _calls(sys._current_frames().get(thread))
+        calls = _calls(thread_frames.of(thread))
         if len(calls) <= body.depth or calls[body.depth].frame != begun[body.depth].frame:
             return True  # the function has returned
         return body.first <= body.last and not body.first <= calls[body.depth].line <= body.last

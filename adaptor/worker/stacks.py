@@ -7,7 +7,6 @@ import faulthandler
 import itertools
 import linecache
 import re
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from adaptor.protocol.stack_files import SIGNAL
 from adaptor.text import encodable
 from adaptor.threads import within
 from adaptor.waits import Waits
+from adaptor.worker import thread_frames
 
 # The number of innermost calls that are named.
 _DEPTH = 4
@@ -90,7 +90,7 @@ def busy() -> bool:
 
 def _main_thread() -> list[FrameType]:
     """Return the frames of the main thread, the innermost first, without those of ours in a wait."""
-    frames = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
+    frames = list(_outwards(thread_frames.of(threading.main_thread().ident or 0)))
     frames = frames[_calls_of_waits(frames) :]
     return list(itertools.dropwhile(lambda frame: _module(frame).startswith(_IN_PLACE), frames))
 
@@ -133,7 +133,7 @@ def _write(path: Path) -> None:
     main = threading.main_thread().ident
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for ident, frame in sorted(sys._current_frames().items(), key=lambda pair: pair[0] != main):
+        for ident, frame in sorted(thread_frames.of_all().items(), key=lambda pair: pair[0] != main):
             file.write(f"Thread {ident:#018x} [{names.get(ident, 'unknown')}] (most recent call first):\n")
             for inner in _outwards(frame):
                 code = inner.f_code

@@ -323,6 +323,16 @@ def test_a_coroutine_that_is_cancelled_ends() -> None:
     assert found == []
 
 
+def test_frames_are_read_while_no_garbage_is_collected() -> None:
+    found = {
+        module
+        for module, path in source_tree.modules().items()
+        for node in source_tree.nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr == "_current_frames"
+    }
+    assert found == {"adaptor.worker.thread_frames"}
+
+
 def _changing_classes() -> set[str]:
     """Return the names of our classes whose objects change themselves after they were made.
 

@@ -7,7 +7,6 @@ import resource
 import secrets
 import select
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +27,7 @@ from adaptor.launchers import agent_listener
 from adaptor.launchers.dump_store import DumpStore
 from adaptor.protocol import authentication
 from adaptor.protocol.messages import Endpoint, Standing
-from adaptor.worker import stacks
+from adaptor.worker import stacks, thread_frames
 from adaptor.worker.dump_store import DumpStore as Client
 from adaptor.worker.origin import may_be_an_echo
 from tests import waiting
@@ -161,7 +160,7 @@ def test_whoever_waits_at_a_store_that_rests_can_be_woken(address: str) -> None:
 
 
 def _calls_of(thread: int) -> list[str]:
-    frame, found = sys._current_frames().get(thread), list[str]()
+    frame, found = thread_frames.of(thread), list[str]()
     while frame is not None:
         found.append(frame.f_code.co_name)
         frame = frame.f_back
