@@ -56,16 +56,19 @@ def announced(store: Store, step: int, place: str, node: int) -> tuple[str, bool
         None where no other node has begun.
     """
     root, found = naming.final_name(step), None
-    for name in store.folders(root):
-        where = f"{root}/{name}"
+    places = [f"{root}/{name}" for name in store.folders(root)]
+    # A step that was saved again has several places; that of the folder of this node, which it shares, first.
+    for where in sorted(places, key=lambda one: one != place):
         if not layout.is_of_same_generation(where, place):
             continue
         there = store.objects(where)
         if layout.manifest_name(where) in there:
             return where, True
         others = [one for one in there if layout.is_parts_name(where, one)]
-        if set(others) - {layout.parts_name(where, node)} and (found is None or where == place):
-            found = where, False
+        if set(others) - {layout.parts_name(where, node)}:
+            found = found or (where, False)
+        if where == place and found is not None:
+            break
     return found
 
 

@@ -20,7 +20,7 @@ from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import choose, layout, pull, push, whole
 from adaptor.store.client import Store
-from adaptor.store.joint import JointPush, divide
+from adaptor.store.joint import JointPush, announced, divide
 from adaptor.store.opening import open_store
 from adaptor.store.other_nodes import Others, Patience
 from adaptor.store.upload_order import UploadSettings
@@ -276,6 +276,18 @@ def test_what_a_node_has_saved_anew_is_sent_anew(store: Store, tmp_path: Path) -
     assert list(choose.wrong_files(store, found)) == []
     pull.pull(store, tmp_path / "pulled")
     assert contents(tmp_path / "pulled" / naming.final_name(10)) == files | again
+
+
+def test_a_step_that_is_saved_again_is_sent_again_by_all(store: Store, tmp_path: Path) -> None:
+    """They share the folder; the store has the older version."""
+    save(tmp_path, 10)
+    push.push(store, tmp_path, 10)
+    save(tmp_path, 10)
+    place = layout.place(push.read_folder(tmp_path, 10))
+    store.put(layout.parts_name(place, 0), layout.encode_parts(0, (), place, done=False))
+    assert announced(store, 10, place, 1) == (place, False)
+    store.put(layout.manifest_name(place), b"")
+    assert announced(store, 10, place, 1) == (place, True)
 
 
 def test_a_part_waits_while_the_one_before_is_sent(
