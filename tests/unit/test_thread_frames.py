@@ -7,13 +7,13 @@ import sys
 
 from tests.unit.threads import LONG_S
 
-# A collection is due when ten objects are made, and then the callback reads frames itself. Python 3.11 waits
+# A collection is due when a hundred objects are made, and then the callback reads frames itself. Python 3.11 waits
 # there for a lock that it holds, where frames are read by `sys._current_frames` alone.
 PROGRAM = """
 import gc, sys, threading
 from adaptor.worker import thread_frames
 waits = threading.Event()
-for _ in range(40):
+for _ in range(200):
     threading.Thread(target=waits.wait, daemon=True).start()
 collections = []
 def collect(phase, info):
@@ -21,7 +21,7 @@ def collect(phase, info):
     sys._current_frames()
 gc.collect()
 gc.callbacks.append(collect)
-gc.set_threshold(10)
+gc.set_threshold(100)
 found = thread_frames.of_all()
 inside = list(collections)
 print(len(found), inside, gc.isenabled(), thread_frames.of(threading.get_ident()).f_code.co_name)
@@ -35,4 +35,4 @@ def test_no_collection_begins_while_frames_are_read() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=LONG_S
     )
-    assert done.stdout.split("\n") == ["41 [] True of_all", "False", ""]
+    assert done.stdout.split("\n") == ["201 [] True of_all", "False", ""]
