@@ -7,7 +7,7 @@ import sys
 
 from tests.unit.threads import LONG_S
 
-# A collection is due when a hundred objects are made, and then the callback reads frames itself. Python 3.11 waits
+# A collection is due when a hundred objects are made, and the callback reads frames, too. Python 3.11 waits
 # there for a lock that it holds, where frames are read by `sys._current_frames` alone.
 PROGRAM = """
 import gc, sys, threading
