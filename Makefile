@@ -10,7 +10,7 @@
 #
 # PYTHON picks the interpreter of the environment (3.10 to 3.13), TORCH the version of torch,
 # DEMO options for the demo (make demo DEMO="--kill-rank 0"), TESTS for pytest (make test TESTS="-k plan"),
-# JOBS how many tests run at the same time (twice as many as there are cores).
+# JOBS how many tests run at the same time (three for each core).
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
@@ -42,7 +42,7 @@ demo: $(PROJECT_READY) $(FRAMEWORKS_READY)
 # A worker begins with its share of the files in their order, so most tests that share a fixture run in one place,
 # and then takes what others have left.
 # More run at the same time than there are cores, since many tests wait most of the time.
-pytest = $(BIN)/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) \* 5 / 2)) --dist worksteal
+pytest = $(BIN)/python -m pytest -n $(or $(JOBS),$(shell expr $$(nproc) \* 3)) --dist worksteal
 
 test: $(PROJECT_READY) $(FRAMEWORKS_READY)
 	@$(pytest) $(TESTS)
