@@ -9,7 +9,7 @@ import sys
 from adaptor import output
 from adaptor.config import Config
 from adaptor.errors import ConfigError, StoreError
-from adaptor.launchers.programs import DATA
+from adaptor.launchers import programs
 from adaptor.store import address
 
 # The process removes a file that is not whole, and ends: at once, or within ten seconds where its disk hangs.
@@ -51,7 +51,7 @@ def bring(config: Config) -> int:
     what = " and ".join(f"the data of {pull.url}, which comes to {pull.folder}" for pull in config.pull)
     try:
         process = subprocess.Popen(
-            [sys.executable, str(DATA), config.store_endpoint, *pairs],
+            [sys.executable, str(programs.DATA), config.store_endpoint, *pairs],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for ttprun
@@ -63,13 +63,13 @@ def bring(config: Config) -> int:
         try:
             answer = wait_for(process.stdout.read, lambda: what, quiet=True)  # it tells how far it is
         except Interrupted as error:
-            _end(process)
+            programs.end(process, _LEAVING_S)
             output.tell(
                 f"[ttp] ended by {error.sigval.name} while it waited for {error.what}; nothing was started"
             )
             return 128 + error.sigval
         except BaseException:
-            _end(process)
+            programs.end(process, _LEAVING_S)
             raise
     if process.returncode:
         why = answer.decode(errors="replace").strip()
@@ -77,13 +77,3 @@ def bring(config: Config) -> int:
             f"TTP_PULL: {why or f'the process that pulls has ended with status {process.returncode}'}"
         )
     return 0
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let it remove the file that is not whole."""
-    assert process.stdin is not None
-    process.stdin.close()
-    try:
-        process.wait(_LEAVING_S)
-    except subprocess.TimeoutExpired:
-        process.kill()

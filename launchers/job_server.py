@@ -17,7 +17,7 @@ from adaptor import output, text
 from adaptor.config import Config
 from adaptor.endpoints import Address
 from adaptor.errors import ConfigError
-from adaptor.launchers.programs import SERVE
+from adaptor.launchers import programs
 from adaptor.operations import access
 from adaptor.operations.access import ServeError
 
@@ -105,7 +105,7 @@ class JobServer:
                 config.tls_key,
             )
             process = self._process = subprocess.Popen(
-                [sys.executable, str(SERVE), *words],
+                [sys.executable, str(programs.SERVE), *words],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(descriptor,),
@@ -132,15 +132,8 @@ class JobServer:
     def close(self) -> None:
         """End it."""
         self._ends.set()
-        process = self._process
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        if self._process is not None:
+            programs.end(self._process, _END_S)
 
     def _start_when_free(self) -> None:
         why: Exception | None = None

@@ -121,13 +121,7 @@ class Store:
 
     def get_range(self, name: str, start: int, length: int) -> memoryview:
         """Return `length` bytes of an object from `start`, which must be there."""
-        import obstore
-
-        with self._errors(f"read {name}"):
-            content = memoryview(obstore.get_range(self._client, name, start=start, length=length))
-        if len(content) != length:
-            raise DamagedError(f"{self}/{name}: {len(content)} bytes came where {length} were asked for")
-        return content
+        return self.get_part(name, start, length).content
 
     def get_part(self, name: str, start: int, length: int) -> Part:
         """Return `length` bytes of an object from `start`, which must be there, and its version."""

@@ -14,8 +14,8 @@ import re
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,6 +23,7 @@ from pathlib import Path, PurePosixPath
 
 from adaptor.errors import StoreError
 from adaptor.operations.words import duration, size
+from adaptor.store import ahead
 from adaptor.store.client import AT_ONCE, PIECE, DamagedError, Part, Store, Stored
 from adaptor.store.data_folder import DataFolder, is_own
 
@@ -147,7 +148,7 @@ class _Pull:
         )
 
     def _bring(self, pool: ThreadPoolExecutor, missing: Mapping[str, Stored]) -> None:
-        with contextlib.closing(_ahead(pool, self._calls(missing))) as coming:
+        with contextlib.closing(ahead.in_order(pool, self._calls(missing))) as coming:
             for name, stored in missing.items():
                 parts = islice(coming, _count(stored))
                 try:
@@ -228,18 +229,3 @@ class _Pull:
 
 def _count(stored: Stored) -> int:
     return -(-stored.bytes // PIECE)
-
-
-def _ahead(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], Part]]) -> Generator[Future[Part]]:
-    """Yield the results of calls in order, with a few calls running ahead."""
-    waiting: deque[Future[Part]] = deque()
-    try:
-        for call in calls:
-            waiting.append(pool.submit(call))
-            if len(waiting) >= AT_ONCE:
-                yield waiting.popleft()
-        while waiting:
-            yield waiting.popleft()
-    finally:
-        for one in waiting:
-            one.cancel()

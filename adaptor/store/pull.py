@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 from adaptor.checkpoint import disk, manifest, publish, saved_steps, tracker
@@ -15,7 +17,7 @@ from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import choose, needs, whole
+from adaptor.store import ahead, choose, needs, whole
 from adaptor.store.choose import Checkpoint
 from adaptor.store.client import AT_ONCE, PIECE, DamagedError, Store
 from adaptor.store.needs import NodeRanks
@@ -243,25 +245,12 @@ def _files(
     store: Store, found: Checkpoint, pool: ThreadPoolExecutor
 ) -> Iterator[tuple[FileEntry, Iterator[memoryview]]]:
     """Yield each file with its pieces, which must be taken before the next file."""
-    pieces = (
-        (f"{found.where}/{file.path}", start, min(PIECE, file.bytes - start))
+    calls = (
+        partial(store.get_range, f"{found.where}/{file.path}", start, min(PIECE, file.bytes - start))
         for file in found.known.files
         for start in range(0, file.bytes, PIECE)
     )
-    ahead: deque[Future[memoryview]] = deque()
-
-    def fill() -> None:
-        while len(ahead) < AT_ONCE and (piece := next(pieces, None)) is not None:
-            ahead.append(pool.submit(store.get_range, *piece))
-
-    def of(file: FileEntry) -> Iterator[memoryview]:
-        for _ in range(0, file.bytes, PIECE):
-            fill()
-            yield ahead.popleft().result()
-
-    try:
+    with contextlib.closing(ahead.in_order(pool, calls)) as coming:
         for file in found.known.files:
-            yield file, of(file)
-    finally:
-        for piece in ahead:
-            piece.cancel()
+            count = len(range(0, file.bytes, PIECE))
+            yield file, (piece.result() for piece in islice(coming, count))
