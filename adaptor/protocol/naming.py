@@ -30,6 +30,7 @@ OPTIMIZER_FILE = "distrib_optim.pt"  # with a distributed optimizer
 BASE = "ttp_base.json"  # in a model-parallel rank's folder of a checkpoint of adapters: what they adapt
 LEASE = ".ttp_lease"  # names the job that saves in this folder
 LOCK = f"{TRACKER}.lock"  # there while somebody gives a checkpoint its name
+UPLOADS = ".ttp_uploads"  # the folder of notes of uploads to a store that are not completed
 
 _FINAL = re.compile(r"iter_([0-9]{7,18})")  # a larger step than any counter of a framework has
 _TEMPORARY = re.compile(

@@ -2,7 +2,7 @@
 
 The client is obstore. It tries a request again where the store is busy (5xx) or the connection breaks, for a
 minute. An object is there as a whole or not at all. No request relies on conditions, which not every store
-that speaks the interface of S3 honours.
+that speaks the interface of S3 honours. Uploads of several parts to such a store: `multipart.py`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from adaptor.errors import StoreError
+from adaptor.store.answers import NO_BUCKET, Answers
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
     from adaptor.store.address import Address
+    from adaptor.store.multipart import Multipart
 
 # Bytes of a part of an upload, and of a request when reading: small enough for a slow line to take one within
 # the time limit, large enough that requests cost nothing.
@@ -28,7 +30,6 @@ PIECE = 16 << 20
 AT_ONCE = 4
 # S3 takes 10,000 parts of an object.
 _MOST_PARTS = 9000
-_LINE = 300
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,36 @@ class MissingError(DamagedError):
 
 
 class Store:
-    """An object store that is open. Every method raises StoreError where the store refuses or is silent."""
+    """An object store that is open. Every method raises StoreError where the store refuses or is silent.
 
-    def __init__(self, place: Address, client: ObjectStore, endpoint: str) -> None:
+    Args:
+        place: that it has.
+        client: of it.
+        endpoint: the URL at which it answers; empty for that of its provider.
+        multipart: sends what is larger than `piece`; None: `put_pieces` does.
+        piece: bytes of a part of an upload, at least.
+    """
+
+    def __init__(
+        self,
+        place: Address,
+        client: ObjectStore,
+        endpoint: str,
+        multipart: Multipart | None = None,
+        piece: int = PIECE,
+    ) -> None:
         self.address = place
+        self.multipart = multipart
+        self.piece = piece
         self._client = client
-        self._endpoint = endpoint
+        self._answers = Answers(place, endpoint)
 
     def __str__(self) -> str:
         return str(self.address)
+
+    def part_size(self, size: int) -> int:
+        """Return the bytes of each part, but the last, of an object of `size` bytes."""
+        return max(self.piece, -(-size // _MOST_PARTS))
 
     def put(self, name: str, content: bytes) -> str:
         """Write a small object; return its etag."""
@@ -88,18 +110,18 @@ class Store:
     def put_pieces(self, name: str, pieces: Iterator[bytes], size: int) -> str:
         """Write an object of `size` bytes from its pieces; return its etag.
 
-        What `pieces` raises ends the upload, and is raised here; then there is no object.
+        What `pieces` raises ends the upload, and is raised here; then there is no object. Another process
+        cannot go on with it.
         """
         import obstore
 
-        part = max(PIECE, -(-size // _MOST_PARTS))
         with self._errors(f"write {name}"):
             done = obstore.put(
                 self._client,
                 name,
                 pieces,
                 use_multipart=True,
-                chunk_size=part,
+                chunk_size=self.part_size(size),
                 max_concurrency=AT_ONCE,
             )
         return str(done["e_tag"] or "")
@@ -187,33 +209,17 @@ class Store:
         code = re.search(r"<Code>(\w{1,80})</Code>", text)
         status = re.search(r"status code: (\d{3}[ \w]{0,40})", text)
         told = ", ".join(part for part in (status and status[1].strip(), code and code[1]) if part)
-        if code and code[1] in ("NoSuchBucket", "ContainerNotFound"):
-            kind = "container" if self.address.scheme == "az" else "bucket"
-            return StoreError(f"{self}: there is no {kind} {self.address.bucket} in {self._where()}")
+        if code and code[1] in NO_BUCKET:
+            return self._answers.no_bucket()
         if isinstance(error, FileNotFoundError):
             return MissingError(f"{self}: cannot {doing}: there is no such object")
         if status and status[1].startswith("416"):
             return DamagedError(f"{self}: cannot {doing}: it is shorter than it was")
         refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
         if refused or (status and status[1].startswith(("401", "403"))):
-            return StoreError(
-                f"{self}: {self._where()} does not allow these credentials to {doing} ({told or 'refused'})"
-            )
+            return self._answers.refused(doing, told)
         if told:
-            return StoreError(f"{self}: cannot {doing}: {self._where()} answers {told}")
+            return self._answers.answered(doing, told)
         if "HTTP error" in text or "error sending request" in text:
-            return StoreError(
-                f"{self}: cannot {doing}: no answer from {self._where()}; is the address right, and does the"
-                " server run?"
-            )
-        return StoreError(f"{self}: cannot {doing}: {plain(text)}")
-
-    def _where(self) -> str:
-        return self._endpoint or self.address.provider
-
-
-def plain(text: str) -> str:
-    """Return the first line of an error of the client, without the queries of URLs."""
-    line = text.strip().splitlines()[0] if text.strip() else "no reason is given"
-    line = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", line)  # signatures are in queries
-    return line if len(line) <= _LINE else f"{line[:_LINE]}..."
+            return self._answers.silent(doing)
+        return self._answers.failed(doing, text)

@@ -167,7 +167,7 @@ def _push(parsed: argparse.Namespace) -> int:
     if step is None:
         raise StoreError(f"{shown(str(root))}: no tracker names a step in it; choose one with --step")
     store = _open(parsed, make=True)
-    done = push(store, root, step)
+    done = push(store, root, step, tell=_say)
     if parsed.json:
         print(msgspec.json.encode({"store": str(store), "step": step, **_fields(done)}).decode())
     elif done.there:
@@ -207,11 +207,18 @@ def _prune(parsed: argparse.Namespace) -> int:
         print(msgspec.json.encode({"store": str(store), "dry_run": parsed.dry_run, **_fields(done)}).decode())
     else:
         would = "would be" if parsed.dry_run else "are"
+        uploads = f" and {done.uploads} uploads that were cut short" if done.uploads else ""
         print(
-            f"{store}: steps {_numbers(done.removed)} {would} removed ({size(done.bytes)}),"
+            f"{store}: steps {_numbers(done.removed)} {would} removed ({size(done.bytes)}){uploads},"
             f" complete and kept: {_numbers(done.kept)}"
         )
+        if done.unlisted:
+            _say(done.unlisted)
     return OK
+
+
+def _say(line: str) -> None:
+    print(f"ttp store: {shown(line)}", file=sys.stderr)
 
 
 def _numbers(steps: list[int]) -> str:

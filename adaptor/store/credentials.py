@@ -1,8 +1,8 @@
 """Credentials of stores that speak the interface of S3: from the environment, or from a file that it names.
 
-They go to the client and nowhere else. Those of Google (`GOOGLE_APPLICATION_CREDENTIALS`) and Azure
-(`AZURE_STORAGE_*`) are read by the client itself, and so are AWS_REGION and what a cluster offers its
-containers.
+They go to the clients and nowhere else. Those of Google (`GOOGLE_APPLICATION_CREDENTIALS`) and Azure
+(`AZURE_STORAGE_*`) are read by obstore itself, and so are AWS_REGION and what a cluster offers its
+containers; what botocore would read in another way is read here for it (`surroundings`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import configparser
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from adaptor.errors import StoreError
@@ -34,6 +34,44 @@ class Keys:
     key: str
     secret: str
     token: str
+
+
+# Variables of the encryption by the store, as obstore has them, and what requests call that.
+_ENCRYPTION = {
+    "AWS_SERVER_SIDE_ENCRYPTION": "ServerSideEncryption",
+    "AWS_SSE_KMS_KEY_ID": "SSEKMSKeyId",
+}
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """All else that the environment says of S3, as obstore reads it.
+
+    Attributes:
+        endpoint: empty for that of AWS
+        unsigned: requests have no credentials
+        metadata_endpoint: of the machine; empty for the common one
+        encryption: of objects, by the names that requests have for it
+    """
+
+    region: str
+    endpoint: str
+    unsigned: bool
+    metadata_endpoint: str
+    encryption: Mapping[str, str] = field(default_factory=dict)
+
+
+def surroundings() -> Surroundings:
+    """Return what the environment says besides the credentials."""
+    found = os.environ
+    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return Surroundings(
+        region=found.get("AWS_REGION") or found.get("AWS_DEFAULT_REGION") or "us-east-1",
+        endpoint=next((value for name in endpoints if (value := found.get(name))), ""),
+        unsigned=found.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "on", "yes", "y"),
+        metadata_endpoint=found.get("AWS_METADATA_ENDPOINT", ""),
+        encryption={word: value for name, word in _ENCRYPTION.items() if (value := found.get(name))},
+    )
 
 
 def s3(scheme: str) -> Keys | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import layout, push, whole
+from adaptor.store import abandoned, layout, push, whole
 from adaptor.store.client import Store
 from adaptor.store.other_nodes import Others, Patience, Watch
 from adaptor.store.push import Pushed, Sending
@@ -84,6 +84,7 @@ class JointPush:
         pace: is called with the bytes of each piece before it is sent.
         wait: waits for a number of seconds, or less.
         patience: with the others.
+        tell: says that an upload is begun anew, or cannot be removed.
 
     Raises:
         CheckpointError: there is no such checkpoint.
@@ -99,9 +100,11 @@ class JointPush:
         pace: Callable[[int], None],
         wait: Callable[[float], None],
         patience: Patience,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._store = store
         self._root = root
+        self._tell = tell
         self._known = push.read_folder(root, step)
         self._node = node
         self._nodes = nodes
@@ -140,6 +143,7 @@ class JointPush:
         files, total = len(known.files), sum(file.bytes for file in known.files)
         there = push.find(self._store, known)
         if there is not None:
+            self._remove_abandoned()
             return Pushed(there, files, total, 0, True)
         sending = self._sending(where)
         with self._begun(sending):
@@ -158,6 +162,7 @@ class JointPush:
         push.require_same(self._root, known)
         size = push.commit(self._store, known)
         watch.remember()
+        self._remove_abandoned()
         return Pushed(where, files, size, size, False)
 
     def _require_whole(self, watch: Watch) -> None:
@@ -181,8 +186,11 @@ class JointPush:
                 " there; nothing is completed"
             )
 
+    def _remove_abandoned(self) -> None:
+        abandoned.remove_noted(self._store, self._root, self._known.step, self._tell)
+
     def _sending(self, where: str) -> Sending:
-        return Sending(self._store, self._root, self._known, where, self._pace, self._node)
+        return Sending(self._store, self._root, self._known, where, self._pace, self._node, self._tell)
 
     @contextlib.contextmanager
     def _begun(self, sending: Sending) -> Iterator[None]:
@@ -192,8 +200,8 @@ class JointPush:
         def beat() -> None:
             told = 0
             while not over.wait(self._patience.beats):
-                if sending.sent != told:
-                    told = sending.sent
+                if sending.pieces != told:
+                    told = sending.pieces
                     with contextlib.suppress(StoreError):  # the next request tells of it
                         sending.tell(done=False)
 

@@ -3,32 +3,38 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptor.errors import StoreError
-from adaptor.store import address, credentials
-from adaptor.store.client import Store, plain
+from adaptor.store import address, s3
+from adaptor.store.answers import Answers, plain
+from adaptor.store.client import PIECE, Store
+from adaptor.store.multipart import Multipart
 
 if TYPE_CHECKING:
-    from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig, S3Config
+    from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig
 
     from adaptor.store.address import Address
+    from adaptor.store.s3 import Bucket
 
 _PROBE = "ttp_probe"
+_OF_S3 = ("s3", "obs")
 
 
-def open_store(url: str, endpoint: str = "", *, make: bool = False, patience_s: float = 60) -> Store:
+def open_store(
+    url: str, endpoint: str = "", *, make: bool = False, patience_s: float = 60, piece: int = PIECE
+) -> Store:
     """Open the store that a URL names; nothing is asked of it.
 
     Args:
         url: like `s3://bucket/run7`.
         endpoint: the URL at which it answers; empty for that of its provider.
-        make: a folder (file://) that is not there is made, in one that is.
+        make: to write to it: a folder (file://) that is not there is made, in one that is.
         patience_s: for how many seconds a request that fails is made again.
+        piece: bytes of a part of an upload, at least; S3 takes none below 5 MiB.
 
     Raises:
         StoreError: the URL, the credentials or the installation are not as they must be.
@@ -47,58 +53,44 @@ def open_store(url: str, endpoint: str = "", *, make: bool = False, patience_s: 
         _require_folder(Path(place.prefix), make)
         # Folders that are left empty would look like checkpoints.
         return Store(place, kinds.LocalStore(place.prefix, automatic_cleanup=True), "")
+    found = s3.bucket(place, endpoint) if place.scheme in _OF_S3 else None
+    if found is not None and make:
+        s3.require_botocore(place)
     try:
-        client = _remote(place, endpoint, patience_s)
+        client = _remote(place, found, endpoint, patience_s)
     except (exceptions.BaseError, OSError, ValueError) as error:
         raise StoreError(f"{place}: cannot be opened: {plain(str(error))}") from None
-    return Store(place, client, endpoint)
+    parts = Multipart(found, Answers(place, endpoint), patience_s) if found is not None else None
+    return Store(place, client, endpoint, parts, piece)
 
 
-def _remote(place: Address, endpoint: str, patience_s: float) -> ObjectStore:
+def _remote(place: Address, bucket: Bucket | None, endpoint: str, patience_s: float) -> ObjectStore:
     from obstore import store as kinds
 
     prefix = place.prefix or None
     client: ClientConfig = {
         "allow_http": endpoint.startswith("http://"),
-        "connect_timeout": timedelta(seconds=10),
-        "timeout": timedelta(seconds=120),
+        "connect_timeout": timedelta(seconds=s3.CONNECT_S),
+        "timeout": timedelta(seconds=s3.ANSWER_S),
     }
     retry: RetryConfig = {"max_retries": 10, "retry_timeout": timedelta(seconds=patience_s)}
+    if bucket is not None:
+        return kinds.S3Store(
+            place.bucket,
+            prefix=prefix,
+            config=s3.options(bucket),
+            client_options=client,
+            retry_config=retry,
+        )
     if place.scheme == "gs":
         google: GCSConfig = {"base_url": endpoint} if endpoint else {}
         return kinds.GCSStore(
             place.bucket, prefix=prefix, config=google, client_options=client, retry_config=retry
         )
-    if place.scheme == "az":
-        azure: AzureConfig = {"endpoint": endpoint} if endpoint else {}
-        return kinds.AzureStore(
-            place.bucket, prefix=prefix, config=azure, client_options=client, retry_config=retry
-        )
-    return kinds.S3Store(
-        place.bucket, prefix=prefix, config=_s3(place, endpoint), client_options=client, retry_config=retry
+    azure: AzureConfig = {"endpoint": endpoint} if endpoint else {}
+    return kinds.AzureStore(
+        place.bucket, prefix=prefix, config=azure, client_options=client, retry_config=retry
     )
-
-
-def _s3(place: Address, endpoint: str) -> S3Config:
-    """Return the client's options of a store with the interface of S3."""
-    if place.scheme == "obs" and not endpoint:
-        raise StoreError(
-            f"{place}: TTP_STORE_ENDPOINT is not set; OBS has no common one, it must be that of the region"
-        )
-    found = credentials.s3(place.scheme)
-    options: S3Config = {}
-    if found is not None:
-        options["access_key_id"], options["secret_access_key"] = found.key, found.secret
-        if found.token:
-            options["session_token"] = found.token
-    if endpoint:
-        options["endpoint"] = endpoint
-    # OBS takes the name of the bucket in that of the host, but where the endpoint is an address.
-    protocol, _, host = endpoint.partition("://")
-    if place.scheme == "obs" and not re.match(r"[\d.]+(:\d+)?$|localhost|\[", host):
-        options["endpoint"] = f"{protocol}://{place.bucket}.{host}"
-        options["virtual_hosted_style_request"] = True
-    return options
 
 
 def _require_folder(folder: Path, make: bool) -> None:

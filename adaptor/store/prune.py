@@ -1,11 +1,15 @@
-"""Removes old checkpoints from a store, and what uploads that were cut short have left of their steps."""
+"""Removes old checkpoints from a store, and what uploads that were cut short have left of their steps.
+
+That is objects without a manifest, and parts of objects that were not completed, which no listing of objects
+shows and which cost as much as objects (`abandoned.py`).
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from adaptor.errors import StoreError
-from adaptor.store import choose, layout
+from adaptor.store import abandoned, choose, layout
 from adaptor.store.client import Store
 
 
@@ -15,12 +19,16 @@ class Pruned:
 
     Attributes:
         later: steps after the newest that counts
+        uploads: how many that were not completed it has removed besides, or would
+        unlisted: why that is not known, in one line; empty where it is
     """
 
     kept: list[int]
     removed: list[int]
     bytes: int
     later: list[int]
+    uploads: int = 0
+    unlisted: str = ""
 
 
 def prune(store: Store, keep: int, *, dry_run: bool = False, newest: int | None = None) -> Pruned:
@@ -49,7 +57,10 @@ def prune(store: Store, keep: int, *, dry_run: bool = False, newest: int | None 
             break
     old = [step for step in steps if len(kept) == keep and step < kept[-1]]
     size = sum(_remove(store, step, dry_run) for step in old)
-    return Pruned(sorted(kept), old, size, later)
+    uploads, unlisted = 0, ""
+    if len(kept) == keep:
+        uploads, unlisted = abandoned.remove_before(store, kept[-1], dry_run=dry_run)
+    return Pruned(sorted(kept), old, size, later, uploads, unlisted)
 
 
 def _remove(store: Store, step: int, dry_run: bool) -> int:

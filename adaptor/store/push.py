@@ -7,7 +7,6 @@ that send one together: `joint.py`.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -15,13 +14,14 @@ from pathlib import Path
 
 import xxhash
 
-from adaptor.checkpoint import disk, hashing, manifest
+from adaptor.checkpoint import manifest
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import choose, layout, whole
+from adaptor.store import abandoned, choose, file_pieces, layout, whole
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
+from adaptor.store.large_file import LargeFile
 from adaptor.store.layout import UploadedPart
 
 
@@ -54,11 +54,18 @@ def read_folder(root: Path, step: int) -> Manifest:
     return known
 
 
-def push(store: Store, root: Path, step: int, pace: Callable[[int], None] = lambda count: None) -> Pushed:
+def push(
+    store: Store,
+    root: Path,
+    step: int,
+    pace: Callable[[int], None] = lambda count: None,
+    tell: Callable[[str], None] = lambda line: None,
+) -> Pushed:
     """Write the checkpoint of `step` in the save folder `root` to the store, and commit it.
 
     Args:
-        pace: is called with the bytes of each piece before it is sent.
+        pace: is called with the bytes of each piece before it is sent, and with 0 for one that is there.
+        tell: says that an upload is begun anew, or cannot be removed.
 
     Raises:
         CheckpointError: the checkpoint is not complete, or not what its manifest says; nothing is committed.
@@ -68,6 +75,7 @@ def push(store: Store, root: Path, step: int, pace: Callable[[int], None] = lamb
     total = sum(file.bytes for file in known.files)
     there = find(store, known)
     if there is not None:
+        abandoned.remove_noted(store, root, step, tell)
         return Pushed(there, len(known.files), total, 0, True)
     where = layout.place(known)
     folder = root / naming.final_name(step)
@@ -77,11 +85,12 @@ def push(store: Store, root: Path, step: int, pace: Callable[[int], None] = lamb
             " alone"
         )
     whole.require(folder, (file.path for file in known.files))
-    sending = Sending(store, root, known, where, pace)
+    sending = Sending(store, root, known, where, pace, tell=tell)
     sending.send(known.files)
     sending.tell(done=True)
     require_same(root, known)
     commit(store, known)
+    abandoned.remove_noted(store, root, step, tell)
     return Pushed(where, len(known.files), total, sending.sent, False)
 
 
@@ -123,18 +132,20 @@ class Sending:
     """Writes files of a checkpoint, and the list of what this node has written.
 
     What is there already, from a push that was cut short, is not sent again; it is read from the disk for its
-    checksum.
+    checksum. Large files: `large_file.py`.
 
     Args:
         store: where to.
         root: the save folder.
         known: the manifest in it.
         where: the prefix of the objects.
-        pace: is called with the bytes of each piece before it is sent.
+        pace: is called with the bytes of each piece before it is sent, and with 0 for one that is there.
         node: the number of this one.
+        tell: says that an upload is begun anew.
 
     Attributes:
         sent: bytes that were sent
+        pieces: that were read: it tells that this one is at work
     """
 
     def __init__(
@@ -145,16 +156,20 @@ class Sending:
         where: str,
         pace: Callable[[int], None],
         node: int = 0,
+        tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._store = store
+        self._root = root
         self._folder = root / naming.final_name(known.step)
         self._seen = layout.place(known)
         self._where = where
         self._pace = pace
         self._node = node
+        self._tell_user = tell
         self._parts: dict[str, UploadedPart] = {}
         self._lock = threading.Lock()  # of the list, which a second thread writes, too
         self.sent = 0
+        self.pieces = 0
         # Read before this one writes a list.
         self._there = store.objects(where)
         try:
@@ -174,12 +189,41 @@ class Sending:
             found, part = self._there.get(name), self._before.get(file.path)
             made = None
             if found is not None and self._may_be(file, found, part):
-                made = _hashed(self._folder / file.path, file, found)
+                made = _hashed(self._folder / file.path, file, found, self._count)
                 if self._is_apart and (part is None or part.xxh3_128 != made.xxh3_128):
                     made = None
             if made is None:
-                made = _send(self._store, self._folder / file.path, name, file, self._count)
+                made = self._send(file, name)
             self._parts[file.path] = made
+
+    def _send(self, file: FileEntry, name: str) -> UploadedPart:
+        """Write a file as the object `name`."""
+        store, path = self._store, self._folder / file.path
+        if file.bytes > store.piece and store.multipart is not None:
+            return LargeFile(
+                store,
+                store.multipart,
+                self._root,
+                self._seen,
+                path,
+                name,
+                file,
+                self._count,
+                self._tell_user,
+            ).send()
+        digest = xxhash.xxh3_128()
+
+        def pieces() -> Iterator[bytes]:
+            # It ends before the last request of the upload, so that no object has wrong content.
+            for piece in file_pieces.compared(path, file, digest, PIECE):
+                self._count(len(piece))
+                yield piece
+
+        if file.bytes > store.piece:
+            etag = store.put_pieces(name, pieces(), file.bytes)
+        else:
+            etag = store.put(name, b"".join(pieces()))
+        return UploadedPart(file.path, file.bytes, digest.hexdigest(), etag)
 
     @property
     def _is_apart(self) -> bool:
@@ -207,6 +251,7 @@ class Sending:
     def _count(self, count: int) -> None:
         self._pace(count)
         self.sent += count
+        self.pieces += 1
 
 
 def commit(store: Store, known: Manifest) -> int:
@@ -245,65 +290,8 @@ def commit(store: Store, known: Manifest) -> int:
     return sum(wanted.values())
 
 
-def _send(store: Store, path: Path, name: str, file: FileEntry, pace: Callable[[int], None]) -> UploadedPart:
+def _hashed(path: Path, file: FileEntry, found: Stored, look: Callable[[int], None]) -> UploadedPart:
     digest = xxhash.xxh3_128()
-
-    def pieces() -> Iterator[bytes]:
-        # It ends before the last request of the upload, so that no object has wrong content.
-        for piece in _compared(path, file, digest):
-            pace(len(piece))
-            yield piece
-
-    if file.bytes > PIECE:
-        etag = store.put_pieces(name, pieces(), file.bytes)
-    else:
-        etag = store.put(name, b"".join(pieces()))
-    return UploadedPart(file.path, file.bytes, digest.hexdigest(), etag)
-
-
-def _hashed(path: Path, file: FileEntry, found: Stored) -> UploadedPart:
-    digest = xxhash.xxh3_128()
-    for _ in _compared(path, file, digest):
-        pass
+    for _ in file_pieces.compared(path, file, digest, PIECE):
+        look(0)
     return UploadedPart(file.path, file.bytes, digest.hexdigest(), found.etag)
-
-
-def _read(path: Path, file: FileEntry) -> Iterator[bytes]:
-    """Yield the pieces of a file, which has the size that the manifest says."""
-    left = file.bytes
-    try:
-        with os.fdopen(disk.open_regular(path), "rb", buffering=0) as opened:
-            while piece := _filled(opened.read, min(PIECE, left)):
-                left -= len(piece)
-                yield piece
-            more = bool(opened.read(1))
-    except OSError as error:
-        kind = CheckpointError if disk.is_wrong(error) else manifest.UnreadableError
-        raise kind(f"{path}: cannot be read ({error.strerror or error})") from None
-    if left or more:
-        raise CheckpointError(f"{path}: has another size than the {file.bytes} bytes of the manifest")
-
-
-def _filled(read: Callable[[int], bytes | None], count: int) -> bytes:
-    """Return `count` bytes, fewer at the end of the file."""
-    piece = read(count) or b""
-    while piece and len(piece) < count and (more := read(count - len(piece))):
-        piece += more
-    return piece
-
-
-def _compared(path: Path, file: FileEntry, digest: xxhash.xxh3_128) -> Iterator[bytes]:
-    """Yield the pieces of a file, and add them to `digest`.
-
-    Raises:
-        CheckpointError: behind the last piece, where they are not what the manifest says.
-    """
-    blocks = hashing.BlockDigest()
-    for piece in _read(path, file):
-        digest.update(piece)
-        if file.xxh3_128_blocks is not None:
-            blocks.update(piece)
-        yield piece
-    same = file.xxh3_128 in (None, digest.hexdigest())
-    if not same or file.xxh3_128_blocks not in (None, blocks.hexdigest()):
-        raise CheckpointError(f"{path}: checksum differs from the manifest, so it is not sent")

@@ -19,7 +19,7 @@ from adaptor.checkpoint import manifest
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.operations.words import duration, size
 from adaptor.protocol import naming
-from adaptor.store import cadence, choose, joint, layout, push, whole
+from adaptor.store import abandoned, cadence, choose, joint, layout, push, whole
 from adaptor.store.cadence import Saved
 from adaptor.store.client import Store, Stored
 from adaptor.store.joint import JointPush
@@ -74,7 +74,7 @@ class Uploader:
         self._handled: set[str] = set()  # places of what was sent or given up
         self._last: int | None = None  # the step that was sent or given up last
         self._committed: Saved | None = None
-        self._said_later = False
+        self._said_later = self._said_unlisted = False
         self._why = "there was no time to send it"
         self._said = ""  # the failure that was told last
         self._paced = 0.0  # when the next piece may be sent, on the monotonic clock
@@ -136,6 +136,7 @@ class Uploader:
         newest = saved[-1].step if saved else -1
         found = next((one for one in choose.newest_first(store, None, []) if one.known.step <= newest), None)
         if found is not None:
+            abandoned.remove_noted(store, self._root, found.known.step, self._tell_of_upload)
             self._last = found.known.step
             for one in saved:
                 if one.step == self._last and not layout.is_of_same_generation(one.place, found.where):
@@ -173,7 +174,7 @@ class Uploader:
         pace = lambda count: self._pace(count, one)  # noqa: E731
         try:
             if self._order.nodes == 1:
-                done = push.push(store, self._root, one.step, pace)
+                done = push.push(store, self._root, one.step, pace, self._tell_of_upload)
             else:
                 done = self._joint(store, one, pace).lead(self._others, self._leaving.is_set)
         except manifest.UnreadableError:
@@ -215,7 +216,9 @@ class Uploader:
             found = joint.announced(store, each.step, each.place, self._order.node)
             if found is not None:
                 where, committed = found
-                if not committed:
+                if committed:
+                    abandoned.remove_noted(store, self._root, each.step, self._tell_of_upload)
+                else:
                     self._follow(store, each, where)
                 self._handle(each)
                 self._committed = each
@@ -282,7 +285,11 @@ class Uploader:
             pace,
             lambda seconds: self._wait(seconds, one),
             self._patience,
+            self._tell_of_upload,
         )
+
+    def _tell_of_upload(self, line: str) -> None:
+        self._tell(f"[ttp] {line}")
 
     def _wait(self, seconds: float, sent: Saved) -> None:
         """Wait for another node, unless last words have come, which are sent first."""
@@ -303,6 +310,9 @@ class Uploader:
     def _prune(self, store: Store, step: int) -> None:
         """Remove old checkpoints; later ones than `step` are of an earlier attempt, and stay."""
         done = prune(store, self._order.keep, newest=step)
+        if done.unlisted and not self._said_unlisted:
+            self._said_unlisted = True
+            self._tell(f"[ttp] {done.unlisted}")
         if done.later and not self._said_later:
             self._said_later = True
             steps = ", ".join(map(str, done.later))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import socketserver
 import threading
 from collections.abc import Callable, Iterator
@@ -16,20 +17,28 @@ import pytest
 
 from tests.unit import object_store
 
-Fault = Literal["", "hold before", "hold after", "cut before", "cut after", "403", "503", "corrupt"]
+Fault = Literal["", "hold before", "hold after", "cut before", "cut after", "403", "404", "503", "corrupt"]
 # What is told of a request: its number from 0, its method, its path.
 Chooses = Callable[[int, str, str], Fault]
+_CODES = {"403": "AccessDenied", "404": "NoSuchUpload", "503": "SlowDown"}
 _BUCKET = "bucket"
 _HOP = {"connection", "transfer-encoding", "content-length", "date", "server"}
 
 
 @dataclass
 class FaultProxy:
-    """The state of the proxy: `fault` is asked at each request; `held` is set while one is held."""
+    """The state of the proxy: `fault` is asked at each request; `held` is set while one is held.
+
+    Attributes:
+        parts: the numbers and bytes of the parts of uploads that have come, whatever became of them
+        keys: by which requests were signed
+    """
 
     url: str = ""
     fault: Chooses = lambda number, method, path: ""
     requests: list[tuple[str, str]] = field(default_factory=list)
+    parts: list[tuple[int, int]] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
     held: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -38,6 +47,8 @@ class FaultProxy:
         """Count requests from 0 again, with this fault."""
         with self.lock:
             self.requests.clear()
+            self.parts.clear()
+            self.keys.clear()
             self.held.clear()
             self.release = threading.Event()
             self.fault = fault
@@ -107,6 +118,11 @@ def _forward(handler: BaseHTTPRequestHandler, state: FaultProxy, server: str) ->
     with state.lock:
         fault = state.fault(len(state.requests), handler.command, handler.path)
         state.requests.append((handler.command, handler.path))
+        part = re.search(r"[?&]partNumber=(\d+)", handler.path)
+        if part:
+            state.parts.append((int(part[1]), len(body)))
+        signed = re.search(r"Credential=([^/]*)/", handler.headers.get("Authorization", ""))
+        state.keys.add(signed[1] if signed else "")
         release = state.release
     if fault == "hold before":
         state.held.set()
@@ -116,9 +132,8 @@ def _forward(handler: BaseHTTPRequestHandler, state: FaultProxy, server: str) ->
     if fault == "cut before":
         handler.close_connection = True
         return
-    if fault in ("403", "503"):
-        code = "AccessDenied" if fault == "403" else "SlowDown"
-        _answer(handler, int(fault), {}, f"<Error><Code>{code}</Code></Error>".encode())
+    if fault in _CODES:
+        _answer(handler, int(fault), {}, f"<Error><Code>{_CODES[fault]}</Code></Error>".encode())
         return
     connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=60)
     connection.request(handler.command, handler.path, body, dict(handler.headers))

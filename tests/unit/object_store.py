@@ -21,6 +21,8 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIAOFTHETESTS", "AWS_SECRET_ACCESS_KEY": "
 FILES = 4
 # So many names are in an answer; S3 gives 1,000.
 NAMES = 50
+# Bytes of a part of an upload, but the last; S3 asks for 5 MiB.
+SMALLEST_PART = 1 << 16
 
 
 @contextmanager
@@ -28,7 +30,12 @@ def server() -> Iterator[str]:
     """Run moto; yield its URL."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    environment = {**os.environ, "MOTO_S3_DEFAULT_MAX_KEYS": str(NAMES)}
+    environment = {
+        **os.environ,
+        "MOTO_S3_DEFAULT_MAX_KEYS": str(NAMES),
+        "S3_UPLOAD_PART_MIN_SIZE": str(SMALLEST_PART),
+        "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(5 << 20),  # it would be made of the size above
+    }
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as process:

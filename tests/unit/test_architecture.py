@@ -167,6 +167,8 @@ USES_ANY = {
     "adaptor.protocol.state_provider": "records and snapshots, which only the provider reads",
     "adaptor.protocol.wire": "a message on its way into its encoder",
     "adaptor.replica": "the state of optimizers of torch",
+    "adaptor.store.multipart": "clients of botocore, and what they answer",
+    "adaptor.store.s3": "clients of botocore",
     "adaptor.transform": "state dicts and arguments of Megatron",
     "adaptor.worker.dump_store": "what torch hands to a store",
     "adaptor.worker.session": "records, which only their owner reads",

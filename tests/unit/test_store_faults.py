@@ -19,14 +19,15 @@ from adaptor.store.client import PIECE, Store
 from adaptor.store.opening import open_store
 from tests.unit import object_store
 from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, faults, server, url
-from tests.unit.object_store import contents, save
+from tests.unit.object_store import SMALLEST_PART, contents, save
 
 __all__ = ["faults", "server", "url"]
 # The statement after which the process is told to go on; it has imported all that it needs by then.
 _PUSHER = (
     "import sys; from pathlib import Path; from adaptor.store import push; from adaptor.store.opening import"
     " open_store\nwhile step := sys.stdin.readline():\n"
-    "    push.push(open_store(sys.argv[1], sys.argv[2]), Path(sys.argv[3]), int(step))\n"
+    "    store = open_store(sys.argv[1], sys.argv[2], piece=int(sys.argv[4]))\n"
+    "    push.push(store, Path(sys.argv[3]), int(step))\n"
     "    print('done', flush=True)"
 )
 
@@ -59,15 +60,19 @@ def _all_are_intact(store: Store) -> list[int]:
 def test_a_push_that_is_killed_is_never_taken_for_a_checkpoint(
     fault: Fault, faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """At each of its requests: before the store has it, and when the store has done it."""
-    direct = open_store(url := f"{url}-{fault[5:]}", server)
-    save(tmp_path / "one", 6)
-    push.push(direct, tmp_path / "one", 6)
-    step, number, killed = 12, 0, 0
-    save(tmp_path / "one", step, first=PIECE + 1)
+    """At each of its requests: before the store has it, and when the store has done it.
+
+    The next push completes it.
+    """
+    root, step, number, killed = tmp_path / "one", 12, 0, 0
+    save(root, 6)
+    save(root, step, first=SMALLEST_PART + 1)
     while True:
+        place = f"{url}-{fault[5:]}/{number}"
+        direct = open_store(place, server, piece=SMALLEST_PART)
+        push.push(direct, root, 6)
         faults.begin(_once(number, fault))
-        command = [sys.executable, "-c", _PUSHER, url, faults.url, str(tmp_path / "one")]
+        command = [sys.executable, "-c", _PUSHER, place, faults.url, str(root), str(SMALLEST_PART)]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as pusher:
             assert pusher.stdin is not None
             assert pusher.stdout is not None
@@ -79,19 +84,19 @@ def test_a_push_that_is_killed_is_never_taken_for_a_checkpoint(
             ended = len(faults.requests) <= number
             pusher.kill()
         told.join()
+        faults.release.set()
         if ended:
             break
         committed = fault == "hold after" and any(_is_the_manifest(*one) for one in faults.requests)
-        faults.release.set()
         assert _all_are_intact(direct) == ([6, step] if committed else [6]), (number, faults.requests)
+        assert push.push(direct, root, step).there == committed
+        assert _all_are_intact(direct) == [6, step], number
         killed += 1
-        if committed:  # the rest of it, with a step of its own
-            break
         number += 1
     assert killed >= 8
     pull.pull(direct, tmp_path / "two", 12)
     folder = naming.final_name(12)
-    assert contents(tmp_path / "two" / folder) == contents(tmp_path / "one" / folder)
+    assert contents(tmp_path / "two" / folder) == contents(root / folder)
 
 
 def test_a_push_goes_on_after_what_was_sent(

@@ -1,0 +1,60 @@
+"""Reads a file of a checkpoint in pieces, and compares it with what the manifest says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import xxhash
+
+from adaptor.checkpoint import disk, hashing, manifest
+from adaptor.errors import CheckpointError
+from adaptor.protocol.file_entry import FileEntry
+
+
+def compared(path: Path, file: FileEntry, digest: xxhash.xxh3_128, piece: int) -> Iterator[bytes]:
+    """Yield a file in pieces of `piece` bytes, the last one of fewer, and add them to `digest`.
+
+    Args:
+        path: where the file is.
+        file: what the manifest says of it.
+        digest: of the whole file, when all pieces have been yielded.
+        piece: bytes of each.
+
+    Raises:
+        CheckpointError: behind the last piece, where they are not what the manifest says.
+    """
+    blocks = hashing.BlockDigest()
+    for content in _read(path, file, piece):
+        digest.update(content)
+        if file.xxh3_128_blocks is not None:
+            blocks.update(content)
+        yield content
+    same = file.xxh3_128 in (None, digest.hexdigest())
+    if not same or file.xxh3_128_blocks not in (None, blocks.hexdigest()):
+        raise CheckpointError(f"{path}: checksum differs from the manifest, so it is not sent")
+
+
+def _read(path: Path, file: FileEntry, piece: int) -> Iterator[bytes]:
+    """Yield the pieces of a file, which has the size that the manifest says."""
+    left = file.bytes
+    try:
+        with os.fdopen(disk.open_regular(path), "rb", buffering=0) as opened:
+            while content := _filled(opened.read, min(piece, left)):
+                left -= len(content)
+                yield content
+            more = bool(opened.read(1))
+    except OSError as error:
+        kind = CheckpointError if disk.is_wrong(error) else manifest.UnreadableError
+        raise kind(f"{path}: cannot be read ({error.strerror or error})") from None
+    if left or more:
+        raise CheckpointError(f"{path}: has another size than the {file.bytes} bytes of the manifest")
+
+
+def _filled(read: Callable[[int], bytes | None], count: int) -> bytes:
+    """Return `count` bytes, fewer at the end of the file."""
+    piece = read(count) or b""
+    while piece and len(piece) < count and (more := read(count - len(piece))):
+        piece += more
+    return piece

@@ -1,0 +1,195 @@
+"""Sends a large file of a checkpoint in parts, and goes on with an upload that was cut short.
+
+The file is read from its beginning in any case, for its checksum; a part is not sent if the note of the
+upload (`upload_journal.py`) has the checksum of its content, and the store has the part with the etag of the
+note. There is no object before the whole file has turned out to be what the manifest says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from adaptor.checkpoint import manifest
+from adaptor.errors import CheckpointError
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.store import file_pieces, upload_journal
+from adaptor.store.client import AT_ONCE, PIECE, Store
+from adaptor.store.layout import UploadedPart
+from adaptor.store.multipart import LostUploadError, Multipart, SentPart
+from adaptor.store.upload_journal import Arrived, NotedUpload
+
+# Another process may complete the upload, or remove it; that does not happen again and again.
+_ATTEMPTS = 3
+
+
+class _ChangedError(Exception):
+    """The file is not what it was when the upload began."""
+
+
+class LargeFile:
+    """A file that is sent in parts.
+
+    Args:
+        store: where to.
+        multipart: its requests for that.
+        root: the save folder.
+        seen: the `place` of the manifest in it.
+        path: of the file.
+        name: of the object.
+        file: what the manifest says of it.
+        pace: is called with the bytes of each part before it is sent, and with 0 for one that is there.
+        tell: says that an upload is begun anew.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        multipart: Multipart,
+        root: Path,
+        seen: str,
+        path: Path,
+        name: str,
+        file: FileEntry,
+        pace: Callable[[int], None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._multipart = multipart
+        self._root = root
+        self._seen = seen
+        self._path = path
+        self._name = name
+        self._file = file
+        self._pace = pace
+        self._tell = tell
+        self._noted: NotedUpload | None = None
+
+    def send(self) -> UploadedPart:
+        """Send what the store does not have, and complete the object.
+
+        Raises:
+            CheckpointError: the file is not what the manifest says; the upload is given up.
+            StoreError: the store refuses, or does not answer; the next attempt goes on.
+        """
+        self._noted = upload_journal.find(self._root, str(self._store), self._name)
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                return self._send()
+            except LostUploadError:
+                if attempt == _ATTEMPTS:
+                    raise
+                why = (
+                    f"{self._store}/{self._name}: the store does not have the upload any more that was begun"
+                )
+            except _ChangedError:
+                why = f"{self._path}: has changed since its upload was begun"
+            self._give_up()
+            self._tell(f"{why}, so the file is sent from its beginning")
+        raise AssertionError("the last attempt returns or raises")
+
+    def _send(self) -> UploadedPart:
+        there: dict[int, SentPart] = {}
+        if self._noted is None:
+            upload = self._multipart.begin(self._name)
+            sizes = self._store.part_size(self._file.bytes), self._file.bytes
+            noted = upload_journal.note(self._root, str(self._store), self._seen, upload, sizes)
+            self._noted = noted
+        else:
+            noted = self._noted
+            if noted.begun.bytes != self._file.bytes:
+                raise _ChangedError
+            there = self._multipart.parts(noted.upload)
+        digest = xxhash.xxh3_128()
+        # The pieces in memory bound this, and one more is being read.
+        at_once = max(1, min(AT_ONCE, AT_ONCE * PIECE // noted.begun.part))
+        pool = ThreadPoolExecutor(at_once, thread_name_prefix="ttp-part")
+        try:
+            etags = self._send_parts(noted, there, digest, pool, at_once)
+            etag = self._complete(noted, etags)
+        except manifest.UnreadableError:
+            raise  # the disk may answer the next time
+        except CheckpointError:
+            pool.shutdown(cancel_futures=True)
+            self._give_up()
+            raise
+        except (LostUploadError, _ChangedError):
+            pool.shutdown(cancel_futures=True)
+            raise
+        finally:
+            # After other errors a request may still take minutes; what it brings is noted.
+            pool.shutdown(wait=False, cancel_futures=True)
+        noted.forget()
+        return UploadedPart(self._file.path, self._file.bytes, digest.hexdigest(), etag)
+
+    def _complete(self, noted: NotedUpload, etags: dict[int, str]) -> str:
+        """Make the object; return its etag."""
+        try:
+            return self._multipart.complete(noted.upload, etags)
+        except LostUploadError:
+            # It may be completed: the answer was lost, or another process has sent the same.
+            found = self._store.stat(self._name)
+            if found is None or found.bytes != self._file.bytes or found.etag.strip('"') != _joined(etags):
+                raise
+            return found.etag
+
+    def _send_parts(
+        self,
+        noted: NotedUpload,
+        there: dict[int, SentPart],
+        digest: xxhash.xxh3_128,
+        pool: ThreadPoolExecutor,
+        at_once: int,
+    ) -> dict[int, str]:
+        """Send the parts that are not there; return the etags of all."""
+        etags: dict[int, str] = {}
+        waiting: deque[Future[Arrived]] = deque()
+
+        def take() -> None:
+            one = waiting.popleft().result()
+            etags[one.number] = one.etag
+
+        pieces = file_pieces.compared(self._path, self._file, digest, noted.begun.part)
+        for number, content in enumerate(pieces, 1):
+            checksum = xxhash.xxh3_128_hexdigest(content)
+            known = noted.parts.get(number)
+            if known is not None and known.xxh3_128 != checksum:
+                raise _ChangedError
+            if known is not None and there.get(number) == SentPart(known.etag, len(content)):
+                self._pace(0)
+                etags[number] = known.etag
+                continue
+            self._pace(len(content))
+            if len(waiting) >= at_once:
+                take()
+            waiting.append(pool.submit(partial(self._send_part, noted, number, checksum, content)))
+        while waiting:
+            take()
+        return etags
+
+    def _send_part(self, noted: NotedUpload, number: int, checksum: str, content: bytes) -> Arrived:
+        one = Arrived(number, checksum, self._multipart.send(noted.upload, number, content))
+        noted.add(one)
+        return one
+
+    def _give_up(self) -> None:
+        """Have the store forget the upload; raise StoreError where it does not."""
+        if self._noted is not None:
+            self._multipart.abort(self._noted.upload)
+            self._noted.forget()
+            self._noted = None
+
+
+def _joined(etags: dict[int, str]) -> str:
+    """Return the etag of an object that was made of parts, by their etags; '' where these are no MD5."""
+    try:
+        digests = b"".join(bytes.fromhex(etag.strip('"')) for _, etag in sorted(etags.items()))
+    except ValueError:
+        return ""
+    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(etags)}"

@@ -1,0 +1,179 @@
+"""Uploads of several parts to a store with the interface of S3, with which another process can go on.
+
+The client is botocore, because obstore has no request for an upload that another process has begun. It tries
+a request again as obstore does. Until an upload is completed there is no object of its name, or the one that
+was there before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from http.client import responses
+from typing import Any
+
+from adaptor.errors import StoreError
+from adaptor.store import credentials, s3
+from adaptor.store.answers import NO_BUCKET, Answers
+from adaptor.store.s3 import Bucket
+
+_LOST = ("NoSuchUpload", "InvalidPart")
+
+
+class LostUploadError(StoreError):
+    """The store does not have this upload, or not the parts that it is said to have."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """An upload that was begun and not completed.
+
+    Attributes:
+        name: of the object
+        mark: by which the store knows the upload
+    """
+
+    name: str
+    mark: str
+
+
+@dataclass(frozen=True)
+class SentPart:
+    """A part of an upload that a store has."""
+
+    etag: str
+    bytes: int
+
+
+class Multipart:
+    """The requests of such uploads. Every method raises StoreError where the store refuses or is silent.
+
+    Args:
+        bucket: how it is reached; nothing is asked before the first request.
+        answers: makes lines of its answers.
+        patience_s: for about how many seconds a request that fails is made again.
+    """
+
+    def __init__(self, bucket: Bucket, answers: Answers, patience_s: float) -> None:
+        self._bucket = bucket
+        self._answers = answers
+        self._patience_s = patience_s
+
+    @cached_property
+    def _client(self) -> Any:
+        return s3.client(self._bucket, self._patience_s)
+
+    def begin(self, name: str) -> Upload:
+        """Begin an upload of the object `name`."""
+        with self._errors(f"write {name}"):
+            done = self._client.create_multipart_upload(
+                **self._key(name), **credentials.surroundings().encryption
+            )
+        return Upload(name, str(done["UploadId"]))
+
+    def send(self, upload: Upload, number: int, content: bytes) -> str:
+        """Write a part; return its etag.
+
+        Args:
+            upload: to which it belongs.
+            number: of the part, from 1.
+            content: of it.
+
+        Raises:
+            LostUploadError: there is no such upload.
+        """
+        with self._errors(f"write {upload.name}"):
+            done = self._client.upload_part(**self._of(upload), PartNumber=number, Body=content)
+        return str(done["ETag"])
+
+    def parts(self, upload: Upload) -> dict[int, SentPart]:
+        """Return the parts that the store has, by their numbers.
+
+        Raises:
+            LostUploadError: there is no such upload.
+        """
+        found = {}
+        with self._errors(f"write {upload.name}"):
+            for page in self._client.get_paginator("list_parts").paginate(**self._of(upload)):
+                for part in page.get("Parts", ()):
+                    found[int(part["PartNumber"])] = SentPart(str(part["ETag"]), int(part["Size"]))
+        return found
+
+    def complete(self, upload: Upload, etags: Mapping[int, str]) -> str:
+        """Make the object of these parts; return its etag.
+
+        Args:
+            upload: to which they belong.
+            etags: of all parts, by their numbers.
+
+        Raises:
+            LostUploadError: there is no such upload, or a part of it is another one.
+        """
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(etags.items())]
+        with self._errors(f"write {upload.name}"):
+            done = self._client.complete_multipart_upload(
+                **self._of(upload), MultipartUpload={"Parts": parts}
+            )
+        return str(done["ETag"])
+
+    def abort(self, upload: Upload) -> None:
+        """Have the store forget an upload and its parts; one that it does not have is none to forget."""
+        with contextlib.suppress(LostUploadError), self._errors(f"remove an upload of {upload.name}"):
+            self._client.abort_multipart_upload(**self._of(upload))
+
+    def begun(self, prefix: str = "") -> list[Upload]:
+        """Return the uploads of objects below `prefix` that were begun and not completed."""
+        below = self._full(prefix)
+        found = []
+        with self._errors("list uploads that were cut short"):
+            pages = self._client.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self._bucket.name, Prefix=below):
+                for one in page.get("Uploads", ()):
+                    name = str(one["Key"]).removeprefix(self._full(""))
+                    found.append(Upload(name, str(one["UploadId"])))
+        return found
+
+    def _full(self, name: str) -> str:
+        return f"{self._bucket.prefix}/{name}" if self._bucket.prefix else name
+
+    def _key(self, name: str) -> dict[str, str]:
+        return {"Bucket": self._bucket.name, "Key": self._full(name)}
+
+    def _of(self, upload: Upload) -> dict[str, str]:
+        return {**self._key(upload.name), "UploadId": upload.mark}
+
+    @contextlib.contextmanager
+    def _errors(self, doing: str) -> Iterator[None]:
+        answers = self._answers
+        s3.require_botocore(answers.address)
+        from botocore import exceptions
+
+        try:
+            yield
+        except exceptions.ClientError as error:
+            raise self._said(error.response, doing) from None
+        except exceptions.HTTPClientError:
+            raise answers.silent(doing) from None
+        except (exceptions.NoCredentialsError, exceptions.CredentialRetrievalError):
+            raise answers.failed(doing, "nobody whom the environment names gives credentials") from None
+        except exceptions.BotoCoreError as error:
+            # Its text may quote what was sent.
+            raise answers.failed(doing, f"botocore has failed ({type(error).__name__})") from None
+
+    def _said(self, response: Mapping[str, Any], doing: str) -> StoreError:
+        """Return the error in one line; what the store quotes of the request is left out."""
+        code = str(response.get("Error", {}).get("Code", ""))
+        status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        if code in NO_BUCKET:
+            return self._answers.no_bucket()
+        if code in _LOST:
+            return LostUploadError(f"{self._answers.address}: cannot {doing}: the upload is not there")
+        # An answer without a body has its status as code.
+        told = ", ".join(
+            [f"{status} {responses.get(status, '')}".strip(), *([] if code.isdigit() else [code])]
+        )
+        if status in (401, 403):
+            return self._answers.refused(doing, told)
+        return self._answers.answered(doing, told)

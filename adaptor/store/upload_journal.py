@@ -1,0 +1,165 @@
+"""The uploads of large files that were begun and not completed, noted in the save folder beside these files.
+
+SAVE/.ttp_uploads/7f3a....jsonl has what began an upload in its first line, and a line for each part that the
+store has taken. Who goes on with the upload sends the other parts; it may be another process, or another node
+that shares the folder. The note is removed when the upload is completed or given up.
+
+A line that was cut short, or was written by two at the same time, counts as none: that part is sent again.
+Where the folder cannot be written, the upload goes on, and cannot be gone on with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from adaptor.checkpoint import disk
+from adaptor.protocol import naming
+from adaptor.store.multipart import Upload
+
+_FORMAT = 1
+_SUFFIX = ".jsonl"
+# The largest note that is read, in bytes; that of 10,000 parts has 2 MB.
+_LARGEST = 16 << 20
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """The first line of a note.
+
+    Attributes:
+        store: the URL of the store
+        name: of the object, below that
+        seen: the `place` of the manifest in the save folder
+        upload: by which the store knows the upload
+        part: bytes of each part but the last
+        bytes: of the whole file
+    """
+
+    format: int
+    store: str
+    name: str
+    seen: str
+    upload: str
+    part: int
+    bytes: int
+
+
+class Arrived(msgspec.Struct, frozen=True):
+    """A part that the store has taken: its number, from 1, the checksum of its content and its etag."""
+
+    number: int
+    xxh3_128: str
+    etag: str
+
+
+class NotedUpload:
+    """An upload that was begun, and its note.
+
+    Args:
+        root: the save folder.
+        begun: the first line.
+        arrived: the others.
+    """
+
+    def __init__(self, root: Path, begun: Begun, arrived: Iterable[Arrived] = ()) -> None:
+        self.begun = begun
+        self.parts = {one.number: one for one in arrived}
+        self._root = root
+        self._lock = threading.Lock()  # of all below; parts arrive in several threads
+        self._descriptor: int | None = None
+        self._is_over = False
+
+    @property
+    def upload(self) -> Upload:
+        """Return the upload, as requests name it."""
+        return Upload(self.begun.name, self.begun.upload)
+
+    def add(self, one: Arrived) -> None:
+        """Note a part that the store has taken."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._is_over:
+                return
+            if self._descriptor is None:
+                name = _name(self.begun.store, self.begun.name)
+                self._descriptor = disk.open_below(_real(self._root), name, os.O_WRONLY | os.O_APPEND)
+                os.write(self._descriptor, b"\n")  # the last line may have been cut short
+            os.write(self._descriptor, msgspec.json.encode(one) + b"\n")
+
+    def forget(self) -> None:
+        """Remove the note: the upload is completed, or given up."""
+        with self._lock:
+            self._is_over = True
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+            with contextlib.suppress(OSError):
+                (self._root / _name(self.begun.store, self.begun.name)).unlink()
+            with contextlib.suppress(OSError):  # others are noted there
+                (self._root / naming.UPLOADS).rmdir()
+
+
+def note(root: Path, store: str, seen: str, upload: Upload, sizes: tuple[int, int]) -> NotedUpload:
+    """Note that an upload has begun.
+
+    Args:
+        root: the save folder.
+        store: its URL.
+        seen: the `place` of the manifest in the save folder.
+        upload: as the store knows it.
+        sizes: bytes of a part, and of the whole file.
+    """
+    begun = Begun(_FORMAT, store, upload.name, seen, upload.mark, *sizes)
+    with contextlib.suppress(OSError):
+        disk.write(_real(root), _name(store, upload.name), msgspec.json.encode(begun) + b"\n")
+    return NotedUpload(root, begun)
+
+
+def find(root: Path, store: str, name: str) -> NotedUpload | None:
+    """Return the upload of an object that was begun; None where none is noted.
+
+    Args:
+        root: the save folder.
+        store: its URL.
+        name: of the object.
+    """
+    found = _read(root, root / _name(store, name))
+    return found if found is not None and (found.begun.store, found.begun.name) == (store, name) else None
+
+
+def all_of(root: Path, store: str) -> Iterator[NotedUpload]:
+    """Yield the uploads to a store, by its URL, that are noted in a save folder."""
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):
+        paths = sorted((root / naming.UPLOADS).iterdir())
+    for path in paths:
+        found = _read(root, path) if path.suffix == _SUFFIX else None
+        if found is not None and found.begun.store == store:
+            yield found
+
+
+def _read(root: Path, path: Path) -> NotedUpload | None:
+    try:
+        first, *others = disk.read(path, _LARGEST).splitlines() or [b""]
+        begun = msgspec.json.decode(first, type=Begun)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    arrived = []
+    for line in others:
+        with contextlib.suppress(msgspec.MsgspecError):
+            arrived.append(msgspec.json.decode(line, type=Arrived))
+    return NotedUpload(root, begun, arrived) if begun.format == _FORMAT and begun.part > 0 else None
+
+
+def _name(store: str, name: str) -> str:
+    return f"{naming.UPLOADS}/{xxhash.xxh3_64_hexdigest(f'{store}/{name}'.encode())}{_SUFFIX}"
+
+
+def _real(root: Path) -> Path:
+    """Return the save folder itself, where the user names a link to it."""
+    return Path(os.path.realpath(root))

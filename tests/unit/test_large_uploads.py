@@ -1,0 +1,507 @@
+"""Large files that are sent in parts: whoever comes after an upload that was cut short goes on with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from adaptor.__main__ import main
+from adaptor.checkpoint import regular_folder
+from adaptor.errors import CheckpointError, StoreError
+from adaptor.protocol import naming
+from adaptor.store import choose, layout, push, upload_journal
+from adaptor.store.client import AT_ONCE, Store
+from adaptor.store.joint import JointPush
+from adaptor.store.opening import open_store
+from adaptor.store.other_nodes import Others, Patience
+from adaptor.store.prune import prune
+from adaptor.store.upload_order import UploadSettings
+from adaptor.store.uploader import Uploader
+from tests import waiting
+from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, faults, server, url
+from tests.unit.object_store import CREDENTIALS, SMALLEST_PART, contents, save
+
+__all__ = ["faults", "server", "url"]
+
+PART = SMALLEST_PART
+PARTS = 24
+LARGE = (PARTS - 1) * PART + 1000
+# Nobody is waited for.
+HASTY = Patience(0, 0, 0, 3600, 0)
+_PUSHER = (
+    "import sys; from pathlib import Path; from adaptor.store import push; from adaptor.store.opening import"
+    " open_store\nstore = open_store(sys.argv[1], sys.argv[2], piece=int(sys.argv[3]))\n"
+    "push.push(store, Path(sys.argv[4]), 12)\n"
+)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "save"
+
+
+@pytest.fixture
+def store(url: str, faults: FaultProxy) -> Store:
+    """The store behind the proxy, which takes small parts."""
+    return open_store(url, faults.url, piece=PART)
+
+
+@pytest.fixture
+def direct(url: str, server: str, faults: FaultProxy) -> Store:
+    return open_store(url, server, piece=PART)
+
+
+def _refuses(first: int, what: Fault = "403") -> Chooses:
+    """Return a fault of each part from number `first` on."""
+
+    def fault(number: int, method: str, path: str) -> Fault:
+        _, found, part = path.partition("partNumber=")
+        return what if found and int(part.partition("&")[0]) >= first else ""
+
+    return fault
+
+
+def _cut_short(store: Store, faults: FaultProxy, root: Path, step: int) -> set[int]:
+    """Push a checkpoint until the store refuses a part; return the parts that are noted."""
+    faults.begin(_refuses(PARTS // 2))
+    with pytest.raises(StoreError, match="does not allow these credentials to write"):
+        push.push(store, root, step)
+    faults.begin()
+    (noted,) = upload_journal.all_of(root, str(store))
+    assert noted.parts
+    return set(noted.parts)
+
+
+def _noted(store: Store, root: Path) -> set[int]:
+    """Return the parts of the one upload that is noted."""
+    found = list(upload_journal.all_of(root, str(store)))
+    return set(found[0].parts) if found else set()
+
+
+def _begun(store: Store) -> int:
+    assert store.multipart is not None
+    return len(store.multipart.begun())
+
+
+def _is_whole(direct: Store, root: Path, step: int) -> None:
+    """Assert that the store has a checkpoint as the folder has it, and nothing else of its uploads."""
+    (found,) = choose.newest_first(direct, step, [])
+    assert list(choose.wrong_files(direct, found)) == []
+    for path, content in contents(root / naming.final_name(step)).items():
+        assert direct.get(f"{found.where}/{path}", LARGE + PART) == content
+    assert _begun(direct) == 0
+    assert not (root / naming.UPLOADS).exists()
+
+
+@pytest.mark.parametrize("fault", ["hold before", "hold after"])
+def test_whoever_is_killed_in_a_large_file_has_not_sent_it_for_nothing(
+    fault: Fault, faults: FaultProxy, url: str, server: str, root: Path
+) -> None:
+    """Killed again and again, each time a few parts further: each process sends what is not noted."""
+    url = f"{url}-{fault[5:]}"
+    store = open_store(url, server, piece=PART)
+    save(root, 12, first=LARGE)
+    chance = random.Random(fault)
+    noted: set[int] = set()
+    killed = 0
+    while True:
+        more = chance.randint(2, 7)
+        at = sorted(set(range(1, PARTS + 1)) - noted)[more:]
+        faults.begin(_refuses(at[0] if at else PARTS + 1, fault))
+        command = [sys.executable, "-c", _PUSHER, url, faults.url, str(PART), str(root)]
+        with subprocess.Popen(command) as pusher:
+            if not at:
+                assert pusher.wait() == 0
+                break
+            assert faults.held.wait(60)
+            waiting.until(lambda last=at[0]: _noted(store, root) >= set(range(1, last)), "the rest is noted")
+            pusher.kill()
+        killed += 1
+        sent = {number for number, _ in faults.parts}
+        assert not sent & noted, "what is noted is not sent again"
+        assert choose.places(store, 12)[0] == [], "nobody takes it for a checkpoint"
+        noted = _noted(store, root)
+        assert len(sent - noted) <= AT_ONCE
+        faults.release.set()
+    assert killed >= 3
+    assert {number for number, _ in faults.parts} == set(range(1, PARTS + 1)) - noted
+    assert sum(size for _, size in faults.parts) == LARGE - (len(noted) * PART)
+    _is_whole(store, root, 12)
+
+
+def test_a_store_that_fails_for_long_gets_the_rest_when_it_answers_again(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    save(root, 12, first=LARGE)
+    noted = _cut_short(store, faults, root, 12)
+    done = push.push(store, root, 12)
+    assert {number for number, _ in faults.parts} == set(range(1, PARTS + 1)) - noted
+    assert done.sent == done.bytes - len(noted) * PART
+    _is_whole(direct, root, 12)
+
+
+def test_a_file_that_has_changed_is_sent_from_its_beginning(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    """A regular save has no checksums that would tell it."""
+    folder = save(root, 12, first=LARGE)
+    _cut_short(store, faults, root, 12)
+    file = folder / "mp_rank_00" / naming.MODEL_FILE
+    with file.open("r+b") as opened:
+        opened.write(b"other")
+    lines: list[str] = []
+    push.push(store, root, 12, tell=lines.append)
+    assert lines == [
+        f"{file}: has changed since its upload was begun, so the file is sent from its beginning"
+    ]
+    assert len(faults.parts) == PARTS
+    _is_whole(direct, root, 12)
+
+
+def test_an_upload_that_the_store_has_removed_is_begun_anew(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    """As a rule of the bucket does after some days."""
+    save(root, 12, first=LARGE)
+    _cut_short(store, faults, root, 12)
+    assert direct.multipart is not None
+    for one in direct.multipart.begun():
+        direct.multipart.abort(one)
+    lines: list[str] = []
+    push.push(store, root, 12, tell=lines.append)
+    (line,) = lines
+    assert "the store does not have the upload any more that was begun, so the file is sent from" in line
+    assert len(faults.parts) == PARTS
+    _is_whole(direct, root, 12)
+
+
+def test_an_upload_that_is_removed_while_it_goes_on_is_begun_anew_once(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    save(root, 12, first=LARGE)
+    lost: list[str] = []
+
+    def once(number: int, method: str, path: str) -> Fault:
+        if "partNumber=7" in path and not lost:
+            lost.append(path)
+            return "404"
+        return ""
+
+    faults.begin(once)
+    lines: list[str] = []
+    push.push(store, root, 12, tell=lines.append)
+    assert len(lines) == 1
+    _is_whole(direct, root, 12)
+    faults.begin(_refuses(1, "404"))
+    save(root, 24, first=LARGE)
+    with pytest.raises(StoreError, match="the upload is not there"):
+        push.push(store, root, 24, tell=lines.append)
+    assert len(lines) == 3, "then it is given up"
+
+
+def test_an_answer_that_is_lost_is_no_lost_upload(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    """The store has made the object, and says of the second request that there is no such upload."""
+    save(root, 12, first=LARGE)
+    completed: list[str] = []
+
+    def fault(number: int, method: str, path: str) -> Fault:
+        if method == "POST" and "uploadId=" in path:
+            completed.append(path)
+            return "cut after" if len(completed) == 1 else "404"
+        return ""
+
+    faults.begin(fault)
+    lines: list[str] = []
+    push.push(store, root, 12, tell=lines.append)
+    assert (lines, len(completed), len(faults.parts)) == ([], 2, PARTS)
+    _is_whole(direct, root, 12)
+
+
+def test_a_file_that_is_not_what_its_manifest_says_leaves_no_upload(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    folder = save(root, 12, first=LARGE, last_words=True)
+    with (folder / "mp_rank_00" / naming.MODEL_FILE).open("r+b") as opened:
+        opened.write(b"other")
+    with pytest.raises(CheckpointError, match="checksum differs from the manifest"):
+        push.push(store, root, 12)
+    assert _begun(direct) == 0
+    assert not (root / naming.UPLOADS).exists()
+
+
+def _saved_anew(root: Path) -> int:
+    save(root, 12, "another1", first=LARGE)
+    return 12
+
+
+def _later(root: Path) -> int:
+    save(root, 24)
+    return 24
+
+
+@pytest.mark.parametrize("then", [_saved_anew, _later])
+def test_what_nobody_goes_on_with_is_removed_after_the_next_checkpoint(
+    then: Callable[[Path], int], url: str, server: str, faults: FaultProxy, root: Path
+) -> None:
+    url = f"{url}-{then.__name__}"
+    store, direct = (open_store(url, endpoint, piece=PART) for endpoint in (faults.url, server))
+    save(root, 12, first=LARGE)
+    _cut_short(store, faults, root, 12)
+    step = then(root)
+    assert _begun(direct) == 1
+    push.push(store, root, step)
+    _is_whole(direct, root, step)
+
+
+def test_what_a_later_checkpoint_needs_stays(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    save(root, 24, first=LARGE)
+    noted = _cut_short(store, faults, root, 24)
+    (root / naming.TRACKER).write_text("10")
+    save(root, 12)
+    push.push(store, root, 12)
+    assert _begun(direct) == 1
+    push.push(store, root, 24)
+    assert len(faults.parts) == PARTS - len(noted)
+    _is_whole(direct, root, 24)
+
+
+def test_an_upload_that_cannot_be_removed_is_one_line(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    save(root, 12, first=LARGE)
+    _cut_short(store, faults, root, 12)
+    save(root, 24)
+    faults.begin(lambda number, method, path: "403" if method == "DELETE" else "")
+    lines: list[str] = []
+    push.push(store, root, 24, tell=lines.append)
+    (line,) = lines
+    assert line.startswith(
+        "the parts of an upload that was cut short stay in the store until the next attempt"
+    )
+    assert choose.places(direct, 24)[0]
+    faults.begin()
+    push.push(store, root, 24, tell=lines.append)
+    assert len(lines) == 1
+    assert _begun(direct) == 0
+
+
+def test_prune_removes_uploads_of_old_steps(
+    store: Store, direct: Store, faults: FaultProxy, root: Path, tmp_path: Path
+) -> None:
+    """Also of save folders that are gone, and of steps of which there is nothing else."""
+    for step in (12, 36):
+        save(tmp_path / f"gone {step}", step, first=LARGE)
+        _cut_short(store, faults, tmp_path / f"gone {step}", step)
+    for step in (18, 24):
+        save(root, step)
+        push.push(store, root, step)
+    assert _begun(direct) == 2
+    assert prune(store, 1, dry_run=True).uploads == 1
+    assert _begun(direct) == 2
+    done = prune(store, 1)
+    assert (done.removed, done.uploads, done.unlisted) == ([18], 1, "")
+    assert direct.multipart is not None
+    (left,) = direct.multipart.begun()
+    assert left.name.startswith("iter_0000036/"), "somebody may be at work on a later step"
+
+
+def test_a_store_that_does_not_list_uploads_is_pruned_all_the_same(
+    url: str,
+    store: Store,
+    faults: FaultProxy,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for step in (12, 24):
+        save(root, step)
+        push.push(store, root, step)
+    faults.begin(lambda number, method, path: "403" if re.search(r"[?&]uploads\b", path) else "")
+    monkeypatch.setenv("TTP_STORE_ENDPOINT", faults.url)
+    assert main(["store", "prune", url, "--keep", "1"]) == 0
+    printed = capsys.readouterr()
+    assert "steps 12 are removed" in printed.out
+    (line,) = printed.err.splitlines()
+    assert "uploads that were cut short may have left parts in the store, which cost money" in line
+    assert "does not allow these credentials to list uploads that were cut short (403 Forbidden, " in line
+    # The uploader says it once.
+    lines: list[str] = []
+    uploader = Uploader(UploadSettings(url, faults.url, str(root), every=1, keep=1, rate=0), lines.append)
+    thread = threading.Thread(target=uploader.run)
+    thread.start()
+    try:
+        for step in (36, 48):
+            save(root, step)
+            waiting.until(lambda: any(f"step {step} is in" in line for line in lines), "it is sent")  # noqa: B023
+    finally:
+        uploader.end()
+        thread.join()
+    assert sum("which cost money" in line for line in lines) == 1
+    assert choose.steps(store) == [48]
+
+
+@pytest.mark.parametrize("who", ["the same node", "node 0"])
+def test_a_share_that_was_cut_short_is_gone_on_with(
+    who: str, url: str, server: str, faults: FaultProxy, root: Path
+) -> None:
+    """By the node that began it, or by node 0, which shares its folder and has given it up."""
+    url = f"{url}-{who[-1]}"
+    store, direct = (open_store(url, endpoint, piece=PART) for endpoint in (faults.url, server))
+    saving = root / naming.regular_name(12, "0f3a5c21")
+    for number, size in enumerate((LARGE + PART, LARGE)):  # node 0 sends the larger one
+        file = saving / f"mp_rank_{number:02d}" / naming.MODEL_FILE
+        file.parent.mkdir(parents=True)
+        file.write_bytes(os.urandom(size))
+    regular_folder.publish_regular(root, 12, "0f3a5c21")
+
+    def joint(node: int) -> JointPush:
+        return JointPush(store, root, 12, node, 2, lambda count: None, lambda seconds: None, HASTY)
+
+    def sent() -> list[int]:
+        paths = [path for _, path in faults.requests if "mp_rank_01" in path]
+        return sorted(int(found[1]) for path in paths if (found := re.search(r"partNumber=(\d+)", path)))
+
+    where = layout.place(push.read_folder(root, 12))
+    refuses = _refuses(PARTS // 2)
+    faults.begin(lambda number, method, path: refuses(number, method, path) if "mp_rank_01" in path else "")
+    with pytest.raises(StoreError, match="does not allow these credentials to write"):
+        joint(1).follow(where)
+    noted = _noted(store, root)
+    assert noted
+    faults.begin()
+    if who == "the same node":
+        joint(1).follow(where)
+    joint(0).lead(Others(), lambda: True)
+    assert sent() == sorted(set(range(1, PARTS + 1)) - noted)
+    _is_whole(direct, root, 12)
+
+
+def test_a_folder_that_takes_no_notes_keeps_nobody_from_sending(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    save(root, 12, first=LARGE)
+    (root / naming.UPLOADS).write_text("a file is in its place")
+    push.push(store, root, 12)
+    (root / naming.UPLOADS).unlink()
+    _is_whole(direct, root, 12)
+
+
+def test_a_note_that_is_damaged_is_none(store: Store, direct: Store, faults: FaultProxy, root: Path) -> None:
+    save(root, 12, first=LARGE)
+    noted = _cut_short(store, faults, root, 12)
+    (note,) = (root / naming.UPLOADS).iterdir()
+    content = note.read_bytes()
+    note.write_bytes(content.rstrip()[:-9])  # the last line was cut short
+    push.push(store, root, 12)
+    assert len(faults.parts) == PARTS - len(noted) + 1
+    _is_whole(direct, root, 12)
+    save(root, 24, first=LARGE)
+    _cut_short(store, faults, root, 24)
+    (note,) = (root / naming.UPLOADS).iterdir()
+    note.write_bytes(b"\x00" * 100)
+    push.push(store, root, 24)
+    assert len(faults.parts) == PARTS
+
+
+def test_without_botocore_nothing_is_begun(url: str, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setitem(sys.modules, "botocore", None)
+    open_store(url, server)  # to read
+    with pytest.raises(
+        StoreError, match=r"uploads to s3:// need the package botocore, too: pip install 'ttp-"
+    ):
+        open_store(url, server, make=True)
+
+
+def test_settings_of_other_tools_change_nothing(
+    store: Store,
+    direct: Store,
+    faults: FaultProxy,
+    root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Files and variables that obstore does not read are not read by botocore, either."""
+    (tmp_path / "config").write_text("[default]\nendpoint_url = http://127.0.0.1:9\nregion = nowhere\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "of-another-tool")
+    save(root, 12, first=LARGE)
+    push.push(store, root, 12)
+    assert faults.keys == {CREDENTIALS["AWS_ACCESS_KEY_ID"]}
+    _is_whole(direct, root, 12)
+
+
+@contextlib.contextmanager
+def _machine_with_a_role(key: str) -> Iterator[str]:
+    """Run what answers on a machine of AWS for its credentials; yield its URL."""
+    role = {
+        "Code": "Success",
+        "Type": "AWS-HMAC",
+        "AccessKeyId": key,
+        "SecretAccessKey": "of-the-role",
+        "Token": "token",
+        "LastUpdated": "2026-01-01T00:00:00Z",
+        "Expiration": "2036-01-01T00:00:00Z",
+    }
+    answers = {"/latest/api/token": "t", "/latest/meta-data/iam/security-credentials": "role"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def _serve(self) -> None:
+            path = self.path.rstrip("/")
+            content = (answers.get(path) or json.dumps(role)).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_GET = do_PUT = _serve
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        thread = threading.Thread(target=listening.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}"
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("how", ["file", "machine"])
+def test_large_files_are_sent_with_the_credentials_of_all_else(
+    how: str, url: str, faults: FaultProxy, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    save(root, 12, first=LARGE)
+    with contextlib.ExitStack() as stack:
+        key = f"AKIAOFTHE{how.upper()}"
+        if how == "file":
+            content = f"[of the job]\naws_access_key_id={key}\naws_secret_access_key=secret\n"
+            (tmp_path / "credentials").write_text(content)
+            monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+            monkeypatch.setenv("AWS_PROFILE", "of the job")
+        else:
+            monkeypatch.setenv("HOME", str(tmp_path))
+            monkeypatch.setenv("AWS_METADATA_ENDPOINT", stack.enter_context(_machine_with_a_role(key)))
+        push.push(open_store(f"{url}-{how}", faults.url, piece=PART), root, 12)
+    assert len(faults.parts) == PARTS
+    assert faults.keys == {key}
