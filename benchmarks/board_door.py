@@ -31,6 +31,7 @@ class _Idle:
     shares = ()
     device = HOST
     has_local_copy = False
+    in_parts = False
 
     def take_record(self, step: int) -> None: ...
     def snapshot_before_update(self) -> None: ...

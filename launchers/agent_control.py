@@ -236,6 +236,8 @@ class AgentControl:
         match message:
             case Layout(save=save):
                 self._replacements.hear_layout(message)
+                if message.in_parts:
+                    self._folder_tasks.expect_parts()
                 if save:
                     self._folder_tasks.saves.add(save)
                     if self.node == 0:

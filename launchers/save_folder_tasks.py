@@ -40,6 +40,7 @@ class SaveFolderTasks:
         self._running: set[Callable[[], object]] = set()
         self.moved = 0
         self.saves: set[str] = set()
+        self._expects_parts = False
 
     def close(self) -> None:
         self._threads.close()
@@ -48,6 +49,13 @@ class SaveFolderTasks:
     def busy(self) -> bool:
         """Return True while a thread is at work, even if nobody waits for it any more."""
         return bool(self._running)
+
+    def expect_parts(self) -> None:
+        """Get ready, in a thread and once, to join last words of parts: a fault leaves no time for it."""
+        if not self._expects_parts:
+            self._expects_parts = True
+            with contextlib.suppress(RuntimeError):  # without a thread the publish does it itself
+                self._threads.run("ttp-get-ready", publish.get_ready)
 
     async def do(self, order: Prepare | Publish | Find, node: int, generation: str) -> FromAgent:
         """Carry out `order` and return the answer.
@@ -67,8 +75,6 @@ class SaveFolderTasks:
                     folder = await self._in_thread(self._below, root, make)
                 except Exception as error:
                     return Prepared(node, order.incident, "", _line(error), order.number)
-                with contextlib.suppress(RuntimeError):  # without a thread the publish does it itself
-                    self._threads.run("ttp-get-ready", functools.partial(publish.get_ready, root))
                 return Prepared(node, order.incident, str(folder), "", order.number)
             case Publish():
                 act = functools.partial(self._publish, root, order, generation)

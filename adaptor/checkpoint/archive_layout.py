@@ -53,10 +53,13 @@ class FileLayout(Protocol[T]):
     Attributes:
         entries: in the order in which they stand
         size: of the file
+        reader: is given the content of the file front to back, once all of it is there; None: nobody asks
+            for it
     """
 
     entries: list[Entry[T]]
     size: int
+    reader: Callable[[bytes], object] | None
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Yield what stands around the data, with its place.
@@ -73,9 +76,7 @@ class ArchiveLayout(Generic[T]):
         value: what is saved.
         planned: returns what is known of a storage that others write, None for one whose data is there.
 
-    Attributes:
-        entries: in the order in which they stand
-        size: of the file
+    Attributes: see `FileLayout`.
     """
 
     def __init__(self, value: Any, planned: Callable[[torch.UntypedStorage], T | None]) -> None:
@@ -83,6 +84,7 @@ class ArchiveLayout(Generic[T]):
         pickler = _Pickler(structure)
         pickler.dump(value)
         self.entries: list[Entry[T]] = []
+        self.reader: Callable[[bytes], object] | None = None
         self._end = 0
         self._add("data.pkl", _bytes(structure.getvalue()), _ALIGNMENT)
         self._add("byteorder", _bytes(b"little"), _ALIGNMENT)

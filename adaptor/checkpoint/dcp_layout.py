@@ -2,14 +2,16 @@
 
 The tensors of the plan are stand-ins on the device `meta`, or views of them: the framework's own functions
 can slice and reshape them, but cannot read them. The content of a tensor that such a function has allocated
-itself is not known: `CannotBePlanned` is raised for it.
+itself is not known, unless it is a copy and copies are followed (`planned_tensors`): `CannotBePlanned` is
+raised for it.
 """
 
 from __future__ import annotations
 
+import io
 import re
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +23,50 @@ from adaptor.checkpoint.sequence_layout import SequenceLayout
 
 # The keys of what an optimizer, alone or in a chain, saves in the form of its own buffers begin so.
 _FLAT = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
+# Begins what is pickled in the place of a value.
+_TOKEN = "ttp: a value with stand-ins "
 # The function that makes a tensor of the device `meta`, in a pickle of torch.
 _WITHOUT_MEMORY = b"_rebuild_meta_tensor_no_storage"
 
 
-def lay_out(part: RankPart, planned: PlannedTensors) -> SequenceLayout[Source]:
+class PlannedObjects:
+    """The values with stand-ins in them that a framework saves as objects, which it pickles at once.
+
+    Args:
+        planned: has made the stand-ins.
+    """
+
+    def __init__(self, planned: PlannedTensors) -> None:
+        self._planned = planned
+        self._values: dict[str, Any] = {}
+
+    def token_for(self, value: Any) -> Any:
+        """Return what the framework is given to pickle in the place of `value`: itself without stand-ins."""
+        if not any(self._planned.stands_for_state(tensor) for tensor in _tensors(value)):
+            return value
+        token = f"{_TOKEN}{len(self._values)}"
+        self._values[token] = value
+        return token
+
+    def value_of(self, pickled: bytes) -> Any | None:
+        """Return what was pickled, with the values in the place of their tokens; None if there is none."""
+        if _TOKEN.encode() not in pickled:
+            return None
+        return _mapped(torch.load(io.BytesIO(pickled), weights_only=True), self._put_back)
+
+    def _put_back(self, leaf: Any) -> Any:
+        return self._values.get(leaf, leaf) if isinstance(leaf, str) else leaf
+
+
+def lay_out(
+    part: RankPart, planned: PlannedTensors, objects: PlannedObjects | None = None
+) -> SequenceLayout[Source]:
     """Lay out the data file of `part`, in the place of `write_data`.
 
     Args:
         part: notes the place of each item.
         planned: has made the stand-ins.
+        objects: that have stand-ins in them.
 
     Raises:
         CannotBePlanned: the content of a tensor is not known.
@@ -41,8 +77,13 @@ def lay_out(part: RankPart, planned: PlannedTensors) -> SequenceLayout[Source]:
     sources = _sources(planned_ones, planned)
     for item, data in contents:
         if item.type == WriteItemType.BYTE_IO:
-            require_no_stand_in(data.getvalue(), item.index.fqn)
-            start, length = layout.add_bytes(data.getvalue())
+            pickled = data.getvalue()
+            require_no_stand_in(pickled, item.index.fqn)
+            value = objects.value_of(pickled) if objects is not None else None
+            if value is None:
+                start, length = layout.add_bytes(pickled)
+            else:
+                start, length = _add_value(layout, value, planned, item.index.fqn)
         elif (source := sources.get(item.index)) is not None:
             start, length = layout.add_planned(_on_host(data), source)
         elif _is_part_on_host(data):
@@ -51,6 +92,46 @@ def lay_out(part: RankPart, planned: PlannedTensors) -> SequenceLayout[Source]:
             start, length = layout.add_tensor(by_itself(data))
         part.note(item, start, length)
     return layout
+
+
+def _add_value(
+    layout: SequenceLayout[Source], value: Any, planned: PlannedTensors, name: str
+) -> tuple[int, int]:
+    """Add what torch.save would have made of `value` with the tensors. Raises CannotBePlanned."""
+    known: dict[int, Source] = {}
+
+    def on_host(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not planned.stands_for_state(leaf):
+            return leaf
+        source = planned.range_of(leaf)
+        if source is None or source.numel != leaf.numel() or not leaf.is_contiguous():
+            raise CannotBePlanned(name)
+        made = _on_host(leaf)
+        known[made.untyped_storage()._cdata] = source
+        return made
+
+    made = _mapped(value, on_host)
+    return layout.add_value(made, lambda storage: known.get(storage._cdata))
+
+
+def _mapped(value: Any, act: Callable[[Any], Any]) -> Any:
+    """Return `value` with `act` of whatever stands in its dicts, lists and tuples."""
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, _mapped(item, act)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(item, act) for item in value)
+    return act(value)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def note(leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            found.append(leaf)
+
+    _mapped(value, note)
+    return found
 
 
 def require_no_stand_in(content: bytes, name: str) -> None:
@@ -90,11 +171,11 @@ def _sources(items: Sequence[tuple[Any, torch.Tensor]], planned: PlannedTensors)
     found: dict[Any, Source] = {}
     for item, tensor in items:
         source = known[item.index]
-        if source is None:
+        if source is None and not planned.stands_for_state(tensor):
             source = _padding(item, tensor, starts)
         if (
             source is None
-            or source.end - source.begin != tensor.numel()
+            or source.numel != tensor.numel()
             or source.dtype != tensor.dtype
             or not tensor.is_contiguous()
         ):
@@ -113,7 +194,8 @@ def _starts(
     """Return where the tensor under each key starts, as its pieces tell: one place, if it is flat."""
     starts: dict[str, set[_Start]] = defaultdict(set)
     for item, _ in items:
-        if _FLAT.match(item.index.fqn) and (source := known[item.index]) is not None:
+        source = known[item.index]
+        if _FLAT.match(item.index.fqn) and source is not None and not source.view:
             begin = source.begin - item.tensor_data.chunk.offsets[0]
             starts[item.index.fqn].add((source.position, source.number, source.key, source.dtype, begin))
     return starts

@@ -63,6 +63,10 @@ class DirectWriter:
                 os.close(descriptor)
         self._direct = {}
 
+    def takes(self, file: int) -> bool:
+        """Return whether blocks of the file with this number are written past the page cache."""
+        return self._is_able and self._opened(file) is not None
+
     def take(self, file: int, data: memoryview, at: int) -> bool:
         """Copy a block and let a thread write it; return False where the caller has to write it.
 

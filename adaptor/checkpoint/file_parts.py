@@ -3,12 +3,16 @@
 A part is a stretch of the file of which this process has the content. Of each part the CRC-32 is told, for
 the header of its entry in the archive, and the digest of each block of the file (`hashing.BLOCK`) that lies
 in it as a whole; blocks that have bytes of several parts are hashed when the file is complete. So those go
-through the page cache, where they are found again, and whole blocks past it (`direct_writes`).
+through the page cache, where they are found again, and whole blocks past it (`direct_writes`). They go first:
+a write through the page cache has a file for itself, so it would wait for all direct writes of all ranks that
+are under way, and they for it.
 """
 
 from __future__ import annotations
 
 import bisect
+import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,13 +30,17 @@ from adaptor.checkpoint.direct_writes import DirectWriter
 from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.paced_sync import PacedSync
 from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.strided_parts import StridedView
+
+# Bytes after which a file on a disk of this machine is synced, to which not many ranks write at a time.
+_ON_OWN_DISK = 128 << 20
 
 
 class Region(msgspec.Struct, frozen=True):
     """The place of elements [`begin`, `end`) of a world tensor: from byte `at` of the file with this number.
 
     `position`, `number` and `key` name the world tensor (`planned_tensors.Source`), `dtype` is torch's name
-    of what its numbers are written as.
+    of what its numbers are written as. With a `view` they stand in another order (`Source.view`).
     """
 
     file: int
@@ -43,6 +51,7 @@ class Region(msgspec.Struct, frozen=True):
     dtype: str
     begin: int
     end: int
+    view: tuple[tuple[int, int], ...] = ()
 
 
 class WrittenPart(msgspec.Struct, frozen=True):
@@ -77,6 +86,20 @@ class _Stretch:
     size: int
     read: Callable[[int, int], memoryview]
 
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether it consists of whole blocks."""
+        return self.at % BLOCK == 0 == self.size % BLOCK
+
+
+def _cut(at: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield where a stretch is cut so that whole blocks are apart from all else, in bytes from its begin."""
+    first, last = -at % BLOCK, size - (at + size) % BLOCK
+    edges = (0, first, last, size) if first < last else (0, size)
+    for begin, end in itertools.pairwise(edges):
+        if begin < end:
+            yield begin, end
+
 
 # A param of a shard: begin and end in the world tensor, and its tensors by key.
 _Piece = tuple[int, int, Mapping[str, torch.Tensor]]
@@ -84,6 +107,12 @@ _Piece = tuple[int, int, Mapping[str, torch.Tensor]]
 
 def _extent(piece: _Piece) -> tuple[int, int]:
     return piece[:2]
+
+
+def _between(pieces: Sequence[_Piece], begin: int, end: int) -> Sequence[_Piece]:
+    """Return which of the pieces, which are in order, have elements in [`begin`, `end`)."""
+    first = bisect.bisect_right(pieces, begin, key=lambda piece: piece[1])
+    return pieces[first : bisect.bisect_left(pieces, end, key=lambda piece: piece[0])]
 
 
 class PartWriter:
@@ -105,6 +134,7 @@ class PartWriter:
         self._stretches: list[_Stretch] = []
         # From a block on: a sync waits for what others have written to the file meanwhile, too.
         self._sync = PacedSync(BLOCK)
+        self._sync_own_disk = PacedSync(_ON_OWN_DISK)
         self._direct = DirectWriter(files, BLOCK)
         self._steps: Iterator[None] | None = None
         self.parts: list[WrittenPart] = []
@@ -127,8 +157,9 @@ class PartWriter:
             content: flat bytes in the host's memory.
         """
         view = _view(content)
-        if view:  # a tensor without elements has nothing to be written
-            self._stretches.append(_Stretch(file, at, len(view), lambda begin, end: view[begin:end]))
+        for begin, end in _cut(at, len(view)):  # a tensor without elements has nothing to be written
+            part = view[begin:end]
+            self._stretches.append(_Stretch(file, at + begin, len(part), functools.partial(_slice, part)))
 
     def add_shards(
         self, regions: Sequence[Region], optimizers: Sequence[Any], own: Sequence[Mapping[int, Any]]
@@ -157,11 +188,29 @@ class PartWriter:
                             pieces[place] = sorted(
                                 ((start + low, start + high, held) for low, high, held in part), key=_extent
                             )
-                        shard = _Shard(region, index, begin, self._block, self._exchange, self.not_finite)
-                        shard.open(pieces[place], end)
-                        size = (end - begin) * shard.itemsize
-                        at = region.at + (begin - region.begin) * shard.itemsize
-                        self._stretches.append(_Stretch(region.file, at, size, shard.read))
+                        if region.view:
+                            self._add_strided(region, index, pieces[place])
+                            continue
+                        self._add_shard(region, index, pieces[place], begin, end)
+
+    def _add_shard(self, region: Region, index: int, pieces: Sequence[_Piece], begin: int, end: int) -> None:
+        itemsize = getattr(torch, region.dtype).itemsize
+        at = region.at + (begin - region.begin) * itemsize
+        for low, high in _cut(at, (end - begin) * itemsize):
+            first, last = begin + low // itemsize, begin + high // itemsize
+            shard = _Shard(region, index, first, self._block, self._exchange, self.not_finite)
+            shard.open(pieces, last)
+            self._stretches.append(_Stretch(region.file, at + low, high - low, shard.read))
+
+    def _add_strided(self, region: Region, index: int, pieces: Sequence[_Piece]) -> None:
+        view = StridedView(region.begin, region.view)
+        for piece in _between(pieces, region.begin, region.end):
+            part = _StridedPart(region, index, view, piece, self._exchange, self.not_finite)
+            for first, last in view.runs(*_extent(piece)):
+                at = region.at + first * part.itemsize
+                for low, high in _cut(at, (last - first) * part.itemsize):
+                    read = functools.partial(part.read, first + low // part.itemsize)
+                    self._stretches.append(_Stretch(region.file, at + low, high - low, read))
 
     def write_for(self, seconds: float) -> bool:
         """Write for a while what was added before the first call; no write is under way on return.
@@ -184,7 +233,7 @@ class PartWriter:
 
     def _run(self) -> Iterator[None]:
         """Write all parts and sync the files; yield after each block."""
-        for stretch in self._stretches:
+        for stretch in sorted(self._stretches, key=self._order):
             yield from self._write(stretch)
         self._stretches = []
         self._direct.settle()
@@ -192,7 +241,11 @@ class PartWriter:
             os.fsync(descriptor)
             yield
 
+    def _order(self, stretch: _Stretch) -> tuple[bool, int, int]:
+        return stretch.is_whole and self._direct.takes(stretch.file), stretch.file, stretch.at
+
     def _write(self, stretch: _Stretch) -> Iterator[None]:
+        sync = self._sync_own_disk if self._direct.takes(stretch.file) else self._sync
         descriptor, done, crc, digests = self._files[stretch.file], 0, 0, bytearray()
         while done < stretch.size:
             at = stretch.at + done
@@ -204,7 +257,7 @@ class PartWriter:
                 digests += xxhash.xxh3_128_digest(data)
             if not (is_whole and self._direct.take(stretch.file, data, at)):
                 write_all(descriptor, data, at)
-                self._sync.wrote(descriptor, count)
+                sync.wrote(descriptor, count)
             done += count
             self._exchange.advanced(count)
             yield
@@ -231,9 +284,7 @@ class _Shard:
 
     def open(self, pieces: Sequence[_Piece], end: int) -> None:
         """Take the tensors of the shard's part of a bucket that lie in front of element `end`."""
-        first = bisect.bisect_right(pieces, self._begin, key=lambda piece: piece[1])
-        behind = bisect.bisect_left(pieces, end, key=lambda piece: piece[0])
-        for start, stop, tensors in reversed(pieces[first:behind]):
+        for start, stop, tensors in reversed(_between(pieces, self._begin, end)):
             tensor = shards.tensor_of(tensors, self._region.key)
             self._pieces.append((start, stop, tensor.detach().view(-1)))
 
@@ -270,10 +321,57 @@ class _Shard:
     def _note(self, content: torch.Tensor, first: int, last: int) -> None:
         """Note elements [`first`, `last`) where they are not finite in the dtype in which they are saved."""
         if not finite.is_finite(content if self._dtype == torch.float32 else content.to(self._dtype)):
-            where = self._region
-            self._not_finite.append(
-                NotFinite(where.position, where.number, where.key, where.dtype, self._index, first, last)
-            )
+            self._not_finite.append(_not_finite(self._region, self._index, first, last))
+
+
+class _StridedPart:
+    """Reads what a region with a view has of one param of a shard."""
+
+    def __init__(
+        self,
+        region: Region,
+        index: int,
+        view: StridedView,
+        piece: _Piece,
+        exchange: Exchange,
+        not_finite: list[NotFinite],
+    ) -> None:
+        self._region, self._index, self._view, self._exchange = region, index, view, exchange
+        self._begin, self._end, tensors = piece
+        self._tensor = shards.tensor_of(tensors, region.key).detach().view(-1)
+        self._not_finite = not_finite
+        self._is_finite = True
+        self._held = 0, 0, self._tensor[:0]
+        self._dtype = getattr(torch, region.dtype)
+        self.itemsize = self._dtype.itemsize
+
+    def read(self, start: int, begin: int, end: int) -> memoryview:
+        """Return bytes [`begin`, `end`) of the run that begins at element `start` of the view."""
+        first, last = (start + edge // self.itemsize for edge in (begin, end))
+        low, held = self._on_host(first, last)
+        content = held[self._view.places(first, last) - low].to(self._dtype)
+        if self._is_finite and not finite.is_finite(content):
+            self._is_finite = False
+            self._not_finite.append(_not_finite(self._region, self._index, self._begin, self._end))
+        return _view(content.view(torch.uint8))
+
+    def _on_host(self, first: int, last: int) -> tuple[int, torch.Tensor]:
+        """Return where in the world tensor the matrices with these elements begin, and them on the host."""
+        low, high = self._view.extent(first, last)
+        low, high = max(low, self._begin), min(high, self._end)
+        if self._held[:2] != (low, high):
+            self._held = low, high, self._tensor[:0]  # one at a time
+            there = self._tensor[low - self._begin : high - self._begin]
+            self._held = low, high, self._exchange.device.to_host(there)
+        return low, self._held[2]
+
+
+def _not_finite(region: Region, index: int, begin: int, end: int) -> NotFinite:
+    return NotFinite(region.position, region.number, region.key, region.dtype, index, begin, end)
+
+
+def _slice(view: memoryview, begin: int, end: int) -> memoryview:
+    return view[begin:end]
 
 
 def _view(content: torch.Tensor) -> memoryview:

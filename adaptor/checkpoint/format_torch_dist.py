@@ -14,7 +14,7 @@ import dataclasses
 import inspect
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -101,9 +101,7 @@ class Sharding:
         if part.has_data:
             files[part.data_file] = part.write_data
         files[part.part_file] = part.write_part
-        if getattr(state.args, "verify_integrity", False):
-            return integrity.with_part(files, self.first)
-        return files
+        return integrity.with_part(files, self.first) if _has_integrity(state) else files
 
     def planned_tensors(self) -> PlannedTensors:
         return PlannedTensors("meta")
@@ -111,20 +109,31 @@ class Sharding:
     def planned_files(
         self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any], planned: PlannedTensors
     ) -> tuple[dict[str, SequenceLayout[Source]], Files]:
-        if getattr(state.args, "verify_integrity", False):
-            raise CannotBePlanned("integrity.json has digests that are made of a file front to back")
-        part, common, files = self._part(state, body)
+        objects = dcp_layout.PlannedObjects(planned)
+        part, common, files = self._part(state, body, objects.token_for)
         if not part.has_data:
             raise CannotBePlanned("this rank has nothing to save")
         pickled = io.BytesIO()
         torch.save(common, pickled)
         dcp_layout.require_no_stand_in(pickled.getvalue(), "what is common to all ranks")
-        layout = dcp_layout.lay_out(part, planned)
+        layout = dcp_layout.lay_out(part, planned, objects)
         files[part.part_file] = part.write_part
+        if _has_integrity(state):
+            digest = integrity.digest()
+            layout.reader = digest.update
+            files = integrity.with_part(files, self.first, {part.data_file: digest.hexdigest})
         return {part.data_file: layout}, files
 
-    def _part(self, state: TrainingState, body: dict[str, Any]) -> tuple[dcp.RankPart, Any, Files]:
-        """Return the part of this rank, what is common to all ranks, and the small files."""
+    def _part(
+        self, state: TrainingState, body: dict[str, Any], saved_as: Callable[[Any], Any] = lambda value: value
+    ) -> tuple[dcp.RankPart, Any, Files]:
+        """Return the part of this rank, what is common to all ranks, and the small files.
+
+        Args:
+            state: the training state.
+            body: what is saved.
+            saved_as: returns what is pickled in the place of the value of an object.
+        """
         from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
         from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
@@ -135,6 +144,9 @@ class Sharding:
             name: value for name, value in self.metadata.items() if name != "dp_cp_group"
         }
         sharded, common = save_preprocess(body, False)
+        for base in _bases(sharded):
+            if isinstance(base, ShardedObject):
+                base.data = saved_as(base.data)
         config = dataclasses.asdict(CheckpointingConfig("torch_dist"))
         files: Files = {}
         if "common_backend" not in config:  # later versions know one more object, in the place of a file
@@ -144,6 +156,10 @@ class Sharding:
         if self.first == 0:
             files[CONFIG_FNAME] = lambda file: file.write(json.dumps(config).encode())
         return dcp.RankPart(self.first, _planner(sharded)), common, files
+
+
+def _has_integrity(state: TrainingState) -> bool:
+    return bool(getattr(state.args, "verify_integrity", False))
 
 
 def _planner(sharded: Any) -> Any:

@@ -48,6 +48,8 @@ from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
 from adaptor.protocol.file_entry import FileEntry
 
+_AHEAD = 4  # blocks that the disk reads while one is given to a reader
+
 
 class InPlace:
     """The archives of one attempt, as their writer sees them; used as a context.
@@ -134,7 +136,7 @@ class InPlace:
         """Write what stands around the data, and return the entries of the files, which are on disk then.
 
         Raises:
-            CheckpointError: nobody has written some part.
+            CheckpointError: nobody has written some part, or the disk returns other bytes than were written.
             OSError: the disk refuses.
         """
         entries = []
@@ -144,7 +146,7 @@ class InPlace:
             for at, data in layout.around(_crcs(name, layout, parts)):
                 write_all(descriptor, data, at)
             os.ftruncate(descriptor, layout.size)  # a small file may have been shorter than the proofs
-            digest = self._digest(self._drafts[number], layout.size, parts)
+            digest = self._digest(self._drafts[number], layout, parts)
             os.fsync(descriptor)
             entries.append(FileEntry(name, layout.size, None, self._attempt, digest))
         self._is_complete = True
@@ -164,6 +166,7 @@ class InPlace:
                         dtype,
                         source.begin,
                         source.end,
+                        source.view,
                     )
 
     def _is_shared(self, regions: list[Region]) -> bool:
@@ -243,8 +246,14 @@ class InPlace:
             os.close(here)
         return crc == part.crc
 
-    def _digest(self, draft: str, size: int, parts: Sequence[WrittenPart]) -> str:
-        """Return the digest of a file; of blocks with bytes of several parts, the file is read."""
+    def _digest(self, draft: str, layout: FileLayout[Source], parts: Sequence[WrittenPart]) -> str:
+        """Return the digest of a file; blocks with bytes of several parts are read.
+
+        For a reader all blocks are read, and compared with what was written.
+
+        Raises:
+            CheckpointError: a block has changed.
+        """
         known = {}
         for part in parts:
             first = -(-part.at // BLOCK)
@@ -253,11 +262,21 @@ class InPlace:
         whole = BlockDigest()
         here = disk.open_below(self._root, draft, os.O_RDONLY)
         try:
-            for block in range(-(-size // BLOCK)):
-                if (digest := known.get(block)) is None:
+            for block in range(-(-layout.size // BLOCK)):
+                digest = known.get(block)
+                if digest is None or layout.reader is not None:
+                    if layout.reader is not None:
+                        # The reader takes longer with a block than the disk, which reads on meanwhile.
+                        os.posix_fadvise(here, (block + 1) * BLOCK, _AHEAD * BLOCK, os.POSIX_FADV_WILLNEED)
                     data = read_all(here, BLOCK, block * BLOCK)
-                    digest = xxhash.xxh3_128_digest(data)
+                    found = xxhash.xxh3_128_digest(data)
+                    if digest not in (None, found):
+                        told = f"other bytes are read at byte {block * BLOCK} than were written there"
+                        raise CheckpointError(f"{self._root / draft}: {told}")
+                    if layout.reader is not None:
+                        layout.reader(data)
                     self._exchange.advanced(len(data))
+                    digest = found
                 whole.add_block(digest)
         finally:
             os.close(here)

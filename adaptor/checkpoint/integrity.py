@@ -1,9 +1,10 @@
 """Writes `integrity.json`, which Megatron-LM checks at a load with `--verify-integrity` (since core 0.17).
 
 It has the SHA-256 of files of a checkpoint in the format `torch_dist`. Of last words each writer hashes its
-files on their way and leaves the digests in a part, `.integrity.R`; who publishes joins the parts. Of a
-regular save the framework writes the file, and what is removed before the checkpoint has its name is taken
-out of it. What `transform` writes has one where the source has one, or was saved with the option.
+files on their way, and reads once those that several ranks have written; it leaves the digests in a part,
+`.integrity.R`, and who publishes joins the parts. Of a regular save the framework writes the file, and what
+is removed before the checkpoint has its name is taken out of it. What `transform` writes has one where the
+source has one, or was saved with the option.
 """
 
 from __future__ import annotations
@@ -40,29 +41,41 @@ class _Integrity(msgspec.Struct):
         return msgspec.json.format(msgspec.json.encode(self), indent=2)
 
 
-def with_part(files: Mapping[str, _Write], rank: int) -> dict[str, _Write]:
+def digest() -> hashlib._Hash:
+    """Return an empty digest of the kind that the file has, as `hashlib` makes it."""
+    return hashlib.new(_ALGORITHM)
+
+
+def with_part(
+    files: Mapping[str, _Write], rank: int, others: Mapping[str, Callable[[], str]] | None = None
+) -> dict[str, _Write]:
     """Return the files of a writer, and behind them its part: the digests of those that are not joined.
 
     Args:
         files: that it writes, by name.
         rank: that names the part.
+        others: for each file that is there before these, what returns its digest in hexadecimal.
     """
     digests: dict[str, str] = {}
 
     def digested(name: str, write: _Write) -> _Write:
         def act(file: HashingFile) -> None:
-            digest = hashlib.sha256()
-            file.also(digest.update)
+            made = digest()
+            file.also(made.update)
             write(file)
-            digests[name] = digest.hexdigest()
+            digests[name] = made.hexdigest()
 
         return act
+
+    def write_part(file: HashingFile) -> None:
+        told = {name: hexdigest() for name, hexdigest in (others or {}).items()}
+        file.write(msgspec.json.encode(_Integrity(_ALGORITHM, told | digests)))
 
     made = {
         name: write if name.startswith(dcp.METADATA) else digested(name, write)
         for name, write in files.items()
     }
-    made[f"{_PART}{rank}"] = lambda file: file.write(msgspec.json.encode(_Integrity(_ALGORITHM, digests)))
+    made[f"{_PART}{rank}"] = write_part
     return made
 
 
@@ -129,8 +142,8 @@ def _decoded(text: bytes, path: Path) -> _Integrity:
 
 
 def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
+    made = digest()
     with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
         while piece := file.read(_SLICE):
-            digest.update(piece)
-    return digest.hexdigest()
+            made.update(piece)
+    return made.hexdigest()

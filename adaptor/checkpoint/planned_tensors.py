@@ -2,16 +2,19 @@
 
 A stand-in has the dtype, the shape and a storage of its own as the gathered tensor would have, but nobody
 writes or reads its memory, so it takes none. What a checkpoint has in its place is known: a range of a world
-tensor (`shards`), which the holders of the shards write into the file.
+tensor (`shards`), which the holders of the shards write into the file. Of a copy that somebody makes of a
+view, such as that of a weight that was turned round, it is known as well while copies are followed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptor.checkpoint import finite, shards
 
@@ -24,6 +27,8 @@ class Source:
         position: of the optimizer in the chain
         number: of its buffer
         key: of `shards.KEYS`
+        view: of each dimension its size and its step in the world tensor, where these elements stand in
+            another order, from `begin` on; empty where they follow each other
     """
 
     position: int
@@ -32,6 +37,12 @@ class Source:
     begin: int
     end: int
     dtype: torch.dtype
+    view: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(size for size, _ in self.view) if self.view else self.end - self.begin
 
 
 class CannotBePlanned(Exception):
@@ -48,7 +59,8 @@ class PlannedTensors:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
-        self._made: dict[int, tuple[Source, torch.UntypedStorage]] = {}
+        # With the storage, for else its number could become that of another one. None: it has changed.
+        self._made: dict[int, tuple[Source | None, torch.UntypedStorage]] = {}
 
     def state_of(self, optimizer: Any, position: int) -> dict[Any, Any]:
         """Return what `shard_exchange.gather` returns of the optimizer at `position` of the chain."""
@@ -67,35 +79,135 @@ class PlannedTensors:
         return source
 
     def range_of(self, tensor: torch.Tensor) -> Source | None:
-        """Return the range that a tensor spans, None if it is no view of a stand-in."""
+        """Return the range that a tensor spans, None if it is no view of a stand-in, or not known."""
         source = self.source_of(tensor.untyped_storage())
         if source is None:
             return None
-        begin = source.begin + int(tensor.storage_offset())
-        span = int(sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
-        end = begin + span + 1 if tensor.numel() else begin
-        return Source(source.position, source.number, source.key, begin, end, source.dtype)
+        offset = int(tensor.storage_offset())
+        if source.view:
+            return _slab(source, offset, tensor.numel()) if tensor.is_contiguous() else None
+        begin = source.begin + offset
+        return replace(source, begin=begin, end=begin + _span(_dimensions(tensor)))
+
+    def follow_copies(self) -> TorchDispatchMode:
+        """Return a context in which it is noted what copies of stand-ins contain, for this thread alone.
+
+        Of a stand-in that is changed in it nothing is known any more.
+        """
+        return _Copies(self._note_copy, self._forget)
+
+    def stands_for_state(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a stand-in, or a view of one."""
+        return tensor.untyped_storage()._cdata in self._made
 
     def to_host(self, tensor: torch.Tensor, bring: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """Return `bring(tensor)`; a stand-in is returned unchanged."""
-        return bring(tensor) if self.source_of(tensor.untyped_storage()) is None else tensor
+        return tensor if self.stands_for_state(tensor) else bring(tensor)
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return `tensor.to(dtype)`, of a contiguous view of a stand-in as another one."""
         known = self.range_of(tensor)
         if known is None or known.dtype == dtype:
             return tensor.to(dtype)
-        place = Source(known.position, known.number, known.key, known.begin, known.end, dtype)
-        return self._make(place).view(tensor.shape)
+        return self._make(replace(known, dtype=dtype)).view(tensor.shape)
 
     def is_finite(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is finite; of a stand-in nothing is known yet, and it counts as such."""
-        return self.source_of(tensor.untyped_storage()) is not None or finite.is_finite(tensor)
+        return self.stands_for_state(tensor) or finite.is_finite(tensor)
+
+    def _note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        known, storage = self.range_of(tensor), copy.untyped_storage()
+        if known is None or not copy.is_contiguous() or storage.nbytes() != copy.nbytes or not copy.numel():
+            return
+        if known.dtype not in (copy.dtype, torch.float32):  # else a number would be rounded twice
+            return
+        if not tensor.is_contiguous():
+            if min(tensor.stride()) < 1:  # an element stands there more than once
+                return
+            known = _viewed(known, _dimensions(tensor))
+        self._made[storage._cdata] = replace(known, dtype=copy.dtype), storage
+
+    def _forget(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._made:
+            self._made[storage._cdata] = None, storage
 
     def _make(self, source: Source) -> torch.Tensor:
-        numel = source.end - source.begin
+        numel = source.numel
         # Not torch.empty, which fills its memory where a job is deterministic.
         make: Any = torch.UntypedStorage
         storage = make(numel * source.dtype.itemsize, device=self._device)
         self._made[storage._cdata] = source, storage
         return torch.empty(0, dtype=source.dtype, device=self._device).set_(storage, 0, (numel,), (1,))
+
+
+_COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Calls `copied` with each tensor that is copied, and its copy, and `changed` before a tensor changes."""
+
+    def __init__(
+        self,
+        copied: Callable[[torch.Tensor, torch.Tensor], None],
+        changed: Callable[[torch.Tensor], None],
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._copied, self._changed = copied, changed
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if func._schema.is_mutable:
+            for argument, value in zip(func._schema.arguments, args, strict=False):
+                is_changed = argument.alias_info is not None and argument.alias_info.is_write
+                if is_changed and isinstance(value, torch.Tensor):
+                    self._changed(value)
+        made = func(*args, **given)
+        if func in _COPYING:
+            self._copied(args[0], made)
+        return made
+
+
+# Of each dimension of a tensor its size and its step.
+_Dimensions = tuple[tuple[int, int], ...]
+
+
+def _dimensions(tensor: torch.Tensor) -> _Dimensions:
+    return tuple(zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _span(dimensions: _Dimensions) -> int:
+    """Return how many elements there are from the first one of such a tensor to the last one in memory."""
+    if not all(size for size, _ in dimensions):
+        return 0
+    return 1 + sum((size - 1) * step for size, step in dimensions)
+
+
+def _viewed(source: Source, dimensions: _Dimensions) -> Source:
+    """Return `source` with the elements that such a view has, from its begin on."""
+    view = tuple((size, step) for size, step in dimensions if size != 1)
+    following = 1
+    for size, step in reversed(view):
+        if step != following:
+            break
+        following *= size
+    else:
+        view = ()
+    return replace(source, end=source.begin + _span(dimensions), view=view)
+
+
+def _slab(source: Source, offset: int, numel: int) -> Source | None:
+    """Return what elements [`offset`, `offset` + `numel`) of a view are; None where they are no view."""
+    begin, inner = source.begin, source.numel
+    for number, (size, step) in enumerate(source.view):
+        inner //= size
+        first, offset = divmod(offset, inner)
+        begin += first * step
+        if numel >= inner:
+            count, rest = divmod(numel, inner)
+            if offset or rest or first + count > size:
+                return None
+            return _viewed(replace(source, begin=begin), ((count, step), *source.view[number + 1 :]))
+    return None

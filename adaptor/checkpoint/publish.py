@@ -58,12 +58,10 @@ def prepare(
     return folder
 
 
-def get_ready(root: Path) -> None:
-    """Get ready for `publish` while others write, if the newest checkpoint in `root` was joined of parts."""
+def get_ready() -> None:
+    """Import what `publish` needs of torch to join parts, before there are any."""
     with contextlib.suppress(Exception):  # who publishes finds it out and says it
-        newest = tracker.tracked_step(root)
-        if newest is not None and (root / naming.final_name(newest) / dcp.METADATA).exists():
-            dcp.import_torch()
+        dcp.import_torch()
 
 
 @disk.one_line

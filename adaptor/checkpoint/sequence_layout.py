@@ -5,8 +5,8 @@ A data file of `torch.distributed.checkpoint` is such a file: archives of one te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,12 +18,11 @@ T = TypeVar("T")
 class SequenceLayout(Generic[T]):
     """The layout of a file to which contents are added.
 
-    Attributes:
-        entries: of all contents, in the order in which they stand; an archive has several
-        size: of the file, in bytes
+    Attributes: see `FileLayout`; an archive among the contents has several entries.
     """
 
     def __init__(self) -> None:
+        self.reader: Callable[[bytes], object] | None = None
         self.entries: list[Entry[T]] = []
         self.size = 0
         # Each with its begin, and the number of its first entry.
@@ -61,6 +60,15 @@ class SequenceLayout(Generic[T]):
         """
         # At a page: see `PAGE`.
         return self._add(ArchiveLayout(stand_in, lambda storage: known), self.size + -self.size % PAGE)
+
+    def add_value(self, value: Any, planned: Callable[[torch.UntypedStorage], T | None]) -> tuple[int, int]:
+        """Add a value with tensors, some of which others write; return place and size, in bytes.
+
+        Args:
+            value: as torch.save takes it.
+            planned: returns what is known of a storage that others write, None for one whose data is there.
+        """
+        return self._add(ArchiveLayout(value, planned), self.size + -self.size % PAGE)
 
     def _add(self, archive: ArchiveLayout[T] | ArchiveLayout[torch.Tensor], begin: int) -> tuple[int, int]:
         self._gaps.append((self.size, begin - self.size))

@@ -19,13 +19,13 @@ from typing import Any, cast
 
 import torch
 
-from adaptor.checkpoint import finite, in_place, in_place_holder, shard_exchange, shards
+from adaptor.checkpoint import finite, in_place, in_place_holder, shard_exchange, shards, strided_parts
 from adaptor.checkpoint.archive_layout import FileLayout
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
 from adaptor.checkpoint.format_torch_dist import Sharding
 from adaptor.checkpoint.hashing import HashingFile
-from adaptor.checkpoint.planned_tensors import PlannedTensors, Source
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
 from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.step_record import StepRecord, chain
 from adaptor.checkpoint.training_state import (
@@ -130,9 +130,8 @@ def _write_in_place(
     """Write the files together with the holders; return None where they send their shards instead."""
     optimizers = chain(state.optimizer)
     in_place_holder.own_readers(optimizers, exchange)  # before anything is made
-    planned = cast(PlannableFormat, _format(state)).planned_tensors()
     try:
-        layouts, small, spans, bad_weights = _plan(state, record, exchange, planned)
+        layouts, small, spans, bad_weights = _plan(state, record, exchange)
     except CheckpointError:
         raise
     except Exception:  # CannotBePlanned, or what anybody's code raises where it reads a stand-in
@@ -158,16 +157,39 @@ def _write_in_place(
     return WrittenFiles(tuple(entries), finite.words([what for what, _ in found] or bad_weights))
 
 
-def _plan(
-    state: TrainingState, record: StepRecord, exchange: Exchange, planned: PlannedTensors
-) -> tuple[Mapping[str, FileLayout[Source]], Files, list[tuple[str, Source]], list[str]]:
-    """Return the layouts of the large files, the writers of the others, what stands for each saved weight,
-    and the names of those that are not finite.
+# The layouts of the large files, the writers of the others, what stands for each saved weight, and the names
+# of those that are not finite.
+_Plan = tuple[Mapping[str, FileLayout[Source]], Files, list[tuple[str, Source]], list[str]]
+
+
+def _plan(state: TrainingState, record: StepRecord, exchange: Exchange) -> _Plan:
+    """Plan the files of this rank.
 
     Raises:
         CheckpointError: the dump was abandoned, or a weight has no main param.
         Exception: the shards have to be gathered.
     """
+    own_format = cast(PlannableFormat, _format(state))
+    try:
+        return _planned_with(own_format.planned_tensors(), state, record, exchange)
+    except CannotBePlanned:
+        pass
+    planned = own_format.planned_tensors()
+    with planned.follow_copies():  # not at first: it takes time for each function of torch
+        plan = _planned_with(planned, state, record, exchange)
+    sources = [
+        entry.content
+        for layout in plan[0].values()
+        for entry in layout.entries
+        if isinstance(entry.content, Source)
+    ]
+    strided_parts.require_few_runs(sources, chain(state.optimizer))
+    return plan
+
+
+def _planned_with(
+    planned: PlannedTensors, state: TrainingState, record: StepRecord, exchange: Exchange
+) -> _Plan:
     own_format = cast(PlannableFormat, _format(state))
     weights = Weights(
         lambda tensor: planned.to_host(tensor, exchange.device.to_host), planned.cast, planned.is_finite

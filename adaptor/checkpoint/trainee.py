@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from adaptor import context, devices, output
 from adaptor.checkpoint import disk, shards, state_writer, step_record
+from adaptor.checkpoint.format_torch_dist import Sharding
 from adaptor.checkpoint.local_copy import LocalCopy
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.shard_exchange import Exchange
@@ -77,6 +78,10 @@ class MegatronTrainee:
     local_copy: LocalCopy | None = None
     also: Callable[[], Mapping[str, Any]] = dict
     survives: str = ""
+
+    @property
+    def in_parts(self) -> bool:
+        return isinstance(self.state.format, Sharding)
 
     @property
     def has_local_copy(self) -> bool:

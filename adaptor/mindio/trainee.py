@@ -46,6 +46,10 @@ class HandledTrainee:
         return ""
 
     @property
+    def in_parts(self) -> bool:
+        return False
+
+    @property
     def survives(self) -> str:
         return "by handlers of the script, the copies that it has told of"
 

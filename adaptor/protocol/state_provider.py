@@ -30,6 +30,10 @@ class Trainee(Protocol):
         """Return where its tensors lie."""
 
     @property
+    def in_parts(self) -> bool:
+        """Return True if who publishes its last words joins them of parts."""
+
+    @property
     def survives(self) -> str:
         """Return how many ranks and nodes the job can lose, in words, as `replica.tolerance` computes it."""
 

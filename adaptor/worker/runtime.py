@@ -185,6 +185,7 @@ class Runtime:
                 trainee.has_local_copy,
                 self.online,
                 context.part(Nodes).fitting,
+                trainee.in_parts,
             )
         )
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from adaptor.checkpoint import manifest
-from tests.faults import harness, outcome, scenario
+from tests.faults import harness, keeping, outcome, scenario
 from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout
 from tests.faults.scenario import BaselineOf
 
@@ -25,6 +25,13 @@ AS_OBJECT = replace(
     extra=(*TORCH_DIST, "--dist-ckpt-save-pre-mcore-014", "--no-ckpt-fully-parallel-save"),
     replica="mirror",
 )
+# Experts in one param, which is saved turned round; each rank has a shard that ends within one of them.
+GROUPED = replace(
+    harness.MOE_DP2,
+    name="moe-dp2-grouped",
+    extra=(*harness.EXPERTS, *TORCH_DIST, "--moe-grouped-gemm", "--dist-ckpt-optim-fully-reshardable"),
+)
+WITH_GROUPED_GEMM = {"PYTHONPATH": str(harness.ROOT / "tests/standins/grouped")}
 # The same model on two ranks, each with half of the layers and the whole of their tensors.
 PIPELINE = Layout("pp2-torch-dist", 2, pp=2, extra=RESHARDABLE.extra)
 
@@ -74,7 +81,12 @@ def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:
     outcome.assert_same_training(ours, theirs.records, steps=(7, 8))
 
 
-def test_what_cannot_be_laid_out_is_gathered(tmp_path: Path, baseline_of: BaselineOf) -> None:
+def _in_place(save: Path) -> set[str]:
+    """The files of the last words that no rank has written as a whole."""
+    return {file.path for file in manifest.read(save / "iter_0000006").files if file.xxh3_128 is None}
+
+
+def test_a_whole_state_in_one_object(tmp_path: Path, baseline_of: BaselineOf) -> None:
     job = Job(
         tmp_path / "job",
         AS_OBJECT,
@@ -82,8 +94,29 @@ def test_what_cannot_be_laid_out_is_gathered(tmp_path: Path, baseline_of: Baseli
         faults=["rank=0,step=7,phase=backward,kind=sigkill"],
     )
     scenario.survives(job, baseline_of(AS_OBJECT), code=137, saved={6})
-    words = manifest.read(job.save / "iter_0000006").files
-    assert all(file.xxh3_128 is not None for file in words), "one rank wrote each of them"
+    assert _in_place(tmp_path / "save") == {"__0_0.distcp"}
+
+
+def test_weights_that_are_saved_turned_round(tmp_path: Path) -> None:
+    baseline_of = scenario.baselines(keeping.KEPT, environment=WITH_GROUPED_GEMM)
+    job = Job(
+        tmp_path / "job",
+        GROUPED,
+        save=tmp_path / "save",
+        environment=WITH_GROUPED_GEMM,
+        faults=["rank=0,step=7,phase=backward,kind=sigkill"],
+    )
+    baseline = baseline_of(GROUPED)
+    scenario.survives(job, baseline, code=137, saved={6})
+    assert _in_place(tmp_path / "save") == {"__0_0.distcp"}
+    resumed = Job(
+        tmp_path / "resumed",
+        GROUPED,
+        launcher="torchrun",
+        load=tmp_path / "save",
+        environment=WITH_GROUPED_GEMM,
+    )
+    outcome.assert_same_training(harness.run(resumed), baseline.records, steps=(7, 8))
 
 
 def test_an_asynchronous_save(tmp_path: Path, baseline_of: BaselineOf) -> None:

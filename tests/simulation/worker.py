@@ -61,6 +61,7 @@ class Trainee:
     """What a session asks; dumps are in `meetings`. A shard's content is the step of its last update."""
 
     save = "/save"
+    in_parts = False
     device = HOST
     survives = ""
 

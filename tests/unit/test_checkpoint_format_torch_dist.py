@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ import torch
 from adaptor.checkpoint import format_torch_dist, shard_exchange
 from adaptor.checkpoint.format_torch_dist import Sharding
 from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import UnsupportedError
 from tests.unit.test_checkpoint_dump import BUCKETS, PADDED, Rank, whole_state
@@ -100,3 +102,10 @@ def test_what_the_framework_could_not_load_is_refused() -> None:
     metadata = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
     with pytest.raises(UnsupportedError, match="with 2 optimizer instances; use TTP_REPLICA=mirror, or"):
         format_torch_dist.agree(state, metadata, None, 0, cast(Any, None))
+
+
+@pytest.mark.parametrize("own_format", [None, Sharding(0, {}, (), ())])
+def test_whether_last_words_will_be_joined_of_parts_is_told(own_format: Any) -> None:
+    state = replace(Rank(0, 1).state, format=own_format)
+    trainee = MegatronTrainee(state, "/save", (), cast(Any, None), dict, dict, int, lambda: None)
+    assert trainee.in_parts is (own_format is not None)

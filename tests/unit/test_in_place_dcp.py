@@ -18,6 +18,8 @@ from adaptor.checkpoint import (
     file_parts,
     in_place,
     in_place_holder,
+    integrity,
+    manifest,
     publish,
     shard_exchange,
     shards,
@@ -25,9 +27,12 @@ from adaptor.checkpoint import (
 from adaptor.checkpoint.hashing import BLOCK, HashingFile
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
 from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.errors import CheckpointError
+from adaptor.protocol.file_entry import FileEntry
 from tests.faults import sharded
 from tests.unit.test_checkpoint_dump import Rank, together
-from tests.unit.test_in_place import DTYPES, half, one_param, peak
+from tests.unit.test_in_place import DTYPES, half, one_param, peak, same
+from tests.unit.test_integrity import framework_checks
 
 COUNT = 2
 
@@ -96,29 +101,41 @@ def world_of(ranks: Sequence[Rank]) -> dict[str, torch.Tensor]:
     return {key: torch.cat([rank.states[rank.model.a][key] for rank in ranks]) for key in shards.KEYS}
 
 
-@pytest.mark.parametrize(("numel", "block"), [(1 << 12, BLOCK), (1 << 12, 64), (3 << 20, BLOCK)])
-def test_torch_loads_what_it_would_have_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numel: int, block: int
-) -> None:
-    for module in (file_parts, in_place):
-        monkeypatch.setattr(module, "BLOCK", block)
-    monkeypatch.setattr("adaptor.checkpoint.hashing.BLOCK", block)
-    ranks = ranks_of(numel)
+def itself(value: Any) -> Any:
+    return value
+
+
+def in_both_ways(
+    tmp_path: Path, ranks: Sequence[Rank], made: Callable[..., Planner], *, verify: bool = False
+) -> tuple[Path, Path]:
+    """Return a checkpoint that two holders have written in place, and one of which a rank had everything.
+
+    Args:
+        tmp_path: of the test.
+        ranks: the holders.
+        made: returns what is saved, from the state, what casts it, and what is pickled for a value.
+        verify: whether digests are asked for, as with the framework's `--verify-integrity`.
+    """
     root = tmp_path / "iter_0000012_tmp"
     root.mkdir()
 
     def writer(group: Any) -> Any:
         exchange = Exchange(group, 0, [[0, 1]], folder=root)
         planned = PlannedTensors("meta")
+        objects = dcp_layout.PlannedObjects(planned)
         world = planned.state_of(ranks[0].optimizer, 0)[0][DTYPES]
-        part = dcp.RankPart(0, saved(world, planned.cast))
-        layout = dcp_layout.lay_out(part, planned)
+        with planned.follow_copies():
+            part = dcp.RankPart(0, made(world, planned.cast, objects.token_for))
+            layout = dcp_layout.lay_out(part, planned, objects)
+        small: dict[str, Callable[[Any], Any]] = {part.part_file: part.write_part}
+        if verify:
+            digest = integrity.digest()
+            layout.reader = digest.update
+            small = integrity.with_part(small, 0, {part.data_file: digest.hexdigest})
         with in_place.InPlace({part.data_file: layout}, [ranks[0].optimizer], exchange, 1) as archives:
             assert archives.write()
             entries = archives.finish()
-        with HashingFile(root / f"{part.part_file}.1") as file:
-            part.write_part(file)
-        return [*entries, file.entry(part.part_file, 1)]
+        return entries + _written(root, small)
 
     def holder(group: Any) -> Any:
         exchange = Exchange(group, 1, [[0, 1]], folder=root)
@@ -126,26 +143,90 @@ def test_torch_loads_what_it_would_have_loaded(
 
     written, gathers = together(tmp_path, [writer, holder])
     assert gathers is False, gathers
+    assert not isinstance(written, Exception), written
     assert publish.publish(tmp_path, 12, written, {}, COUNT)
-    ours = sharded.load(tmp_path / "iter_0000012")
+    ours = tmp_path / "iter_0000012"
+    assert manifest.defects(ours) == []
 
     (other := tmp_path / "gathered/iter_0000012_tmp").mkdir(parents=True)
-    part = dcp.RankPart(0, saved(world_of(ranks), torch.Tensor.to))
+    part = dcp.RankPart(0, made(world_of(ranks), torch.Tensor.to, itself))
+    entries = _written(other, {part.data_file: part.write_data, part.part_file: part.write_part})
+    publish.publish(other.parent, 12, entries, {}, COUNT)
+    return ours, other.parent / "iter_0000012"
+
+
+def _written(folder: Path, files: Mapping[str, Callable[[Any], Any]]) -> list[FileEntry]:
     entries = []
-    for name, write in ((part.data_file, part.write_data), (part.part_file, part.write_part)):
-        with HashingFile(other / f"{name}.1") as file:
+    for name, write in files.items():
+        with HashingFile(folder / f"{name}.1") as file:
             write(file)
         entries.append(file.entry(name, 1))
-    publish.publish(other.parent, 12, entries, {}, COUNT)
-    theirs = sharded.load(other.parent / "iter_0000012")
-    theirs["optimizer.distributed.exp_avg_sq"][100:128] = 0  # torch.empty
+    return entries
+
+
+def assert_same(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     assert list(ours) == list(theirs)
     for key, value in theirs.items():
-        if isinstance(value, torch.Tensor):
-            assert ours[key].dtype == value.dtype
-            assert torch.equal(ours[key], value), key
-        else:
-            assert ours[key] == value
+        assert same(ours[key], value), key
+
+
+def set_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    for module in (file_parts, in_place):
+        monkeypatch.setattr(module, "BLOCK", block)
+    monkeypatch.setattr("adaptor.checkpoint.hashing.BLOCK", block)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(("numel", "block"), [(1 << 12, BLOCK), (1 << 12, 64), (3 << 20, BLOCK)])
+def test_torch_loads_what_it_would_have_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numel: int, block: int, verify: bool
+) -> None:
+    set_block(monkeypatch, block)
+    folders = in_both_ways(tmp_path, ranks_of(numel), lambda *args: saved(*args[:2]), verify=verify)
+    ours, theirs = map(sharded.load, folders)
+    theirs["optimizer.distributed.exp_avg_sq"][100:128] = 0  # torch.empty
+    assert_same(ours, theirs)
+    if verify:
+        assert framework_checks(folders[0]) == [".metadata", "__0_0.distcp"]
+
+
+def test_a_byte_that_another_one_is_read_for_is_not_vouched_for(tmp_path: Path) -> None:
+    """For `--verify-integrity` the file is read once more: what is read has to be what was written."""
+    rank = one_param(1 << 20)
+    exchange = Exchange(None, 0, [[0]], folder=tmp_path)
+    planned = PlannedTensors("meta")
+    part = dcp.RankPart(0, saved(planned.state_of(rank.optimizer, 0)[0][DTYPES], planned.cast))
+    layout = dcp_layout.lay_out(part, planned)
+    layout.reader = integrity.digest().update
+    largest = max(layout.entries, key=lambda entry: entry.size)
+    changed = -(-largest.begin // BLOCK) * BLOCK
+    with in_place.InPlace({part.data_file: layout}, [rank.optimizer], exchange, 1) as archives:
+        assert archives.write()
+        with (tmp_path / f"{part.data_file}.1").open("r+b") as file:
+            file.seek(changed + 5)
+            file.write(b"?")
+        with pytest.raises(CheckpointError, match=rf"1: other bytes are read at byte {changed} than were"):
+            archives.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_values_that_are_saved_as_objects_are_written_in_place(tmp_path: Path) -> None:
+    """As the framework saves the whole state of an optimizer (`dp_zero_gather_scatter`)."""
+
+    def made(world: Mapping[str, Any], cast: Any, saved_as: Callable[[Any], Any]) -> Planner:
+        state = {
+            "coalesced": True,
+            0: {DTYPES: {key: world[key] for key in shards.KEYS} | {"numel": 1 << 12}},
+        }
+        part = [(world["param"][5:77].view(8, 9), torch.arange(3.0)), "text"]
+        objects = {"state": [saved_as(state)], "part": [saved_as(part)], "other": [saved_as({"seed": 7})]}
+        return Planner({}, objects)
+
+    folders = in_both_ways(tmp_path, ranks_of(1 << 12), made)
+    ours, theirs = map(sharded.load, folders)
+    assert_same(ours, theirs)
+    (entry,) = [one for one in manifest.read(folders[0]).files if one.path == "__0_0.distcp"]
+    assert entry.xxh3_128 is None, "no holder has the whole"
 
 
 def test_what_is_frozen_is_not_copied(tmp_path: Path) -> None:
@@ -206,6 +287,11 @@ def _turned(world: Mapping[str, torch.Tensor]) -> Planner:
     return Planner({"a": (turned.shape, {(0, 0): turned})}, {})
 
 
+def _copied(world: Mapping[str, torch.Tensor]) -> Planner:
+    turned = world["param"].view(-1, 64).t().contiguous()
+    return Planner({"a": (turned.shape, {(0, 0): turned})}, {})
+
+
 def _pickled(world: Mapping[str, torch.Tensor]) -> Planner:
     return Planner({}, {"a": [{"param": world["param"]}]})
 
@@ -216,7 +302,7 @@ def _of_two_buckets(world: Mapping[str, torch.Tensor]) -> Planner:
     return Planner({"optimizer.distributed.a": ((25,), pieces)}, {})
 
 
-@pytest.mark.parametrize("made", [_computed, _turned, _pickled, _of_two_buckets])
+@pytest.mark.parametrize("made", [_computed, _turned, _copied, _pickled, _of_two_buckets])
 def test_what_is_not_known_of_a_tensor_is_not_guessed(made: Callable[[Any], Planner]) -> None:
     planned = PlannedTensors("meta")
     world = planned.state_of(half(0, 1, 1 << 12).optimizer, 0)[0][DTYPES]

@@ -21,7 +21,7 @@ STEP = 3
 FINAL = naming.final_name(STEP)
 
 
-def _framework_checks(folder: Path) -> list[str]:
+def framework_checks(folder: Path) -> list[str]:
     """The names that its `verify_integrity_manifest` compares; it raises where one is missing or differs."""
     said = json.loads((folder / "integrity.json").read_text())
     assert said["algorithm"] == "sha256"
@@ -60,7 +60,7 @@ def test_last_words_have_what_the_framework_checks(tmp_path: Path) -> None:
     entries = _dump(publish.prepare(tmp_path, STEP))
     assert publish.publish(tmp_path, STEP, entries, {}, 11)
     names = [".metadata", "__10_0.distcp", "__2_0.distcp", "metadata.json"]
-    assert _framework_checks(tmp_path / FINAL) == names
+    assert framework_checks(tmp_path / FINAL) == names
     assert manifest.defects(tmp_path / FINAL) == []
     assert {path.name for path in (tmp_path / FINAL).iterdir()} == {
         *names,
@@ -83,7 +83,7 @@ def test_publishing_again_after_a_crash(tmp_path: Path, monkeypatch: pytest.Monk
         publish.publish(tmp_path, STEP, entries, {}, 2)
     monkeypatch.undo()
     publish.publish(tmp_path, STEP, entries, {}, 2)
-    assert len(_framework_checks(tmp_path / FINAL)) == 4
+    assert len(framework_checks(tmp_path / FINAL)) == 4
     assert manifest.defects(tmp_path / FINAL) == []
 
 
@@ -103,10 +103,10 @@ def test_a_regular_save_lists_no_file_that_goes(tmp_path: Path) -> None:
     (folder / "__0_0.distcp").write_bytes(b"tensors")
     checksum_notes.hash_and_leave(folder, folder / "__0_0.distcp")
     _framework_saves(folder)
-    assert len(_framework_checks(folder)) == 2
+    assert len(framework_checks(folder)) == 2
     regular_folder.sync_regular(tmp_path, STEP)
     regular_folder.publish_regular(tmp_path, STEP)
-    assert _framework_checks(tmp_path / FINAL) == ["__0_0.distcp"]
+    assert framework_checks(tmp_path / FINAL) == ["__0_0.distcp"]
     assert manifest.defects(tmp_path / FINAL) == []
 
 

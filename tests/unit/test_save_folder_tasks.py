@@ -69,26 +69,21 @@ def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-@pytest.mark.parametrize("joined", [False, True])
-def test_what_a_publish_needs_is_imported_while_others_write(tmp_path: Path, joined: bool) -> None:
-    """Only where the newest checkpoint has metadata that was joined: else nothing of it is needed."""
-    (folder := tmp_path / naming.final_name(4)).mkdir()
-    (folder / (".metadata" if joined else "model")).touch()
-    (tmp_path / naming.TRACKER).write_text("4")
+@pytest.mark.parametrize("expected", [False, True])
+def test_what_joins_parts_is_imported_before_a_fault_where_there_will_be_some(expected: bool) -> None:
     script = f"""
-import asyncio, sys, threading
+import sys, threading
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
-from adaptor.protocol.messages import Prepare
 works = SaveFolderTasks()
-works.saves.add({str(tmp_path)!r})
-assert asyncio.run(works.do(Prepare(1, {str(tmp_path)!r}, 5), 0, "")).folder
+for _ in range(2 * {expected}):
+    works.expect_parts()
 works.close()
 for thread in threading.enumerate()[1:]:
     thread.join()
 print("torch.distributed.checkpoint.filesystem" in sys.modules)
 """
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert ended.stdout == f"{joined}\n", ended.stderr
+    assert ended.stdout == f"{expected}\n", ended.stderr
 
 
 def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:

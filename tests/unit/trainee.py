@@ -41,6 +41,7 @@ class CountingTrainee:
 
     save: str = ""
     shares: tuple[Share, ...] = ()
+    in_parts: bool = False
     survives: str = "split; any 1 rank"
     device: Device = HOST
     barrier: Callable[[], None] = nothing

@@ -20,7 +20,7 @@ class Layout(Message, frozen=True):
     `has_local_copy`: it keeps a local copy of the state before an update (TTP_LOCAL_COPY).
     `online`: why this rank cannot take part in an online recovery, in a few words for the user; "off" where
     TTP_ONLINE is 0; empty where it can. `nodes`: the numbers of nodes with which the job could train; empty:
-    nobody knows.
+    nobody knows. `in_parts`: who publishes last words joins them of parts (`torch_dist`).
     """
 
     rank: Number
@@ -31,6 +31,7 @@ class Layout(Message, frozen=True):
     has_local_copy: bool = False
     online: str = "off"
     nodes: tuple[Number, ...] = ()
+    in_parts: bool = False
 
 
 class Refused(Message, frozen=True):

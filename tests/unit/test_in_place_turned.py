@@ -1,0 +1,200 @@
+"""Weights that a framework turns round before it saves them, as their holders write them in place."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adaptor.checkpoint import dcp, dcp_layout, file_parts, strided_parts
+from adaptor.checkpoint.file_parts import NotFinite
+from adaptor.checkpoint.hashing import BLOCK
+from adaptor.checkpoint.in_place_holder import own_readers
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
+from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.strided_parts import StridedView
+from adaptor.devices.device import Host
+from tests.faults import sharded
+from tests.unit.test_in_place import DTYPES, half, one_param
+from tests.unit.test_in_place_dcp import Planner, assert_same, in_both_ways, ranks_of, set_block
+
+EXPERTS, ROWS, COLUMNS = 3, 20, 64
+# The shards of two ranks meet in the second expert.
+BEGIN = 100
+Tensors = Mapping[str, torch.Tensor]
+Cast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
+
+
+def _matrices(flat: torch.Tensor) -> torch.Tensor:
+    return flat[BEGIN : BEGIN + EXPERTS * ROWS * COLUMNS].view(EXPERTS, ROWS, COLUMNS)
+
+
+def _whole(name: str, tensor: torch.Tensor) -> dict[str, Any]:
+    return {name: (tensor.shape, {(0,) * tensor.dim(): tensor})}
+
+
+def _all_experts(world: Tensors, cast: Cast) -> dict[str, Any]:
+    """As an expert layer of a grouped GEMM does, its optimizer's state too."""
+    weights = _matrices(cast(world["param"], torch.bfloat16)).transpose(-1, -2).contiguous()
+    state = _matrices(world["exp_avg"]).transpose(-1, -2).contiguous()
+    return _whole("weights", weights) | _whole("state", state)
+
+
+def _each_expert(world: Tensors, cast: Cast) -> dict[str, Any]:
+    turned = _matrices(world["exp_avg_sq"]).transpose(-1, -2)
+    halves = torch.chunk(turned, 2, -2)
+    return {
+        f"expert {number} {half}": (expert.shape, {(0, 0): expert.contiguous()})
+        for half, experts in enumerate(halves)
+        for number, expert in enumerate(experts)
+    }
+
+
+def _pieces_of_a_copy(world: Tensors, cast: Cast) -> dict[str, Any]:
+    copy = _matrices(world["param"]).permute(2, 0, 1).contiguous()
+    rows = {(0, 0, 0): copy[:7], (7, 0, 0): copy[7:]}
+    return {"rows": (copy.shape, rows)} | _whole("one", copy[9, 1]) | _whole("few", copy[9, 1, 3:11])
+
+
+def _columns(world: Tensors, cast: Cast) -> dict[str, Any]:
+    return _whole("columns", _matrices(world["param"])[:, :, 5:23].clone())
+
+
+def _cast_behind_the_copy(world: Tensors, cast: Cast) -> dict[str, Any]:
+    return _whole("half", _matrices(world["param"]).transpose(0, 1).contiguous().to(torch.bfloat16))
+
+
+def _in_order_after_all(world: Tensors, cast: Cast) -> dict[str, Any]:
+    """Copies of copies: the rows are where they were."""
+    return _whole("back", _matrices(world["param"]).transpose(1, 2).contiguous()[1].clone())
+
+
+@pytest.mark.parametrize("block", [BLOCK, 64])
+@pytest.mark.parametrize(
+    "turned",
+    [_all_experts, _each_expert, _pieces_of_a_copy, _columns, _cast_behind_the_copy, _in_order_after_all],
+)
+def test_torch_loads_what_it_would_have_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turned: Callable[[Tensors, Cast], Any], block: int
+) -> None:
+    set_block(monkeypatch, block)
+
+    def made(world: Tensors, cast: Cast, saved_as: Any) -> Planner:
+        return Planner(turned(world, cast), {})
+
+    ours, theirs = map(sharded.load, in_both_ways(tmp_path, ranks_of(1 << 12), made))
+    assert_same(ours, theirs)
+
+
+def _changed(world: Tensors) -> torch.Tensor:
+    return world["param"].view(-1, 64).t().contiguous().mul_(2)
+
+
+def _rounded_twice(world: Tensors) -> torch.Tensor:
+    return world["param"].view(-1, 64).t().to(torch.bfloat16).to(torch.float32)
+
+
+def _in_the_order_of_its_memory(world: Tensors) -> torch.Tensor:
+    return world["param"].view(-1, 64).t().to(torch.bfloat16).contiguous()
+
+
+def _repeated(world: Tensors) -> torch.Tensor:
+    return world["param"][:4].view(4, 1).expand(4, 3).contiguous()
+
+
+def _no_view(world: Tensors) -> torch.Tensor:
+    return world["param"].view(-1, 64).t().contiguous().view(-1)[5:900]
+
+
+def _filled(world: Tensors) -> torch.Tensor:
+    return torch.cat([world["param"], world["exp_avg"]])
+
+
+@pytest.mark.parametrize(
+    "made", [_changed, _rounded_twice, _in_the_order_of_its_memory, _repeated, _no_view, _filled]
+)
+def test_what_is_not_known_of_a_copy_is_not_guessed(made: Callable[[Tensors], torch.Tensor]) -> None:
+    def tensors(world: Tensors) -> dict[str, Any]:
+        # Beside what is flat a tensor of an unknown content could be padding.
+        flat = {"optimizer.distributed.a": ((1 << 12,), {(0,): world["param"][:9]})}
+        return flat | _whole("a", made(world))
+
+    with pytest.raises(CannotBePlanned):
+        _lay_out(tensors)
+
+
+def test_a_stand_in_that_was_changed_is_no_padding() -> None:
+    def tensors(world: Tensors) -> dict[str, Any]:
+        own = world["param"][9:20].clone().mul_(2)
+        return {"optimizer.distributed.a": ((20,), {(0,): world["param"][:9], (9,): own})}
+
+    with pytest.raises(CannotBePlanned):
+        _lay_out(tensors)
+
+
+def _lay_out(tensors: Callable[[Tensors], dict[str, Any]]) -> None:
+    planned = PlannedTensors("meta")
+    world = planned.state_of(half(0, 1, 1 << 12).optimizer, 0)[0][DTYPES]
+    with planned.follow_copies():
+        dcp_layout.lay_out(dcp.RankPart(0, Planner(tensors(world), {})), planned)
+
+
+def test_runs_are_those_that_lie_in_the_range() -> None:
+    tensor = torch.arange(BEGIN + EXPERTS * ROWS * COLUMNS)
+    view = _matrices(tensor).transpose(-1, -2)[:, 3:, :]
+    strided = StridedView(BEGIN + 3, tuple(zip(view.shape, view.stride(), strict=True)))
+    flat = view.reshape(-1)
+    assert torch.equal(strided.places(0, flat.numel()), flat)
+    for low, high in ((0, len(tensor)), (BEGIN, BEGIN + 1), (1500, 2222), (1403, 2777), (len(tensor), 9999)):
+        runs = list(strided.runs(low, high))
+        assert strided.count_runs(low, high) == len(runs)
+        held = [int(place) for first, last in runs for place in strided.places(first, last)]
+        assert held == [place for place in flat.tolist() if low <= place < high]
+        assert all(one < other for (_, one), (other, _) in itertools.pairwise(runs)), "joined"
+
+
+def test_too_many_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each row, where a shard ends in the middle of the matrix."""
+    optimizers = [half(0, 2, 1 << 12).optimizer]
+    source = Source(0, 0, "param", 0, 1 << 12, torch.float32, ((64, 1), (64, 64)))
+    monkeypatch.setattr(strided_parts, "_MOST_RUNS", 128)
+    strided_parts.require_few_runs([source], optimizers)
+    monkeypatch.setattr(strided_parts, "_MOST_RUNS", 127)
+    with pytest.raises(CannotBePlanned, match="128 runs"):
+        strided_parts.require_few_runs([source], optimizers)
+
+
+class _Far(Host):
+    """A device from which one matrix at a time is brought."""
+
+    def __init__(self) -> None:
+        self.brought: list[int] = []
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.brought.append(tensor.numel())
+        return tensor.clone()
+
+
+def test_a_device_gives_what_a_block_needs_at_once_and_what_is_not_finite_is_told_once(
+    tmp_path: Path,
+) -> None:
+    rank, device = one_param(1 << 12), _Far()
+    rank.states[rank.model.a]["param"][BEGIN + 7] = float("inf")
+    region = file_parts.Region(
+        0, 0, 0, 0, "param", "float32", BEGIN, BEGIN + EXPERTS * ROWS * COLUMNS,
+        ((EXPERTS, ROWS * COLUMNS), (COLUMNS, 1), (ROWS, COLUMNS)),
+    )  # fmt: skip
+    exchange = Exchange(None, 0, [[0]], device=device)
+    with (tmp_path / "file").open("w+b") as file:
+        with file_parts.PartWriter([file.fileno()], exchange) as writer:
+            writer.add_shards([region], [rank.optimizer], own_readers([rank.optimizer], exchange))
+            assert writer.write_for(60.0)
+        assert writer.not_finite == [NotFinite(0, 0, "param", "float32", 0, 0, 1 << 12)]
+        content = torch.frombuffer(bytearray((tmp_path / "file").read_bytes()), dtype=torch.float32)
+    turned = _matrices(rank.states[rank.model.a]["param"]).transpose(-1, -2)
+    assert torch.equal(content, turned.reshape(-1))
+    assert len(device.brought) == 1, "it is one run of one block"
