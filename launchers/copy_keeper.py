@@ -131,7 +131,10 @@ class CopyKeeper:
         """Say once that copies do not come to the other node."""
         if not self._told:
             self._told = True
-            output.tell(f"[ttp] node {self._node}: the next node does not keep copies of its ranks: {why}")
+            output.tell(
+                f"[ttp] node {self._node}: the next node keeps no new copies of this node's ranks"
+                f" (TTP_HOST_COPY): {why}"
+            )
 
     # giving
 

@@ -214,9 +214,12 @@ class Spares:
 
     def _tell(self, why: str) -> None:
         """Say how many there are, once for each reason."""
-        there = (
-            f"{len(self._waiting)} of {self._count} spare processes" if self._waiting else "no spare process"
-        )
+        there, when = "no spare process waits", ""
+        if self._waiting:
+            there = f"only {len(self._waiting)} of {self._count} spare processes wait"
+            when = "once they are used up, "
         if self._told != why:
             self._told = why
-            output.tell(f"[ttp] {there} on this node: {why}; other ranks are replaced by new processes")
+            output.tell(
+                f"[ttp] {there} on this node: {why}; {when}a rank that fails is replaced by a new process"
+            )

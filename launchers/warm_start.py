@@ -52,7 +52,10 @@ class WarmProcesses:
             unfit = await spare.imports(what)
         if unfit and not self._told:
             self._told = unfit
-            output.tell(f"[ttp] the workers of this spare node will be new processes, no spare ones: {unfit}")
+            output.tell(
+                "[ttp] this spare node has no spare processes: if it takes a place, its workers start from"
+                f" the beginning, which takes longer: {unfit}"
+            )
 
     @contextlib.contextmanager
     def become_workers(self) -> Iterator[None]:

@@ -231,8 +231,8 @@ class Lease:
                 elif not told:
                     told = True
                     output.tell(
-                        f"[ttp] {self._root / naming.LEASE} is now of {found.owner.words}:"
-                        " both jobs save there",
+                        f"[ttp] {self._root / naming.LEASE} now names {found.owner.words}:"
+                        " it and this job both save in this folder",
                         to="stdout",
                     )
 

@@ -50,7 +50,9 @@ def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
     except (OSError, CheckpointError) as error:
         why = getattr(error, "strerror", None) or error
         output.tell(
-            f"[ttp] {root}: no lease ({why}), so another job that saves there is not noticed", to="stdout"
+            f"[ttp] the lease {root / naming.LEASE} cannot be taken ({why}): if a second job saves in this"
+            " folder, neither of the two is refused",
+            to="stdout",
         )
     _claimed = root
 

@@ -254,7 +254,7 @@ class Regrouping:
             return []
         reason = ""
         if message.step != self._writing.step:
-            reason = f"it came to step {message.step}"
+            reason = f"it came to step {message.step}, not to step {self._writing.step}"
         elif message.digest != next(iter(self._joined.values()), message.digest):
             reason = "its process groups or parameters differ from those of other ranks"
         if reason:

@@ -62,7 +62,10 @@ class Profiler:
         if self._trace is not None:
             self._stop()
         elif not self._has_recorded:
-            output.tell(f"[ttp] TTP_PROFILE: rank {self._rank} made none of the steps {self._request.steps}")
+            output.tell(
+                f"[ttp] TTP_PROFILE: rank {self._rank} has trained none of the steps {self._request.steps},"
+                " so nothing is recorded"
+            )
         self._has_recorded = True
 
     def _start(self, step: int) -> None:

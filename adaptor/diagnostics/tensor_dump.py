@@ -104,7 +104,10 @@ class TensorDump:
         if self._came:
             self._writer.submit(self._tell_where)  # after all that is still to be written
         else:
-            output.tell(f"[ttp] TTP_DUMP: rank {self._rank} made none of the steps {self._request.steps}")
+            output.tell(
+                f"[ttp] TTP_DUMP: rank {self._rank} has trained none of the steps {self._request.steps}, so"
+                " nothing is recorded"
+            )
 
     def _tell_where(self) -> None:
         if self._written:

@@ -207,8 +207,8 @@ class _Pull:
         elif not self._has_agreed and self._differed.get(name) == found:
             self._compares = False
             self._tell(
-                f"[ttp] {self._store}/{name} came twice alike, and its etag is not its MD5, as where a store"
-                " encrypts: sizes alone are compared"
+                f"[ttp] {self._store}/{name}: the same bytes came twice, and the etag is not their MD5. A"
+                " store that encrypts has such etags: from here on only sizes are compared"
             )
         else:
             self._differed[name] = found

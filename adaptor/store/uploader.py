@@ -147,7 +147,7 @@ class Uploader:
         if there and there[-1] > newest and not self._order.node:
             self._tell(
                 f"[ttp] {store} holds step {there[-1]}, later than step {max(newest, 0)} of {self._root}: a"
-                " pull brings that one; use another prefix for this job, or pull first"
+                f" pull would bring step {there[-1]}; use another prefix for this job, or pull first"
             )
 
     def _send_next(self, store: Store, leaving: bool) -> bool:
@@ -353,7 +353,8 @@ class Uploader:
         if newer is not None:
             if not self._order.node:  # else node 0 says it
                 self._tell(
-                    f"[ttp] step {sent.step} is left out: the last words of step {newer.step} go first"
+                    f"[ttp] step {sent.step} is not sent to {self._order.url}: the last words of step"
+                    f" {newer.step} are sent in its place"
                 )
             self._handle(sent)
             raise _PreemptedError

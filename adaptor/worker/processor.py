@@ -165,7 +165,9 @@ class Processor:
             _leave(EXIT_ORPHAN)
         except BaseException as error:
             # This worker cannot answer any more; its agent learns that from its end.
-            output.tell(f"[ttp] rank {self._rank}: its processor has failed: {text.trace(error)}")
+            output.tell(
+                f"[ttp] rank {self._rank}: the thread that answers the agent has failed: {text.trace(error)}"
+            )
             _leave(EXIT_DEAF)
 
     def _hear(self) -> None:
@@ -245,7 +247,9 @@ class Processor:
             act(order)
         except Exception as error:
             self._note("failed", f"{type(order).__name__}: {text.describe(error)}")
-            output.tell(f"[ttp] rank {self._rank}: {type(order).__name__} has failed: {text.trace(error)}")
+            output.tell(
+                f"[ttp] rank {self._rank}: the order {type(order).__name__} has failed: {text.trace(error)}"
+            )
 
     def _note(self, what: str, detail: str = "") -> None:
         self.say(self._event(what, detail))

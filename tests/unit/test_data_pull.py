@@ -145,7 +145,9 @@ def test_an_etag_may_be_no_md5(faults: FaultProxy, url: str, server: str, tmp_pa
     faults.fault = _corrupting("one", times=9)
     source.pull(tmp_path)
     assert (tmp_path / "one").read_bytes() == b"` text"
-    assert source.lines[0].startswith(f"[ttp] {url}/one came twice alike, and its etag is not its MD5")
+    assert source.lines[0].startswith(
+        f"[ttp] {url}/one: the same bytes came twice, and the etag is not their MD5"
+    )
 
 
 def _corrupting(name: str, times: int) -> Callable[[int, str, str], str]:  # type: ignore[type-arg]

@@ -239,7 +239,9 @@ def test_steps_that_never_come_are_said(
     place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     _train(_recorder(tmp_path, **_asked_for(place, tmp_path, "100-102")))
-    assert capfd.readouterr().err == f"[ttp] {place}: rank 0 made none of the steps 100-102\n"
+    assert capfd.readouterr().err == (
+        f"[ttp] {place}: rank 0 has trained none of the steps 100-102, so nothing is recorded\n"
+    )
 
 
 @pytest.mark.parametrize("place", ["TTP_PROFILE", "TTP_DUMP"])

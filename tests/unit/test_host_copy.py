@@ -370,9 +370,8 @@ def test_a_copy_that_was_damaged_on_its_way_does_not_count(
         return "checksum" in said[-1]
 
     waiting.until(is_said, "it is told")
-    assert "[ttp] node 0: the next node does not keep copies of its ranks: the copy of rank 0" in "".join(
-        said
-    )
+    assert "[ttp] node 0: the next node keeps no new copies of this node's ranks" in "".join(said)
+    assert "(TTP_HOST_COPY): the copy of rank 0" in "".join(said)
     assert (second.kept, _of_other(others, 1)[0]) == (-1, None)
     assert _of_other(others, 0)[0] == first.header
 

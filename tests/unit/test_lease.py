@@ -200,8 +200,9 @@ def test_a_lease_that_cannot_be_written_stops_nothing(
 ) -> None:
     lease_claim.claim(tmp_path / "gone", {})
     (line,) = said(capsys).splitlines()
-    assert "no lease (No such file or directory)" in line
-    assert "another job that saves there is not noticed" in line
+    lease = tmp_path / "gone" / naming.LEASE
+    assert f"the lease {lease} cannot be taken (No such file or directory)" in line
+    assert "if a second job saves in this folder, neither of the two is refused" in line
 
 
 def test_cleaning_up_leaves_the_lease(tmp_path: Path) -> None:
@@ -243,7 +244,7 @@ def test_whose_lease_becomes_anothers_says_so(tmp_path: Path, monkeypatch: pytes
     told.wait()
     held.release()
     (line,) = lines
-    assert "is now of the job of process 77 on node-b" in line
+    assert "now names the job of process 77 on node-b" in line
 
 
 @pytest.mark.robustness(

@@ -246,7 +246,7 @@ def test_an_sdk_whose_controller_is_gone(
     worker.session.window.sdk = SimpleNamespace(tft_report_error=gone, ReportState=state)
     with pytest.raises(SystemExit, match="3"):
         worker.raised("ValueError: no", 3)
-    assert (
-        capsys.readouterr().err == "[ttp] rank 2: a message for mindio_ttp is lost: report status: 8 failed\n"
+    assert capsys.readouterr().err == (
+        "[ttp] rank 2: its failure cannot be reported to mindio_ttp: report status: 8 failed\n"
     )
     worker._memory.close()

@@ -257,7 +257,7 @@ def test_a_processor_that_fails(launcher: Launcher) -> None:
     (job.folder / "go").touch()
     ended = job.restarts(traceback=True)
     assert "[ttp] rank 1 exited with code 77; step 13 is saved, " in ended.log
-    assert "[ttp] rank 1: its processor has failed: Traceback" in ended.log
+    assert "[ttp] rank 1: the thread that answers the agent has failed: Traceback" in ended.log
 
 
 FAILS = """

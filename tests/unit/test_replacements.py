@@ -351,7 +351,8 @@ def test_a_spare_that_cannot_be_started_ends_nothing(
         await node.begin(0)
         node.broken = True
         node.replacements.hear(Modules(0, (), {}, {}))
-        await node.until(lambda: "no spare process on this node" in capsys.readouterr().err, "it is said")
+        said = "[ttp] no spare process waits on this node"
+        await node.until(lambda: said in capsys.readouterr().err, "it is said")
         node.replacements.end_incident()
         assert (node.workers.alive, node.spares) == ({0}, [])
 
@@ -369,7 +370,7 @@ def test_one_spare_waits_and_a_second_cannot_be_started(
         node.room = 1
         look(node)
         node.replacements.hear((await node.told(Modules))[0])
-        said = "[ttp] 1 of 2 spare processes on this node: no more can be started (Resource temporarily"
+        said = "[ttp] only 1 of 2 spare processes wait on this node: no more can be started (Resource"
         await node.until(lambda: said in capsys.readouterr().err, "it is said")
         spare = await node.waits()
         node.processes[0].kill()

@@ -164,7 +164,7 @@ def test_last_words_go_first(
     save(root, 12, last_words=True)
     faults.fault = lambda number, method, path: ""
     faults.release.set()
-    assert "step 10 is left out: the last words of step 12 go first" in sender.line()
+    assert f"step 10 is not sent to {url}: the last words of step 12 are sent in its place" in sender.line()
     sender.tell({"within_s": None})
     assert "step 12 is in" in sender.line()
     assert sender.ends() == ""

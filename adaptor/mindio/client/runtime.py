@@ -80,7 +80,7 @@ class MindioRuntime:
         try:
             self.session.window.sdk.tft_report_error(self.session.window.sdk.ReportState.RS_UNKNOWN.value)
         except Exception as gone:  # it raises what has no type of its own
-            output.tell(f"[ttp] rank {self.rank}: a message for mindio_ttp is lost: {gone}")
+            output.tell(f"[ttp] rank {self.rank}: its failure cannot be reported to mindio_ttp: {gone}")
             output.leave(exit_code)
         threading.Event().wait(_ENDS_AFTER_S)
         output.leave(exit_code)

@@ -102,7 +102,7 @@ class Saving:
         files = [entry for group in sorted(left) for entry in left[group].files]
         groups = {name: {"writer": one.writer, "holders": one.holders} for name, one in left.items()}
         publish.publish(root, step, files, groups, self.world_size, self.generation)
-        output.tell(f"[ttp] mindio_ttp has had step {step} saved", to="stdout")
+        output.tell(f"[ttp] step {step} is saved, as mindio_ttp has ordered", to="stdout")
 
     def _connect(self, name: str, ranks: tuple[int, ...]) -> Any:
         """Make a gloo group of `ranks` that is independent of the framework's groups."""
