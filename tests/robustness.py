@@ -33,10 +33,21 @@ Case = tuple[str, str, str]  # area, what happens, what must hold
 _WHAT = """\
 # Attacks and odd machines
 
-What new users, attackers and unusual machines do to a job, and what must hold then. Areas A are the use of
-the adaptor, B the machine, its files and networks, C other users and forged messages. Each row is one or more
-tests with the marker `robustness`; `python -m pytest -m robustness` runs them and does not write this page.
-Faults of processes and networks have pages of their own: [faults.md](faults.md), [layouts.md](layouts.md)."""
+This table has what new users, attackers and unusual machines do to a job, and what must hold then. Each row
+is one or more tests with the marker `robustness`. *Hold* means that all tests of the row have passed.
+
+- A, the use of the adaptor. A1: the calls of a training loop; A2: hangs and watchdogs; A3: faults that come
+  again; A4: signals, and nodes that do not come; A5: reports before a job; A6: who is blamed; A7, A9: modules
+  with the same names
+- B, the machine, its files and networks. B1: errors in the adaptor itself; B2: the rendezvous store;
+  B3: damaged checkpoints; B4: certificates; B5: logs that cannot be written; B6: how `ttprun` is started;
+  B7: processes, descriptors and temporary files; B8: what is left over on the disk; B9: the start of
+  training; B10: two jobs in one folder
+- C, other users and forged messages. C1: saves and agents; C2: the lock of the save folder; C3: connections;
+  C4: secrets
+
+Faults of processes and networks have pages of their own: [faults](faults.md), [layouts](layouts.md).
+`python -m pytest -m robustness` runs the tests alone. This command runs them and writes this page:"""
 
 
 @dataclass
