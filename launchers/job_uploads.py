@@ -132,10 +132,9 @@ class JobUploads:
             *self._place,
         )
         while True:
-            how = self._run_once(order)
+            how, again = self._run_once(order)
             if not how:
                 return
-            again = not self._ends.is_set()
             output.tell(
                 f"[ttp] the process that sends checkpoints to {config.store} has ended {how}; "
                 + ("it is started again" if again else "the newest one may be on this machine only")
@@ -145,11 +144,16 @@ class JobUploads:
             self._ends.wait(wait_s)  # if the job ends meanwhile, another process sends the newest one
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _run_once(self, order: UploadSettings) -> str:
-        """Run the process to its end; return how it ended, '' where it was to end."""
+    def _run_once(self, order: UploadSettings) -> tuple[str, bool]:
+        """Run the process to its end.
+
+        Returns:
+            How it ended, '' where it was to end; and whether another one is started, because the job had not
+            ended by then.
+        """
         with self._lock:
             if threading.current_thread() is not self._thread:
-                return ""
+                return "", False
         try:  # without the lock, which others take on the control thread: on a slow disk it may take long
             process = subprocess.Popen(
                 [sys.executable, str(STORE), "send"],
@@ -157,7 +161,7 @@ class JobUploads:
                 start_new_session=True,  # Ctrl-C is for ttprun
             )
         except OSError as error:
-            return f"before it began ({text.say(error)})"
+            return f"before it began ({text.say(error)})", not self._ends.is_set()
         with self._lock:
             if threading.current_thread() is not self._thread:  # `stop` was called meanwhile
                 process.kill()
@@ -168,12 +172,14 @@ class JobUploads:
                     self._tell_the_end()
         status = process.wait()
         with self._lock:
-            expected = self._process is not process or (status == 0 and self._ends.is_set())
+            # Under the lock, as `close`: where that finds no process to tell the end, another one is started.
+            again = not self._ends.is_set()
+            expected = self._process is not process or (status == 0 and not again)
             if self._process is process:
                 self._process = None
         if process.stdin is not None:
             with contextlib.suppress(OSError):
                 process.stdin.close()
         if expected:
-            return ""
-        return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            return "", False
+        return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}", again

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import pytest
 
@@ -314,12 +314,26 @@ def test_an_uploader_that_is_killed_is_started_again(
     )
 
 
+class _ClosedAfterTheEnd:
+    """The pipe to an uploader, whose watcher comes no further before the job has ended."""
+
+    def __init__(self, pipe: IO[bytes] | None, uploads: JobUploads) -> None:
+        assert pipe is not None
+        self._pipe = pipe
+        self._uploads = uploads
+
+    def close(self) -> None:
+        assert self._uploads._ends.wait(waiting.LONG_S)
+        self._pipe.close()
+
+
 def test_an_uploader_that_is_killed_right_before_the_end_is_started_once_more(
     url: str, server: str, faults: FaultProxy, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_uploads, "FIRST_WAIT_S", waiting.LONG_S)
     uploads, process = _held_in_the_middle(url, faults, root)
     faults.fault = lambda number, method, path: ""
+    process.stdin = cast(IO[bytes], _ClosedAfterTheEnd(process.stdin, uploads))
     process.kill()
     waiting.until(lambda: uploads._process is None, "it is seen that it has ended")
     faults.release.set()
