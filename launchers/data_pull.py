@@ -17,7 +17,7 @@ _LEAVING_S = 15.0
 
 
 def require(config: Config) -> None:
-    """Refuse URLs that name no store, and a folder that is named twice; nothing is asked of a store.
+    """Refuse URLs that name no store, and folders that cannot be right; nothing is asked of a store.
 
     Raises:
         ConfigError: names the URL, or the folder.
@@ -25,10 +25,16 @@ def require(config: Config) -> None:
     folders = set()
     for pull in config.pull:
         try:
-            address.parse(pull.url)
+            place = address.parse(pull.url)
         except StoreError as error:
             raise ConfigError(f"TTP_PULL: {error}") from None
         folder = os.path.realpath(pull.folder)
+        source = os.path.realpath(place.prefix) if place.scheme == "file" else ""
+        if source and os.path.commonpath([folder, source]) == source:
+            raise ConfigError(
+                f"TTP_PULL: {pull.folder} is inside {pull.url}, so what has come would come again at the next"
+                " start: name a folder outside of it"
+            )
         if folder in folders:
             raise ConfigError(f"TTP_PULL names the folder {pull.folder} twice: give each URL its own")
         folders.add(folder)

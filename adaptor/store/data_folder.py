@@ -91,8 +91,15 @@ class DataFolder:
 
         Yields:
             Whether somebody else has had the lock meanwhile.
+
+        Raises:
+            StoreError: there is something else in the place of the folder.
+            OSError: it cannot be made, or the lock not be taken.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except FileExistsError:
+            raise StoreError(f"{self.path}: is not a folder") from None
         descriptor = None
         try:
             descriptor = os.open(self.path / _LOCK, os.O_RDWR | _MADE, 0o666)
@@ -127,13 +134,24 @@ class DataFolder:
                 return waited
 
     def missing(self, objects: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return the objects that are not in the folder, or are not what the journal says of them."""
+        """Return the objects that are not in the folder, or are not what the journal says of them.
+
+        Raises:
+            StoreError: an object cannot become a file here.
+            OSError: the folder cannot be read.
+        """
+        longest = os.pathconf(self.path, "PC_NAME_MAX")
+        for name in objects:
+            if any(len(part.encode()) > longest for part in name.split("/")):
+                raise StoreError(
+                    f"{self._source}: has an object {name}, and {self.path} takes names of {longest} bytes"
+                )
         journal = self._journal()
         # Each folder is opened and read: on a network file system `stat` may answer of a file, which another
         # node has just written, what it has answered before.
         there: dict[str, os.stat_result] = {}
         for folder in {str(PurePosixPath(name).parent) for name in objects}:
-            there.update(self._scan(folder))
+            there.update(self._scan(folder, objects))
         return {
             name: stored
             for name, stored in objects.items()
@@ -159,18 +177,33 @@ class DataFolder:
     def _open_journal(self) -> BinaryIO:
         return os.fdopen(disk.open_regular(self.path / JOURNAL), "rb")
 
-    def _scan(self, folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the files of a folder, by their names below `path`; remove what pulls that died have left."""
-        with (
-            contextlib.suppress(FileNotFoundError, NotADirectoryError),
-            os.scandir(self.path / folder) as entries,
-        ):
+    def _scan(self, folder: str, objects: Mapping[str, Stored]) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield the files of a folder, by their names below `path`; remove what pulls that died have left.
+
+        Raises:
+            StoreError: a folder has the name of an object, or a file that of a folder.
+        """
+        try:
+            entries = os.scandir(self.path / folder)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            raise StoreError(
+                f"{self.path / folder}: cannot be a folder, because a file is there, and {self._source} has"
+                f" objects below {folder}/"
+            ) from None
+        with entries, contextlib.suppress(FileNotFoundError):  # without locks others remove files meanwhile
             for entry in entries:
+                name = str(PurePosixPath(folder, entry.name))
                 if entry.name.startswith(_PART):
                     if self._is_left_over(entry):
                         Path(entry.path).unlink(missing_ok=True)
+                elif entry.is_dir(follow_symlinks=False) and name in objects:
+                    raise StoreError(
+                        f"{self.path / name}: is a folder, and {self._source} has an object of that name"
+                    )
                 elif entry.is_file():
-                    yield str(PurePosixPath(folder, entry.name)), entry.stat()
+                    yield name, entry.stat()
 
     def _is_left_over(self, entry: os.DirEntry[str]) -> bool:
         """Return whether nobody writes this file any more."""

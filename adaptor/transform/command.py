@@ -123,15 +123,17 @@ def _run(parsed: argparse.Namespace) -> None:
         value = getattr(parsed, name)
         if value is not None and value < 1:
             raise UnsupportedError(f"--{name.replace('_', '-')} is {value}: it must be a number from 1 on")
+    if parsed.step is not None and parsed.step < 0:
+        raise UnsupportedError(f"--step is {parsed.step}: it must be a number from 0 on")
     _require_places(parsed.source, parsed.target)
     source = open_source(parsed.source, parsed.step)
     target = _target(source, parsed)
-    if parsed.needs:
+    if parsed.needs is not None:
         rank = _rank("--needs", parsed.needs, target.sizes)
         for path in target.needs(rank):
             print(path.relative_to(source.folder).as_posix())
         return
-    ranks = [_rank("--rank", parsed.rank, target.sizes)] if parsed.rank else target.sizes.ranks
+    ranks = [_rank("--rank", parsed.rank, target.sizes)] if parsed.rank is not None else target.sizes.ranks
     target.require_parts()
     total = sum(target.bytes(rank) for rank in ranks)
     print(
@@ -183,13 +185,13 @@ def _write(parsed: argparse.Namespace, target: TargetCheckpoint, ranks: list[Ran
         agreement.require_common(source, files)
         agreement.require_replicas(source, files, everything=parsed.verify)
     folder = run.temporary_folder(root, source.step)
-    _require_free(root, folder, go_on=parsed.resume or bool(parsed.rank))
+    _require_free(root, folder, go_on=parsed.resume or parsed.rank is not None)
     if not folder.exists():
         run.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks))
     folder.mkdir(parents=True, exist_ok=True)
     order = run.TransformOrder(parsed.source, source.step, target.sizes, target.rows, folder, parsed.format)
     done = run.run(target, order, ranks, parsed.workers, run.say)
-    if parsed.rank:
+    if parsed.rank is not None:
         print(
             f"{folder / target.sizes.folder(ranks[0])}: written; when all ranks are, the same command with"
             " --resume and without --rank gives the checkpoint its name"
@@ -229,9 +231,10 @@ def _require_free(root: Path, folder: Path, *, go_on: bool) -> None:
 
 
 def _rank(option: str, text: str, sizes: Sizes) -> Rank:
-    if not re.fullmatch(r"(tp|pp|ep)=\d+(,(tp|pp|ep)=\d+)*", text):
-        raise UnsupportedError(f"{option} is {text}: it must be like tp=1,pp=0, with ep=0 for experts")
-    given = {name: int(number) for name, number in (part.split("=") for part in text.split(","))}
+    parts = [part.partition("=") for part in text.split(",")]
+    given = {name: int(number) for name, _, number in parts if re.fullmatch(r"[0-9]{1,9}", number)}
+    if len(given) != len(parts) or not given.keys() <= {"tp", "pp", "ep"}:
+        raise UnsupportedError(f"{option} is {text!r}: it must be like tp=1,pp=0, with ep=0 for experts")
     rank = Rank(given.get("tp", 0), given.get("pp", 0), given.get("ep", 0))
     if rank not in sizes.ranks:
         raise UnsupportedError(f"{option} is {text}: the target has {sizes}, so there is no such rank")

@@ -237,6 +237,35 @@ def test_what_cannot_be_a_folder(
     assert not (tmp_path / "here").exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "there", "why"),
+    [
+        ("a", "a/of another", r"/here/a: is a folder, and file:///.*/there has an object of that name$"),
+        (
+            "a/b",
+            "a",
+            r"/here/a: cannot be a folder, because a file is there, and file:///.* has objects",
+        ),
+        ("a/b/c", "a", r"/here/a/b: cannot be a folder, because a file is there, and"),
+    ],
+)
+def test_what_is_in_the_way_of_an_object(name: str, there: str, why: str, tmp_path: Path) -> None:
+    """The line names it, and it is said before the first byte comes."""
+    for file in ("there/first", f"there/{name}", f"here/{there}"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_bytes(b"1")
+    with pytest.raises(StoreError, match=why):
+        data_pull.bring([(open_store(f"file://{tmp_path}/there"), tmp_path / "here")], print)
+    assert _files(tmp_path / "here") == {there: b"1"}
+
+
+def test_a_name_that_is_too_long_for_a_file(source: Source, tmp_path: Path) -> None:
+    source.put("folder/" + 256 * "x", b"1")
+    with pytest.raises(StoreError, match=rf" has an object folder/x+, and {tmp_path} takes names of 255 "):
+        source.pull(tmp_path)
+    assert _files(tmp_path) == {}
+
+
 @pytest.fixture
 def processes() -> Iterator[list[subprocess.Popen[str]]]:
     started: list[subprocess.Popen[str]] = []
@@ -334,6 +363,8 @@ def test_nodes_that_share_a_folder_pull_once(
         ("gcs://bucket/data=here", r"TTP_PULL: gcs://bucket/data: gcs:// is no store that is known"),
         ("s3://B/data=here", r"TTP_PULL: s3://B/data: 'B' is no name of a bucket"),
         ("s3://b1/data=here s3://b1/more=./here", r"TTP_PULL names the folder \./here twice"),
+        ("file:///data=/data/", r"TTP_PULL: /data/ is inside file:///data, so what has come would come"),
+        ("file:///data=/data/here", r"TTP_PULL: /data/here is inside file:///data, so"),
     ],
 )
 def test_what_is_refused_before_a_store_is_asked(text: str, why: str) -> None:
@@ -371,7 +402,7 @@ REFUSED: Mapping[str, tuple[str, str, str]] = {
         "AWS_SECRET_ACCESS_KEY",
         "TTP_PULL: AWS_ACCESS_KEY_ID is set, but",
     ),
-    "a file in the way": ("s3://bucket/data=script.py", "", "TTP_PULL: script.py: File exists"),
+    "a file in the way": ("s3://bucket/data=script.py", "", "TTP_PULL: script.py: is not a folder"),
 }
 
 

@@ -216,6 +216,10 @@ def _other_group(body: Any) -> None:
         ("--tp 2 --etp 1", "--etp 1: the model has no experts"),
         ("--etp 0", "--etp is 0: it must be a number from 1 on"),
         ("--tp 0", "--tp is 0: it must be a number from 1 on"),
+        ("--step -1", "--step is -1: it must be a number from 0 on"),
+        ("--tp 2 --rank=", "--rank is '': it must be like tp=1,pp=0"),
+        ("--tp 2 --needs=", "--needs is '': it must be like tp=1,pp=0"),
+        ("--tp 2 --rank tp=1,tp=0", "--rank is 'tp=1,tp=0': it must be like tp=1,pp=0"),
         ("--tp 2 --step 9", "iter_0000009: there is no such checkpoint"),
         (
             "--tp 2 --vocab-size 3",
