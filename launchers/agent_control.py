@@ -405,6 +405,8 @@ class AgentControl:
                 and client.controller_host.controller.membership.save
                 and not self._folder_tasks.busy
             ):
+                save = Path(client.controller_host.controller.membership.save)
+                # Regular saves are those of node 0; on a disk of this node's own the next start may need them.
                 with contextlib.suppress(CheckpointError):
-                    await self._folder_tasks.clean(Path(client.controller_host.controller.membership.save))
+                    await self._folder_tasks.clean(save, saves=self.node == 0)
             await client.close()

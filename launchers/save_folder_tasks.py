@@ -103,11 +103,16 @@ class SaveFolderTasks:
     def _move(self) -> None:
         self.moved += 1
 
-    async def clean(self, root: Path, term: int | None = None, generation: str = "") -> None:
-        """Call `left_overs.clean`, and wait for it CLEAN_S at most: the disk may hang."""
+    async def clean(
+        self, root: Path, term: int | None = None, generation: str = "", *, saves: bool = True
+    ) -> None:
+        """Call `left_overs.clean`, and wait for it CLEAN_S at most: the disk may hang.
+
+        `saves`: see there.
+        """
         with contextlib.suppress(asyncio.TimeoutError):
             async with deadline(CLEAN_S):
-                await self._in_thread(left_overs.clean, root, term, generation)
+                await self._in_thread(left_overs.clean, root, term, generation, saves=saves)
 
     async def _in_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `act` in a thread that is not joined: a thread that hangs must not keep ttprun from its end."""

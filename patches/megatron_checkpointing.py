@@ -13,7 +13,7 @@ from typing import Any
 from adaptor import context, patching
 from adaptor.checkpoint import resume_check
 from adaptor.checkpoint.checked_files import CheckedFiles
-from adaptor.frameworks import adapter_base
+from adaptor.frameworks import adapter_base, megatron_restart
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
 from adaptor.protocol.environment import Generation
@@ -112,6 +112,8 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
         _write_host_copies(args, kwargs)
         start.require_training()
     _require_intact(load_arg, args[1] if len(args) > 1 else kwargs.get("optimizer"))
+    if load_arg == "load":  # a node with a disk of its own may have got its tracker just now
+        megatron_restart.resume_after_restart(given)
     if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded now
         _write_host_copies(args, kwargs)
     if load_arg == "load" and given.load:

@@ -74,6 +74,15 @@ def is_note(path: Path) -> bool:
     return path.name.endswith(_SUFFIX)
 
 
+def without_file(folder: Path) -> bool:
+    """Return whether there is a note of a file that is not there."""
+    return any(is_note(path) and not _noted(path).exists() for path in disk.files(folder))
+
+
+def _noted(note: Path) -> Path:
+    return note.with_name(note.name.removesuffix(_SUFFIX))
+
+
 def entries(folder: Path, files: list[Path]) -> list[FileEntry]:
     """Return the entries of the manifest for these files; without a checksum where nobody has left one.
 

@@ -26,11 +26,13 @@ class Reader:
         node: the number of its node
         loads: with what the paths of files begin, below the checkpoint, that it is about to load
         view: what is the same for all who see the same folder
+        is_there: whether it sees the folder of the checkpoint at all
     """
 
     node: int
     loads: tuple[str, ...]
     view: tuple[int, ...] = ()
+    is_there: bool = True
 
 
 def in_blocks(file: FileEntry) -> bool:
@@ -101,9 +103,18 @@ def views(readers: Sequence[Reader]) -> list[list[int]]:
     return list(found.values())
 
 
-def are_copies(readers: Sequence[Reader]) -> bool:
-    """Return whether it is certain that not all ranks see the same folder."""
-    return len({reader.view[:1] for reader in readers}) > 1
+def unlike(readers: Sequence[Reader]) -> frozenset[int]:
+    """Return the ranks that do not see the checkpoint that rank 0 sees: none, or another one."""
+    first = readers[0].view[:1]
+    return frozenset(rank for rank, reader in enumerate(readers) if reader.view[:1] != first)
+
+
+def apart(readers: Sequence[Reader]) -> frozenset[int]:
+    """Return the ranks that certainly see another disk than rank 0: another manifest of the same step.
+
+    One that sees none may see the same disk, as it was some seconds ago.
+    """
+    return frozenset(rank for rank in unlike(readers) if readers[rank].view)
 
 
 def view(folder: Path) -> tuple[int, ...]:

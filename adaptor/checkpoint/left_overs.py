@@ -28,7 +28,7 @@ _LEFT_OVER_S = 60.0
 
 
 @disk.one_line
-def clean(root: Path, term: int | None = None, generation: str = "") -> list[str]:
+def clean(root: Path, term: int | None = None, generation: str = "", *, saves: bool = True) -> list[str]:
     """Remove what dead processes left behind, and return the names; only call it while no worker lives.
 
     What is large is removed in a thread that outlives this call, where it takes long: a line says so.
@@ -39,12 +39,16 @@ def clean(root: Path, term: int | None = None, generation: str = "") -> list[str
             this term is removed. Workers on the other side of a cut network may live and write for another
             controller. The framework's own unfinished saves (`regular_folder`) count as made under term 0.
         generation: of the workers of this job.
+        saves: False: regular saves stay, for the next start. On a disk of the node's own it gives them their
+            names, if rank 0 has named them on its disk.
     """
     left_over: list[Path] = []
     removed: list[str] = []
     reshaped.restore(root)
     for path in (root / name for name in saved_steps.names(root)):
         if term is not None and not _is_left_by(path.name, term, generation):
+            continue
+        if not saves and naming.is_unfinished_save(path.name):
             continue
         step = naming.step_of_replaced(path.name)
         if step is not None and not (root / naming.final_name(step)).exists():

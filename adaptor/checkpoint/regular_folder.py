@@ -4,6 +4,11 @@ when it is complete and on disk.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +19,7 @@ from adaptor.checkpoint import (
     integrity,
     left_overs,
     linux_calls,
+    manifest,
     publish,
     saved_steps,
 )
@@ -24,6 +30,8 @@ from adaptor.protocol import naming
 
 # Files that are no part of a save: what an NFS server keeps of a removed open file, and short-lived probes.
 _PASSING = (".nfs", folder_rights.PROBE)
+# A folder cannot be renamed to the name of another one, or of a file.
+_IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 @disk.one_line
@@ -47,16 +55,90 @@ def take_on_own_disk(root: Path, step: int, generation: str = "") -> Path | None
     Returns:
         Where it is from now on; None where it is not there.
     """
-    saving = root / naming.regular_name(step, generation)
-    taken = disk.free_name(root, partial(naming.abandoned_name, saving.name))
+    saving, taken = root / naming.regular_name(step, generation), root / naming.taken_name(step, generation)
     try:
-        saving.rename(taken)
+        try:
+            saving.rename(taken)
+        except OSError as error:
+            if error.errno not in _IN_THE_WAY:
+                raise
+            older = left_overs.abandon(taken)  # of a process that died, and was replaced online
+            saving.rename(taken)
+            left_overs.remove_beside(older, disk.remove, left_overs.ROOM_S)
     except FileNotFoundError:
         return None
     if not _written(taken):
         disk.remove(taken)
         return None
     return taken
+
+
+@disk.one_line
+def complete_on_own_disk(root: Path, step: int, generation: str) -> bool:
+    """Give a save its name on a disk of this node's own, where the job ended before it had one.
+
+    Rank 0 has given it its name, so every rank had written. After a power cut some of it may be missing: it
+    is completed only where each file has the size that its note says; the check that follows reads them.
+
+    Args:
+        root: the save folder.
+        step: of the save.
+        generation: of the workers that have made it, as the manifest of rank 0 says.
+
+    Returns:
+        Whether it has its name.
+
+    Raises:
+        CheckpointError: the disk refuses.
+    """
+    folder = root / naming.taken_name(step, generation)
+    if not left_overs.is_left_over(folder):
+        folder = root / naming.regular_name(step, generation)
+    with contextlib.suppress(FileNotFoundError), _alone(folder):
+        if not _is_noted(folder, step, generation):
+            return False
+        if folder.name == naming.regular_name(step, generation):
+            taken = take_on_own_disk(root, step, generation)
+            if taken is None:
+                return False
+            folder = taken
+        sync_regular(root, step, generation, folder)
+        publish_regular(root, step, generation, folder)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Work on a folder that other ranks find, too; one of them does. A file system without locks lets all.
+
+    Raises:
+        FileNotFoundError: it has another name by now, or another rank is at work in it.
+    """
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder)) from None
+        except OSError:
+            pass
+        if not os.path.samestat(os.fstat(descriptor), folder.stat()):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_noted(folder: Path, step: int, generation: str) -> bool:
+    """Return whether each file of an unfinished save is as a note says, and none of the noted is missing."""
+    with contextlib.suppress(CheckpointError):  # there is none yet, or half of it
+        known = manifest.read(folder)
+        if (known.step, known.generation) != (step, generation):
+            return False  # an older version on its way out
+    files = _written(folder)
+    entries = checksum_notes.entries(folder, files)
+    return bool(files) and not checksum_notes.without_file(folder) and all(one.xxh3_128 for one in entries)
 
 
 @disk.one_line

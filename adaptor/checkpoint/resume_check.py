@@ -3,27 +3,41 @@
 Rank 0 decides what is checked and what is done (`resume_judgement`), and tells the others, who might see an
 older state of a shared file system; the ranks divide the files among them, and the blocks of a file that has
 a checksum of blocks, since a checksum reads everything (`divided_reading`). So all ranks go on, or all raise
-the same. A node with a disk of its own may have nothing but what its ranks load. What is not of the adaptor,
-a folder without a manifest, is left to the framework.
+the same. A node with a disk of its own may have nothing but what its ranks load, of the same save; what is
+agreed on is done there, too (`agreed_step`). What is not of the adaptor, a folder without a manifest, is left
+to the framework.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
 
 from adaptor import context
-from adaptor.checkpoint import disk, divided_reading, hashing, manifest
+from adaptor.checkpoint import agreed_step, disk, divided_reading, hashing, manifest, tracker
+from adaptor.checkpoint.agreed_step import Agreed
 from adaptor.checkpoint.checked_files import CheckedFiles
 from adaptor.checkpoint.divided_reading import Division, Reader, in_blocks
 from adaptor.checkpoint.manifest import Unreadable
-from adaptor.checkpoint.resume_judgement import TOLD, Judgement, by_rank, first_of, judge, line_of
+from adaptor.checkpoint.resume_judgement import (
+    COPIES,
+    TOLD,
+    Found,
+    Judgement,
+    by_rank,
+    first_of,
+    judge,
+    line_of,
+)
 from adaptor.errors import CheckpointError, ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Place
 from adaptor.protocol.file_entry import FileEntry
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -32,12 +46,16 @@ class _Told:
 
     Attributes:
         generation: of the checkpoint that they are of
+        agreed: what is to be done on the disks that rank 0 does not see
+        is_empty: rank 0 sees no checkpoint
     """
 
     folder: str = ""
     files: tuple[FileEntry, ...] = ()
     refusal: str = ""
     generation: str = ""
+    agreed: Agreed | None = None
+    is_empty: bool = False
 
 
 def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tuple[str, ...] = ()) -> None:
@@ -49,41 +67,113 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
     Args:
         load: the folder that the framework loads from.
         save: the folder that this job saves to; if it is the same, another checkpoint may take the place of a
-            damaged one.
+            damaged one, or of one that is not whole on every node.
         chosen: the step that the user named, None for that of the tracker.
         loads: with what the paths of files begin, below the checkpoint, that this rank is about to load; they
             are read on its node then.
 
     Raises:
         ResumeError: a checkpoint is damaged, and no other may take its place; or it cannot be read; or nodes
-            have copies of their own, and one is damaged.
+            do not see the same folder, and no checkpoint is whole on all of them.
     """
     import torch.distributed as dist
 
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     judgement = judge(load, save, chosen) if rank == 0 else None
-    problems: list[str] | None = None
+    found: Found | None = None
+    readers: list[Reader] = []
+    root = load
     while True:
-        told = [_next(judgement, problems) if judgement is not None else _Told()]
+        told = [_next(judgement, found) if judgement is not None else _Told()]
         dist.broadcast_object_list(told, src=0)
         (order,) = told
         if order.refusal:
             raise ResumeError(order.refusal)
+        if order.agreed is not None:
+            found = Found(_follow(root, order.agreed, readers))
+            continue
+        if order.is_empty:
+            _require_nothing(load)
         if not order.files:
             return
-        readers = [Reader(0, ())] * size
-        view = divided_reading.view(Path(order.folder))
-        dist.all_gather_object(readers, Reader(context.part(Place).node, loads, view))
-        found = [_Compared() for _ in range(size)]
-        compared = _compare(order, rank, readers)
-        dist.all_gather_object(found, compared)
-        views = divided_reading.views(readers)
-        seen = [_of_view(order, [found[number] for number in ranks]) for ranks in views]
+        folder = Path(order.folder)
+        root = folder.parent
+        readers = _readers(folder, loads)
+        if not all(reader.is_there for reader in readers):
+            if not readers[rank].is_there and disk.is_same(root, save):
+                agreed_step.complete(root, folder.name, order.generation)
+            readers = _readers(folder, loads)
+        found, part = _examine(order, readers)
+        if not found.problems:
+            context.part(CheckedFiles).add(folder, part or order.files)
+
+
+def _readers(folder: Path, loads: tuple[str, ...]) -> list[Reader]:
+    """Return what every rank sees of a checkpoint."""
+    view = divided_reading.view(folder)
+    node = context.part(Place).node
+    return _gather(Reader(node, loads, view, bool(view) or os.path.lexists(folder)))
+
+
+def _gather(mine: _T) -> list[_T]:
+    """Return what each rank has given, by rank."""
+    import torch.distributed as dist
+
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
+    """Do what is agreed on, on each disk that rank 0 does not see by one rank that does; return problems."""
+    import torch.distributed as dist
+
+    rank, problem = dist.get_rank(), ""
+    apart = divided_reading.apart(readers)
+    if rank in apart and any(ranks[0] == rank for ranks in divided_reading.views(readers)):
+        problem = agreed_step.follow(root, agreed)
+    nodes = [reader.node for reader in readers]
+    return [f"node {node}: {one}" for node, one in zip(nodes, _gather(problem), strict=True) if one]
+
+
+def _require_nothing(load: Path) -> None:
+    """Refuse a folder in which rank 0 sees no checkpoint, and another rank sees one: they would load apart.
+
+    Raises:
+        ResumeError: on all ranks.
+    """
+    seen = _gather((context.part(Place).node, tracker.tracked_step(load)))
+    there = {node: step for node, step in seen if step is not None}
+    if there:
+        words = ", ".join(f"node {node} has step {step}" for node, step in list(there.items())[:TOLD])
+        raise ResumeError(f"{load}: node 0 has no checkpoint, {words}; {COPIES}")
+
+
+def _examine(order: _Told, readers: Sequence[Reader]) -> tuple[Found, tuple[FileEntry, ...]]:
+    """Compare a checkpoint with its manifest, together with all other ranks.
+
+    Returns:
+        What was found, and the files of this node, where it has only a part of them.
+    """
+    import torch.distributed as dist
+
+    unlike, apart = divided_reading.unlike(readers), divided_reading.apart(readers)
+    views = divided_reading.views(readers)
+    if not all(reader.is_there for reader in readers):  # so nothing need be read to know that it is not whole
+        compared = (
+            _Compared() if readers[dist.get_rank()].is_there else _Compared([f"{order.folder}: missing"])
+        )
+        order = replace(order, files=())
+    else:
+        compared = _compare(order, dist.get_rank(), readers)
+    found = _gather(compared)
+    seen = [_of_view(order, [found[number] for number in ranks]) for ranks in views]
+    if unlike:
+        nodes = [readers[ranks[0]].node for ranks in views]
+        problems = [_of_node(node, one) for node, one in zip(nodes, seen, strict=True) if one]
+    else:
         problems = [problem for some in seen for problem in some]
-        if not problems:
-            context.part(CheckedFiles).add(Path(order.folder), compared.part or order.files)
-        elif divided_reading.are_copies(readers):
-            raise ResumeError(_of_copies(seen, [readers[ranks[0]].node for ranks in views]))
+    return Found(problems, unlike, apart), compared.part
 
 
 @dataclass
@@ -106,6 +196,9 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
     compared, folder = _Compared(), Path(order.folder)
     try:
         division = Division(rank, readers)
+        if rank in divided_reading.apart(readers) and (problem := _of_another_save(order)):
+            compared.problems.append(problem)
+            return compared
         if readers[rank].view not in ((), readers[0].view):
             compared.part = _part(order)
         if compared.part:
@@ -128,6 +221,21 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
         for problem in compared.problems
     ]
     return compared
+
+
+def _of_another_save(order: _Told) -> str:
+    """Return that this folder's own manifest is of another save of the step than that of rank 0; '' if not.
+
+    Each start of the workers is a generation of its own, and what it saves of a step is always the same.
+    """
+    folder = Path(order.folder)
+    try:
+        own = manifest.read(folder)
+    except CheckpointError:
+        return ""  # the files are compared with those of rank 0
+    if own.generation == order.generation or not own.generation or not order.generation:
+        return ""
+    return f"{folder}: is of another save of this step than that of node 0"
 
 
 def _part(order: _Told) -> tuple[FileEntry, ...]:
@@ -155,8 +263,8 @@ def _may_be_same(one: FileEntry, other: FileEntry) -> bool:
 
 def _lacks(order: _Told, part: Sequence[FileEntry], loads: Sequence[str]) -> list[str]:
     """Return what is wrong with a part of which a rank is about to load what begins with `loads`."""
-    have, known = {file.path for file in part}, {file.path for file in order.files}
-    needed = [path for path in loads if path.endswith(naming.MODEL_FILE) or path in known]
+    have, known = {file.path for file in part}, {PurePosixPath(file.path).name for file in order.files}
+    needed = [path for path in loads if path.endswith(naming.MODEL_FILE) or PurePosixPath(path).name in known]
     return [f"{Path(order.folder) / path}: missing" for path in needed if path not in have]
 
 
@@ -172,7 +280,7 @@ def _digests(path: Path, first: int, end: int, threads: int, compared: _Compared
 def _of_view(order: _Told, found: Sequence[_Compared]) -> list[str]:
     """Return all problems of the files that some ranks see alike; of many a file each has read a part."""
     told = [problem for part in found for problem in part.problems]
-    problems = list(told)
+    problems = list(dict.fromkeys(told))
     files = next((part.part for part in found if part.part), order.files)
     for file in filter(in_blocks, files):
         path = Path(order.folder) / file.path
@@ -185,28 +293,23 @@ def _of_view(order: _Told, found: Sequence[_Compared]) -> list[str]:
     return problems
 
 
-def _of_copies(seen: Sequence[list[str]], nodes: Sequence[int]) -> str:
-    """Refuse copies that are not all intact: no older checkpoint can take the place of each.
-
-    Args:
-        seen: the problems of each copy.
-        nodes: for each copy, the number of a node that has it.
-    """
-    words = [
-        f"node {node}: {first_of(problems)}" for problems, node in zip(seen, nodes, strict=True) if problems
-    ]
-    return (
-        f"{'; '.join(words[:TOLD])}; the nodes do not see the same folder, so nothing was changed: copy"
-        " the checkpoint to them anew, or give a folder that they share"
-    )
+def _of_node(node: int, problems: list[str]) -> str:
+    """Return the problems of the copy of a node in a line; damage before what cannot be read."""
+    wrong = [problem for problem in problems if not isinstance(problem, Unreadable)]
+    if wrong:
+        return f"node {node}: {first_of([*wrong, *problems[len(wrong) :]])}"
+    return Unreadable(first_of(problems))
 
 
-def _next(judgement: Judgement, problems: list[str] | None) -> _Told:
+def _next(judgement: Judgement, found: Found | None) -> _Told:
     try:
-        folder, files = next(judgement) if problems is None else judgement.send(problems)
+        asked = next(judgement) if found is None else judgement.send(found)
+        if isinstance(asked, Agreed):
+            return _Told(agreed=asked)
+        folder, files = asked
         return _Told(str(folder), files, generation=manifest.read(folder).generation)
-    except StopIteration:
-        return _Told()
+    except StopIteration as end:
+        return _Told(is_empty=not end.value)
     except (CheckpointError, ResumeError) as error:
         return _Told(refusal=str(error))
     except Exception as error:  # whatever it is, the other ranks wait for word of it

@@ -1,10 +1,14 @@
 """Decides on rank 0, before a resume, which checkpoint is loaded: the tracker's, or another in its place.
 
-It asks for files to be compared with their manifest (`Files`) and is told the problems; all ranks make these
-comparisons (`resume_check`). A checkpoint that cannot be read, because a disk or a machine is in trouble, may
-be intact: the job is refused then, and nothing is changed. In the folder that the job itself saves to, a
-damaged checkpoint is moved aside, and the newest intact one takes its place. A folder that the job only loads
-from is not changed: there damage ends the job.
+It asks for files to be compared with their manifest (`Files`) and is told what was found; all ranks make
+these comparisons (`resume_check`). A checkpoint that cannot be read, because a disk or a machine is in
+trouble, may be intact: the job is refused then, and nothing is changed. In the folder that the job itself
+saves to, a damaged checkpoint is moved aside, and the newest intact one takes its place. A folder that the
+job only loads from is not changed: there damage ends the job.
+
+Where nodes have disks of their own, a checkpoint is intact if it is on each of them. A node that lacks one
+may only see a shared folder late: so another one takes its place only where that node certainly has another
+disk.
 """
 
 from __future__ import annotations
@@ -13,13 +17,14 @@ import contextlib
 import os
 import platform
 import zipfile
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor import output
-from adaptor.checkpoint import disk, left_overs, manifest, publish, saved_steps, tracker
+from adaptor.checkpoint import agreed_step, disk, left_overs, manifest, saved_steps, tracker
+from adaptor.checkpoint.agreed_step import Agreed
 from adaptor.checkpoint.manifest import Unreadable
-from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
@@ -30,10 +35,40 @@ RELEASE = "release"
 TOLD = 5
 _LONGEST = 1000
 
-# The next question of rank 0: the files of a folder, to be compared with their manifest; the answer is the
-# list of problems.
+COPIES = (
+    "the nodes do not see the same folder, so nothing was changed: copy the checkpoint to them anew, or give"
+    " a folder that they share"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The findings of all ranks about a checkpoint.
+
+    Attributes:
+        problems: a line each; where nodes have copies of their own, one of each node that has any
+        unlike: the ranks that do not see the checkpoint that rank 0 sees
+        apart: those of them that certainly have another disk
+    """
+
+    problems: list[str]
+    unlike: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()
+
+    @property
+    def words(self) -> str:
+        """Return the problems in a line."""
+        return "; ".join(map(line_of, self.problems[:TOLD])) if self.unlike else first_of(self.problems)
+
+    def of_step(self, step: int) -> str:
+        """Return what is wrong with the checkpoint of `step`."""
+        return f"step {step} is not whole on every node ({self.words})" if self.unlike else self.words
+
+
+# The next question of rank 0: the files of a folder, to be compared with their manifest, or what is to be
+# done on the disks of other nodes. The answer to that has the problems with it.
 Files = tuple[Path, tuple[FileEntry, ...]]
-Judgement = Generator[Files, list[str], None]
+Judgement = Generator[Files | Agreed, Found, bool]
 
 
 def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
@@ -44,6 +79,9 @@ def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
         save: the folder that this job saves to.
         chosen: the step that the user named, None for that of the tracker.
 
+    Returns:
+        Whether there is a checkpoint to load, as far as rank 0 sees.
+
     Raises:
         ResumeError: a checkpoint is damaged, and no other may take its place; or it cannot be read.
     """
@@ -51,63 +89,79 @@ def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
     named = tracker.tracked_step(load) if chosen is None else chosen
     with contextlib.suppress(Exception):  # it only prints
         _tell_ignored(load)
-    problems = _of_tracker(load) if named is None else (yield from _examine(load, named))
-    if not problems:
-        return
+    found = Found(_of_tracker(load)) if named is None else (yield from _examine(load, named))
+    is_saved_to = load.resolve() == save.resolve()
+    if not found.problems:
+        if named is not None and chosen is None and found.apart:
+            yield from _agree(Agreed(named, may_change=is_saved_to))
+        return named is not None
+    if found.unlike and (chosen is not None or not is_saved_to):
+        raise ResumeError(f"{found.words}; {COPIES}")
     if chosen is not None:
-        raise ResumeError(f"{first_of(problems)}; --ckpt-step names it: choose another step, or leave it out")
-    if load.resolve() != save.resolve():
+        raise ResumeError(f"{found.words}; --ckpt-step names it: choose another step, or leave it out")
+    if not is_saved_to:
         raise ResumeError(
-            f"{first_of(problems)}; it is in --load, and only in the --save folder may another take its"
+            f"{found.words}; it is in --load, and only in the --save folder may another take its"
             " place: choose one with --ckpt-step, or another folder"
         )
-    yield from _replace(load, named, problems)
+    yield from _replace(load, named, found)
+    return True
 
 
-def _replace(root: Path, named: int | None, problems: list[str]) -> Judgement:
+def _replace(root: Path, named: int | None, found: Found) -> Generator[Files | Agreed, Found, None]:
     """Find the newest checkpoint that is intact, and let it take the place of what the tracker names."""
-    steps, damaged, words = saved_steps.steps(root), {}, []
+    steps, damaged, words = saved_steps.steps(root), dict[int, Found](), []
     if named is not None and os.path.lexists(root / naming.final_name(named)):
         steps = [step for step in steps if step < named]  # newer ones: a user has gone back by hand
-        damaged[named] = problems
+        damaged[named] = found
     else:
-        words.append(first_of(problems))
+        words.append(found.words)
     for step in reversed(steps):
-        problems = yield from _examine(root, step)
-        if problems:
-            damaged[step] = problems
+        found = yield from _examine(root, step)
+        if found.problems:
+            damaged[step] = found
         elif saved_steps.has_manifest(root, step) or (
             named is not None and step < named and _seems_whole(root, step)
         ):
             break
     else:
-        words += [first_of(problems) for problems in damaged.values()]
-        raise ResumeError(
-            f"{'; '.join(words[:TOLD])}; no other checkpoint in {root} is intact, and nothing was changed:"
-            " load another one, or begin anew in another --save folder"
-        )
-    aside = {which: publish.place_aside(root, which) for which in damaged}
-    words += [f"{first_of(problems)}, kept in {aside[which].name}" for which, problems in damaged.items()]
+        raise ResumeError(_of_none(root, words, damaged))
+    unlike = frozenset[int]().union(*(one.unlike for one in damaged.values()))
+    if unlike - found.apart:
+        raise ResumeError(f"{next(one for one in damaged.values() if one.unlike).words}; {COPIES}")
+    aside = agreed_step.names_aside(root, damaged)
+    if found.apart:  # before rank 0: after a crash in between, the next start finds what this one has found
+        gone = () if named is None or named in damaged else (named,)
+        yield from _agree(Agreed(step, (*gone, *damaged)))
+    words += [f"{one.of_step(which)}, kept in {aside[which].name}" for which, one in damaged.items()]
     more = [f"and {len(words) - TOLD} more"] if len(words) > TOLD else []
-    _say(*words[:TOLD], *more, f"the newest intact checkpoint is step {step}")
-    _go_back(root, step, aside)
+    newest = "the newest that is intact on every node" if found.apart else "the newest intact checkpoint"
+    _say(*words[:TOLD], *more, f"{newest} is step {step}")
+    agreed_step.go_back(root, step, aside)
 
 
-@disk.one_line
-def _go_back(root: Path, step: int, damaged: Mapping[int, Path]) -> None:
-    """Move the folders of damaged checkpoints, by step, aside, and let the tracker name `step`.
+def _of_none(root: Path, words: list[str], damaged: dict[int, Found]) -> str:
+    """Return why nothing can be loaded: no checkpoint is intact."""
+    words = [*words, *(one.of_step(which) for which, one in damaged.items())]
+    told = f"{'; '.join(words[:TOLD])}; no other checkpoint in {root} is intact"
+    if any(one.unlike for one in damaged.values()):
+        return f"{told} on every node; {COPIES}"
+    return f"{told}, and nothing was changed: load another one, or begin anew in another --save folder"
 
-    Here alone the tracker goes backwards: what it named is not there any more. It comes last, as ever. After
-    a crash in between it names a folder that is gone, which the next start takes for one more damage.
+
+def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
+    """Have it done on the disks that rank 0 does not see.
+
+    Raises:
+        ResumeError: it cannot be done.
     """
-    for which, aside in damaged.items():
-        (root / naming.final_name(which)).rename(aside)
-    disk.sync(root)
-    with locked(root):
-        tracker.set_under_lock(root, step)
+    found = yield agreed
+    if found.problems:
+        how = "" if agreed.may_change else "; let all name the same step, or choose one with --ckpt-step"
+        raise ResumeError(f"{'; '.join(map(line_of, found.problems[:TOLD]))}{how}")
 
 
-def _examine(root: Path, step: int) -> Generator[Files, list[str], list[str]]:
+def _examine(root: Path, step: int) -> Generator[Files, Found, Found]:
     """Return what is wrong with a checkpoint; nothing if it has no manifest to compare it with.
 
     Raises:
@@ -116,22 +170,22 @@ def _examine(root: Path, step: int) -> Generator[Files, list[str], list[str]]:
     folder = root / naming.final_name(step)
     _require_answer(folder)
     if not disk.is_folder(folder):
-        return [f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"]
+        return Found([f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"])
     if not saved_steps.has_manifest(root, step):
-        return []
+        return Found([])
     try:
         known = manifest.read(folder)
     except manifest.UnreadableError as error:
         raise ResumeError(_refusal([by_rank(0, str(error))])) from error
     except CheckpointError as error:
-        return [str(error)]
+        return Found([str(error)])
     if known.step != step or not known.files:
-        return [f"{folder / naming.MANIFEST}: is not that of step {step}"]
-    problems = yield folder, known.files
-    wrong = [problem for problem in problems if not isinstance(problem, Unreadable)]
-    if problems and not wrong:
-        raise ResumeError(_refusal(problems))
-    return wrong
+        return Found([f"{folder / naming.MANIFEST}: is not that of step {step}"])
+    found = yield folder, known.files
+    wrong = [problem for problem in found.problems if not isinstance(problem, Unreadable)]
+    if found.problems and not wrong:
+        raise ResumeError(_refusal(found.problems))
+    return Found(wrong, found.unlike, found.apart)
 
 
 def _require_readable(root: Path) -> None:

@@ -156,7 +156,7 @@ class Membership:
     @property
     def save(self) -> str:
         """The folder of checkpoints; empty until a rank has told it."""
-        return next((layout.save for layout in self.layouts.values()), "")
+        return self.layouts[min(self.layouts)].save if self.layouts else ""
 
     @property
     def advice(self) -> str:

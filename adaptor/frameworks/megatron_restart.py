@@ -8,7 +8,7 @@ from typing import Any
 from adaptor import context, output
 from adaptor.checkpoint import tracker
 from adaptor.context import Context
-from adaptor.protocol.environment import Generation
+from adaptor.protocol.environment import Generation, Nodes
 from adaptor.protocol.naming import TRACKER
 from adaptor.protocol.start_options import START_ONLY
 
@@ -18,8 +18,11 @@ def resume_after_restart(args: Any) -> None:
     if not context.part(Generation).is_restart:
         return
     if not (Path(args.save) / TRACKER).is_file():
-        if context.get().settings.host_copy and args.load is None:
-            args.load = args.save  # before the framework loads, host copies become a checkpoint there
+        # Before the framework loads, host copies become a checkpoint there. And a node with a disk of its own
+        # may have none where others have one: all ranks load then, or none.
+        may_come = context.get().settings.host_copy or _may_have_own_disk(args)
+        if may_come and args.load is None:
+            args.load = args.save
         return
     if _has_saved_nothing(args):
         return
@@ -33,6 +36,11 @@ def resume_after_restart(args: Any) -> None:
     args.load = args.save
     for name, value in changed.items():
         setattr(args, name, value)
+
+
+def _may_have_own_disk(args: Any) -> bool:
+    """Return whether other nodes may have a tracker that this one does not see, and may be asked for it."""
+    return context.part(Nodes).here > 1 and not getattr(args, "exit_on_missing_checkpoint", False)
 
 
 def _is_given(args: Any, name: str) -> bool:

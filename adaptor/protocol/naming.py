@@ -4,6 +4,7 @@ iter_0000012               a complete checkpoint; under this name nothing else e
 iter_0000012_tmp_0f3a       last words being written by the generation 0f3a of workers
 iter_0000012_tmp2.1_0f3a    by its controller of term 2, once the agent that was to make the first is given up
 iter_0000012_saving_0f3a    a regular save of the framework being written
+iter_0000012_saving.taken_0f3a        that, on a disk of a node's own, while it gets its final name there
 iter_0000012_saving.abandoned_0f3a    one that an incident has cut short, while it is removed
 iter_0000012_tmp.abandoned_0f3a       what bore the name of last words that are about to be written, likewise
 aside_iter_0000012.1       what lay under the final name, incomplete, damaged or of an earlier run
@@ -34,7 +35,8 @@ UPLOADS = ".ttp_uploads"  # the folder of notes of uploads to a store that are n
 
 _FINAL = re.compile(r"iter_([0-9]{7,18})")  # a larger step than any counter of a framework has
 _TEMPORARY = re.compile(
-    r"iter_[0-9]{7,18}_(?:tmp([0-9]{0,9})(?:\.[0-9]{1,9})?|saving)(?:\.abandoned[0-9]{0,9})?(_[0-9A-Za-z]+)?"
+    r"iter_[0-9]{7,18}_(?:tmp([0-9]{0,9})(?:\.[0-9]{1,9})?|saving(?:\.taken)?)"
+    r"(?:\.abandoned[0-9]{0,9})?(_[0-9A-Za-z]+)?"
 )
 _GENERATION = 8  # so many letters and digits of what is drawn at random tell one from another
 _RESHAPE = "reshape_"
@@ -67,9 +69,20 @@ def regular_name(step: int, generation: str = "") -> str:
     return f"{final_name(step)}_saving{_mark(generation)}"
 
 
+def taken_name(step: int, generation: str = "") -> str:
+    """Return the name of a regular save on a disk of a node's own, while it gets its final name there."""
+    return f"{final_name(step)}_saving.taken{_mark(generation)}"
+
+
 def is_regular(name: str, generation: str) -> bool:
     """Return whether `name` is the folder of a regular save that this `generation` writes."""
     return is_of(name, generation) and name.endswith(f"_saving{_mark(generation)}")
+
+
+def is_unfinished_save(name: str) -> bool:
+    """Return whether `name` is the folder of a regular save that has no final name yet."""
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and "_saving" in name and ".abandoned" not in name
 
 
 def abandoned_name(name: str, number: int = 1) -> str:

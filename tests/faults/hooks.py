@@ -285,6 +285,20 @@ def _watch_saves(injector: Injector) -> None:
         _wrap(checkpointing, "save_checkpoint", save_is_known)
         _wrap(checkpointing, "get_checkpoint_name", lambda w, i, a, k: strikes_in_a_save("save", w, a, k))
         _wrap(checkpointing, "get_checkpoint_tracker_filename", strikes_around_the_tracker)
+
+    def strikes_on_another_disk(phase: str) -> Wrapper:
+        def strikes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+            injector.reach(phase)
+            return wrapped(*args, **kwargs)
+
+        return strikes
+
+    for phase, module, name in (
+        ("save-apart", "adaptor.checkpoint.regular_folder", "take_on_own_disk"),
+        ("save-apart-named", "adaptor.checkpoint.tracker", "advance"),
+    ):
+        if injector.expects(phase):
+            _wrap(module, name, strikes_on_another_disk(phase))
     _wrap("torch.distributed", "barrier", lambda w, i, a, k: strikes_in_a_save("save-barrier", w, a, k))
     if injector.expects("save-write"):
         _wrap("torch", "save", strikes_in_a_file)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import manifest
+from adaptor.checkpoint import manifest, tracker
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, TP2_DP1, Job
@@ -76,3 +78,69 @@ def test_nodes_with_disks_of_their_own_start_again_from_them(tmp_path: Path, bas
         folder = save / f"node{node}" / naming.final_name(harness.ITERATIONS)
         assert {path.parent.name for path in folder.rglob("*.pt")} == {rank}
         assert manifest.defects(folder) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "cut", "step"),
+    [("save-apart", False, 6), ("save-apart-named", False, 6), ("save-apart", True, 3)],
+    ids=["before-the-name", "before-the-tracker", "and-the-power-is-cut"],
+)
+def test_a_job_is_lost_between_the_saves_of_two_disks(
+    phase: str, cut: bool, step: int, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Node 0 has step 6 when rank 1 is killed. The next job goes on from one step on both disks."""
+    baseline = baseline_of(TP2_DP1)
+    save = tmp_path / "disks"
+    lost = Job(
+        tmp_path / "lost",
+        TP2_DP1,
+        save=save,
+        load=save,
+        own_disks=True,
+        save_interval=3,
+        faults=[f"rank=1,step=6,phase={phase},kind=sigkill"],
+        nodes=2,
+    )
+    first = harness.run(lost)
+    assert 0 not in first.codes, first.log[-3000:]
+    roots = [save / "node0", save / "node1"]
+    assert [tracker.tracked_step(root) for root in roots] == [6, 3]
+    if cut:
+        (written,) = roots[1].glob("iter_0000006_saving*/mp_rank_01/model_optim_rng.pt")
+        os.truncate(written, 1000)
+    resumed = harness.run(dataclasses.replace(lost, out=tmp_path / "resumed", faults=()))
+    assert set(resumed.codes) == {0}, resumed.log[-3000:]
+    steps = range(step + 1, harness.ITERATIONS + 1)
+    assert {line["iteration"] for lines in resumed.records.values() for line in lines} == set(steps)
+    outcome.assert_same_training(resumed, baseline.records, steps=steps)
+    said = [line for line in resumed.said if "step 6 is not whole on every node (node 1: " in line]
+    if cut:
+        (line,) = said
+        assert line.endswith(
+            "kept in aside_iter_0000006.1; the newest that is intact on every node is step 3"
+        )
+    else:
+        assert said == []
+    for root in roots:
+        assert outcome.steps_in(root)[-1] == harness.ITERATIONS
+        assert tracker.tracked_step(root) == harness.ITERATIONS
+
+
+def test_the_first_save_of_two_disks_is_cut_short(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """All workers start again; node 1 has no tracker yet, and no --load says that there is one."""
+    save = tmp_path / "disks"
+    job = Job(
+        tmp_path / "job",
+        TP2_DP1,
+        save=save,
+        own_disks=True,
+        save_interval=3,
+        restarts=1,
+        faults=["rank=1,step=3,phase=save-apart,kind=sigkill"],
+        nodes=2,
+    )
+    ended = harness.run(job)
+    assert set(ended.codes) == {0}, ended.log[-3000:]
+    assert "node 1: iter_0000003 was written, and has its name now" in ended.log
+    assert "from step 3" in ended.log
+    outcome.assert_same_training(ended, baseline_of(TP2_DP1).records)

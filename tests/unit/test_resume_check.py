@@ -412,7 +412,7 @@ def test_after_any_crash_the_next_start_goes_on(root: Path, tmp_path: Path) -> N
     assert clock.calls.count("os.rename") == 3
 
 
-def _start(
+def start_ranks(
     tmp_path: Path,
     size: int,
     folders: Sequence[Path],
@@ -433,7 +433,7 @@ def _start(
     ]
 
 
-def _heard(text: str) -> list[dict[str, Any]]:
+def heard(text: str) -> list[dict[str, Any]]:
     return [json.loads(line[1:]) for line in text.splitlines() if line[0] == "="]
 
 
@@ -458,9 +458,9 @@ def test_all_ranks_read_a_part_of_a_file_with_a_checksum_of_blocks(
         (copy / naming.final_name(NEWER + 1) / "large.pt").write_bytes(changed)
     copies.append(copy := Path(shutil.copytree(root, tmp_path / "short")))
     os.truncate(copy / naming.final_name(NEWER + 1) / "large.pt", 2 * BLOCK)
-    ranks = _start(tmp_path, 2, [folder for copy in copies for folder in (copy, copy)])
+    ranks = start_ranks(tmp_path, 2, [folder for copy in copies for folder in (copy, copy)])
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [_heard(text) for text in outputs]
+    said = [heard(text) for text in outputs]
     assert not any(one["refused"] for lines in said for one in lines), "\n".join(outputs)
     read = [name for lines in said for one in lines for name in one["read"]]
     assert not any(name.endswith("large.pt") for name in read), "no rank reads all of it"
@@ -488,9 +488,9 @@ def test_what_a_node_loads_is_read_there(root: Path, tmp_path: Path) -> None:
     own[1]["LOADS"] = "b. c."
     own[2]["LOADS"] = "a.pt c.pt"
     own[3]["LOADS"] = "small"
-    ranks = _start(tmp_path, 4, (root, root, damaged, damaged), own)
+    ranks = start_ranks(tmp_path, 4, (root, root, damaged, damaged), own)
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [_heard(text) for text in outputs]
+    said = [heard(text) for text in outputs]
     assert [len(lines) for lines in said] == [2] * 4, "\n".join(outputs)
     name = naming.final_name(NEWER + 1)
     assert [sorted(lines[0]["read"]) for lines in said[:2]] == [
@@ -530,30 +530,35 @@ def test_each_node_checks_its_own_copy(root: Path, tmp_path: Path, name: str, ki
     before = content(root), content(other)
     own = {rank: {"GROUP_RANK": str(rank // 2)} for rank in range(4)}
     places = {rank: (root if rank < 2 else other).parent for rank in range(4)}
-    ranks = _start(tmp_path, 4, [Path(root.name)] * 2, own, places)
+    ranks = start_ranks(tmp_path, 4, [Path(root.name)] * 2, own, places)
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [line for text in outputs for line in _heard(text)]
+    said = [line for text in outputs for line in heard(text)]
     assert len(said) == 4, "\n".join(outputs)
     parts = sorted(each for line in said for each in line["read"] if "large.pt" in each)
     halves = [f"{naming.final_name(NEWER + 1)}/large.pt:{part}" for part in ("0-2", "2-5")]
     assert parts == sorted([*halves, *halves])
-    (refused,) = {line["refused"] for line in said}
-    assert (content(root), content(other)) == before
+    assert {line["refused"] for line in said} == {""}
     if kind == "intact":
-        assert refused == ""
-    else:
-        assert refused.startswith(f"node 1: {damaged}: ")
-        assert "the nodes do not see the same folder, so nothing was changed: copy the" in refused
+        assert (content(root), content(other)) == before
+        return
+    (line,) = [line for line in outputs[0].splitlines() if "[ttp]" in line]
+    assert line.startswith(f"[ttp] step {NEWER + 1} is not whole on every node (node 1: {damaged}: ")
+    assert line.endswith(f"the newest that is intact on every node is step {NEWER}")
+    for place, was in ((root, before[0]), (other, before[1])):
+        aside, named = naming.aside_name(NEWER + 1, 1), naming.final_name(NEWER + 1)
+        now = {where.replace(aside, named): text for where, text in content(place).items()}
+        assert now == {**was, naming.TRACKER: str(NEWER).encode()}
+        assert not (place / named).exists()
 
 
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
         ("intact", ""),
-        ("cut", "mp_rank_01/model_optim_rng.pt: "),
-        ("flipped", "mp_rank_01/model_optim_rng.pt: checksum differs from the manifest"),
-        ("of other ranks", "mp_rank_00/model_optim_rng.pt: missing"),
-        ("of another generation", "mp_rank_00/model_optim_rng.pt: missing"),
+        ("cut", "/mp_rank_01/model_optim_rng.pt: "),
+        ("flipped", "/mp_rank_01/model_optim_rng.pt: checksum differs from the manifest"),
+        ("of other ranks", "/mp_rank_00/model_optim_rng.pt: missing"),
+        ("of another generation", ": is of another save of this step than that of node 0"),
     ],
 )
 def test_a_node_has_what_its_ranks_load(tmp_path: Path, kind: str, why: str) -> None:
@@ -578,12 +583,12 @@ def test_a_node_has_what_its_ranks_load(tmp_path: Path, kind: str, why: str) -> 
     for rank in own:
         loaded = names[0] if kind == "of other ranks" else names[min(rank, 1)]
         own[rank]["LOADS"] = f"{loaded}/{naming.MODEL_FILE} __{rank}_"
-    ranks = _start(tmp_path, 3, [Path("save")] * 2, own, {0: places[0], 1: places[1], 2: places[1]})
+    ranks = start_ranks(tmp_path, 3, [Path("save")] * 2, own, {0: places[0], 1: places[1], 2: places[1]})
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [line for text in outputs for line in _heard(text)]
+    said = [line for text in outputs for line in heard(text)]
     assert len(said) == 3, "\n".join(outputs)
     (refused,) = {line["refused"] for line in said}
-    assert refused.startswith(f"node 1: {name}/{why}" if why else "")
+    assert f"step {NEWER} is not whole on every node (node 1: {name}{why}" in refused or not why
     assert bool(refused) == bool(why)
     if kind == "intact":
         blocks = [each for line in said for each in line["read"]]
@@ -599,9 +604,9 @@ def test_all_ranks_decide_alike_and_share_the_reading(root: Path, pristine: Path
     foreign = Path(shutil.copytree(root, tmp_path / "foreign"))
     _shorten(root)
     _remove(foreign)
-    ranks = _start(tmp_path, 3, (pristine, pristine, root, root, foreign, root))
+    ranks = start_ranks(tmp_path, 3, (pristine, pristine, root, root, foreign, root))
     outputs = [process.communicate(timeout=120)[0] for process in ranks]
-    said = [_heard(text) for text in outputs]
+    said = [heard(text) for text in outputs]
     assert [len(lines) for lines in said] == [3, 3, 3], "\n".join(outputs)
     intact, damaged, refusal = zip(*said, strict=True)
     assert sorted(name for rank in intact for name in rank["read"]) == sorted(FILES)

@@ -26,7 +26,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Hangs until it is set."""
     goes_on = threading.Event()
 
-    def hang(*args: object) -> None:
+    def hang(*args: object, **more: object) -> None:
         goes_on.wait(LONG_S)
 
     monkeypatch.setattr(left_overs, "clean", hang)
@@ -104,7 +104,7 @@ def test_how_far_a_publish_is_is_known(tmp_path: Path) -> None:
 
 
 def test_an_error_reaches_who_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refuse(*args: object) -> None:
+    def refuse(*args: object, **more: object) -> None:
         raise CheckpointError("no")
 
     monkeypatch.setattr(left_overs, "clean", refuse)
