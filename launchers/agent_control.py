@@ -406,7 +406,7 @@ class AgentControl:
                 and not self._folder_tasks.busy
             ):
                 save = Path(client.controller_host.controller.membership.save)
-                # Regular saves are those of node 0; on a disk of this node's own the next start may need them.
+                # The next start may complete a regular save that is on a disk of this node's own.
                 with contextlib.suppress(CheckpointError):
                     await self._folder_tasks.clean(save, saves=self.node == 0)
             await client.close()
