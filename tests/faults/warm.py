@@ -30,6 +30,7 @@ import importlib
 import inspect
 import json
 import multiprocessing
+import multiprocessing.util
 import os
 import pkgutil
 import random
@@ -40,9 +41,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -100,6 +102,7 @@ _M_PERTURB = -6
 _MADV_COLLAPSE = 25  # Linux 6.1
 _libc = ctypes.CDLL(None, use_errno=True)
 _prctl = _libc.prctl
+_spawn = multiprocessing.util.spawnv_passfds
 
 
 class _Fork(subprocess.Popen):  # type: ignore[type-arg]
@@ -350,6 +353,7 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
         act: the launcher's life.
         plans: it starts no worker, but one process that asks the framework what a job would be.
     """
+    multiprocessing.util.spawnv_passfds = _spawned  # type: ignore[assignment]
     starter, ours = _forked_starter()
     if starter == 0:
         return _serve(ours)
@@ -364,6 +368,45 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
         act()
 
     return launch
+
+
+def _spawned(path: bytes, words: list[str], kept: Sequence[int]) -> int:
+    """Start a process of multiprocessing's kind `spawn`, in a worker; as `spawnv_passfds` does.
+
+    It is a fork of the worker with what a new interpreter would have: only these descriptors, no handlers of
+    signals. The framework starts a process in this way on each rank that saves in the format torch_dist, and
+    sends it what torch has written: two CPU seconds to import torch.
+    """
+    if words[-1] != "--multiprocessing-fork":  # what tracks semaphores, and imports nothing
+        return _spawn(path, words, kept)
+    child = os.fork()
+    if child:
+        return child
+    try:
+        gc.freeze()  # what the worker has is no garbage here
+        signal.set_wakeup_fd(-1)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        # Not closed: whoever has a descriptor that is not its own any more may close it later.
+        for descriptor in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+            if descriptor > 2 and descriptor not in kept:
+                with contextlib.suppress(OSError):  # that of the list itself
+                    os.dup2(nowhere, descriptor, inheritable=False)
+        sys.argv = ["-c", words[-1]]
+        exec(words[-2], {})
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    else:
+        status = 0
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
 
 
 def _heir(act: Callable[[], None]) -> Callable[[], None]:

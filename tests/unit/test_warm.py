@@ -121,3 +121,51 @@ def test_a_fork_with_a_starter_starts_no_other_one() -> None:
     with warm.WithStarter([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         said, _ = process.communicate()
     assert (said, process.returncode) == ("True [] []\n", 0)
+
+
+SPAWNED = """
+import os, signal, sys
+
+def name(descriptor):
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except FileNotFoundError:  # that of the list
+        return ""
+
+def look(queue):
+    handled = [number for number in signal.valid_signals() if callable(signal.getsignal(number))]
+    held = [each for each in map(name, os.listdir("/proc/self/fd")) if "held" in each]
+    queue.put((os.getppid(), "torch" in sys.modules, handled, sys.argv, held))
+"""
+
+
+def test_a_worker_spawns_a_process_that_has_torch_and_nothing_else_of_it(tmp_path: Path) -> None:
+    """The framework has a `Manager` of that kind on each rank that saves in the format torch_dist."""
+    (tmp_path / "beside.py").write_text(SPAWNED)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import multiprocessing, os, signal, sys, threading\n"
+        "import beside\n"
+        "assert __name__ == '__main__', 'imported again'\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "held = open('held', 'w')\n"
+        "context = multiprocessing.get_context('spawn')\n"
+        "with context.Manager() as manager:\n"
+        "    queue = manager.Queue()\n"
+        "    process = context.Process(target=beside.look, args=(queue,))\n"
+        "    process.start()\n"
+        "    process.join()\n"
+        "    assert process.exitcode == 0\n"
+        "    parent, *found = queue.get()\n"
+        "    print(parent == os.getpid(), *found)\n"
+        "ended = context.Process(target=sys.exit, args=(3,))\n"
+        "ended.start()\n"
+        "ended.join()\n"
+        "print(ended.exitcode)\n"
+    )
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--nproc-per-node", "1", "--standalone", "-m", "adaptor.devices", "cpu", "script.py"]
+    ran = warm.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == "True True [<Signals.SIGINT: 2>] ['script.py'] []\n3\n"
