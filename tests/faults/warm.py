@@ -8,7 +8,8 @@ it, in a session of its own, with the environment that it was given.
 
 - `Warm` is a `subprocess.Popen` whose child is a fork of the starter of this process. Tests start launchers
   (`ttprun`, `torchrun`) and scripts with it. The starter lives as long as the process that uses it.
-- A launcher's fork has a starter of its own, forked before anything else, and its workers come from there.
+- A launcher's fork has a starter of its own, forked before anything else, and its workers and their spares
+  come from there.
 - `WithStarter` is a fork with such a starter for a process that uses `Warm`: the workers of pytest-xdist.
 - `warm.py ttprun|torchrun ARGUMENTS` does the same for one launcher, without a test.
 
@@ -46,7 +47,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NoReturn
 
 # What Megatron-LM imports of torch and of others in its first second, and what launchers import of torch.
@@ -88,6 +89,7 @@ LAUNCHERS = {"ttprun": "adaptor.launchers.ttprun", "torchrun": "torch.distribute
 # What workers run.
 SCRIPTS = (
     ROOT / "adaptor/launchers/worker_main.py",
+    ROOT / "adaptor/launchers/spare_main.py",
     ROOT / "tests/faults/inject.py",
     ROOT / "tests/frameworks/record.py",
     MEGATRON_LM / "pretrain_gpt.py",
@@ -363,11 +365,17 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
 
         _Fork.starter = ours
         subprocess_handler.Popen = _Fork  # type: ignore[misc]
+        sys.modules["wrapt"].register_post_import_hook(_let_spares_be_forks, "adaptor.launchers.spare_pool")
         if plans:
             subprocess.Popen = _Fork  # type: ignore[misc]
         act()
 
     return launch
+
+
+def _let_spares_be_forks(spare_pool: ModuleType) -> None:
+    """As the workers whose places they take."""
+    vars(spare_pool)["subprocess"] = SimpleNamespace(Popen=_Fork, DEVNULL=subprocess.DEVNULL)
 
 
 def _spawned(path: bytes, words: list[str], kept: Sequence[int]) -> int:
@@ -444,7 +452,7 @@ def _forked_starter() -> tuple[int, socket.socket]:
 def _imports() -> None:
     """Import what launchers and workers do, besides `PRELOADED`; in a process that ends then."""
     sys.path[:0] = [str(ROOT), str(MEGATRON_LM)]
-    for module in ("ttprun", "node", "worker_main"):
+    for module in ("ttprun", "node", "worker_main", "spare_imports"):
         importlib.import_module(f"adaptor.launchers.{module}")
     importlib.import_module("adaptor.worker.runtime")
     importlib.import_module("adaptor.devices").activate("cpu")
