@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import http.client
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +14,7 @@ from pathlib import Path
 from adaptor.checkpoint import publish, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.protocol import naming
-from tests.ports import free_port
-from tests.waiting import until
+from tests import timing
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "AKIAOFTHETESTS", "AWS_SECRET_ACCESS_KEY": "keep-this-secret"}
 FILES = 4
@@ -28,28 +27,46 @@ SMALLEST_PART = 1 << 16
 @contextmanager
 def server() -> Iterator[str]:
     """Run moto; yield its URL."""
-    port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with _connected() as connection:
+        port = connection.recv(16).decode()
+        assert port, "the process that forks servers has ended"
+        yield f"http://127.0.0.1:{port}"
+        connection.shutdown(socket.SHUT_WR)
+        timing.charge(float(connection.recv(64)))
+
+
+def _connected() -> socket.socket:
+    """Connect to the process that forks servers (`s3_servers.py`): one for all workers of pytest-xdist."""
+    tests = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
+    name = f"\0ttp-test-s3-{tests}"
+    connection = socket.socket(socket.AF_UNIX)
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            connection.connect(name)
+        except ConnectionRefusedError:  # nobody has started it
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(name)
+                listener.listen(64)
+                _start(listener, tests)
+            connection.connect(name)
+    return connection
+
+
+def _start(listener: socket.socket, tests: int) -> None:
+    """Start it; it ends with the tests, not with the test that has started it."""
+    command = [sys.executable, str(Path(__file__).with_name("s3_servers.py")), str(tests)]
     environment = {
         **os.environ,
         "MOTO_S3_DEFAULT_MAX_KEYS": str(NAMES),
         "S3_UPLOAD_PART_MIN_SIZE": str(SMALLEST_PART),
         "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(5 << 20),  # it would be made of the size above
     }
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    ) as process:
-        try:
-            until(lambda: _answers(process, port), "moto answers")
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            process.kill()
-
-
-def _answers(process: subprocess.Popen[bytes], port: int) -> bool:
-    assert process.poll() is None, "moto has ended"
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+    streams = [
+        (os.POSIX_SPAWN_DUP2, listener.fileno(), 0),
+        *((os.POSIX_SPAWN_OPEN, number, os.devnull, os.O_WRONLY, 0) for number in (1, 2)),
+    ]
+    os.posix_spawn(sys.executable, command, environment, file_actions=streams)
 
 
 def request(server: str, method: str, path: str, body: bytes = b"") -> bytes:
