@@ -66,7 +66,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 @pytest.fixture(scope="session")
 def baseline_of() -> BaselineOf:
     """Train a layout when it is first asked for; runs are kept in .cache, or in TTP_TEST_BASELINES."""
-    return scenario.baselines(Path(os.environ.get("TTP_TEST_BASELINES", keeping.KEPT)))
+    return scenario.baselines(keeping.root())
 
 
 @pytest.fixture(autouse=True)

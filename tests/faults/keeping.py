@@ -42,6 +42,11 @@ _NO_NUMBERS = ("TORCHINDUCTOR_CACHE_DIR", "TORCH_HCCL_", "TORCH_NCCL_", "TORCHEL
 _UNUSED_S = 7 * 24 * 3600.0
 
 
+def root() -> Path:
+    """Return the folder for runs: .cache/baselines, or TTP_TEST_BASELINES."""
+    return Path(os.environ.get("TTP_TEST_BASELINES", KEPT))
+
+
 def once(place: Path, make: Callable[[Path], None]) -> Path:
     """Have `make` fill a folder that gets the name `place` when it is complete.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tests.faults import harness, sdk
+from tests.faults import harness, keeping, sdk
 from tests.faults.harness import DP4, ITERATIONS, Ended, Job, Layout
 from tests.faults.namespaces import Namespaces
-from tests.frameworks import prepare
+from tests.frameworks import prepare, record
 
 SCRIPT = harness.ROOT / "tests/frameworks/train_core.py"
 
@@ -60,3 +61,18 @@ def train(
         cold=engine == "mindio" or harness.COLD in os.environ,
     )
     return harness.run(job)
+
+
+def undisturbed(*arguments: str, layout: Layout = DP4, instances: int = 2) -> dict[int, list[dict[str, Any]]]:
+    """Return the records of a run without the adaptor and without faults.
+
+    It is made when it is first asked for, and kept, as the baselines of `scenario` are.
+    """
+
+    def make(out: Path) -> None:
+        ended = train(out, *arguments, layout=layout, launcher="torchrun", instances=instances)
+        assert ended.code == 0, ended.log[-3000:]
+
+    code = [path.read_bytes() for path in (SCRIPT, Path(__file__))]
+    key = keeping.key(prepare.megatron_core(), code, arguments, layout, instances)
+    return record.read(keeping.once(keeping.root() / f"library-{key[:16]}", make) / "record")

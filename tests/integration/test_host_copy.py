@@ -10,7 +10,7 @@ import pytest
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
 from tests.faults.harness import DP2, DP2_FP16, DP3, TP2_DP1, Job, Layout
-from tests.faults.library import train
+from tests.faults.library import train, undisturbed
 from tests.faults.pickles import load
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
@@ -106,10 +106,7 @@ def test_a_loop_of_ones_own(nodes: int, tmp_path: Path) -> None:
     checkpoint of step 6 when it looks for one, with what it had counted then."""
     if nodes > 1 and not namespaces.permitted():
         pytest.skip("this user may make no network namespace")
-    undisturbed = train(
-        tmp_path / "undisturbed", "--tensor", "2", layout=DP2, launcher="torchrun", instances=1
-    )
-    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    expected = undisturbed("--tensor", "2", layout=DP2, instances=1)
     save = tmp_path / "save"
     fault = "rank=1,step=8,phase=backward,kind=sigkill"
     with namespaces.two() if nodes > 1 else nullcontext() as network:
@@ -130,7 +127,7 @@ def test_a_loop_of_ones_own(nodes: int, tmp_path: Path) -> None:
     outcome.assert_saved(save, step)
     bodies = [load(path) for path in sorted(save.glob(f"iter_{step:07d}/*/model_optim_rng.pt"))]
     assert [body["counted"] for body in bodies] == [step, step]
-    outcome.assert_same_training(ended, undisturbed.records)
+    outcome.assert_same_training(ended, expected)
 
 
 def test_a_loop_of_ones_own_that_does_not_ask_for_them(tmp_path: Path) -> None:
@@ -146,8 +143,7 @@ def test_a_loop_of_ones_own_that_does_not_ask_for_them(tmp_path: Path) -> None:
 def test_a_rank_that_was_replaced_makes_copies_too(tmp_path: Path) -> None:
     """Rank 1 is replaced online; later both ranks with one of the shards die, the new process and another."""
     layout = ("--tensor", "2")
-    undisturbed = train(tmp_path / "undisturbed", *layout, launcher="torchrun")
-    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    expected = undisturbed(*layout)
     faults = [
         "rank=1,step=4,phase=backward,kind=sigkill",
         "rank=1,step=8,phase=backward,kind=sigkill,restart=-1,also=3",
@@ -159,4 +155,4 @@ def test_a_rank_that_was_replaced_makes_copies_too(tmp_path: Path) -> None:
     assert any(" training goes on with step 4, 0 steps lost" in line for line in ended.said), ended.said
     since = "later than step 3, which was saved"
     assert f"[ttp] step 6 is written from the copies in host memory ({since})" in ended.said
-    outcome.assert_same_training(ended, undisturbed.records)
+    outcome.assert_same_training(ended, expected)

@@ -11,15 +11,7 @@ import pytest
 from adaptor.operations import job_folder
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, ITERATIONS, Ended
-from tests.faults.library import train
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """Without the adaptor."""
-    ended = train(tmp_path_factory.mktemp("library") / "run", launcher="torchrun")
-    assert ended.code == 0, ended.log[-3000:]
-    return ended
+from tests.faults.library import train, undisturbed
 
 
 @pytest.mark.parametrize(
@@ -31,21 +23,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     ],
     ids=["rank3-update", "rank1-exception", "mindio-rank1-exception"],
 )
-def test_a_fault(engine: str, fault: str, code: int, step: int, tmp_path: Path, undisturbed: Ended) -> None:
+def test_a_fault(engine: str, fault: str, code: int, step: int, tmp_path: Path) -> None:
     save = tmp_path / "save"
     ended = train(tmp_path / "job", "--save", str(save), faults=[fault], engine=engine)
     assert ended.code == code, ended.log[-3000:]
     if engine == "builtin":
         assert "[ttp] protected from step 1 (split; any 1 rank)" in ended.said
     outcome.assert_saved(save, step)
-    outcome.assert_same_training(ended, undisturbed.records, steps=range(1, step))
+    outcome.assert_same_training(ended, undisturbed(), steps=range(1, step))
     resumed = train(tmp_path / "resumed", "--save", str(save), launcher="torchrun")
     assert resumed.code == 0, resumed.log[-3000:]
-    outcome.assert_same_training(resumed, undisturbed.records, steps=range(step + 1, ITERATIONS + 1))
+    outcome.assert_same_training(resumed, undisturbed(), steps=range(step + 1, ITERATIONS + 1))
 
 
 @pytest.mark.parametrize("engine", ["builtin", "mindio"])
-def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path, undisturbed: Ended) -> None:
+def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
     fault = "rank=2,step=6,phase=backward,kind=sigkill"
     # A step before the fault is recorded, and one after the restart.
@@ -60,12 +52,12 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path
     )
     assert ended.code == 0, ended.log[-3000:]
     outcome.assert_saved(save, 5)
-    outcome.assert_same_training(ended, undisturbed.records)
+    outcome.assert_same_training(ended, undisturbed())
     names = {path.name for path in (tmp_path / "job/logs").glob("record-*/*")}
     assert names == {"profile-rank0-steps2-2", "dump-rank0.jsonl"}
 
 
-def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path, undisturbed: Ended) -> None:
+def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path) -> None:
     """A killed rank is replaced, an exception redoes its step; nobody else is started again."""
     save = tmp_path / "save"
     faults = ["rank=2,step=4,phase=backward,kind=sigkill", "rank=0,step=6,phase=reduction,kind=exception"]
@@ -77,22 +69,14 @@ def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path, undistu
     assert (status.state, status.step) == ("ended", ITERATIONS)
     assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5)] == [4, 4]
     assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
-    outcome.assert_same_training(ended, undisturbed.records)
+    outcome.assert_same_training(ended, undisturbed())
     outcome.assert_saved(save, 5)
 
 
 STREAM = ("--loop", "run-steps", "--stream")
 
 
-@pytest.fixture(scope="module")
-def undisturbed_stream(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """With an iterator over its data, and without the adaptor."""
-    ended = train(tmp_path_factory.mktemp("stream") / "run", "--stream", launcher="torchrun")
-    assert ended.code == 0, ended.log[-3000:]
-    return ended
-
-
-def test_an_iterator_over_the_data_goes_back_with_the_loop(tmp_path: Path, undisturbed_stream: Ended) -> None:
+def test_an_iterator_over_the_data_goes_back_with_the_loop(tmp_path: Path) -> None:
     """It reads ahead, and draws a random number when it is made; the loop counts what it has read."""
     faults = [
         "rank=2,step=4,phase=backward,kind=sigkill",
@@ -106,12 +90,10 @@ def test_an_iterator_over_the_data_goes_back_with_the_loop(tmp_path: Path, undis
     assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5, 7)] == [4, 4, 4]
     assert [ended.log.count(f"rank {rank} loads nothing\n") for rank in range(4)] == [0, 0, 1, 1]
     # The line of a step that all had finished when the rank was killed may be written nowhere.
-    outcome.assert_same_training(ended, undisturbed_stream.records, {*range(1, ITERATIONS + 1)} - {7})
+    outcome.assert_same_training(ended, undisturbed("--stream"), {*range(1, ITERATIONS + 1)} - {7})
 
 
-def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(
-    tmp_path: Path, undisturbed_stream: Ended
-) -> None:
+def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(tmp_path: Path) -> None:
     """The second one strikes the only other rank with the shard, when it gives it to the new process."""
     faults = [
         "rank=2,step=4,phase=forward,kind=sigstop",
@@ -127,10 +109,10 @@ def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(
     assert "restart 1 of 1: from step 6, 0 steps lost" in ended.log
     assert "2 incidents (1 without a restart), 0 steps lost" in ended.log
     outcome.assert_saved(save, 6)
-    outcome.assert_same_training(ended, undisturbed_stream.records)
+    outcome.assert_same_training(ended, undisturbed("--stream"))
 
 
-def test_a_loop_that_was_resumed_is_recovered_online(tmp_path: Path, undisturbed_stream: Ended) -> None:
+def test_a_loop_that_was_resumed_is_recovered_online(tmp_path: Path) -> None:
     """It counts its last step from that of the checkpoint, which the new process has not loaded."""
     save = ("--save", str(tmp_path / "save"), *STREAM)
     ended = train(tmp_path / "first", *save, faults=["rank=1,step=6,phase=reduction,kind=exception"])
@@ -142,17 +124,17 @@ def test_a_loop_that_was_resumed_is_recovered_online(tmp_path: Path, undisturbed
     resumed = train(tmp_path / "resumed", *job, restarts=1, faults=[fault], options=options)
     assert resumed.code == 0, resumed.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in resumed.log
-    outcome.assert_same_training(resumed, undisturbed_stream.records, range(6, ITERATIONS + 1))
+    outcome.assert_same_training(resumed, undisturbed("--stream"), range(6, ITERATIONS + 1))
 
 
-def test_the_function_asks_for_the_end(tmp_path: Path, undisturbed_stream: Ended) -> None:
+def test_the_function_asks_for_the_end(tmp_path: Path) -> None:
     """In a step that is made once more."""
     job = ("--save", str(tmp_path / "save"), *STREAM, "--end-at", "6")
     fault = "rank=1,step=6,phase=backward,kind=sigkill"
     ended = train(tmp_path / "job", *job, restarts=1, faults=[fault], options=("--ttp-online", "60"))
     assert ended.code == 0, ended.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, undisturbed_stream.records, range(1, 7))
+    outcome.assert_same_training(ended, undisturbed("--stream"), range(1, 7))
     assert {max(line["iteration"] for line in lines) for lines in ended.records.values()} == {6}
 
 
@@ -173,31 +155,29 @@ def test_layouts_are_recovered_online(
     layout: tuple[str, ...], fault: str, behind: int, tmp_path: Path
 ) -> None:
     instances = 1 if "--whole" in layout else 2
-    undisturbed = train(tmp_path / "undisturbed", *layout, launcher="torchrun", instances=instances)
-    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    expected = undisturbed(*layout, instances=instances)
     job = (*layout, "--save", str(tmp_path / "save"), "--loop", "run-steps")
     ended = train(tmp_path / "job", *job, restarts=1, faults=[fault], options=("--ttp-online", "60"))
     assert ended.code == 0, ended.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in ended.log
     assert ended.log.count(f"back behind step {behind}\n") == 4
     outcome.assert_saved(tmp_path / "save", behind)
-    outcome.assert_same_training(ended, undisturbed.records, {*range(1, ITERATIONS + 1)} - {behind})
+    outcome.assert_same_training(ended, expected, {*range(1, ITERATIONS + 1)} - {behind})
 
 
 def test_shared_sequences_and_a_frozen_part(tmp_path: Path) -> None:
     """Context parallelism: ranks that share a sequence share the optimizer state, like data-parallel ones."""
     layout = ("--context", "2", "--freeze")
-    undisturbed = train(tmp_path / "undisturbed", *layout, launcher="torchrun")
-    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    expected = undisturbed(*layout)
     save = tmp_path / "save"
     fault = "rank=1,step=6,phase=update,kind=sigkill"
     ended = train(tmp_path / "job", *layout, "--save", str(save), faults=[fault])
     assert ended.code == 137, ended.log[-3000:]
     outcome.assert_saved(save, 6)
-    outcome.assert_same_training(ended, undisturbed.records, steps=range(1, 6))
+    outcome.assert_same_training(ended, expected, steps=range(1, 6))
     resumed = train(tmp_path / "resumed", *layout, "--save", str(save), launcher="torchrun")
     assert resumed.code == 0, resumed.log[-3000:]
-    outcome.assert_same_training(resumed, undisturbed.records, steps=range(7, ITERATIONS + 1))
+    outcome.assert_same_training(resumed, expected, steps=range(7, ITERATIONS + 1))
 
 
 @pytest.mark.robustness("A1", "protect() and no step, then a kill -9", "NOT PROTECTED, in the last line, too")
@@ -260,14 +240,14 @@ def test_what_cannot_be_protected_is_named(give: str, words: str, tmp_path: Path
 @pytest.mark.robustness(
     "A1", "adaptor.protect is called twice before the first step", "the job is protected as if it was once"
 )
-def test_protected_twice(tmp_path: Path, undisturbed: Ended) -> None:
+def test_protected_twice(tmp_path: Path) -> None:
     save = tmp_path / "save"
     fault = "rank=3,step=6,phase=update,kind=sigkill"
     ended = train(tmp_path / "job", "--save", str(save), "--give", "twice", faults=[fault])
     assert ended.code == 137, ended.log[-3000:]
     assert sum("[ttp] protected from step 1 (split; any 1 rank)" in line for line in ended.said) == 1
     outcome.assert_saved(save, 6)
-    outcome.assert_same_training(ended, undisturbed.records, steps=range(1, 6))
+    outcome.assert_same_training(ended, undisturbed(), steps=range(1, 6))
 
 
 @pytest.mark.robustness("A2", "a rank hangs in a loop of one's own", "noticed, named, saved")
@@ -312,10 +292,10 @@ runpy.run_path({str(harness.ROOT / "examples/megatron_core/pretrain.py")!r}, run
         assert len(found) == len({step for step, _ in found}) == ITERATIONS
         return dict(found)
 
-    undisturbed = run(tmp_path / "undisturbed", "--save", str(tmp_path / "none"), launcher="torchrun")
+    without = run(tmp_path / "undisturbed", "--save", str(tmp_path / "none"), launcher="torchrun")
     fault = "rank=1,step=6,phase=backward,kind=sigkill"
     options = ("--ttp-online", "60")
     job = run(tmp_path / "job", "--save", str(tmp_path / "save"), restarts=1, faults=[fault], options=options)
-    assert steps_of(job) == steps_of(undisturbed)
+    assert steps_of(job) == steps_of(without)
     assert "replaced by pid" in job.log
     outcome.assert_saved(tmp_path / "save", 5)
