@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.harness import DP2, DP2_FP16, DP2_WHOLE, DP3, DP4, FP16_SKIPS, Ended, Job, Layout
-from tests.faults.scenario import BaselineOf, ends, goes_on
+from tests.faults.scenario import BaselineOf, ends
 
 FROM_THE_COPY = "from-the-local-copy"
 
@@ -94,4 +94,3 @@ def test_a_rank_that_is_ahead_goes_back(tmp_path: Path, baseline_of: BaselineOf)
     ended = _ends(tmp_path, DP4, faults, baseline_of, saved={5}, by_argument=True)
     assert _noted(ended, FROM_THE_COPY) == [(0, "step 5")]
     assert "step 5 is saved, step 6 was not finished on every rank" in ended.last_line
-    goes_on(ended.job, baseline_of(DP4), 5)

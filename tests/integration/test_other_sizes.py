@@ -9,7 +9,6 @@ import json
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 from adaptor.__main__ import main
 from adaptor.checkpoint import manifest, saved_steps
 from adaptor.protocol import naming
-from tests.faults import harness, outcome
+from tests.faults import harness, outcome, warm
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout
 from tests.faults.same import differences
 
@@ -189,7 +188,8 @@ def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> No
     made = tmp_path / "save-tp1-pp1"
     assert f" and start with {sizes} --load {made} --save {made}; the newest checkpoint in " in line
     (command,) = re.findall("`python (.*)`", line)
-    subprocess.run([sys.executable, *shlex.split(command)], check=True, capture_output=True)
+    transformed = warm.run([sys.executable, *shlex.split(command)])
+    assert transformed.returncode == 0, transformed.stderr
     job = Job(
         tmp_path / "smaller",
         Layout("dp3", 3, extra=BATCH),

@@ -12,7 +12,7 @@ from adaptor.checkpoint import manifest, tracker
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, TP2_DP1, Job
-from tests.faults.scenario import BaselineOf, assert_last_words, goes_on
+from tests.faults.scenario import BaselineOf, assert_last_words
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,6 @@ def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, basel
     }
     assert_last_words(job.save, 6, baseline)
     outcome.assert_same_training(ended, baseline.records, steps=range(1, 7))
-    if phase == "save-named":
-        goes_on(job, baseline, 6)
 
 
 def test_nodes_with_disks_of_their_own_start_again_from_them(tmp_path: Path, baseline_of: BaselineOf) -> None:
