@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from adaptor.controller.rank_words import ranks_in_words
 from adaptor.protocol.messages import CALL, NODES_JOIN, Raised, Standing
 
 # What a shell reports for a process that a signal ended.
@@ -153,24 +154,29 @@ class Failures:
         """
         lost = f"nothing has moved for {self.hang_s:.0f} s"
         if silent:
-            return Cause(silent[0], 1, f"{lost}: {_ranks(silent)} does not answer", "a hang", kind="hang")
+            who = ranks_in_words(silent, "does not answer", "do not answer", most=_NAMED)
+            return Cause(silent[0], 1, f"{lost}: {who}", "a hang", kind="hang")
         apart = {rank: there.where for rank, there in sorted(self.standing.items()) if not there.waits}
         if 0 < len(apart) < len(self.standing):
             first = min(apart)
-            words = f"{_ranks(list(apart))} stands still, others wait; {apart[first]}"
+            who = ranks_in_words(apart, "stands still", "stand still", most=_NAMED)
+            words = f"{who}, others wait; {apart[first]}"
             return Cause(first, 1, f"{lost}: {words}", "a hang", kind="hang")
         if self.ended:
             return Cause(min(self.ended), 1, f"{lost}{self._before}", "a hang", kind="hang")
         if not apart and (elsewhere := self._elsewhere()):
             first = min(elsewhere)
-            words = f"{_ranks(list(elsewhere))} waits in another call than most ranks; {elsewhere[first]}"
+            who = ranks_in_words(elsewhere, "waits", "wait", most=_NAMED)
+            words = f"{who} in another call than most ranks; {elsewhere[first]}"
             return Cause(first, 1, f"{lost}: {words}", "a hang", kind="hang")
         return Cause(-1, 1, f"{lost}, and no rank stands out", "a hang", kind="hang")
 
     @property
     def _before(self) -> str:
         """Return the ranks whose script had ended before, in words: collectives of others break then."""
-        return f"; the script of {_ranks(sorted(self.ended))} had ended before" if self.ended else ""
+        if not self.ended:
+            return ""
+        return f"; the script of {ranks_in_words(sorted(self.ended), most=_NAMED)} had ended before"
 
     def _elsewhere(self) -> dict[int, str]:
         """Return the ranks whose calls differ, from the outermost on, from those of more than half of all."""
@@ -182,11 +188,6 @@ class Failures:
                 apart = [rank for rank, hashes in stacks.items() if hashes[start : start + CALL] != most]
                 return {rank: self.standing[rank].where for rank in apart} if 2 * count > len(stacks) else {}
         return {}
-
-
-def _ranks(ranks: list[int]) -> str:
-    more = len(ranks) - _NAMED
-    return f"rank {', '.join(map(str, ranks[:_NAMED]))}" + (f" and {more} more" if more > 0 else "")
 
 
 def ending(status: int) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from adaptor.controller.rank_words import ranks_in_words
 from adaptor.protocol.collectives import Collectives
 
 # More sentences than these are left out.
@@ -31,10 +32,13 @@ def missing(of_ranks: Mapping[int, Collectives], silent: Iterable[int] = ()) -> 
     causes = [one for one in found if not waiting.issuperset(one.ranks)]
     lines = [one.words for one in causes or found]
     if of_ranks and (unknown := [rank for rank in silent if rank not in of_ranks]):
-        first = (
-            f"{_ranks(unknown)} does not answer: what it has begun is not known, and others may wait for it"
+        who = ranks_in_words(
+            unknown,
+            "does not answer: what it has begun is not known, and others may wait for it",
+            "do not answer: what they have begun is not known, and others may wait for them",
+            most=_NAMED,
         )
-        lines.insert(0, first)
+        lines.insert(0, who)
     return lines[:MOST_LINES]
 
 
@@ -53,22 +57,22 @@ def _compare(group: str, of_ranks: Mapping[int, Collectives]) -> _Difference | N
     name = names.most_common(1)[0][0]
     behind = [rank for rank in here if rank not in ahead]
     if behind:
-        words = f"{_ranks(behind)} misses {name} {most} of {group}, which {_ranks(ahead)} has begun"
+        words = (
+            f"{ranks_in_words(behind, 'misses', 'miss', most=_NAMED)} {name} {most} of {group},"
+            f" which {ranks_in_words(ahead, 'has begun', 'have begun', most=_NAMED)}"
+        )
         return _Difference(group, behind, list(ahead), words)
     if len(names) > 1:
         apart = [rank for rank, one in ahead.items() if one.name != name]
         same = [rank for rank in ahead if rank not in apart]
         called = ", ".join(sorted({ahead[rank].name for rank in apart}))
-        words = f"{_ranks(apart)} has begun {called} as collective {most} of {group}, {_ranks(same)} {name}"
+        words = (
+            f"{ranks_in_words(apart, 'has begun', 'have begun', most=_NAMED)} {called} as collective {most}"
+            f" of {group}, {ranks_in_words(same, most=_NAMED)} {name}"
+        )
         return _Difference(group, apart, same, words)
     return None
 
 
 def _is_last(group: str, found: Collectives) -> bool:
     return found[group].begun == max(one.begun for one in found.values())
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    all_of_them = list(ranks)
-    more = len(all_of_them) - _NAMED
-    return f"rank {', '.join(map(str, all_of_them[:_NAMED]))}" + (f" and {more} more" if more > 0 else "")

@@ -55,7 +55,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     node.control.thread.wait_for(node.control.say(NodeStalled(0, 60.0, FIRST, -1)))
     verdict = job.verdict()
     assert (verdict.outcome, verdict.step, verdict.cause_rank) == ("saved", FIRST + 1, 1)
-    assert verdict.line.startswith("nothing has moved for 60 s: rank 1, 2 does not answer; ")
+    assert verdict.line.startswith("nothing has moved for 60 s: ranks 1 and 2 do not answer; ")
     return stacks_then, alive_then
 
 

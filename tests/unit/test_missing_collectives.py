@@ -49,11 +49,11 @@ BARRIER: list[Call] = [*BEGUN, (WORLD, 3, "barrier")]
         ([BEGUN, BEGUN, BEGUN], []),
         (
             [BARRIER, BEGUN, BARRIER],
-            ["rank 1 misses barrier 3 of group 0 (default_pg) of gloo, which rank 0, 2 has begun"],
+            ["rank 1 misses barrier 3 of group 0 (default_pg) of gloo, which ranks 0 and 2 have begun"],
         ),
         (
             [BARRIER, [*BEGUN, (WORLD, 3, "all_reduce")], BARRIER],
-            [f"rank 1 has begun all_reduce as collective 3 of {GROUP}, rank 0, 2 barrier"],
+            [f"rank 1 has begun all_reduce as collective 3 of {GROUP}, ranks 0 and 2 barrier"],
         ),
         # Rank 2 only waits for rank 1: it misses what rank 0 has begun, and is not the cause.
         (
@@ -63,7 +63,7 @@ BARRIER: list[Call] = [*BEGUN, (WORLD, 3, "barrier")]
                 [*BEGUN, (PAIR, 1, "broadcast"), (PAIR, 2, "broadcast")],
             ],
             [
-                "rank 1, 2 misses barrier 3 of group 0 (default_pg) of gloo, which rank 0 has begun",
+                "ranks 1 and 2 miss barrier 3 of group 0 (default_pg) of gloo, which rank 0 has begun",
                 "rank 1 misses broadcast 2 of group 1 of gloo, which rank 2 has begun",
             ],
         ),
@@ -87,6 +87,14 @@ def test_a_rank_that_does_not_answer_comes_first() -> None:
     assert first.startswith("rank 1 does not answer: what it has begun is not known")
     assert second.startswith("rank 2 misses barrier 3 ")
     assert missing({}, silent=[1]) == []
+
+
+def test_of_many_ranks_eight_are_named() -> None:
+    told = {10: collectives.newest(dump(BEGUN))}
+    (line,) = missing(told, silent=range(10))
+    assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more do not answer: what they have begun ")
+    (line,) = missing(told, silent=range(8))
+    assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6 and 7 do not answer: ")
 
 
 def test_a_group_that_was_made_anew_counts_from_the_beginning() -> None:
