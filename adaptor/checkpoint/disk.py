@@ -54,7 +54,11 @@ _WRONG = frozenset(
 
 
 def one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let `function` raise CheckpointError where it met an OSError, or a tree that is too deep to walk."""
+    """Let `function` raise CheckpointError where it met an OSError, or a tree that is too deep to walk.
+
+    The line has its name, unless it is a private one, which tells a user nothing.
+    """
+    doing = "" if function.__name__.startswith("_") else f" ({function.__name__})"
 
     @functools.wraps(function)
     def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -62,9 +66,9 @@ def one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         except OSError as error:
             place = error.filename or args[0]
-            raise CheckpointError(f"{place}: {error.strerror or error} ({function.__name__})") from error
+            raise CheckpointError(f"{place}: {error.strerror or error}{doing}") from error
         except RecursionError as error:
-            raise CheckpointError(f"{args[0]}: folders are nested too deep ({function.__name__})") from error
+            raise CheckpointError(f"{args[0]}: folders are nested too deep{doing}") from error
 
     return guarded
 

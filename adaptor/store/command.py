@@ -15,10 +15,11 @@ from pathlib import Path
 import msgspec
 
 from adaptor import config
-from adaptor.checkpoint import tracker
+from adaptor.checkpoint import saved_steps, tracker
 from adaptor.errors import AdaptorError, StoreError
 from adaptor.operations.cli import Add
 from adaptor.operations.words import FINDING, OK, USAGE, shown, size
+from adaptor.protocol import naming
 from adaptor.store import choose
 from adaptor.store.client import DamagedError, Store
 from adaptor.store.opening import open_store
@@ -166,6 +167,14 @@ def _push(parsed: argparse.Namespace) -> int:
     step = tracker.tracked_step(root) if parsed.step is None else parsed.step
     if step is None:
         raise StoreError(f"{shown(str(root))}: no tracker names a step in it; choose one with --step")
+    if not saved_steps.has_manifest(root, step):
+        folder = root / naming.final_name(step)
+        what = (
+            f"has no {naming.MANIFEST}, as what is saved without the adaptor, and is not pushed"
+            if folder.is_dir()
+            else "there is no such checkpoint"
+        )
+        raise StoreError(f"{shown(str(folder))}: {what}")
     store = _open(parsed, make=True)
     done = push(store, root, step, tell=_say)
     if parsed.json:

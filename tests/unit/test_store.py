@@ -306,6 +306,14 @@ def test_a_url_that_names_no_store_is_one_line(
     assert "word" not in told
 
 
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path / "one", 12)
+    (tmp_path / "file").touch()
+    assert _store("push", f"file://{tmp_path}/store", tmp_path / "one") == 0
+    assert _store("pull", f"file://{tmp_path}/store", tmp_path / "file/below") == 2
+    assert capsys.readouterr().err == f"python -m adaptor store: {tmp_path}/file/below: Not a directory\n"
+
+
 def test_a_store_that_refuses_is_one_line(
     s3: str, server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -323,6 +331,12 @@ def test_a_store_that_refuses_is_one_line(
     assert "there is no complete checkpoint in it" in told("pull", s3, tmp_path / "two")
     assert "no tracker names a step" in told("push", s3, tmp_path)
     assert "there is no such folder" in told("push", s3, tmp_path / "nothing")
+    assert told("push", s3, tmp_path / "one", "--step", "9").endswith(
+        f"{tmp_path}/one/iter_0000009: there is no such checkpoint"
+    )
+    (tmp_path / "one/iter_0000009").mkdir()
+    line = told("push", s3, tmp_path / "one", "--step", "9")
+    assert "/iter_0000009: has no ttp_manifest.json, as what is saved without the adaptor" in line
     assert "--step is -1" in told("pull", s3, tmp_path / "two", "--step", "-1")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     assert "AWS_ACCESS_KEY_ID is set, but AWS_SECRET_ACCESS_KEY is not" in told("list", s3)
