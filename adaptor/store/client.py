@@ -107,7 +107,7 @@ class Store:
             done = obstore.put(self._client, name, content, use_multipart=False)
         return str(done["e_tag"] or "")
 
-    def put_pieces(self, name: str, pieces: Iterator[bytes], size: int) -> str:
+    def put_pieces(self, name: str, pieces: Iterator[bytes | bytearray], size: int) -> str:
         """Write an object of `size` bytes from its pieces; return its etag.
 
         What `pieces` raises ends the upload, and is raised here; then there is no object. Another process

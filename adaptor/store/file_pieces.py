@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -13,7 +13,7 @@ from adaptor.errors import CheckpointError
 from adaptor.protocol.file_entry import FileEntry
 
 
-def compared(path: Path, file: FileEntry, digest: xxhash.xxh3_128, piece: int) -> Iterator[bytes]:
+def compared(path: Path, file: FileEntry, digest: xxhash.xxh3_128, piece: int) -> Iterator[bytearray]:
     """Yield a file in pieces of `piece` bytes, the last one of fewer, and add them to `digest`.
 
     Args:
@@ -36,12 +36,12 @@ def compared(path: Path, file: FileEntry, digest: xxhash.xxh3_128, piece: int) -
         raise CheckpointError(f"{path}: checksum differs from the manifest, so it is not sent")
 
 
-def _read(path: Path, file: FileEntry, piece: int) -> Iterator[bytes]:
+def _read(path: Path, file: FileEntry, piece: int) -> Iterator[bytearray]:
     """Yield the pieces of a file, which has the size that the manifest says."""
     left = file.bytes
     try:
-        with os.fdopen(disk.open_regular(path), "rb", buffering=0) as opened:
-            while content := _filled(opened.read, min(piece, left)):
+        with io.FileIO(disk.open_regular(path)) as opened:
+            while content := _filled(opened, min(piece, left)):
                 left -= len(content)
                 yield content
             more = bool(opened.read(1))
@@ -52,9 +52,12 @@ def _read(path: Path, file: FileEntry, piece: int) -> Iterator[bytes]:
         raise CheckpointError(f"{path}: has another size than the {file.bytes} bytes of the manifest")
 
 
-def _filled(read: Callable[[int], bytes | None], count: int) -> bytes:
+def _filled(opened: io.FileIO, count: int) -> bytearray:
     """Return `count` bytes, fewer at the end of the file."""
-    piece = read(count) or b""
-    while piece and len(piece) < count and (more := read(count - len(piece))):
-        piece += more
+    piece = bytearray(count)
+    view, done = memoryview(piece), 0
+    while done < count and (more := opened.readinto(view[done:])):
+        done += more
+    view.release()
+    del piece[done:]
     return piece

@@ -173,7 +173,7 @@ class LargeFile:
             take()
         return etags
 
-    def _send_part(self, noted: NotedUpload, number: int, checksum: str, content: bytes) -> Arrived:
+    def _send_part(self, noted: NotedUpload, number: int, checksum: str, content: bytearray) -> Arrived:
         one = Arrived(number, checksum, self._multipart.send(noted.upload, number, content))
         noted.add(one)
         return one

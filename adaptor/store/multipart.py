@@ -73,13 +73,14 @@ class Multipart:
             )
         return Upload(name, str(done["UploadId"]))
 
-    def send(self, upload: Upload, number: int, content: bytes) -> str:
+    def send(self, upload: Upload, number: int, content: bytearray) -> str:
         """Write a part; return its etag.
 
         Args:
             upload: to which it belongs.
             number: of the part, from 1.
-            content: of it.
+            content: of it. botocore would make a file of bytes, send that in pieces of 16 KiB, and wait for
+                the store before the first.
 
         Raises:
             LostUploadError: there is no such upload.

@@ -213,7 +213,7 @@ class Sending:
             ).send()
         digest = xxhash.xxh3_128()
 
-        def pieces() -> Iterator[bytes]:
+        def pieces() -> Iterator[bytearray]:
             # It ends before the last request of the upload, so that no object has wrong content.
             for piece in file_pieces.compared(path, file, digest, PIECE):
                 self._count(len(piece))

@@ -114,7 +114,11 @@ def proxy(server: str) -> Iterator[FaultProxy]:
 
 
 def _forward(handler: BaseHTTPRequestHandler, state: FaultProxy, server: str) -> None:
-    body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+    size = int(handler.headers.get("Content-Length") or 0)
+    body = handler.rfile.read(size)
+    if len(body) < size:  # who has sent it is dead
+        handler.close_connection = True
+        return
     with state.lock:
         fault = state.fault(len(state.requests), handler.command, handler.path)
         state.requests.append((handler.command, handler.path))
@@ -136,12 +140,12 @@ def _forward(handler: BaseHTTPRequestHandler, state: FaultProxy, server: str) ->
         _answer(handler, int(fault), {}, f"<Error><Code>{_CODES[fault]}</Code></Error>".encode())
         return
     connection = http.client.HTTPConnection(server.removeprefix("http://"), timeout=60)
-    connection.request(handler.command, handler.path, body, dict(handler.headers))
-    answer = connection.getresponse()
-    content = answer.read()
-    headers = {name: value for name, value in answer.getheaders() if name.lower() not in _HOP}
-    length = answer.getheader("Content-Length") or "0"
-    connection.close()
+    with contextlib.closing(connection):
+        connection.request(handler.command, handler.path, body, dict(handler.headers))
+        answer = connection.getresponse()
+        content = answer.read()
+        headers = {name: value for name, value in answer.getheaders() if name.lower() not in _HOP}
+        length = answer.getheader("Content-Length") or "0"
     if fault == "hold after":
         state.held.set()
         release.wait()

@@ -77,10 +77,17 @@ def _cut_short(store: Store, faults: FaultProxy, root: Path, step: int) -> set[i
     faults.begin(_refuses(PARTS // 2))
     with pytest.raises(StoreError, match="does not allow these credentials to write"):
         push.push(store, root, step)
+    _has_ended()
     faults.begin()
-    (noted,) = upload_journal.all_of(root, str(store))
-    assert noted.parts
-    return set(noted.parts)
+    noted = _noted(store, root)
+    assert noted
+    return noted
+
+
+def _has_ended() -> None:
+    """Wait until no request is on its way of a push that has failed; it has not waited for them."""
+    parts = lambda: [one for one in threading.enumerate() if one.name.startswith("ttp-part")]  # noqa: E731
+    waiting.until(lambda: not parts(), "all requests have ended")
 
 
 def _noted(store: Store, root: Path) -> set[int]:
@@ -381,6 +388,7 @@ def test_a_share_that_was_cut_short_is_gone_on_with(
     faults.begin(lambda number, method, path: refuses(number, method, path) if "mp_rank_01" in path else "")
     with pytest.raises(StoreError, match="does not allow these credentials to write"):
         joint(1).follow(where)
+    _has_ended()
     noted = _noted(store, root)
     assert noted
     faults.begin()
