@@ -6,6 +6,7 @@ of all workers. Rank 0 takes it, and every other rank checks that it writes as t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Mapping
@@ -95,6 +96,29 @@ def is_seen(root: Path) -> bool:
         return _lease_of_this_generation(root) is not None
     except OSError:
         return False
+
+
+def tell_of_own_disk(save: str | Path) -> None:
+    """Say on a node that does not see the lease of node 0 what a folder of its own means for last words.
+
+    Rank 0 has taken the lease by now. One line for each node, at the first start of a job.
+    """
+    place, generation = context.part(Place), context.part(Generation)
+    if not save or not place.node or place.local_rank or generation.is_restart or not generation.name:
+        return
+    with contextlib.suppress(OSError):  # nobody can tell
+        try:
+            if _lease_of_this_generation(Path(save)) is not None:
+                return
+        except FileNotFoundError:
+            pass
+        output.tell(
+            f"[ttp] node {place.node}: --save is {save}, and the lease of node 0 is not there, so it is a"
+            " folder of this node's own: regular saves are kept on each node; last words are written only where"
+            " one node can write all of the model, and the other nodes cannot load them then: a folder that all"
+            " nodes share avoids this",
+            to="stdout",
+        )
 
 
 def _lease_of_this_generation(root: Path) -> tuple[int, LeaseContent] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -154,6 +155,11 @@ class MegatronTrainee:
         if not (naming.is_temporary(folder.name) and disk.is_same(folder.parent, Path(self.save))):
             raise CheckpointError(
                 f"{folder}: is no folder for last words in {self.save}, where this job saves"
+            )
+        if run.rank == order.writer and not disk.is_folder(folder):
+            raise CheckpointError(
+                f"{folder}: is not there on node {context.part(Place).node} ({platform.node()}): last words"
+                " of several nodes need a --save folder that they share"
             )
         state, mirrors = self.state, self.mirrors
         if run.past:

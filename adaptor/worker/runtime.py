@@ -172,6 +172,7 @@ class Runtime:
                 " into it: choose another folder"
             )
         lease_claim.require_same_user(trainee.save)
+        lease_claim.tell_of_own_disk(trainee.save)
         if self.online not in ("", OFF, UNDECIDED):
             self._go_without_online()
         fingerprint = patching.fingerprint("ttp")

@@ -71,6 +71,9 @@ def test_nodes_with_disks_of_their_own_start_again_from_them(tmp_path: Path, bas
     ended = harness.run(job)
     assert set(ended.codes) == {0}, ended.log[-3000:]
     assert "from step 3, 1 step lost" in ended.log
+    (line,) = [line for line in ended.said if "the lease of node 0 is not there" in line]
+    assert line.startswith(f"[ttp] node 1: --save is {save / 'node1'}, and ")
+    assert "last words are written only where one node can write all of the model" in line
     outcome.assert_same_training(ended, baseline_of(TP2_DP1).records)
     for node, rank in enumerate(("mp_rank_00", "mp_rank_01")):
         folder = save / f"node{node}" / naming.final_name(harness.ITERATIONS)

@@ -173,3 +173,32 @@ def test_no_worker_writes_outside_of_the_save_folder(tmp_path: Path, folder: str
     with pytest.raises(CheckpointError, match=f"is no folder for last words in {save}, where this job saves"):
         trainee.dump(RECORD, GroupOrder("mp_rank_00", (5,), 5), run)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_writer_that_does_not_see_the_folder_says_what_is_missing(tmp_path: Path) -> None:
+    """The agent of another node has made it, on a disk of that node's own."""
+    (tmp_path / "save").mkdir()
+    trainee = MegatronTrainee(
+        Rank(0, 1).state,
+        str(tmp_path / "save"),
+        (),
+        None,
+        counters=dict,
+        growth=dict,
+        increment=int,
+        barrier=lambda: None,
+    )
+    run = DumpRun(
+        rank=5,
+        folder=str(tmp_path / "save" / "iter_0000005_tmp"),
+        attempt=1,
+        connect=lambda ranks: None,
+        progress=lambda count: None,
+        cancelled=lambda: False,
+        past=False,
+    )
+    with pytest.raises(
+        CheckpointError, match=r"is not there on node 0 .*need a --save folder that they share"
+    ):
+        trainee.dump(RECORD, GroupOrder("mp_rank_00", (5,), 5), run)
+    assert list((tmp_path / "save").iterdir()) == []
