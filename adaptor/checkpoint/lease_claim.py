@@ -114,9 +114,9 @@ def tell_of_own_disk(save: str | Path) -> None:
             pass
         output.tell(
             f"[ttp] node {place.node}: --save is {save}, and the lease of node 0 is not there, so it is a"
-            " folder of this node's own: regular saves are kept on each node; last words are written only where"
-            " one node can write all of the model, and the other nodes cannot load them then: a folder that all"
-            " nodes share avoids this",
+            " folder of this node's own: regular saves are kept on each node; last words are written only"
+            " where one node can write all of the model, and the other nodes cannot load them then: a folder"
+            " that all nodes share avoids this",
             to="stdout",
         )
 
