@@ -18,6 +18,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from adaptor.checkpoint.crc32 import crc32
+
 T = TypeVar("T")
 
 _ROOT = "archive"  # as torch names it where it is not given the name of a file
@@ -51,7 +53,7 @@ class FileLayout(Protocol[T]):
     """The layout of a file: what stands where, and what is written last.
 
     Attributes:
-        entries: in the order in which they stand
+        entries: with data that somebody has to write, in the order in which they stand
         size: of the file
         reader: is given the content of the file front to back, once all of it is there; None: nobody asks
             for it
@@ -85,27 +87,37 @@ class ArchiveLayout(Generic[T]):
         pickler.dump(value)
         self.entries: list[Entry[T]] = []
         self.reader: Callable[[bytes], object] | None = None
+        # All, those of `entries` too; with its content where that is known already, and no part of `entries`.
+        self._all: list[tuple[Entry[Any], bytes | None]] = []
         self._end = 0
-        self._add("data.pkl", _bytes(structure.getvalue()), _ALIGNMENT)
-        self._add("byteorder", _bytes(b"little"), _ALIGNMENT)
-        self._add("version", _bytes(b"3\n"), _ALIGNMENT)
+        self._fix("data.pkl", structure.getvalue())
+        self._fix("byteorder", b"little")
+        self._fix("version", b"3\n")
         for key, storage in enumerate(pickler.storages.values()):
             known = planned(storage)
             if known is None:
-                self._add(f"data/{key}", _content(storage), _ALIGNMENT)
+                content = _content(storage)
+                self._add(f"data/{key}", content, _ALIGNMENT, content.numel())
             else:
                 self._add(f"data/{key}", known, PAGE, storage.nbytes())
-        self.size = self._end + sum(map(len, self._directory([0] * len(self.entries))))
+        self.size = self._end + sum(map(len, self._directory([0] * len(self._all))))
 
-    def _add(self, name: str, content: torch.Tensor | T, alignment: int, size: int | None = None) -> None:
-        size = content.numel() if isinstance(content, torch.Tensor) else size
-        assert size is not None
+    def _fix(self, name: str, content: bytes) -> None:
+        self._all.append((self._placed(name, None, _ALIGNMENT, len(content)), content))
+
+    def _add(self, name: str, content: torch.Tensor | T, alignment: int, size: int) -> None:
+        entry: Entry[T] = self._placed(name, content, alignment, size)
+        self.entries.append(entry)
+        self._all.append((entry, None))
+
+    def _placed(self, name: str, content: Any, alignment: int, size: int) -> Entry[Any]:
         name = f"{_ROOT}/{name}"
         extra = 20 if size >= _LIMIT else 0
         least = self._end + _LOCAL.size + len(name) + extra + 4
         begin = least + -least % alignment
-        self.entries.append(Entry(name, self._end, begin, size, content))
+        entry = Entry(name, self._end, begin, size, content)
         self._end = begin + size
+        return entry
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
         """Yield what stands around the data, with its place.
@@ -113,17 +125,25 @@ class ArchiveLayout(Generic[T]):
         Args:
             crcs: the CRC-32 of each entry, in order.
         """
-        for entry, crc in zip(self.entries, crcs, strict=True):
-            yield entry.header, _local(entry, crc)
-        yield self._end, b"".join(self._directory(crcs))
+        given = iter(crcs)
+        found = [crc32(content, 0) if content is not None else next(given) for _, content in self._all]
+        at, data = 0, b""
+        for (entry, content), crc in zip(self._all, found, strict=True):
+            data += _local(entry, crc)
+            if content is not None:
+                data += content
+            else:
+                yield at, data
+                at, data = entry.begin + entry.size, b""
+        yield at, data + b"".join(self._directory(found))
 
     def _directory(self, crcs: Sequence[int]) -> Iterator[bytes]:
         length = 0
-        for entry, crc in zip(self.entries, crcs, strict=True):
+        for (entry, _), crc in zip(self._all, crcs, strict=True):
             described = _central(entry, crc)
             length += len(described)
             yield described
-        count, end = len(self.entries), self._end
+        count, end = len(self._all), self._end
         if count >= 0xFFFF or end >= _LIMIT:
             yield _END_64.pack(b"PK\6\6", _END_64.size - 12, 45, 45, 0, 0, count, count, length, end)
             yield _LOCATOR_64.pack(b"PK\6\7", 0, end + length, 1)
@@ -178,10 +198,6 @@ class _Pickler(pickle.Pickler):
         return ("storage", kind, number, torch.serialization.location_tag(storage), numel)
 
 
-def _bytes(content: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
-
-
 def _content(storage: Any) -> torch.Tensor:
     on_host = storage if storage.device.type == "cpu" else storage.cpu()
     return torch.empty(0, dtype=torch.uint8).set_(on_host)
@@ -191,7 +207,7 @@ def join_crcs(parts: Sequence[tuple[int, int]]) -> int:
     """Return the CRC-32 of a whole from the parts' own, each with its size in bytes, in order."""
     joined = 0
     for crc, size in parts:
-        joined = _multiply(_power(size), joined) ^ crc
+        joined = (_multiply(_power(size), joined) if joined else 0) ^ crc
     return joined
 
 

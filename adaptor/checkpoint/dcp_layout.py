@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.planner import WriteItemType
 
 from adaptor.checkpoint.dcp import RankPart, by_itself
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
-from adaptor.checkpoint.sequence_layout import SequenceLayout
+from adaptor.checkpoint.sequence_layout import SequenceLayout, stand_in_for
 
 # The keys of what an optimizer, alone or in a chain, saves in the form of its own buffers begin so.
 _FLAT = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
@@ -85,9 +85,9 @@ def lay_out(
             else:
                 start, length = _add_value(layout, value, planned, item.index.fqn)
         elif (source := sources.get(item.index)) is not None:
-            start, length = layout.add_planned(_on_host(data), source)
+            start, length = layout.add_planned(data, source)
         elif _is_part_on_host(data):
-            start, length = layout.add_part(data, _on_host(data))
+            start, length = layout.add_part(data)
         else:
             start, length = layout.add_tensor(by_itself(data))
         part.note(item, start, length)
@@ -106,7 +106,7 @@ def _add_value(
         source = planned.range_of(leaf)
         if source is None or source.numel != leaf.numel() or not leaf.is_contiguous():
             raise CannotBePlanned(name)
-        made = _on_host(leaf)
+        made = stand_in_for(leaf)
         known[made.untyped_storage()._cdata] = source
         return made
 
@@ -155,13 +155,6 @@ def _is_planned(data: Any) -> bool:
 def _is_part_on_host(tensor: torch.Tensor) -> bool:
     is_part = tensor.untyped_storage().nbytes() != tensor.nbytes
     return is_part and tensor.device.type == "cpu" and tensor.is_contiguous()
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with the shape of a stand-in, in host memory that is allocated and never written."""
-    make: Any = torch.UntypedStorage  # torch.empty would fill its memory where a job is deterministic
-    storage = make(tensor.numel() * tensor.dtype.itemsize)
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
 
 
 def _sources(items: Sequence[tuple[Any, torch.Tensor]], planned: PlannedTensors) -> dict[Any, Source]:

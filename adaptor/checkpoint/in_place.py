@@ -300,11 +300,10 @@ def _others(exchange: Exchange) -> list[int]:
 def _crcs(name: str, layout: FileLayout[Source], parts: Sequence[WrittenPart]) -> list[int]:
     """Return the CRC-32 of each entry. Raises CheckpointError where its parts leave a hole, or overlap."""
     inside: dict[int, list[WrittenPart]] = defaultdict(list)
-    entries = iter(enumerate(layout.entries))
-    number, entry = next(entries)
+    number = 0
     for part in parts:
-        while part.at >= entry.begin + entry.size:
-            number, entry = next(entries)
+        while part.at >= layout.entries[number].begin + layout.entries[number].size:
+            number += 1
         inside[number].append(part)
     found = []
     for number, entry in enumerate(layout.entries):

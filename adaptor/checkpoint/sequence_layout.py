@@ -27,7 +27,8 @@ class SequenceLayout(Generic[T]):
         self.size = 0
         # Each with its begin, and the number of its first entry.
         self._archives: list[tuple[int, int, ArchiveLayout[T] | ArchiveLayout[torch.Tensor]]] = []
-        self._gaps: list[tuple[int, int]] = []
+        self._gaps: list[tuple[int, int]] = []  # one in front of each
+        self._planned: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], ArchiveLayout[T]] = {}
 
     def add_bytes(self, content: bytes) -> tuple[int, int]:
         """Add `content`; return its place and its size, in bytes."""
@@ -41,25 +42,26 @@ class SequenceLayout(Generic[T]):
         """Add a tensor in the host's memory, as torch.save writes it; return place and size, in bytes."""
         return self._add(ArchiveLayout(tensor, lambda storage: None), self.size)
 
-    def add_part(self, tensor: torch.Tensor, stand_in: torch.Tensor) -> tuple[int, int]:
+    def add_part(self, tensor: torch.Tensor) -> tuple[int, int]:
         """Add a contiguous part of a tensor in the host's memory, which is not copied; return place and size.
 
-        Args:
-            tensor: the part; torch.save would write all memory behind it.
-            stand_in: of its shape and dtype, the only tensor in its storage.
+        torch.save would write all memory behind it.
         """
         content = tensor.detach().view(-1).view(torch.uint8)
-        return self._add(ArchiveLayout(stand_in, lambda storage: content), self.size)
+        return self._add(ArchiveLayout(stand_in_for(tensor), lambda storage: content), self.size)
 
-    def add_planned(self, stand_in: torch.Tensor, known: T) -> tuple[int, int]:
+    def add_planned(self, tensor: torch.Tensor, known: T) -> tuple[int, int]:
         """Add a tensor whose data others write; return place and size, in bytes.
 
         Args:
-            stand_in: of its shape and dtype, the only tensor in its storage.
+            tensor: of its shape and dtype, on any device.
             known: what stands in its entry in the place of data.
         """
+        alike = tensor.dtype, tensor.shape, tensor.stride()
+        if alike not in self._planned:  # most layers of a model have the same ones
+            self._planned[alike] = ArchiveLayout(stand_in_for(tensor), lambda storage: known)
         # At a page: see `PAGE`.
-        return self._add(ArchiveLayout(stand_in, lambda storage: known), self.size + -self.size % PAGE)
+        return self._add(self._planned[alike], self.size + -self.size % PAGE, known)
 
     def add_value(self, value: Any, planned: Callable[[torch.UntypedStorage], T | None]) -> tuple[int, int]:
         """Add a value with tensors, some of which others write; return place and size, in bytes.
@@ -70,11 +72,14 @@ class SequenceLayout(Generic[T]):
         """
         return self._add(ArchiveLayout(value, planned), self.size + -self.size % PAGE)
 
-    def _add(self, archive: ArchiveLayout[T] | ArchiveLayout[torch.Tensor], begin: int) -> tuple[int, int]:
-        self._gaps.append((self.size, begin - self.size))
+    def _add(
+        self, archive: ArchiveLayout[T] | ArchiveLayout[torch.Tensor], begin: int, known: T | None = None
+    ) -> tuple[int, int]:
         self._archives.append((begin, len(self.entries), archive))
         for one in archive.entries:
-            self.entries.append(Entry(one.name, begin + one.header, begin + one.begin, one.size, one.content))
+            content = one.content if known is None else known
+            self.entries.append(Entry(one.name, begin + one.header, begin + one.begin, one.size, content))
+        self._gaps.append((self.size, begin - self.size))
         self.size = begin + archive.size
         return begin, archive.size
 
@@ -84,9 +89,29 @@ class SequenceLayout(Generic[T]):
         Args:
             crcs: the CRC-32 of each entry, in order.
         """
-        for at, count in self._gaps:
-            if count:
-                yield at, bytes(count)
-        for begin, first, archive in self._archives:
+        at, data = 0, b""
+        for begin, more in self._around(crcs):
+            if begin != at + len(data):  # what follows each other is one piece
+                if data:
+                    yield at, data
+                at, data = begin, b""
+            data += more
+        if data:
+            yield at, data
+
+    def _around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        for (gap, count), (begin, first, archive) in zip(self._gaps, self._archives, strict=True):
+            yield gap, bytes(count)
             for at, data in archive.around(crcs[first : first + len(archive.entries)]):
                 yield begin + at, data
+
+
+def stand_in_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape in host memory that is allocated and never written.
+
+    Args:
+        tensor: contiguous, on any device.
+    """
+    make: Any = torch.UntypedStorage  # torch.empty would fill its memory where a job is deterministic
+    storage = make(tensor.numel() * tensor.dtype.itemsize)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
