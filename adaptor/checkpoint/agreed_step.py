@@ -56,7 +56,10 @@ def go_back(root: Path, step: int, aside: Mapping[int, Path]) -> None:
         CheckpointError: the disk refuses.
     """
     for which, target in aside.items():
-        (root / naming.final_name(which)).rename(target)
+        # A shared file system may show other times of its files on each machine, as if each had a disk of its
+        # own: then another rank has done it.
+        with contextlib.suppress(FileNotFoundError):
+            (root / naming.final_name(which)).rename(target)
     disk.sync(root)
     with locked(root):
         tracker.set_under_lock(root, step)

@@ -46,6 +46,7 @@ class _Told:
 
     Attributes:
         generation: of the checkpoint that they are of
+        is_regular: whether the framework has saved it, so every rank had written when it got its name
         agreed: what is to be done on the disks that rank 0 does not see
         is_empty: rank 0 sees no checkpoint
     """
@@ -54,6 +55,7 @@ class _Told:
     files: tuple[FileEntry, ...] = ()
     refusal: str = ""
     generation: str = ""
+    is_regular: bool = False
     agreed: Agreed | None = None
     is_empty: bool = False
 
@@ -100,7 +102,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
         root = folder.parent
         readers = _readers(folder, loads)
         if not all(reader.is_there for reader in readers):
-            if not readers[rank].is_there and disk.is_same(root, save):
+            if order.is_regular and not readers[rank].is_there and disk.is_same(root, save):
                 agreed_step.complete(root, folder.name, order.generation)
             readers = _readers(folder, loads)
         found, part = _examine(order, readers)
@@ -307,7 +309,8 @@ def _next(judgement: Judgement, found: Found | None) -> _Told:
         if isinstance(asked, Agreed):
             return _Told(agreed=asked)
         folder, files = asked
-        return _Told(str(folder), files, generation=manifest.read(folder).generation)
+        known = manifest.read(folder)
+        return _Told(str(folder), files, generation=known.generation, is_regular=not known.groups)
     except StopIteration as end:
         return _Told(is_empty=not end.value)
     except (CheckpointError, ResumeError) as error:

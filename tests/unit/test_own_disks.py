@@ -18,6 +18,7 @@ from adaptor.checkpoint import (
     checksum_notes,
     left_overs,
     manifest,
+    publish,
     regular_folder,
     tracker,
 )
@@ -225,6 +226,27 @@ def test_what_a_power_cut_has_taken_from_one_node(tmp_path: Path, loss: Callable
     assert resume(tmp_path, places) == ([["", ""]], "")
 
 
+def test_a_save_is_not_completed_for_last_words(tmp_path: Path) -> None:
+    """Node 0 has last words of the step, so nobody knows whether node 1 had written all of a save."""
+    places = disks(tmp_path, 2)
+    folder = publish.prepare(places[0] / "save", NEWER, generation=SECOND)
+    entries = []
+    for file in FILES:
+        path = folder / FOLDERS[0] / file
+        path.parent.mkdir(exist_ok=True)
+        with HashingFile(path, below=folder) as opened:
+            opened.write(b"last words")
+        entries.append(opened.entry(f"{FOLDERS[0]}/{file}"))
+    publish.publish(places[0] / "save", NEWER, entries, {FOLDERS[0]: (0,)}, 2, SECOND)
+    write(places[1] / "save", 1, NEWER, SECOND)
+    refused, said = resume(tmp_path, places)
+    assert refused == [["", ""]]
+    assert (
+        f"step {NEWER} is not whole on every node (node 1: save/{naming.final_name(NEWER)}: missing)" in said
+    )
+    assert [tracker.tracked_step(place / "save") for place in places] == [OLDER, OLDER]
+
+
 def test_after_a_crash_while_all_go_back(tmp_path: Path) -> None:
     """Node 2 lacks the newer step. Node 1 goes back, then node 0; the machine fails before each operation."""
     places = disks(tmp_path, 3)
@@ -410,6 +432,20 @@ def test_a_disk_that_refuses_to_go_back_is_one_line(tmp_path: Path, monkeypatch:
         asks.send(Found([f"node 1: {why}"]))
     assert str(caught.value) == f"node 1: {why}"
     assert [content(root) for root in roots] == before
+
+
+def test_machines_that_see_other_times_of_the_same_files_go_back_once(tmp_path: Path) -> None:
+    """One folder that only looks like two disks: both ranks do what is agreed on, rank 0 last."""
+    (place,) = disks(tmp_path, 1)
+    root = place / "save"
+    write(root, 0, NEWER, SECOND)
+    name(root, 0, NEWER, SECOND)
+    aside = agreed_step.names_aside(root, [NEWER])
+    assert agreed_step.follow(root, Agreed(OLDER, (NEWER,))) == ""
+    agreed_step.go_back(root, OLDER, aside)
+    assert tracker.tracked_step(root) == OLDER
+    names = sorted(path.name for path in root.iterdir())
+    assert names == [naming.aside_name(NEWER, 1), naming.final_name(OLDER), naming.TRACKER]
 
 
 def test_a_save_that_is_made_again_takes_the_place_of_one_that_a_dead_process_had_taken(
