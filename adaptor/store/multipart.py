@@ -155,7 +155,7 @@ class Multipart:
             yield
         except exceptions.ClientError as error:
             raise self._said(error.response, doing) from None
-        except exceptions.HTTPClientError:
+        except (exceptions.ConnectionError, exceptions.HTTPClientError):
             raise answers.silent(doing) from None
         except (exceptions.NoCredentialsError, exceptions.CredentialRetrievalError):
             raise answers.failed(doing, "nobody whom the environment names gives credentials") from None

@@ -23,7 +23,7 @@ from adaptor.launchers import job_uploads
 from adaptor.launchers.job_uploads import JobUploads
 from adaptor.launchers.programs import STORE
 from adaptor.protocol import naming
-from adaptor.store import choose, push
+from adaptor.store import choose, push, upload_journal
 from adaptor.store.cadence import Saved
 from adaptor.store.cadence import choose as due
 from adaptor.store.client import PIECE
@@ -168,7 +168,30 @@ def test_last_words_go_first(
     sender.tell({"within_s": None})
     assert "step 12 is in" in sender.line()
     assert sender.ends() == ""
-    assert [one.known.step for one in choose.newest_first(open_store(url, server), None, [])] == [12]
+    store = open_store(url, server)
+    assert [one.known.step for one in choose.newest_first(store, None, [])] == [12]
+    assert store.multipart is not None
+    assert store.multipart.begun() == [], "what was left leaves nothing behind"
+
+
+def test_a_large_file_is_gone_on_with_by_the_next_job(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    """The first was told to end, and had no time to send all of it."""
+    save(root, 10, first=4 * PIECE)
+    faults.begin(lambda number, method, path: "hold before" if "partNumber=4" in path else "")
+    sender = start(url, faults.url, root)
+    assert faults.held.wait(60)
+    noted = lambda: [set(one.parts) for one in upload_journal.all_of(root, url)]  # noqa: E731
+    waiting.until(lambda: noted() == [{1, 2, 3}], "the others are there")
+    sender.tell({"within_s": 0})
+    assert "TTP_GRACE is over" in sender.ends()
+    faults.begin()
+    sender = start(url, faults.url, root)
+    assert "step 10 is in" in sender.line()
+    sender.tell({"within_s": None})
+    assert sender.ends() == ""
+    assert faults.parts == [(4, PIECE)]
 
 
 def test_a_store_that_is_down_is_said_once_and_tried_again(
