@@ -26,6 +26,7 @@ _TELLING_S = 2.0
 def main() -> None:
     """Do what the arguments say (see above)."""
     _script.leave_own_path()
+    import os
     import signal
 
     from adaptor.errors import AdaptorError
@@ -43,7 +44,8 @@ def main() -> None:
             _send()
     except AdaptorError as error:
         print(error)
-        sys.exit(2)
+        sys.stdout.flush()
+        os._exit(2)  # a request may be on its way
 
 
 def _probe(url: str, endpoint: str) -> None:

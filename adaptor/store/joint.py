@@ -182,8 +182,8 @@ class JointPush:
         if lacks:
             nodes = ", ".join(map(str, sorted(lacks)))
             raise CheckpointError(
-                f"{folder}: not all is sent that is on the disk of node {nodes}, so half a checkpoint is"
-                " there; nothing is completed"
+                f"{folder}: not all files on the disk of node {nodes} have been sent, so the store does not"
+                " get this checkpoint; with a --save folder that all nodes share this cannot happen"
             )
 
     def _remove_abandoned(self) -> None:

@@ -229,7 +229,8 @@ def _write(store: Store, found: Checkpoint, folder: Path, progress: Progress) ->
             progress(come, found.bytes)
             yield piece
 
-    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ttp-pull") as pool:
+    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ttp-pull")
+    try:
         for file, pieces in _files(store, found, pool):
             digest = _write_file(folder, file, counted(pieces))
             if digest != file.xxh3_128:
@@ -239,6 +240,8 @@ def _write(store: Store, found: Checkpoint, folder: Path, progress: Progress) ->
                 come -= file.bytes
                 if _write_file(folder, file, counted(again)) != file.xxh3_128:
                     raise DamagedError(f"{store}/{name}: checksum differs from the manifest")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after an error a request may still take minutes
 
 
 def _files(

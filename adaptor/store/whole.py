@@ -75,8 +75,8 @@ def require(folder: Path, paths: Iterable[str]) -> None:
     """
     if name := missing(folder, paths):
         raise CheckpointError(
-            f"{folder}: {name} is missing, so half a checkpoint is there: nodes have disks of their own, and"
-            " not all have sent theirs; nothing is completed"
+            f"{folder}: {name} is missing, so the store does not get this checkpoint: it is on the disk of a"
+            " node that has not sent its files; with a --save folder that all nodes share this cannot happen"
         )
 
 

@@ -201,7 +201,7 @@ def test_half_a_checkpoint_is_never_committed(
     save_part(roots[0], 10, 0)
     first = upload(roots[0], 0, HASTY)
     waiting.until(lambda: bool(first.lines), "it has given up")
-    assert "mp_rank_01 is missing, so half a checkpoint is there" in first.lines[0]
+    assert "mp_rank_01 is missing, so the store does not get this checkpoint" in first.lines[0]
     assert not committed(store, 10)
     with pytest.raises(CheckpointError, match="mp_rank_01 is missing"):
         push.push(store, roots[0], 10)
@@ -236,7 +236,7 @@ def test_a_node_that_stops_in_the_middle_of_its_disk(described: bool, store: Sto
     sending = push.Sending(store, roots[1], known, where, lambda count: None, 1)
     sending.send(known.files)
     sending.tell(done=False)
-    with pytest.raises(CheckpointError, match="not all is sent that is on the disk of node 1"):
+    with pytest.raises(CheckpointError, match="not all files on the disk of node 1 have been sent"):
         joint(store, roots[0], 10, 0, HASTY).lead(Others(), lambda: False)
     assert not committed(store, 10)
     joint(store, roots[1], 10, 1, HASTY).follow(where)
@@ -247,7 +247,7 @@ def test_a_node_that_stops_in_the_middle_of_its_disk(described: bool, store: Sto
 def test_a_node_that_had_a_part_before_and_does_not_join(store: Store, tmp_path: Path) -> None:
     """Without a layout file its disk alone tells that it has one."""
     save_part(tmp_path, 10, 0, described=False)
-    with pytest.raises(CheckpointError, match="not all is sent that is on the disk of node 1"):
+    with pytest.raises(CheckpointError, match="not all files on the disk of node 1 have been sent"):
         joint(store, tmp_path, 10, 0, HASTY).lead(Others(apart={1}), lambda: False)
     assert not committed(store, 10)
 

@@ -197,6 +197,25 @@ def test_a_pull_onto_a_full_disk_leaves_nothing(
     assert list(root.iterdir()) == []
 
 
+def test_a_pull_that_fails_waits_for_no_other_request(
+    faults: FaultProxy, url: str, server: str, tmp_path: Path
+) -> None:
+    """One request is refused, and another one, which runs ahead of it, is not answered at all."""
+    save(tmp_path / "one", 12)
+    push.push(open_store(url, server), tmp_path / "one", 12)
+
+    def fault(number: int, method: str, path: str) -> Fault:
+        if "mp_rank_00" in path:
+            return "403"
+        return "hold before" if "mp_rank_02" in path else ""
+
+    faults.begin(fault)
+    with pytest.raises(StoreError, match="does not allow these credentials to read"):
+        pull.pull(open_store(url, faults.url, patience_s=1), tmp_path / "two")
+    assert not faults.release.is_set()
+    assert list((tmp_path / "two").iterdir()) == []
+
+
 def _held_in_the_middle(url: str, faults: FaultProxy, root: Path) -> tuple[threading.Thread, list[Exception]]:
     """Begin to push step 12; return when the store holds back a request of it. The list gets the error."""
     faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
