@@ -132,9 +132,13 @@ class Uploader:
 
     def _find_last(self, store: Store) -> None:
         """Go on after the newest step that was sent before this process began."""
-        saved, there = self._seen.now(), choose.steps(store)
+        saved, later, found = self._seen.now(), 0, None
         newest = saved[-1].step if saved else -1
-        found = next((one for one in choose.newest_first(store, None, []) if one.known.step <= newest), None)
+        for one_there in choose.newest_first(store, None, []):
+            if one_there.known.step <= newest:
+                found = one_there
+                break
+            later = max(later, one_there.known.step)
         if found is not None:
             abandoned.remove_noted(store, self._root, found.known.step, self._tell_of_upload)
             self._last = found.known.step
@@ -144,10 +148,10 @@ class Uploader:
                 if one.step <= self._last:
                     self._handled.add(one.place)
                     self._committed = one
-        if there and there[-1] > newest and not self._order.node:
+        if later and not self._order.node:
             self._tell(
-                f"[ttp] {store} holds step {there[-1]}, later than step {max(newest, 0)} of {self._root}: a"
-                f" pull would bring step {there[-1]}; use another prefix for this job, or pull first"
+                f"[ttp] {store} holds step {later}, later than step {max(newest, 0)} of {self._root}: a"
+                f" pull would bring step {later}; use another prefix for this job, or pull first"
             )
 
     def _send_next(self, store: Store, leaving: bool) -> bool:
@@ -160,9 +164,10 @@ class Uploader:
         one = chosen.saved
         if chosen.skipped:
             steps = ", ".join(str(skipped.step) for skipped in chosen.skipped)
+            what, whose = ("steps", "their") if len(chosen.skipped) > 1 else ("step", "its")
             self._tell(
-                f"[ttp] not sent to {store}: steps {steps}, because step {one.step} was saved before"
-                " their turn came; a larger TTP_STORE_EVERY avoids it"
+                f"[ttp] not sent to {store}: {what} {steps}, because step {one.step} was saved before"
+                f" {whose} turn came; a larger TTP_STORE_EVERY avoids it"
             )
             self._handle(chosen.skipped[-1])
         self._lead(store, one)

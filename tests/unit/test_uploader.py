@@ -134,19 +134,30 @@ def test_what_is_saved_is_sent_and_old_ones_are_removed(
     assert sender.ends() == ""
 
 
+@pytest.mark.parametrize(
+    ("between", "words"),
+    [((20, 30), "steps 20, 30, because {} their turn"), ((20,), "step 20, because {} its turn")],
+)
 def test_a_slow_store_gets_the_newest(
-    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+    between: tuple[int, ...],
+    words: str,
+    url: str,
+    server: str,
+    faults: FaultProxy,
+    root: Path,
+    start: Callable[..., Sender],
 ) -> None:
+    url = f"{url}-{len(between)}"
     faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
     save(root, 10)
     sender = start(url, faults.url, root)
     assert faults.held.wait(60)
-    for step in (20, 30, 40):
+    for step in (*between, 40):
         save(root, step)
     faults.fault = lambda number, method, path: ""
     faults.release.set()
     assert "step 10 is in" in sender.line()
-    assert "steps 20, 30, because step 40 was saved before their turn came" in sender.line()
+    assert f" {words.format('step 40 was saved before')} came" in sender.line()
     assert "step 40 is in" in sender.line()
     sender.tell({"within_s": None})
     assert sender.ends() == ""
@@ -301,6 +312,18 @@ def test_a_store_with_later_steps_is_named(
     save(root, 10)
     sender = start(url, server, root)
     assert "holds step 90, later than step 10" in sender.line()
+    assert "step 10 is in" in sender.line()
+    sender.tell({"within_s": None})
+    assert sender.ends() == ""
+
+
+def test_a_later_step_that_no_pull_would_bring_is_not_named(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    """As an upload leaves it that ended with its job; the same command then begins anew."""
+    open_store(url, server).put("iter_0000090/0f3a5c21-14e73ed6254e7994/__0_0.distcp", b"1")
+    save(root, 10)
+    sender = start(url, server, root)
     assert "step 10 is in" in sender.line()
     sender.tell({"within_s": None})
     assert sender.ends() == ""
