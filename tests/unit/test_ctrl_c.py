@@ -48,6 +48,40 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
     assert done.returncode == 130, done.stderr
 
 
+@pytest.mark.parametrize(
+    "module", ["adaptor.operations.cli", "msgspec", "adaptor.launchers.doctor", "adaptor.store.command"]
+)
+def test_ctrl_c_while_ttp_is_imported(module: str) -> None:
+    program = (
+        "import _signal, sys\n"  # `signal` is one of those that may not be there yet
+        # A shell may have had it ignored.
+        "_signal.signal(_signal.SIGINT, _signal.default_int_handler)\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: _signal.raise_signal(_signal.SIGINT)\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        "from adaptor.launchers.ttp import main\n"
+        "sys.exit(main())\n"
+    )
+    line = [sys.executable, "-c", program, "status", "logs"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_nothing_is_imported_before_ttp_hears_ctrl_c() -> None:
+    """But Python's own start and the package itself: during these Ctrl-C is Python's traceback."""
+    program = (
+        "import sys\n"
+        "import adaptor.launchers\n"
+        "before = set(sys.modules)\n"
+        "import adaptor.launchers.ttp\n"
+        "print(*sorted(set(sys.modules) - before))\n"
+    )
+    line = [sys.executable, "-c", program]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("adaptor.launchers.ttp\n", "")
+
+
 # A file that takes very long, as one of many gigabytes does.
 LONG_FILE = """
 import threading
