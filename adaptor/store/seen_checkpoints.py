@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,9 @@ from adaptor.store.cadence import Saved
 
 # A folder that is changed twice within the resolution of its time has the same time; the coarsest is 2 s.
 SETTLED_S = 3.0
+# It is listed as often in any case: what somebody copies by hand comes bit by bit, its manifest last; and some
+# file systems (a bucket that is mounted) know no time of a folder.
+RELIST_S = 30.0
 _UNREADABLE = "unreadable"
 
 
@@ -30,30 +34,46 @@ class SeenCheckpoints:
         self._clock = clock
         self._numbers: dict[str, int] = {}  # by place
         self._known: dict[tuple[int, int, int], Saved] = {}  # by step, inode and time of the manifest
-        self._changed: int | None = None  # the time of the folder at the last look; None where it has none
+        self._state: tuple[int, ...] | None = None  # of the folder at the last look; None where it has none
         self._since = 0.0  # when that was seen for the first time
-        self._listed: list[Saved] | None = (
-            None  # what is there as long as that time stays; None: list it again
-        )
+        self._listed: list[Saved] | None = None  # what is there as long as it stays; None: list it again
+        self._listed_at = 0.0
 
     def now(self) -> list[Saved]:
         """Return those of the folder in the order in which they came; those of the first look by step."""
-        changed, now = self._time_of_folder(), self._clock()
-        if changed != self._changed:
-            self._changed, self._since, self._listed = changed, now, None
-        if self._listed is None:
+        state, now = self._state_of_folder(), self._clock()
+        if state != self._state:
+            self._state, self._since, self._listed = state, now, None
+        if self._listed is None or now - self._listed_at >= RELIST_S:
+            self._listed = None
             found = self._list()
-            is_known = changed is not None and not any(one.place.endswith(_UNREADABLE) for one in found)
+            is_known = state is not None and not any(one.place.endswith(_UNREADABLE) for one in found)
             if not is_known or now - self._since < SETTLED_S:
                 return found
-            self._listed = found
+            self._listed, self._listed_at = found, now
         return list(self._listed)
 
-    def _time_of_folder(self) -> int | None:
+    def look_anew(self) -> None:
+        """Let the next `now` list the folder, whatever its time says."""
+        self._listed = None
+
+    def _state_of_folder(self) -> tuple[int, ...] | None:
+        """Return what differs when a name has come or gone.
+
+        The folder is opened: an NFS client asks the server then, and answers a stat from what it has heard in
+        the last minute. And its time of change, unlike that of modification, cannot be set by who copies.
+        """
         try:
-            return self._root.stat().st_mtime_ns
+            descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError:
             return None
+        try:
+            status = os.fstat(descriptor)
+        except OSError:
+            return None
+        finally:
+            os.close(descriptor)
+        return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
     def _list(self) -> list[Saved]:
         found = [

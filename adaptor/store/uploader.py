@@ -89,6 +89,8 @@ class Uploader:
         store, failures_at_end, wait_s = None, 0, _FIRST_WAIT_S
         while True:
             leaving = self._leaving.is_set()  # before the folder is read: what is in it then is sent
+            if leaving:
+                self._seen.look_anew()
             try:
                 if store is None:
                     opened = open_store(self._order.url, self._order.endpoint, make=True)

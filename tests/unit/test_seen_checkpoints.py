@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from adaptor.checkpoint import regular_folder
 from adaptor.protocol import naming
-from adaptor.store.seen_checkpoints import SETTLED_S, SeenCheckpoints
+from adaptor.store.seen_checkpoints import RELIST_S, SETTLED_S, SeenCheckpoints
 
 _LISTED: list[Path] = []
 
@@ -34,12 +36,33 @@ class Looks:
         self._root = root
         self._seen = SeenCheckpoints(root, lambda: self.now)
 
+    def end(self) -> None:
+        """The job has ended."""
+        self._seen.look_anew()
+
     def look(self) -> tuple[list[int], int]:
         """Return the steps that are seen, and how often the folder was listed for that."""
         self.now += 1
         _LISTED.clear()
         steps = [one.step for one in self._seen.now()]
         return steps, _LISTED.count(self._root)
+
+
+@contextlib.contextmanager
+def set_clock(root: Path, known: Callable[[os.stat_result], tuple[int, ...]]) -> Iterator[None]:
+    """Let the file system tell of a folder nothing but what is `known`."""
+    fstat = os.fstat
+
+    def told(descriptor: int) -> Any:
+        state = fstat(descriptor)
+        if Path(f"/proc/self/fd/{descriptor}").readlink() != root:
+            return state
+        device, time = known(state)
+        return SimpleNamespace(st_dev=device, st_ino=1, st_mtime_ns=time, st_ctime_ns=time)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fstat", told)
+        yield
 
 
 def save(root: Path, step: int, generation: str = "0f3a5c21") -> None:
@@ -59,9 +82,9 @@ def test_a_folder_that_does_not_change_is_not_listed(root: Path) -> None:
     looks = Looks(root)
     assert looks.look() == ([], 0)
     save(root, 10)
-    assert [looks.look() for _ in range(100)] == [([10], 1)] * (round(SETTLED_S) + 1) + [([10], 0)] * (
-        99 - round(SETTLED_S)
-    )
+    first, rare = round(SETTLED_S) + 1, round(RELIST_S)
+    looked = [looks.look() for _ in range(first + 3 * rare)]
+    assert looked == [([10], 1)] * first + ([([10], 0)] * (rare - 1) + [([10], 1)]) * 3
     save(root, 20)
     assert looks.look() == ([10, 20], 1)
 
@@ -70,11 +93,71 @@ def test_a_change_within_the_resolution_of_the_time_is_seen(root: Path) -> None:
     """The file system tells no two times within 2 s apart."""
     looks = Looks(root)
     save(root, 10)
+    with set_clock(root, lambda state: (state.st_dev, 7)):
+        assert looks.look()[0] == [10]
+        save(root, 20)
+        assert looks.look() == ([10, 20], 1)
+
+
+def test_a_copy_that_sets_the_time_of_the_folder_is_seen(root: Path) -> None:
+    """As rsync -a does: the folder has the time of its source, which it had before."""
+    looks = Looks(root)
+    save(root, 10)
     state = root.stat()
-    assert looks.look()[0] == [10]
+    for _ in range(10):
+        looks.look()
     save(root, 20)
     os.utime(root, ns=(state.st_atime_ns, state.st_mtime_ns))
     assert looks.look() == ([10, 20], 1)
+
+
+def test_a_client_that_answers_from_a_cache_is_asked_by_an_open(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of NFS asks the server when a folder is opened; a stat may be a minute old."""
+    looks = Looks(root)
+    save(root, 10)
+    known = root.stat()
+    for _ in range(10):
+        looks.look()
+    save(root, 20)
+    stat = os.stat
+
+    def of_cache(path: Any, **how: Any) -> os.stat_result:
+        return known if path == root else stat(path, **how)
+
+    monkeypatch.setattr(os, "stat", of_cache)
+    assert root.stat() is known
+    assert looks.look() == ([10, 20], 1)
+
+
+@pytest.mark.parametrize("how", ["after a while", "at the end of the job"])
+def test_a_file_system_that_knows_no_time_of_a_folder(root: Path, how: str) -> None:
+    """A bucket that is mounted: all folders are of one time."""
+    seen = Looks(root)
+    save(root, 10)
+    with set_clock(root, lambda state: (0, 0)):
+        for _ in range(10):
+            assert seen.look()[0] == [10]
+        save(root, 20)
+        if how == "at the end of the job":
+            seen.end()
+            assert seen.look() == ([10, 20], 1)
+        else:
+            assert [10, 20] in [seen.look()[0] for _ in range(round(RELIST_S))]
+
+
+def test_what_is_copied_by_hand_is_seen_when_its_manifest_has_come(root: Path, tmp_path: Path) -> None:
+    looks = Looks(root)
+    save(root, 10)
+    save(tmp_path / "other", 20)
+    there = tmp_path / "other" / naming.final_name(20)
+    copied = root / naming.final_name(20)
+    copied.mkdir()
+    for _ in range(10):
+        assert looks.look()[0] == [10]
+    (copied / naming.MANIFEST).write_bytes((there / naming.MANIFEST).read_bytes())
+    assert [10, 20] in [looks.look()[0] for _ in range(round(RELIST_S))]
 
 
 def test_a_step_that_is_saved_again_is_seen_as_another_one(root: Path) -> None:
