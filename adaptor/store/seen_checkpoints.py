@@ -15,7 +15,7 @@ from adaptor.store.cadence import Saved
 
 # A folder that is changed twice within the resolution of its time has the same time; the coarsest is 2 s.
 SETTLED_S = 3.0
-# It is listed as often in any case: what somebody copies by hand comes bit by bit, its manifest last; and some
+# It is listed as often in any case: what somebody copies by hand comes bit by bit, its manifest last. Some
 # file systems (a bucket that is mounted) know no time of a folder.
 RELIST_S = 30.0
 _UNREADABLE = "unreadable"
