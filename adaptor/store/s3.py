@@ -113,9 +113,12 @@ def client(one: Bucket, patience_s: float) -> Any:
     session = Session(
         session_vars={
             "profile": unset,
+            "region": (None, None, found.region, None),
             "config_file": no_file,
             "credentials_file": no_file,
             "ec2_metadata_service_endpoint": (None, None, found.metadata_endpoint or None, None),
+            "metadata_service_timeout": (None, None, CONNECT_S, None),
+            "metadata_service_num_attempts": (None, None, 3, None),
         }
     )
     resolver = session.get_component("credential_provider")

@@ -513,3 +513,21 @@ def test_large_files_are_sent_with_the_credentials_of_all_else(
         push.push(open_store(f"{url}-{how}", faults.url, piece=PART), root, 12)
     assert len(faults.parts) == PARTS
     assert faults.keys == {key}
+
+
+def test_a_token_of_the_cluster_gives_a_role(
+    url: str, server: str, faults: FaultProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """obstore asks for a role over https only, so it is left out here."""
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    (tmp_path / "token").write_text("a token")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/job")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_STS", server)
+    multipart = open_store(url, faults.url).multipart
+    assert multipart is not None
+    assert multipart.begun() == []
+    (key,) = faults.keys
+    assert key.startswith("ASIA"), "of a session"
