@@ -145,3 +145,22 @@ def test_the_first_save_of_two_disks_is_cut_short(tmp_path: Path, baseline_of: B
     assert "node 1: iter_0000003 was written, and has its name now" in ended.log
     assert "from step 3" in ended.log
     outcome.assert_same_training(ended, baseline_of(TP2_DP1).records)
+
+
+def test_two_nodes_start_again_before_anything_is_saved(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Another node might have a checkpoint on a disk of its own: all ranks look, and begin anew."""
+    job = Job(
+        tmp_path / "job",
+        TP2_DP1,
+        save=tmp_path / "save",
+        restarts=1,
+        faults=["rank=1,step=2,phase=forward,kind=sigkill"],
+        nodes=2,
+    )
+    ended = harness.run(job)
+    assert set(ended.codes) == {0}, ended.log[-3000:]
+    baseline = baseline_of(TP2_DP1)
+    outcome.assert_same_training(ended, baseline.records)
+    assert {line["iteration"] for lines in ended.records.values() for line in lines} == set(
+        range(1, harness.ITERATIONS + 1)
+    )
