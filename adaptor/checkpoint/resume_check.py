@@ -11,13 +11,21 @@ to the framework.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TypeVar
 
 from adaptor import context
-from adaptor.checkpoint import agreed_step, disk, divided_reading, hashing, manifest, tracker
+from adaptor.checkpoint import (
+    agreed_step,
+    disk,
+    divided_reading,
+    hashing,
+    manifest,
+    own_part,
+    tracker,
+)
 from adaptor.checkpoint.agreed_step import Agreed
 from adaptor.checkpoint.checked_files import CheckedFiles
 from adaptor.checkpoint.divided_reading import Division, Reader, in_blocks
@@ -33,7 +41,6 @@ from adaptor.checkpoint.resume_judgement import (
     line_of,
 )
 from adaptor.errors import CheckpointError, ResumeError
-from adaptor.protocol import naming
 from adaptor.protocol.environment import Place
 from adaptor.protocol.file_entry import FileEntry
 
@@ -171,8 +178,8 @@ def _examine(order: _Told, readers: Sequence[Reader]) -> tuple[Found, tuple[File
     found = _gather(compared)
     seen = [_of_view(order, [found[number] for number in ranks]) for ranks in views]
     if unlike:
-        nodes = [readers[ranks[0]].node for ranks in views]
-        problems = [_of_node(node, one) for node, one in zip(nodes, seen, strict=True) if one]
+        nodes = [_nodes(readers[rank].node for rank in ranks) for ranks in views]
+        problems = [_of_nodes(each, one) for each, one in zip(nodes, seen, strict=True) if one]
     else:
         problems = [problem for some in seen for problem in some]
     return Found(problems, unlike, apart), compared.part
@@ -198,13 +205,16 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
     compared, folder = _Compared(), Path(order.folder)
     try:
         division = Division(rank, readers)
-        if rank in divided_reading.apart(readers) and (problem := _of_another_save(order)):
+        if rank in divided_reading.apart(readers) and (
+            problem := own_part.of_another_save(folder, order.generation)
+        ):
             compared.problems.append(problem)
             return compared
         if readers[rank].view not in ((), readers[0].view):
-            compared.part = _part(order)
+            compared.part = own_part.files(folder, order.files, order.generation)
         if compared.part:
-            compared.problems += _lacks(order, compared.part, readers[rank].loads)
+            loads = readers[rank].loads
+            compared.problems += own_part.lacks(folder, compared.part, order.files, loads)
         files = compared.part or order.files
         mine = division.whole_files(files)
         compared.problems += manifest.compare(folder, [file for file in mine if not in_blocks(file)])
@@ -223,51 +233,6 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
         for problem in compared.problems
     ]
     return compared
-
-
-def _of_another_save(order: _Told) -> str:
-    """Return that this folder's own manifest is of another save of the step than that of rank 0; '' if not.
-
-    Each start of the workers is a generation of its own, and what it saves of a step is always the same.
-    """
-    folder = Path(order.folder)
-    try:
-        own = manifest.read(folder)
-    except CheckpointError:
-        return ""  # the files are compared with those of rank 0
-    if own.generation == order.generation or not own.generation or not order.generation:
-        return ""
-    return f"{folder}: is of another save of this step than that of node 0"
-
-
-def _part(order: _Told) -> tuple[FileEntry, ...]:
-    """Return the files of this folder's own manifest, where it is of a part of the same checkpoint.
-
-    Nothing where the folder must have all files, as in the format `torch_dist`, of which ranks may read any.
-    """
-    folder, known = Path(order.folder), {file.path: file for file in order.files}
-    try:
-        own = manifest.read(folder)
-    except CheckpointError:
-        return ()  # the files are compared with those of rank 0
-    is_same = naming.final_name(own.step) == folder.name and own.generation == order.generation != ""
-    if not is_same or any(file.path.endswith(".distcp") for file in (*own.files, *order.files)):
-        return ()
-    if {file.path for file in own.files} >= known.keys():
-        return ()
-    common = [(file, known[file.path]) for file in own.files if file.path in known]
-    return own.files if all(_may_be_same(*pair) for pair in common) else ()
-
-
-def _may_be_same(one: FileEntry, other: FileEntry) -> bool:
-    return one.bytes == other.bytes and len({one.xxh3_128, other.xxh3_128} - {None}) < 2
-
-
-def _lacks(order: _Told, part: Sequence[FileEntry], loads: Sequence[str]) -> list[str]:
-    """Return what is wrong with a part of which a rank is about to load what begins with `loads`."""
-    have, known = {file.path for file in part}, {PurePosixPath(file.path).name for file in order.files}
-    needed = [path for path in loads if path.endswith(naming.MODEL_FILE) or PurePosixPath(path).name in known]
-    return [f"{Path(order.folder) / path}: missing" for path in needed if path not in have]
 
 
 def _digests(path: Path, first: int, end: int, threads: int, compared: _Compared) -> bytes:
@@ -295,12 +260,18 @@ def _of_view(order: _Told, found: Sequence[_Compared]) -> list[str]:
     return problems
 
 
-def _of_node(node: int, problems: list[str]) -> str:
-    """Return the problems of the copy of a node in a line; damage before what cannot be read."""
-    wrong = [problem for problem in problems if not isinstance(problem, Unreadable)]
-    if wrong:
-        return f"node {node}: {first_of([*wrong, *problems[len(wrong) :]])}"
-    return Unreadable(first_of(problems))
+def _nodes(numbers: Iterable[int]) -> str:
+    """Return the words for nodes that see the same folder, or none."""
+    nodes = sorted(set(numbers))
+    more = f" and {len(nodes) - TOLD} more" if len(nodes) > TOLD else ""
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes[:TOLD]))}{more}"
+
+
+def _of_nodes(nodes: str, problems: list[str]) -> str:
+    """Return the problems of the copy of some nodes in a line; damage before what cannot be read."""
+    if all(isinstance(problem, Unreadable) for problem in problems):
+        return Unreadable(first_of(problems))
+    return f"{nodes}: {first_of(sorted(problems, key=lambda problem: isinstance(problem, Unreadable)))}"
 
 
 def _next(judgement: Judgement, found: Found | None) -> _Told:

@@ -306,6 +306,35 @@ def test_two_saves_of_a_step_are_not_mixed(tmp_path: Path) -> None:
     assert manifest.read(roots[1] / naming.aside_name(NEWER, 1)).generation == SECOND
 
 
+def test_a_node_that_has_more_than_node_0_checks_all_of_it(tmp_path: Path) -> None:
+    """Node 1 has pulled the whole checkpoint, and what its ranks load of it is damaged."""
+    places = disks(tmp_path, 2)
+    for node, place in enumerate(places):
+        write(place / "save", node, NEWER, SECOND)
+    write(places[1] / "save", 0, NEWER, SECOND)
+    for node, place in enumerate(places):
+        name(place / "save", node, NEWER, SECOND)
+    assert resume(tmp_path, places)[0] == [["", ""]]
+    assert tracker.tracked_step(places[1] / "save") == NEWER
+    damaged = Path("save") / naming.final_name(NEWER) / FOLDERS[1] / naming.MODEL_FILE
+    (places[1] / damaged).write_bytes(b"x")
+    refused, said = resume(tmp_path, places)
+    assert refused == [["", ""]]
+    assert f"step {NEWER} is not whole on every node (node 1: {damaged}: 1 bytes, the manifest says" in said
+
+
+def test_some_of_many_nodes_lack_a_step(tmp_path: Path) -> None:
+    places = disks(tmp_path, 3)
+    write(places[0] / "save", 0, NEWER, SECOND)
+    name(places[0] / "save", 0, NEWER, SECOND)
+    refused, said = resume(tmp_path, places)
+    assert refused == [["", "", ""]]
+    assert (
+        f"step {NEWER} is not whole on every node (nodes 1, 2: save/{naming.final_name(NEWER)}: missing)"
+        in said
+    )
+
+
 def test_a_shared_folder_never_has_files_of_two_saves_of_a_step(tmp_path: Path) -> None:
     """Two generations save the same step; the second one ends before each operation on the disk."""
     save([tmp_path / "save"], NEWER, FIRST)
