@@ -42,7 +42,7 @@ LAYERS = (
     ("adaptor.mindio",),
     ("adaptor.frameworks", "adaptor.preflight", "adaptor.protection_plan"),
     ("adaptor.patches", "adaptor.mindio.provided"),
-    ("adaptor", "adaptor.library", "adaptor._start", "adaptor.__main__"),
+    ("adaptor", "adaptor.library", "adaptor._start", "adaptor.commands", "adaptor.__main__"),
     ("adaptor.launchers",),
 )
 # The launcher starts processes that train, it is none: what only those need is not for it.
@@ -72,7 +72,7 @@ READS_SETTINGS = {
 # What else is read from the environment of a process, and where. What torch elastic and ttprun tell a worker
 # is read in `adaptor.protocol.environment`.
 READS_ENVIRONMENT = {
-    "adaptor.__main__": "WORLD_SIZE, for the report; misspelt settings",
+    "adaptor.commands": "WORLD_SIZE, for the report; misspelt settings",
     "adaptor._start": "whether ttprun has started this process",
     "adaptor.checkpoint.lease_claim": "who holds the lease of the job: the agent",
     "adaptor.config": "the settings",

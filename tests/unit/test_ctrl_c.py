@@ -49,9 +49,18 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
 
 
 @pytest.mark.parametrize(
-    "module", ["adaptor.operations.cli", "msgspec", "adaptor.launchers.doctor", "adaptor.store.command"]
+    ("program_of", "module"),
+    [
+        ("adaptor.launchers.ttp", "adaptor.operations.cli"),
+        ("adaptor.launchers.ttp", "msgspec"),
+        ("adaptor.launchers.ttp", "adaptor.launchers.doctor"),
+        ("adaptor.launchers.ttp", "adaptor.store.command"),
+        ("adaptor.__main__", "adaptor.commands"),
+        ("adaptor.__main__", "argparse"),
+        ("adaptor.__main__", "adaptor.transform.layout_command"),
+    ],
 )
-def test_ctrl_c_while_ttp_is_imported(module: str) -> None:
+def test_ctrl_c_while_a_command_is_imported(program_of: str, module: str) -> None:
     program = (
         "import _signal, sys\n"  # `signal` is one of those that may not be there yet
         # A shell may have had it ignored.
@@ -60,26 +69,27 @@ def test_ctrl_c_while_ttp_is_imported(module: str) -> None:
         "    def find_spec(self, name, *_):\n"
         f"        if name == {module!r}: _signal.raise_signal(_signal.SIGINT)\n"
         "sys.meta_path.insert(0, CtrlC())\n"
-        "from adaptor.launchers.ttp import main\n"
+        f"from {program_of} import main\n"
         "sys.exit(main())\n"
     )
-    line = [sys.executable, "-c", program, "status", "logs"]
+    line = [sys.executable, "-c", program, "verify", "nowhere"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_nothing_is_imported_before_ttp_hears_ctrl_c() -> None:
+@pytest.mark.parametrize("program_of", ["adaptor.launchers.ttp", "adaptor.__main__"])
+def test_nothing_is_imported_before_a_command_hears_ctrl_c(program_of: str) -> None:
     """But Python's own start and the package itself: during these Ctrl-C is Python's traceback."""
     program = (
         "import sys\n"
         "import adaptor.launchers\n"
         "before = set(sys.modules)\n"
-        "import adaptor.launchers.ttp\n"
+        f"import {program_of}\n"
         "print(*sorted(set(sys.modules) - before))\n"
     )
     line = [sys.executable, "-c", program]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("adaptor.launchers.ttp\n", "")
+    assert (done.stdout, done.stderr) == (f"{program_of}\n", "")
 
 
 # A file that takes very long, as one of many gigabytes does.

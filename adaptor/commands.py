@@ -1,0 +1,266 @@
+"""The commands of `python -m adaptor`.
+
+`python -m adaptor report [-- script.py ARGUMENTS]`: what of a job would be protected, without training.
+
+`python -m adaptor transform SRC DST`: a checkpoint in other parallel sizes (`adaptor/transform/command.py`).
+
+`python -m adaptor layout merge DIR OUT`: layout files of stages into one (`layout_command.py` there).
+
+`python -m adaptor verify SAVE`: the checkpoints in a save folder against their manifests, as `ttp verify`.
+
+`python -m adaptor store list|pull|push|verify|prune URL`: object storage (`adaptor/store/command.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from adaptor import _script, context, devices, distributions, engines, misspelt
+from adaptor.errors import AdaptorError, DriftError, StartError
+from adaptor.operations import verify
+from adaptor.store import command as store
+from adaptor.transform import command as transform
+from adaptor.transform import layout_command
+
+if TYPE_CHECKING:
+    from adaptor.preflight import Findings
+
+_MORE = (
+    "add the script's arguments to see what of the job would be protected: "
+    "python -m adaptor report -- script.py ARGUMENTS"
+)
+
+
+def run(arguments: list[str] | None) -> int:
+    """Print the report, or run another command.
+
+    Args:
+        arguments: of the command line; None for this process's.
+
+    Returns:
+        The exit code: 0 where every patch fits and nothing is refused, 1 where not, or where it is not known
+        because of an error, 2 for bad usage.
+    """
+    parsed = _parser().parse_args(arguments)
+    if parsed.command == "transform":
+        return transform.main(parsed)
+    if parsed.command == "layout":
+        return layout_command.main(parsed)
+    if parsed.command == "verify":
+        try:
+            return verify.answer(parsed)
+        except AdaptorError as error:
+            return _bad_usage(str(error))
+    if parsed.command == "store":
+        return store.main(parsed)
+    script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
+    if script:
+        if not Path(script[0]).is_file():
+            return _bad_usage(f"there is no script {script[0]}")
+        _script.leave_own_path()
+        _script.take_over(script)
+    try:
+        settings = context.begin().settings
+        engines.find(settings.engine).require(settings)
+        devices.require(settings.device)
+        misspelt.refuse(os.environ)
+        warning = distributions.conflict()
+    except AdaptorError as error:
+        return _bad_usage(str(error))
+    given = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", ""))
+    if parsed.world_size is not None:
+        given = ("--world-size", parsed.world_size)
+    try:
+        world_size = _ranks(*given)
+        ranks_per_node = _ranks("--ranks-per-node", parsed.ranks_per_node or "")
+    except ValueError as error:
+        return _bad_usage(str(error))
+    if warning:
+        print(f"python -m adaptor: {warning}", file=sys.stderr)
+    stdout = _own_stdout()
+    device = settings.device
+    if len(script) > 1 and not device and not _has_accelerator():
+        device = "cpu"  # a framework refuses a machine without an accelerator before it reads its arguments
+    if device:
+        devices.activate(device)
+    text, code = _report(script, world_size, ranks_per_node, parsed.racks, parsed.json)
+    if stdout is not None:
+        with stdout:
+            print(text, file=stdout)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m adaptor", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    report = commands.add_parser(
+        "report",
+        allow_abbrev=False,
+        help="say whether the patches fit the framework that a script imports and, with its arguments, what"
+        " of the job would be protected; nothing is trained",
+    )
+    report.add_argument("--json", action="store_true", help="print one JSON object")
+    report.add_argument(
+        "--world-size",
+        metavar="N",
+        help="ranks of the job (default WORLD_SIZE, else twice the fewest that the script's arguments allow)",
+    )
+    report.add_argument(
+        "--ranks-per-node", metavar="N", help="how many of them are on one node (default: all), for --json"
+    )
+    report.add_argument(
+        "--rack", dest="racks", action="append", default=[], help="of each node, in their order, for --json"
+    )
+    report.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
+    transform.add_to(commands)
+    layout_command.add_to(commands)
+    verify.add_arguments(commands.add_parser("verify", allow_abbrev=False, help=verify.WORDS))
+    store.add_to(commands)
+    return parser
+
+
+def _bad_usage(line: str) -> int:
+    print(f"python -m adaptor: {line}", file=sys.stderr)
+    return 2
+
+
+def _ranks(name: str, text: str) -> int | None:
+    """Return a number of ranks, None where `text` is empty. Raises ValueError for what is none."""
+    if not text:
+        return None
+    try:
+        ranks = int(text)
+    except ValueError:
+        ranks = 0
+    if ranks < 1:
+        raise ValueError(f"{name} is {text}: it must be a number of ranks from 1 on")
+    return ranks
+
+
+def _own_stdout() -> TextIO | None:
+    """Keep stdout for the report: what else this process or a child writes there is dropped until its end.
+
+    Modules of a framework, C code and child processes write to the descriptor 1, past `sys.stdout`.
+
+    Returns:
+        Where the report is to be written, None where there is no stdout.
+    """
+    if sys.stdout is None:  # closed before Python started
+        return None
+    sys.stdout.flush()
+    try:
+        kept = os.fdopen(os.dup(1), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
+    except OSError:
+        return None
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+    return kept
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.cuda.is_available() or importlib.util.find_spec("torch_npu") is not None
+
+
+def _report(
+    script: list[str], world_size: int | None, ranks_per_node: int | None, racks: list[str], as_json: bool
+) -> tuple[str, int]:
+    """Return what is to be printed, and the exit code."""
+    import adaptor.patches as patches
+    from adaptor import patching
+    from adaptor.preflight import Findings
+
+    findings = Findings()
+    shown: tuple[patching.Outcome, ...] = ()
+    broken: list[str] = []  # of the framework, where it may be for the reason for which the script has ended
+    try:
+        patches.load("ttp")
+    except StartError as error:
+        findings.refusals.append(str(error))
+    else:
+        patching.arm("ttp", raises=False)
+        if len(script) > 1:
+            findings = _examined(script, world_size)
+        broken = _import_targets(patching.target_modules("ttp"))
+        for misfit in patching.misfits("ttp"):
+            (findings.refusals if isinstance(misfit, DriftError) else broken).append(str(misfit))
+        outcomes = patching.outcomes("ttp")
+        there = {outcome.unit for outcome in outcomes if outcome.found is not None}
+        shown = tuple(outcome for outcome in outcomes if outcome.unit in there)
+        if not (shown or broken or findings.refusals):
+            broken.append("none of the patched modules is on the path: is the framework installed?")
+    if not findings.error:
+        findings.refusals += broken
+    lines = [*findings.refusals, *([findings.error, *broken] if findings.error else [])]
+    verdict = _verdict(findings, len(lines), examined=len(script) > 1)
+    code = 1 if lines else 0
+    if as_json:
+        plan = findings.plan(ranks_per_node, racks)
+        report = {
+            "fits": not lines,
+            "verdict": verdict,
+            "refusals": lines,
+            "replica": findings.replica,
+            "bytes_per_rank_and_parameter": findings.cost(),
+            "layout": dataclasses.asdict(findings.layout) if findings.layout is not None else None,
+            "plan": dataclasses.asdict(plan) if plan is not None else None,
+            "patches": [dataclasses.asdict(outcome) for outcome in shown],
+        }
+        return json.dumps(report), code
+    for line in lines:
+        print(f"python -m adaptor: {line}", file=sys.stderr)
+    table = f"{patching.format_outcomes(shown)}\n" if shown else ""
+    return f"{table}verdict: {verdict}", code
+
+
+def _examined(script: list[str], world_size: int | None) -> Findings:
+    import adaptor
+    from adaptor import patches, patching, preflight
+
+    adaptor._count_as_enabled()  # a script that calls enable() itself has no agent here
+    patches.load("report")
+    patching.arm("report", raises=False)
+    return preflight.run(script, world_size or 2 * preflight.least_world_size(script[1:]))
+
+
+def _verdict(findings: Findings, lines: int, *, examined: bool) -> str:
+    """Return the last line of the report.
+
+    Args:
+        lines: how many reasons there are not to say that the job would be protected.
+        examined: whether the script was run with its arguments.
+    """
+    others = f" (and {lines - 1} more)" if lines > 1 else ""
+    if findings.refusals:
+        return f"not protected: {findings.refusals[0]}{others}"
+    if findings.error:
+        return f"not known: {findings.error}{others}"
+    return findings.words() if examined else f"the patches fit; {_MORE}"
+
+
+def _import_targets(names: tuple[str, ...]) -> list[str]:
+    """Import them all.
+
+    Returns:
+        A line for each that is there and cannot be imported.
+    """
+    failures: list[str] = []
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                failures.append(f"{name} cannot be imported: {error}")
+        except Exception as error:  # whatever a framework raises when it is imported
+            failures.append(f"{name} cannot be imported: {type(error).__name__}: {error}")
+    return failures
