@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from adaptor.checkpoint import manifest
-from adaptor.errors import CheckpointError
+from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import file_pieces, upload_journal
 from adaptor.store.client import AT_ONCE, PIECE, Store
@@ -179,11 +179,15 @@ class LargeFile:
         return one
 
     def _give_up(self) -> None:
-        """Have the store forget the upload; raise StoreError where it does not."""
-        if self._noted is not None:
-            self._multipart.abort(self._noted.upload)
-            self._noted.forget()
-            self._noted = None
+        """Have the store forget the upload; one line where it does not, and whatever comes next goes on."""
+        noted, self._noted = self._noted, None
+        if noted is not None:
+            try:
+                self._multipart.abort(noted.upload)
+            except StoreError as error:
+                self._tell(f"the parts of an upload that was cut short stay in the store: {error}")
+            else:
+                noted.forget()
 
 
 def _joined(etags: dict[int, str]) -> str:

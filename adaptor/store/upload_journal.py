@@ -72,7 +72,7 @@ class NotedUpload:
         self.parts = {one.number: one for one in arrived}
         self._root = root
         self._lock = threading.Lock()  # of all below; parts arrive in several threads
-        self._descriptor: int | None = None
+        self._begins_line = True  # the last line of the note may have been cut short
         self._is_over = False
 
     @property
@@ -82,26 +82,24 @@ class NotedUpload:
 
     def add(self, one: Arrived) -> None:
         """Note a part that the store has taken."""
+        line = msgspec.json.encode(one) + b"\n"
         with self._lock, contextlib.suppress(OSError):
             if self._is_over:
                 return
-            if self._descriptor is None:
-                name = _name(self.begun.store, self.begun.name)
-                self._descriptor = disk.open_below(_real(self._root), name, os.O_WRONLY | os.O_APPEND)
-                os.write(self._descriptor, b"\n")  # the last line may have been cut short
-            os.write(self._descriptor, msgspec.json.encode(one) + b"\n")
+            name = _name(self.begun.store, self.begun.name)
+            descriptor = disk.open_below(_real(self._root), name, os.O_WRONLY | os.O_APPEND)
+            try:
+                os.write(descriptor, b"\n" + line if self._begins_line else line)
+                self._begins_line = False
+            finally:
+                os.close(descriptor)
 
     def forget(self) -> None:
-        """Remove the note: the upload is completed, or given up."""
-        with self._lock:
+        """Remove the note: the upload is completed, or the store has forgotten it."""
+        with self._lock, contextlib.suppress(OSError):
             self._is_over = True
-            if self._descriptor is not None:
-                os.close(self._descriptor)
-                self._descriptor = None
-            with contextlib.suppress(OSError):
-                (self._root / _name(self.begun.store, self.begun.name)).unlink()
-            with contextlib.suppress(OSError):  # others are noted there
-                (self._root / naming.UPLOADS).rmdir()
+            (self._root / _name(self.begun.store, self.begun.name)).unlink()
+            (self._root / naming.UPLOADS).rmdir()  # unless others are noted there
 
 
 def note(root: Path, store: str, seen: str, upload: Upload, sizes: tuple[int, int]) -> NotedUpload:

@@ -176,6 +176,25 @@ def test_a_file_that_has_changed_is_sent_from_its_beginning(
     _is_whole(direct, root, 12)
 
 
+def test_credentials_that_may_remove_no_upload_send_a_changed_file_all_the_same(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    folder = save(root, 12, first=LARGE)
+    _cut_short(store, faults, root, 12)
+    with (folder / "mp_rank_00" / naming.MODEL_FILE).open("r+b") as opened:
+        opened.write(b"other")
+    faults.begin(lambda number, method, path: "403" if method == "DELETE" else "")
+    lines: list[str] = []
+    push.push(store, root, 12, tell=lines.append)
+    left, anew = lines
+    assert left.startswith("the parts of an upload that was cut short stay in the store: ")
+    assert "does not allow these credentials to remove an upload" in left
+    assert "has changed since its upload was begun" in anew
+    (found,) = choose.newest_first(direct, 12, [])
+    assert list(choose.wrong_files(direct, found)) == []
+    assert not (root / naming.UPLOADS).exists()
+
+
 def test_an_upload_that_the_store_has_removed_is_begun_anew(
     store: Store, direct: Store, faults: FaultProxy, root: Path
 ) -> None:
