@@ -63,6 +63,10 @@ class DamagedError(StoreError):
     """An object is missing, or is not what was written; others of the store may be as they must be."""
 
 
+class BusyError(StoreError):
+    """The store does not answer, or says that it cannot now; it may a little later."""
+
+
 class MissingError(DamagedError):
     """There is no object of this name."""
 
@@ -219,7 +223,8 @@ class Store:
         if refused or (status and status[1].startswith(("401", "403"))):
             return self._answers.refused(doing, told)
         if told:
-            return self._answers.answered(doing, told)
+            answered = self._answers.answered(doing, told)
+            return BusyError(str(answered)) if status and status[1].startswith(("5", "429")) else answered
         if "HTTP error" in text or "error sending request" in text:
-            return self._answers.silent(doing)
+            return BusyError(str(self._answers.silent(doing)))
         return self._answers.failed(doing, text)

@@ -129,6 +129,22 @@ def test_a_byte_that_changes_on_its_way_is_asked_for_again(source: Source, tmp_p
     assert _files(tmp_path) == OBJECTS
 
 
+def test_a_store_that_is_down_for_a_while(source: Source, tmp_path: Path) -> None:
+    """Longer than its client asks again; one line says so."""
+    lines: list[str] = []
+
+    def tell(line: str) -> None:
+        lines.append(line)
+        source.faults.fault = lambda number, method, path: ""
+
+    source.faults.fault = lambda number, method, path: "503" if "corpus.bin" in path else ""
+    data_pull.bring([(open_store(source.url, source.faults.url, patience_s=0.1), tmp_path)], tell)
+    assert _files(tmp_path) == OBJECTS
+    assert len(lines) == 2
+    assert "503 Service Unavailable" in lines[0]
+    assert lines[0].endswith("; it is asked again for 60 s")
+
+
 def test_an_object_that_is_not_its_etag_is_refused(source: Source, tmp_path: Path) -> None:
     """Where other etags of the store are MD5s of the content; a file that came before stays."""
     source.faults.fault = _corrupting("corpus.idx", times=9)
