@@ -65,22 +65,32 @@ def go_back(root: Path, step: int, aside: Mapping[int, Path]) -> None:
         tracker.set_under_lock(root, step)
 
 
-def complete(root: Path, name: str, generation: str) -> None:
+def complete(root: Path, name: str, generation: str) -> str:
     """Give a regular save its name on this disk, where rank 0 has given it its own and the job ended then.
-
-    It raises nothing, for all ranks wait; where it cannot be done, the checkpoint is not whole on this node.
 
     Args:
         root: the save folder.
         name: of the folder of the checkpoint.
         generation: of the workers that have saved it, as rank 0 sees.
+
+    Returns:
+        Why a save that was written cannot get its name, in a line; '' where it has it, or is not there, or
+        only half of it. It raises nothing, for all ranks wait.
     """
     step = naming.step_of(name)
-    with contextlib.suppress(Exception):
+    try:
         if step is not None and regular_folder.complete_on_own_disk(root, step, generation):
             tracker.advance(root, step)
             node = context.part(Place).node
-            output.tell(f"[ttp] node {node}: {root / name} was written, and has its name now", to="stdout")
+            output.tell(
+                f"[ttp] node {node}: {root / name}: the end of the job had cut its save short when all was"
+                " written; it is complete now",
+                to="stdout",
+            )
+    except Exception as error:
+        why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return f"{root / name}: was written, and cannot get its name now: {why}"
+    return ""
 
 
 def follow(root: Path, agreed: Agreed) -> str:
@@ -91,25 +101,57 @@ def follow(root: Path, agreed: Agreed) -> str:
     Returns:
         Why it cannot be done, in a line; '' where it is done. It raises nothing, for all ranks wait for it.
     """
+    if not agreed.may_change:
+        return settle(root, agreed.step, may_change=False)
     try:
         named = tracker.tracked_step(root)
-        if not agreed.may_change:
-            return "" if named == agreed.step else _of_trackers(root, named, agreed.step)
         left_overs.clean(root)
         aside = names_aside(root, agreed.given_up)
         if aside or named != agreed.step:
             go_back(root, agreed.step, aside)
-        if named is not None and named > agreed.step and named not in agreed.given_up:
-            output.tell(
-                f"[ttp] node {context.part(Place).node}: {root / naming.TRACKER} named step {named}, and"
-                f" names step {agreed.step} now, as on node 0",
-                to="stdout",
-            )
+        if named not in agreed.given_up:
+            _tell_of(root, named, agreed.step)
     except CheckpointError as error:
         return str(error)
     except Exception as error:
         return f"{root}: {type(error).__name__}: {error}"
     return ""
+
+
+def settle(root: Path, step: int, *, may_change: bool) -> str:
+    """Let the tracker on this disk name `step`, if it names none or a later one.
+
+    The framework takes the largest that any rank reads.
+
+    Args:
+        root: the folder of checkpoints.
+        step: the one that rank 0's tracker names.
+        may_change: whether the job saves there.
+
+    Returns:
+        Why it does not, in a line; '' where it does. It raises nothing, for all ranks wait for it.
+    """
+    named = tracker.tracked_step(root)
+    if named is not None and named <= step:
+        return ""
+    if not may_change:
+        return _of_trackers(root, named, step)
+    try:
+        go_back(root, step, {})
+        _tell_of(root, named, step)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _tell_of(root: Path, named: int | None, step: int) -> None:
+    """Say that a tracker has gone backwards."""
+    if named is not None and named > step:
+        output.tell(
+            f"[ttp] node {context.part(Place).node}: {root / naming.TRACKER} named step {named}, and"
+            f" names step {step} now, as on node 0",
+            to="stdout",
+        )
 
 
 def _bears_name(root: Path, step: int) -> bool:

@@ -79,6 +79,22 @@ def without_file(folder: Path) -> bool:
     return any(is_note(path) and not _noted(path).exists() for path in disk.files(folder))
 
 
+def require_readable(folder: Path) -> None:
+    """Read each note, which `entries` takes for none where it cannot be read.
+
+    Raises:
+        OSError: one cannot be read, though the note may be intact.
+    """
+    for path in disk.files(folder):
+        if is_note(path):
+            try:
+                disk.read(path, _LARGEST)
+            except OSError as error:
+                if not disk.is_wrong(error):
+                    error.filename = error.filename or str(path)
+                    raise
+
+
 def _noted(note: Path) -> Path:
     return note.with_name(note.name.removesuffix(_SUFFIX))
 

@@ -9,13 +9,17 @@ same folder, because each node has a copy of its own, divide nothing with each o
 from __future__ import annotations
 
 import bisect
+import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptor.checkpoint import hashing
+from adaptor.checkpoint import disk, hashing
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+
+_BEGINNING = 256  # bytes of a manifest: the step and the time are among them
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,21 @@ class Reader:
         loads: with what the paths of files begin, below the checkpoint, that it is about to load
         view: what is the same for all who see the same folder
         is_there: whether it sees the folder of the checkpoint at all
+        is_other: whether what it sees is certainly another save of the step
+        unnamed: why a save that was written on its disk cannot get its name
     """
 
     node: int
     loads: tuple[str, ...]
     view: tuple[int, ...] = ()
     is_there: bool = True
+    is_other: bool = False
+    unnamed: str = ""
+
+    @property
+    def lacks(self) -> bool:
+        """Return whether it does not see this save."""
+        return self.is_other or not self.is_there
 
 
 def in_blocks(file: FileEntry) -> bool:
@@ -105,8 +118,12 @@ def views(readers: Sequence[Reader]) -> list[list[int]]:
 
 def unlike(readers: Sequence[Reader]) -> frozenset[int]:
     """Return the ranks that do not see the checkpoint that rank 0 sees: none, or another one."""
-    first = readers[0].view[:1]
-    return frozenset(rank for rank, reader in enumerate(readers) if reader.view[:1] != first)
+    return frozenset(rank for rank, reader in enumerate(readers) if is_unlike(reader.view, readers[0].view))
+
+
+def is_unlike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """Return whether two views are of different manifests, whatever inodes machines see."""
+    return one[:2] != other[:2]
 
 
 def apart(readers: Sequence[Reader]) -> frozenset[int]:
@@ -120,12 +137,23 @@ def apart(readers: Sequence[Reader]) -> frozenset[int]:
 def view(folder: Path) -> tuple[int, ...]:
     """Return what distinguishes the copies of a checkpoint; nothing where this rank sees none.
 
-    That is the time of the last change of the manifest, and its inode. All who share a file system see the
-    same; where it gives each machine inodes of its own (some in user space do), each machine checks
-    everything, as if it had a copy.
+    That is the time of the last change of the manifest, its beginning, and its inode. The beginning says to
+    the microsecond when it was made: some file systems know full seconds, in which two nodes name their
+    parts. All who share a file system see the same; where it gives each machine inodes of its own (some in
+    user space do), each machine checks everything, as if it had a copy.
     """
+    path = folder / naming.MANIFEST
     try:
-        status = (folder / naming.MANIFEST).stat()
+        status = path.stat()
     except (OSError, ValueError):
         return ()
-    return status.st_mtime_ns, status.st_ino
+    return status.st_mtime_ns, _beginning(path), status.st_ino
+
+
+def _beginning(path: Path) -> int:
+    """Return a checksum of the first bytes; 0 where they cannot be read, which the comparison says."""
+    try:
+        with os.fdopen(disk.open_regular(path), "rb") as file:
+            return zlib.crc32(file.read(_BEGINNING))
+    except OSError:
+        return 0

@@ -6,9 +6,26 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from adaptor.checkpoint import manifest
+from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+
+
+def read(folder: Path) -> Manifest | None:
+    """Return the folder's own manifest; None where there is none, or it is damaged.
+
+    The files are compared with those of rank 0 then.
+
+    Raises:
+        UnreadableError: nobody can tell.
+    """
+    try:
+        return manifest.read(folder)
+    except manifest.UnreadableError:
+        raise
+    except CheckpointError:
+        return None
 
 
 def of_another_save(folder: Path, generation: str) -> str:
@@ -20,12 +37,12 @@ def of_another_save(folder: Path, generation: str) -> str:
     Args:
         folder: of the checkpoint.
         generation: of the workers that have made what rank 0 sees.
+
+    Raises:
+        UnreadableError: nobody can tell.
     """
-    try:
-        own = manifest.read(folder)
-    except CheckpointError:
-        return ""  # the files are compared with those of rank 0
-    if own.generation == generation or not own.generation or not generation:
+    own = read(folder)
+    if own is None or own.generation == generation or not own.generation or not generation:
         return ""
     return f"{folder}: is of another save of this step than that of node 0"
 
@@ -40,11 +57,12 @@ def files(folder: Path, theirs: Sequence[FileEntry], generation: str) -> tuple[F
         folder: of the checkpoint.
         theirs: the files in the manifest that rank 0 sees.
         generation: in that manifest.
+
+    Raises:
+        UnreadableError: nobody can tell.
     """
-    known = {file.path: file for file in theirs}
-    try:
-        own = manifest.read(folder)
-    except CheckpointError:
+    own, known = read(folder), {file.path: file for file in theirs}
+    if own is None:
         return ()
     is_same = naming.final_name(own.step) == folder.name and own.generation == generation != ""
     if not is_same or any(file.path.endswith(".distcp") for file in (*own.files, *theirs)):

@@ -19,7 +19,7 @@ from adaptor.checkpoint import (
     integrity,
     left_overs,
     linux_calls,
-    manifest,
+    own_part,
     publish,
     saved_steps,
 )
@@ -99,7 +99,8 @@ def complete_on_own_disk(root: Path, step: int, generation: str) -> bool:
             return False
         if folder.name == naming.regular_name(step, generation):
             taken = take_on_own_disk(root, step, generation)
-            if taken is None:
+            # A client of a shared file system may have shown another folder under that name.
+            if taken is None or not _is_noted(taken, step, generation):
                 return False
             folder = taken
         sync_regular(root, step, generation, folder)
@@ -131,12 +132,17 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _is_noted(folder: Path, step: int, generation: str) -> bool:
-    """Return whether each file of an unfinished save is as a note says, and none of the noted is missing."""
-    with contextlib.suppress(CheckpointError):  # there is none yet, or half of it
-        known = manifest.read(folder)
-        if (known.step, known.generation) != (step, generation):
-            return False  # an older version on its way out
+    """Return whether each file of an unfinished save is as a note says, and none of the noted is missing.
+
+    Raises:
+        OSError: a note cannot be read.
+        UnreadableError: nor can the manifest of an earlier call.
+    """
+    known = own_part.read(folder)  # there is none yet, or half of it
+    if known is not None and (known.step, known.generation) != (step, generation):
+        return False  # an older version on its way out
     files = _written(folder)
+    checksum_notes.require_readable(folder)
     entries = checksum_notes.entries(folder, files)
     return bool(files) and not checksum_notes.without_file(folder) and all(one.xxh3_128 for one in entries)
 

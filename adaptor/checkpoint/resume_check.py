@@ -4,15 +4,16 @@ Rank 0 decides what is checked and what is done (`resume_judgement`), and tells 
 older state of a shared file system; the ranks divide the files among them, and the blocks of a file that has
 a checksum of blocks, since a checksum reads everything (`divided_reading`). So all ranks go on, or all raise
 the same. A node with a disk of its own may have nothing but what its ranks load, of the same save; what is
-agreed on is done there, too (`agreed_step`). What is not of the adaptor, a folder without a manifest, is left
-to the framework.
+agreed on is done there, too (`agreed_step`), and at the end all trackers lead the framework to the same step.
+What is not of the adaptor, a folder without a manifest, is left to the framework.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +32,9 @@ from adaptor.checkpoint.checked_files import CheckedFiles
 from adaptor.checkpoint.divided_reading import Division, Reader, in_blocks
 from adaptor.checkpoint.manifest import Unreadable
 from adaptor.checkpoint.resume_judgement import (
+    ALIKE,
     COPIES,
+    RELEASE,
     TOLD,
     Found,
     Judgement,
@@ -53,6 +56,7 @@ class _Told:
 
     Attributes:
         generation: of the checkpoint that they are of
+        view: what rank 0 sees of it (`divided_reading`)
         is_regular: whether the framework has saved it, so every rank had written when it got its name
         agreed: what is to be done on the disks that rank 0 does not see
         is_empty: rank 0 sees no checkpoint
@@ -62,6 +66,7 @@ class _Told:
     files: tuple[FileEntry, ...] = ()
     refusal: str = ""
     generation: str = ""
+    view: tuple[int, ...] = ()
     is_regular: bool = False
     agreed: Agreed | None = None
     is_empty: bool = False
@@ -104,24 +109,37 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
         if order.is_empty:
             _require_nothing(load)
         if not order.files:
+            if readers and chosen is None:
+                _require_one_step(root, save)
             return
         folder = Path(order.folder)
         root = folder.parent
-        readers = _readers(folder, loads)
-        if not all(reader.is_there for reader in readers):
-            if order.is_regular and not readers[rank].is_there and disk.is_same(root, save):
-                agreed_step.complete(root, folder.name, order.generation)
-            readers = _readers(folder, loads)
+        readers = _readers(order, loads)
+        if any(reader.lacks for reader in readers):
+            unnamed = ""
+            if order.is_regular and readers[rank].lacks and disk.is_same(root, save):
+                unnamed = agreed_step.complete(root, folder.name, order.generation)
+            readers = _readers(order, loads, unnamed)
         found, part = _examine(order, readers)
         if not found.problems:
             context.part(CheckedFiles).add(folder, part or order.files)
 
 
-def _readers(folder: Path, loads: tuple[str, ...]) -> list[Reader]:
-    """Return what every rank sees of a checkpoint."""
+def _readers(order: _Told, loads: tuple[str, ...], unnamed: str = "") -> list[Reader]:
+    """Return what every rank sees of a checkpoint.
+
+    Args:
+        order: of rank 0.
+        loads: see `require_intact`.
+        unnamed: why a save that was written on this disk cannot get its name.
+    """
+    folder = Path(order.folder)
     view = divided_reading.view(folder)
-    node = context.part(Place).node
-    return _gather(Reader(node, loads, view, bool(view) or os.path.lexists(folder)))
+    is_there, is_other = bool(view) or os.path.lexists(folder), False
+    if view and divided_reading.is_unlike(view, order.view):
+        with contextlib.suppress(manifest.UnreadableError):  # then the comparison says so
+            is_other = bool(own_part.of_another_save(folder, order.generation))
+    return _gather(Reader(context.part(Place).node, loads, view, is_there, is_other, unnamed))
 
 
 def _gather(mine: _T) -> list[_T]:
@@ -151,11 +169,43 @@ def _require_nothing(load: Path) -> None:
     Raises:
         ResumeError: on all ranks.
     """
-    seen = _gather((context.part(Place).node, tracker.tracked_step(load)))
-    there = {node: step for node, step in seen if step is not None}
+    text = tracker.tracker_text(load)
+    named = RELEASE if text == RELEASE else tracker.tracked_step(load)
+    (_, first), *others = _gather((context.part(Place).node, named))
+    there = {node: name for node, name in others if name != first}
     if there:
-        words = ", ".join(f"node {node} has step {step}" for node, step in list(there.items())[:TOLD])
-        raise ResumeError(f"{load}: node 0 has no checkpoint, {words}; {COPIES}")
+        words = ", ".join(f"node {node} has {_word(name)}" for node, name in list(there.items())[:TOLD])
+        raise ResumeError(f"{load}: node 0 has {_word(first)}, {words}; {COPIES}")
+
+
+def _word(named: str | int | None) -> str:
+    return "no checkpoint" if named is None else "a release" if named == RELEASE else f"step {named}"
+
+
+def _require_one_step(root: Path, save: Path) -> None:
+    """Make sure that the framework takes the step of rank 0's tracker: the largest that any rank reads.
+
+    A rank whose tracker names none would not load at all. Trackers are set in the folder that is saved to.
+
+    Raises:
+        ResumeError: on all ranks; one cannot be set.
+    """
+    import torch.distributed as dist
+
+    seen = _gather((context.part(Place).node, tracker.tracked_step(root)))
+    step = seen[0][1]
+    wrong = [
+        rank for rank, (_, named) in enumerate(seen) if step is not None and (named is None or named > step)
+    ]
+    if step is None or not wrong:
+        return
+    rank, problem = dist.get_rank(), ""
+    node = seen[rank][0]
+    if rank in wrong and all(seen[other][0] != node for other in wrong if other < rank):
+        problem = agreed_step.settle(root, step, may_change=disk.is_same(root, save))
+    problems = [f"node {node}: {one}" for (node, _), one in zip(seen, _gather(problem), strict=True) if one]
+    if problems:
+        raise ResumeError(f"{'; '.join(map(line_of, problems[:TOLD]))}; {ALIKE}")
 
 
 def _examine(order: _Told, readers: Sequence[Reader]) -> tuple[Found, tuple[FileEntry, ...]]:
@@ -167,14 +217,10 @@ def _examine(order: _Told, readers: Sequence[Reader]) -> tuple[Found, tuple[File
     import torch.distributed as dist
 
     unlike, apart = divided_reading.unlike(readers), divided_reading.apart(readers)
+    if any(reader.lacks for reader in readers):  # so nothing need be read to know that it is not whole
+        return Found(_lacking(order.folder, readers), unlike, apart), ()
     views = divided_reading.views(readers)
-    if not all(reader.is_there for reader in readers):  # so nothing need be read to know that it is not whole
-        compared = (
-            _Compared() if readers[dist.get_rank()].is_there else _Compared([f"{order.folder}: missing"])
-        )
-        order = replace(order, files=())
-    else:
-        compared = _compare(order, dist.get_rank(), readers)
+    compared = _compare(order, dist.get_rank(), readers)
     found = _gather(compared)
     seen = [_of_view(order, [found[number] for number in ranks]) for ranks in views]
     if unlike:
@@ -183,6 +229,21 @@ def _examine(order: _Told, readers: Sequence[Reader]) -> tuple[Found, tuple[File
     else:
         problems = [problem for some in seen for problem in some]
     return Found(problems, unlike, apart), compared.part
+
+
+def _lacking(folder: str, readers: Sequence[Reader]) -> list[str]:
+    """Return which nodes do not see a save, and why.
+
+    Where it was written and cannot get its name, that says nothing about it: it may get it at the next start.
+    """
+    held = {reader.node: f"node {reader.node}: {reader.unnamed}" for reader in readers if reader.unnamed}
+    problems: list[str] = [Unreadable(why) for why in held.values()]
+    for is_other, why in ((True, "is of another save of this step than that of node 0"), (False, "missing")):
+        lacking = (reader for reader in readers if reader.lacks and reader.is_other == is_other)
+        nodes = {reader.node for reader in lacking} - held.keys()
+        if nodes:
+            problems.append(f"{_nodes(nodes)}: {folder}: {why}")
+    return problems
 
 
 @dataclass
@@ -205,11 +266,6 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
     compared, folder = _Compared(), Path(order.folder)
     try:
         division = Division(rank, readers)
-        if rank in divided_reading.apart(readers) and (
-            problem := own_part.of_another_save(folder, order.generation)
-        ):
-            compared.problems.append(problem)
-            return compared
         if readers[rank].view not in ((), readers[0].view):
             compared.part = own_part.files(folder, order.files, order.generation)
         if compared.part:
@@ -224,6 +280,8 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
             first, end = division.blocks(file)
             if first < end:
                 compared.digests[file.path] = _digests(folder / file.path, first, end, threads, compared)
+    except manifest.UnreadableError as error:  # this copy's own
+        compared.problems.append(Unreadable(error))
     except Exception as error:
         compared.problems.append(
             Unreadable(f"{order.folder}: cannot be read ({type(error).__name__}: {error})")
@@ -281,7 +339,8 @@ def _next(judgement: Judgement, found: Found | None) -> _Told:
             return _Told(agreed=asked)
         folder, files = asked
         known = manifest.read(folder)
-        return _Told(str(folder), files, generation=known.generation, is_regular=not known.groups)
+        view = divided_reading.view(folder)
+        return _Told(str(folder), files, "", known.generation, view, is_regular=not known.groups)
     except StopIteration as end:
         return _Told(is_empty=not end.value)
     except (CheckpointError, ResumeError) as error:

@@ -40,6 +40,8 @@ COPIES = (
     " a folder that they share"
 )
 
+ALIKE = "let all name the same step, or choose one with --ckpt-step"
+
 
 @dataclass(frozen=True)
 class Found:
@@ -157,7 +159,7 @@ def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
     """
     found = yield agreed
     if found.problems:
-        how = "" if agreed.may_change else "; let all name the same step, or choose one with --ckpt-step"
+        how = "" if agreed.may_change else f"; {ALIKE}"
         raise ResumeError(f"{'; '.join(map(line_of, found.problems[:TOLD]))}{how}")
 
 

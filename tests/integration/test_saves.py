@@ -142,7 +142,7 @@ def test_the_first_save_of_two_disks_is_cut_short(tmp_path: Path, baseline_of: B
     )
     ended = harness.run(job)
     assert set(ended.codes) == {0}, ended.log[-3000:]
-    assert "node 1: iter_0000003 was written, and has its name now" in ended.log
+    assert "node 1: iter_0000003: the end of the job had cut its save short when all was written" in ended.log
     assert "from step 3" in ended.log
     outcome.assert_same_training(ended, baseline_of(TP2_DP1).records)
 

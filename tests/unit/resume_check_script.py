@@ -1,12 +1,14 @@
 """One rank of a job that resumes again and again: `STORE RANK SIZE LOAD SAVE [LOAD SAVE ...]`.
 
 Prints a line of JSON for each time: the files that this rank has read, and why it was refused, if it was.
+A file that is named in SETUP is run before: it may let the disk of a node be in trouble.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -34,6 +36,8 @@ def main() -> None:
     store, rank, size, *folders = sys.argv[1:]
     hashing.hash_file = hash_and_note
     hashing.block_digests = blocks_and_note
+    if setup := os.environ.get("SETUP"):
+        runpy.run_path(setup)
     loads = tuple(os.environ.get("LOADS", "").split())
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, int(size)), rank=int(rank), world_size=int(size)

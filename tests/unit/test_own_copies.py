@@ -1,0 +1,212 @@
+"""What nodes have of a checkpoint on disks of their own is not lost and not mixed, however it came there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from adaptor.checkpoint import regular_folder, tracker
+from adaptor.protocol import naming
+from tests.unit.test_own_disks import (
+    FIRST,
+    FOLDERS,
+    NEWER,
+    OLDER,
+    SECOND,
+    THIRD,
+    content,
+    disks,
+    is_whole,
+    name,
+    resume,
+    save,
+    write,
+)
+
+
+def _same_second(places: list[Path], step: int) -> None:
+    """Let the manifests of all nodes have the same time, as on file systems that know full seconds."""
+    for place in places:
+        path = place / "save" / naming.final_name(step) / naming.MANIFEST
+        os.utime(path, ns=(10**18, 10**18))
+
+
+def test_nodes_that_have_named_a_save_in_the_same_second(tmp_path: Path) -> None:
+    """Node 1 has lost a file of step 20: both go back."""
+    places = disks(tmp_path, 2)
+    roots = [place / "save" for place in places]
+    save(roots, NEWER, SECOND)
+    for step in (OLDER, NEWER):
+        _same_second(places, step)
+    (roots[1] / naming.final_name(NEWER) / FOLDERS[1] / naming.MODEL_FILE).unlink()
+    refused, said = resume(tmp_path, places)
+    assert refused == [["", ""]]
+    assert said.endswith(f"the newest that is intact on every node is step {OLDER}")
+    assert [tracker.tracked_step(root) for root in roots] == [OLDER, OLDER]
+    assert all((root / naming.aside_name(NEWER, 1)).is_dir() for root in roots)
+
+
+@pytest.mark.parametrize("known", ["20", "", "release"])
+def test_disks_with_the_very_same_copy(tmp_path: Path, known: str) -> None:
+    """Step 10 was copied with its times, so nobody can tell the disks apart. Node 1 has a step 20 as well.
+
+    The framework takes the largest number that any rank reads: it would load a step 20 that nobody has
+    compared.
+    """
+    places = [tmp_path / "node0", tmp_path / "node1"]
+    for node in (0, 1):
+        write(places[0] / "save", node, OLDER, FIRST)
+    name(places[0] / "save", 0, OLDER, FIRST)
+    shutil.copytree(places[0], places[1])
+    save([place / "save" for place in places], NEWER, SECOND)
+    (places[0] / "save" / naming.TRACKER).write_text(str(OLDER))
+    (places[1] / "save" / naming.TRACKER).write_text(known)
+    refused, said = resume(tmp_path, places)
+    assert refused == [["", ""]]
+    assert [tracker.tracked_step(place / "save") for place in places] == [OLDER, OLDER]
+    assert said == (
+        f"[ttp] node 1: save/{naming.TRACKER} named step 20, and names step {OLDER} now, as on node 0"
+        if known == "20"
+        else ""
+    )
+    (places[1] / "save" / naming.TRACKER).write_text(known)
+    before = [content(place) for place in places]
+    ((why, other),) = resume(tmp_path, places, ["elsewhere"], load="save")[0]
+    assert why == other
+    assert why.startswith(
+        f"node 1: save/{naming.TRACKER}: names {'step 20' if known == '20' else 'no step'}, "
+    )
+    assert why.endswith("let all name the same step, or choose one with --ckpt-step")
+    assert [content(place) for place in places] == before
+
+
+@pytest.mark.parametrize("texts", [("release", None), (None, "release"), ("release", "10")])
+def test_a_release_that_not_every_node_has(tmp_path: Path, texts: tuple[str | None, str | None]) -> None:
+    """Some ranks would begin from it, and others anew."""
+    places = [tmp_path / "node0", tmp_path / "node1"]
+    for place, text in zip(places, texts, strict=True):
+        (place / "save").mkdir(parents=True)
+        if text:
+            (place / "save" / naming.TRACKER).write_text(text)
+    words = {"release": "a release", "10": "step 10", None: "no checkpoint"}
+    ((why, other),) = resume(tmp_path, places)[0]
+    assert why == other
+    assert why.startswith(
+        f"save: node 0 has {words[texts[0]]}, node 1 has {words[texts[1]]}; the nodes do not"
+    )
+
+
+def test_a_release_that_every_node_has(tmp_path: Path) -> None:
+    places = [tmp_path / "node0", tmp_path / "node1"]
+    for place in places:
+        (place / "save").mkdir(parents=True)
+        (place / "save" / naming.TRACKER).write_text("release\n")
+    assert resume(tmp_path, places) == ([["", ""]], "")
+
+
+def test_a_save_is_completed_beside_another_save_of_its_step(tmp_path: Path) -> None:
+    """Step 20 was saved, all went back, and saved it anew; the job ended before node 1 had named it."""
+    places = disks(tmp_path, 2)
+    roots = [place / "save" for place in places]
+    save(roots, NEWER, SECOND)
+    for node, root in enumerate(roots):
+        write(root, node, NEWER, THIRD)
+    name(roots[0], 0, NEWER, THIRD)
+    refused, said = resume(tmp_path, places)
+    assert refused == [["", ""]]
+    assert said == (
+        f"[ttp] node 1: save/{naming.final_name(NEWER)}: the end of the job had cut its save short when all"
+        " was written; it is complete now"
+    )
+    assert all(is_whole(root, node, NEWER, THIRD) for node, root in enumerate(roots))
+    assert [tracker.tracked_step(root) for root in roots] == [NEWER, NEWER]
+
+
+def test_a_save_is_not_made_of_another_folder_than_was_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client of a shared folder shows a save under its old name, where now lies what it has replaced."""
+    root = tmp_path / "save"
+    saving = write(root, 1, NEWER, SECOND)
+    older = write(tmp_path / "other", 1, NEWER, FIRST)
+    regular_folder.publish_regular(tmp_path / "other", NEWER, FIRST)
+    older = tmp_path / "other" / naming.final_name(NEWER)
+    rename = Path.rename
+
+    def late(path: Path, target: Path) -> Path:
+        if path == saving and older.exists():
+            shutil.rmtree(saving)
+            rename(older, saving)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    assert not regular_folder.complete_on_own_disk(root, NEWER, SECOND)
+    assert not (root / naming.final_name(NEWER)).exists()
+
+
+TROUBLE = """
+import errno, os
+from pathlib import Path
+from adaptor.checkpoint import disk
+from adaptor.protocol import naming
+if os.environ["GROUP_RANK"] == "1":
+    write, read = disk.write, disk.read
+    def full(folder, name, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder / name))
+    def hard(path, limit):
+        if %s:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return read(path, limit)
+    if os.environ["TROUBLE"] == "full":
+        disk.write = full
+    else:
+        disk.read = hard
+"""
+
+
+@pytest.mark.robustness(
+    "B8",
+    "a disk of a node's own is full, or has I/O errors, when a save that was cut short could be completed",
+    "the start is refused in a line, and nothing of the save is removed",
+)
+@pytest.mark.parametrize(
+    ("trouble", "words"),
+    [
+        ("full", "was written, and cannot get its name now: "),
+        ("note", "was written, and cannot get its name now: "),
+        ("manifest", f"{naming.MANIFEST}: cannot be read (Input/output error)"),
+    ],
+)
+def test_a_disk_in_trouble_does_not_take_the_newest_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str, words: str
+) -> None:
+    places = disks(tmp_path, 2)
+    roots = [place / "save" for place in places]
+    for node, root in enumerate(roots):
+        write(root, node, NEWER, SECOND)
+    name(roots[0], 0, NEWER, SECOND)
+    if trouble == "manifest":
+        name(roots[1], 1, NEWER, SECOND)
+    site = tmp_path / "site"
+    site.mkdir()
+    suffix = {
+        "note": '.ttp-xxh3"',
+        "manifest": f'{naming.final_name(NEWER)}/{naming.MANIFEST}"',
+        "full": '-"',
+    }
+    (site / "trouble.py").write_text(TROUBLE % f'str(path).endswith("{suffix[trouble]})')
+    monkeypatch.setenv("TROUBLE", trouble)
+    monkeypatch.setenv("SETUP", str(site / "trouble.py"))
+    before = content(places[0])
+    ((why, other),) = resume(tmp_path, places)[0]
+    assert why == other
+    assert words in why
+    assert "node 1" in why or "rank 1" in why
+    assert "it may be intact, so nothing was changed: start again" in why
+    assert content(places[0]) == before
+    monkeypatch.delenv("SETUP")
+    assert resume(tmp_path, places)[0] == [["", ""]]
+    assert all(is_whole(root, node, NEWER, SECOND) for node, root in enumerate(roots))
