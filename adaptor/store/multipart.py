@@ -1,18 +1,21 @@
 """Uploads of several parts to a store with the interface of S3, with which another process can go on.
 
-The client is botocore, because obstore has no request for an upload that another process has begun. It tries
-a request again as obstore does. Until an upload is completed there is no object of its name, or the one that
-was there before.
+The client is botocore, because obstore has no request for an upload that another process has begun. A request
+is made again as by obstore, for a minute: botocore counts attempts, and eight that are not answered would
+take a quarter of an hour. Until an upload is completed there is no object of its name, or the one that was
+there before.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from http.client import responses
-from typing import Any
+from typing import Any, TypeVar
 
 from adaptor.errors import StoreError
 from adaptor.store import credentials, s3
@@ -20,6 +23,12 @@ from adaptor.store.answers import NO_BUCKET, Answers
 from adaptor.store.s3 import Bucket
 
 _LOST = ("NoSuchUpload", "InvalidPart")
+# A store that is busy says so with a status from 500 on, or with one of these.
+_BUSY = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests")
+# Before a request is made again: longer each time.
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
+
+T = TypeVar("T")
 
 
 class LostUploadError(StoreError):
@@ -53,7 +62,7 @@ class Multipart:
     Args:
         bucket: how it is reached; nothing is asked before the first request.
         answers: makes lines of its answers.
-        patience_s: for about how many seconds a request that fails is made again.
+        patience_s: for how many seconds a request that fails is made again.
     """
 
     def __init__(self, bucket: Bucket, answers: Answers, patience_s: float) -> None:
@@ -63,14 +72,13 @@ class Multipart:
 
     @cached_property
     def _client(self) -> Any:
-        return s3.client(self._bucket, self._patience_s)
+        return s3.client(self._bucket)
 
     def begin(self, name: str) -> Upload:
         """Begin an upload of the object `name`."""
+        asked = {**self._key(name), **credentials.surroundings().encryption}
         with self._errors(f"write {name}"):
-            done = self._client.create_multipart_upload(
-                **self._key(name), **credentials.surroundings().encryption
-            )
+            done = self._asked(lambda: self._client.create_multipart_upload(**asked))
         return Upload(name, str(done["UploadId"]))
 
     def send(self, upload: Upload, number: int, content: bytearray) -> str:
@@ -86,7 +94,9 @@ class Multipart:
             LostUploadError: there is no such upload.
         """
         with self._errors(f"write {upload.name}"):
-            done = self._client.upload_part(**self._of(upload), PartNumber=number, Body=content)
+            done = self._asked(
+                lambda: self._client.upload_part(**self._of(upload), PartNumber=number, Body=content)
+            )
         return str(done["ETag"])
 
     def parts(self, upload: Upload) -> dict[int, SentPart]:
@@ -95,12 +105,9 @@ class Multipart:
         Raises:
             LostUploadError: there is no such upload.
         """
-        found = {}
         with self._errors(f"write {upload.name}"):
-            for page in self._client.get_paginator("list_parts").paginate(**self._of(upload)):
-                for part in page.get("Parts", ()):
-                    found[int(part["PartNumber"])] = SentPart(str(part["ETag"]), int(part["Size"]))
-        return found
+            found = self._asked(lambda: self._listed("list_parts", "Parts", self._of(upload)))
+        return {int(part["PartNumber"]): SentPart(str(part["ETag"]), int(part["Size"])) for part in found}
 
     def complete(self, upload: Upload, etags: Mapping[int, str]) -> str:
         """Make the object of these parts; return its etag.
@@ -114,27 +121,44 @@ class Multipart:
         """
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(etags.items())]
         with self._errors(f"write {upload.name}"):
-            done = self._client.complete_multipart_upload(
-                **self._of(upload), MultipartUpload={"Parts": parts}
+            done = self._asked(
+                lambda: self._client.complete_multipart_upload(
+                    **self._of(upload), MultipartUpload={"Parts": parts}
+                )
             )
         return str(done["ETag"])
 
     def abort(self, upload: Upload) -> None:
         """Have the store forget an upload and its parts; one that it does not have is none to forget."""
         with contextlib.suppress(LostUploadError), self._errors(f"remove an upload of {upload.name}"):
-            self._client.abort_multipart_upload(**self._of(upload))
+            self._asked(lambda: self._client.abort_multipart_upload(**self._of(upload)))
 
     def begun(self, prefix: str = "") -> list[Upload]:
         """Return the uploads of objects below `prefix` that were begun and not completed."""
-        below = self._full(prefix)
-        found = []
+        below = {"Bucket": self._bucket.name, "Prefix": self._full(prefix)}
         with self._errors("list uploads that were cut short"):
-            pages = self._client.get_paginator("list_multipart_uploads")
-            for page in pages.paginate(Bucket=self._bucket.name, Prefix=below):
-                for one in page.get("Uploads", ()):
-                    name = str(one["Key"]).removeprefix(self._full(""))
-                    found.append(Upload(name, str(one["UploadId"])))
-        return found
+            found = self._asked(lambda: self._listed("list_multipart_uploads", "Uploads", below))
+        return [Upload(str(one["Key"]).removeprefix(self._full("")), str(one["UploadId"])) for one in found]
+
+    def _listed(self, request: str, what: str, arguments: Mapping[str, str]) -> list[Mapping[str, Any]]:
+        """Return all entries of a list that may have several pages."""
+        pages = self._client.get_paginator(request).paginate(**arguments)
+        return [one for page in pages for one in page.get(what, ())]
+
+    def _asked(self, request: Callable[[], T]) -> T:
+        """Make a request, and make it again while the store is busy or the connection breaks."""
+        from botocore import exceptions
+
+        until, wait_s = time.monotonic() + self._patience_s, _FIRST_WAIT_S
+        while True:
+            try:
+                return request()
+            except (exceptions.ClientError, exceptions.ConnectionError, exceptions.HTTPClientError) as error:
+                again = not isinstance(error, exceptions.ClientError) or _is_busy(error.response)
+                if not again or time.monotonic() + wait_s > until:
+                    raise
+            time.sleep(wait_s * random.uniform(0.5, 1))  # those who were refused do not come back together
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     def _full(self, name: str) -> str:
         return f"{self._bucket.prefix}/{name}" if self._bucket.prefix else name
@@ -165,8 +189,7 @@ class Multipart:
 
     def _said(self, response: Mapping[str, Any], doing: str) -> StoreError:
         """Return the error in one line; what the store quotes of the request is left out."""
-        code = str(response.get("Error", {}).get("Code", ""))
-        status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        status, code = _status(response)
         if code in NO_BUCKET:
             return self._answers.no_bucket()
         if code in _LOST:
@@ -178,3 +201,14 @@ class Multipart:
         if status in (401, 403):
             return self._answers.refused(doing, told)
         return self._answers.answered(doing, told)
+
+
+def _status(response: Mapping[str, Any]) -> tuple[int, str]:
+    """Return the status and the code of an answer."""
+    code = str(response.get("Error", {}).get("Code", ""))
+    return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)), code
+
+
+def _is_busy(response: Mapping[str, Any]) -> bool:
+    status, code = _status(response)
+    return status >= 500 or status == 429 or code in _BUSY

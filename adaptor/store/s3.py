@@ -96,13 +96,8 @@ def require_botocore(place: Address) -> None:
         )
 
 
-def client(one: Bucket, patience_s: float) -> Any:
-    """Return a client of botocore, which several threads may use.
-
-    Args:
-        one: the bucket.
-        patience_s: for about how many seconds a request that fails is made again.
-    """
+def client(one: Bucket) -> Any:
+    """Return a client of botocore, which several threads may use; it makes no request again."""
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.session import Session
@@ -123,13 +118,11 @@ def client(one: Bucket, patience_s: float) -> Any:
     )
     resolver = session.get_component("credential_provider")
     resolver.providers = [each for each in resolver.providers if each.METHOD in _ASKED]
-    # The n-th wait has a fourth of 2^n seconds on average, and at most 20.
-    attempts = 2 + round(patience_s).bit_length()
     config = Config(
         signature_version=UNSIGNED if found.unsigned else "s3v4",
         connect_timeout=CONNECT_S,
         read_timeout=ANSWER_S,
-        retries={"mode": "standard", "total_max_attempts": attempts},
+        retries={"mode": "standard", "total_max_attempts": 1},
         # Not every store knows newer checksums. That of the signature is sent always.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",

@@ -158,6 +158,21 @@ def test_a_store_that_fails_for_long_gets_the_rest_when_it_answers_again(
     _is_whole(direct, root, 12)
 
 
+def test_a_store_that_stays_busy_is_given_up_and_gets_the_rest_later(
+    url: str, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    save(root, 12, first=LARGE)
+    store = open_store(url, faults.url, patience_s=1, piece=PART)
+    faults.begin(_refuses(PARTS, "503"))
+    with pytest.raises(StoreError, match=r"cannot write .*answers 503 Service Unavailable, SlowDown"):
+        push.push(store, root, 12)
+    _has_ended()
+    faults.begin()
+    push.push(store, root, 12)
+    assert [number for number, _ in faults.parts] == [PARTS]
+    _is_whole(direct, root, 12)
+
+
 def test_a_file_that_has_changed_is_sent_from_its_beginning(
     store: Store, direct: Store, faults: FaultProxy, root: Path
 ) -> None:
