@@ -1,8 +1,8 @@
 """Uploads of several parts to a store with the interface of S3, with which another process can go on.
 
 The client is botocore, because obstore has no request for an upload that another process has begun. A request
-is made again as by obstore, for a minute: botocore counts attempts, and eight that are not answered would
-take a quarter of an hour. Until an upload is completed there is no object of its name, or the one that was
+is made again for a minute: botocore itself counts attempts alone, and eight that are not answered would take
+a quarter of an hour. Until an upload is completed there is no object of its name, or the one that was
 there before.
 """
 
