@@ -193,8 +193,7 @@ class Injector:
         if fault.after is not None:
             _until_it_is_stopped(fault.after)
         if fault.kind == "agent-sigkill-beside-a-spare-node":
-            assert self._stamp is not None
-            _until_a_spare_node_is_ready(self._stamp)  # before it takes the time
+            _until_a_spare_node_is_ready()  # before it takes the time
         if self._stamp is not None:
             spare = (
                 _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else 0
@@ -348,13 +347,12 @@ def _waiting_spare() -> int:
     return found[0]
 
 
-def _until_a_spare_node_is_ready(stamp: Path) -> None:
-    """Wait for as many processes as this node has workers, which another agent of this job has started.
+def _until_a_spare_node_is_ready() -> None:
+    """Wait for as many processes as this node has workers, which another agent of this job has started."""
+    from tests.faults.warm import MARK
 
-    Args:
-        stamp: stands in the commands of this job alone.
-    """
     needed = int(os.environ["LOCAL_WORLD_SIZE"])
+    of_this_job = f"{MARK}={os.environ[MARK]}".encode()
 
     def are_there() -> bool:
         found = 0
@@ -362,8 +360,8 @@ def _until_a_spare_node_is_ready(stamp: Path) -> None:
             with contextlib.suppress(OSError):
                 is_spare = (folder / "comm").read_text() == "ttp-spare\n"
                 parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-                words = (folder / "cmdline").read_bytes().split(b"\0")
-                if is_spare and parent != os.getppid() and bytes(stamp) in words:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                if is_spare and parent != os.getppid() and of_this_job in variables:
                     found += 1
         return found >= needed
 
