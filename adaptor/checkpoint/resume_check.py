@@ -119,6 +119,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
             unnamed = ""
             if order.is_regular and readers[rank].lacks and disk.is_same(root, save):
                 unnamed = agreed_step.complete(root, folder.name, order.generation)
+            _gather(None)  # one rank of a disk is at work there, and the others look when it is done
             readers = _readers(order, loads, unnamed)
         found, part = _examine(order, readers)
         if not found.problems:

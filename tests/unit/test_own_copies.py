@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import regular_folder, tracker
+from adaptor.checkpoint import agreed_step, linux_calls, regular_folder, tracker
 from adaptor.protocol import naming
+from tests.unit.test_checkpoint_publish import Crash, _watch_calls_without_events, crash_before  # noqa: F401
 from tests.unit.test_own_disks import (
     FIRST,
     FOLDERS,
@@ -210,3 +212,108 @@ def test_a_disk_in_trouble_does_not_take_the_newest_save(
     monkeypatch.delenv("SETUP")
     assert resume(tmp_path, places)[0] == [["", ""]]
     assert all(is_whole(root, node, NEWER, SECOND) for node, root in enumerate(roots))
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two-renames"])
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-another-save"])
+def test_wherever_a_start_ends_that_completes_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside: bool, exchanges: bool
+) -> None:
+    """It ends before each operation on the disk of node 1; the next start completes it."""
+    places = disks(tmp_path, 2)
+    roots = [place / "save" for place in places]
+    if beside:
+        save(roots, NEWER, SECOND)
+    for node, root in enumerate(roots):
+        write(root, node, NEWER, THIRD)
+    name(roots[0], 0, NEWER, THIRD)
+    if not exchanges:
+        monkeypatch.setattr(linux_calls, "exchange", lambda one, other: False)
+    cases = []
+    for call in itertools.count(1):
+        here = f"{call:03d}"
+        for place in places:
+            shutil.copytree(place / "save", place / here)
+        try:
+            with crash_before(call):
+                assert agreed_step.complete(places[1] / here, naming.final_name(NEWER), THIRD) == ""
+            break
+        except Crash:
+            cases.append(here)
+    assert len(cases) > 8
+    refused, _ = resume(tmp_path, places, cases)
+    assert refused == [["", ""]] * len(cases)
+    for here in cases:
+        for node, place in enumerate(places):
+            assert tracker.tracked_step(place / here) == NEWER, here
+            assert is_whole(place / here, node, NEWER, THIRD), here
+            names = [path.name for path in (place / here).iterdir()]
+            assert not any(map(naming.is_temporary, names)), (here, names)
+
+
+# Rank 1 brings the save to disk when rank 2 has found that it is at work; two FIFOs let them meet.
+MEET = """
+import os, sys
+from adaptor.checkpoint import agreed_step
+rank, last = sys.argv[2], os.environ["LAST_NODE"]
+os.environ["GROUP_RANK"] = min(rank, last)
+complete, fsync, met = agreed_step.complete, os.fsync, []
+
+def meet():
+    if not met:
+        met.append(True)
+        open("at-work", "wb").close()
+        open("refused", "rb").close()
+
+def bring(descriptor):
+    meet()
+    fsync(descriptor)
+
+def work(*args):
+    why = complete(*args)
+    meet()
+    return why
+
+def come(*args):
+    open("at-work", "rb").close()
+    why = complete(*args)
+    open("refused", "wb").close()
+    return why
+
+if rank == "1":
+    agreed_step.complete, os.fsync = work, bring
+if rank == "2":
+    agreed_step.complete = come
+"""
+
+
+@pytest.mark.parametrize("is_noted", [True, False], ids=["completed", "not-whole"])
+@pytest.mark.parametrize("nodes", [2, 3])
+def test_ranks_that_share_another_disk_than_node_0(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: int, is_noted: bool
+) -> None:
+    """What is to be done on that disk is done once, though both find it; the other one sees it done."""
+    places = [tmp_path / "node0", tmp_path / "shared", tmp_path / "shared"]
+    roots = [place / "save" for place in places]
+    for step, generation in ((OLDER, FIRST), (NEWER, SECOND)):
+        for node, root in enumerate(roots):
+            write(root, node, step, generation)
+        for node, root in enumerate(roots[:2] if step == OLDER else roots[:1]):
+            name(root, node, step, generation)
+    if not is_noted:
+        (roots[1] / naming.regular_name(NEWER, SECOND) / FOLDERS[2] / naming.MODEL_FILE).unlink()
+    for fifo in ("at-work", "refused"):
+        os.mkfifo(places[1] / fifo)
+    (tmp_path / "meet.py").write_text(MEET)
+    monkeypatch.setenv("SETUP", str(tmp_path / "meet.py"))
+    monkeypatch.setenv("LAST_NODE", str(nodes - 1))
+    refused, said = resume(tmp_path, places)
+    assert refused == [["", "", ""]]
+    assert len(said.splitlines()) == 1
+    step, generation = (NEWER, SECOND) if is_noted else (OLDER, FIRST)
+    for node, root in enumerate(roots):
+        assert tracker.tracked_step(root) == step
+        assert is_whole(root, node, step, generation)
+        assert not any(naming.is_temporary(path.name) for path in root.iterdir())
+    if not is_noted:
+        assert f"(node{'s 1, 2' if nodes == 3 else ' 1'}: save/{naming.final_name(NEWER)}: missing)" in said
