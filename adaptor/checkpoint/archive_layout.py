@@ -78,19 +78,21 @@ class ArchiveLayout(Generic[T]):
         value: what is saved.
         planned: returns what is known of a storage that others write, None for one whose data is there.
 
-    Attributes: see `FileLayout`.
+    Attributes: see `FileLayout`; and
+        structure: the pickled value, in which tensors are references
     """
 
     def __init__(self, value: Any, planned: Callable[[torch.UntypedStorage], T | None]) -> None:
-        structure = io.BytesIO()
-        pickler = _Pickler(structure)
+        pickled = io.BytesIO()
+        pickler = _Pickler(pickled)
         pickler.dump(value)
+        self.structure = pickled.getvalue()
         self.entries: list[Entry[T]] = []
         self.reader: Callable[[bytes], object] | None = None
         # All, those of `entries` too; with its content where that is known already, and no part of `entries`.
         self._all: list[tuple[Entry[Any], bytes | None]] = []
         self._end = 0
-        self._fix("data.pkl", structure.getvalue())
+        self._fix("data.pkl", self.structure)
         self._fix("byteorder", b"little")
         self._fix("version", b"3\n")
         for key, storage in enumerate(pickler.storages.values()):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 
+from adaptor.checkpoint.archive_layout import ArchiveLayout
 from adaptor.checkpoint.dcp import RankPart, by_itself
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
 from adaptor.checkpoint.sequence_layout import SequenceLayout, stand_in_for
@@ -106,12 +107,17 @@ def _add_value(
         source = planned.range_of(leaf)
         if source is None or source.numel != leaf.numel() or not leaf.is_contiguous():
             raise CannotBePlanned(name)
+        if type(leaf) is not torch.Tensor or leaf.requires_grad:  # torch would save that as well
+            raise CannotBePlanned(name)
         made = stand_in_for(leaf)
         known[made.untyped_storage()._cdata] = source
         return made
 
     made = _mapped(value, on_host)
-    return layout.add_value(made, lambda storage: known.get(storage._cdata))
+    archive = ArchiveLayout(made, lambda storage: known.get(storage._cdata))
+    # Such as a sum of stand-ins, or one in a value of another kind: nothing of it would be in the file.
+    require_no_stand_in(archive.structure, name)
+    return layout.add_archive(archive)
 
 
 def _mapped(value: Any, act: Callable[[Any], Any]) -> Any:

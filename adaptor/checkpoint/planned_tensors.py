@@ -59,8 +59,7 @@ class PlannedTensors:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
-        # With the storage, for else its number could become that of another one. None: it has changed.
-        self._made: dict[int, tuple[Source | None, torch.UntypedStorage]] = {}
+        self._made: dict[int, _Made] = {}
 
     def state_of(self, optimizer: Any, position: int) -> dict[Any, Any]:
         """Return what `shard_exchange.gather` returns of the optimizer at `position` of the chain."""
@@ -74,14 +73,23 @@ class PlannedTensors:
         return state
 
     def source_of(self, storage: torch.UntypedStorage) -> Source | None:
-        """Return what a storage stands for, None if it is not one of these."""
-        source, _ = self._made.get(storage._cdata, (None, None))
+        """Return what a storage stands for, None if it is not one of these.
+
+        Raises:
+            CannotBePlanned: it is one of these, and has changed.
+        """
+        made = self._made.get(storage._cdata)
+        if made is None:
+            return None
+        if (source := made.current()) is None:
+            raise CannotBePlanned("a stand-in that has changed")
         return source
 
     def range_of(self, tensor: torch.Tensor) -> Source | None:
         """Return the range that a tensor spans, None if it is no view of a stand-in, or not known."""
-        source = self.source_of(tensor.untyped_storage())
-        if source is None:
+        made = self._made.get(tensor.untyped_storage()._cdata)
+        source = made.current() if made is not None else None
+        if source is None or source.dtype != tensor.dtype:  # the bits of other numbers
             return None
         offset = int(tensor.storage_offset())
         if source.view:
@@ -107,7 +115,9 @@ class PlannedTensors:
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return `tensor.to(dtype)`, of a contiguous view of a stand-in as another one."""
         known = self.range_of(tensor)
-        if known is None or known.dtype == dtype:
+        if known is None or known.dtype == dtype or not tensor.is_contiguous():
+            return tensor.to(dtype)
+        if known.dtype != torch.float32:  # a number would not be rounded to it
             return tensor.to(dtype)
         return self._make(replace(known, dtype=dtype)).view(tensor.shape)
 
@@ -125,20 +135,39 @@ class PlannedTensors:
             if min(tensor.stride()) < 1:  # an element stands there more than once
                 return
             known = _viewed(known, _dimensions(tensor))
-        self._made[storage._cdata] = replace(known, dtype=copy.dtype), storage
+        self._made[storage._cdata] = _Made(replace(known, dtype=copy.dtype), copy)
 
     def _forget(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage._cdata in self._made:
-            self._made[storage._cdata] = None, storage
+        made = self._made.get(tensor.untyped_storage()._cdata)
+        if made is not None:
+            made.source = None
 
     def _make(self, source: Source) -> torch.Tensor:
         numel = source.numel
         # Not torch.empty, which fills its memory where a job is deterministic.
         make: Any = torch.UntypedStorage
         storage = make(numel * source.dtype.itemsize, device=self._device)
-        self._made[storage._cdata] = source, storage
-        return torch.empty(0, dtype=source.dtype, device=self._device).set_(storage, 0, (numel,), (1,))
+        made = torch.empty(0, dtype=source.dtype, device=self._device).set_(storage, 0, (numel,), (1,))
+        self._made[storage._cdata] = _Made(source, made)
+        return made
+
+
+class _Made:
+    """A stand-in, or a copy of one; it is held, for else the number of its storage could become another's.
+
+    Args:
+        source: what it stands for; None is put there when it changes.
+        tensor: with the whole storage.
+    """
+
+    def __init__(self, source: Source, tensor: torch.Tensor) -> None:
+        self.source: Source | None = source
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def current(self) -> Source | None:
+        """Return what it stands for; None if it was changed, through a view as well."""
+        return self.source if self._tensor._version == self._version else None
 
 
 _COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
@@ -160,10 +189,15 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         given = dict(kwargs or {})
         if func._schema.is_mutable:
-            for argument, value in zip(func._schema.arguments, args, strict=False):
-                is_changed = argument.alias_info is not None and argument.alias_info.is_write
-                if is_changed and isinstance(value, torch.Tensor):
-                    self._changed(value)
+            named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)}
+            named |= given  # as `out` is given
+            for argument in func._schema.arguments:
+                if argument.alias_info is None or not argument.alias_info.is_write:
+                    continue
+                value = named.get(argument.name)
+                for one in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(one, torch.Tensor):
+                        self._changed(one)
         made = func(*args, **given)
         if func in _COPYING:
             self._copied(args[0], made)

@@ -63,14 +63,9 @@ class SequenceLayout(Generic[T]):
         # At a page: see `PAGE`.
         return self._add(self._planned[alike], self.size + -self.size % PAGE, known)
 
-    def add_value(self, value: Any, planned: Callable[[torch.UntypedStorage], T | None]) -> tuple[int, int]:
-        """Add a value with tensors, some of which others write; return place and size, in bytes.
-
-        Args:
-            value: as torch.save takes it.
-            planned: returns what is known of a storage that others write, None for one whose data is there.
-        """
-        return self._add(ArchiveLayout(value, planned), self.size + -self.size % PAGE)
+    def add_archive(self, archive: ArchiveLayout[T]) -> tuple[int, int]:
+        """Add an archive with tensors, some of which others write; return place and size, in bytes."""
+        return self._add(archive, self.size + -self.size % PAGE)
 
     def _add(
         self, archive: ArchiveLayout[T] | ArchiveLayout[torch.Tensor], begin: int, known: T | None = None

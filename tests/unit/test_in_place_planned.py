@@ -1,0 +1,269 @@
+"""What a framework does to stand-ins, as if done to the state itself: bit for bit, or it is gathered."""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from adaptor.checkpoint import dcp, dcp_layout, shards
+from adaptor.checkpoint.archive_layout import ArchiveLayout
+from adaptor.checkpoint.in_place import InPlace
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors
+from adaptor.checkpoint.shard_exchange import Exchange
+from tests.unit.test_in_place import DTYPES, one_param, same
+from tests.unit.test_in_place_dcp import Planner
+
+NUMEL = 240
+Tensors = Mapping[str, torch.Tensor]
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _state() -> Any:
+    """Return a rank that has all of a state in which no two numbers are equal."""
+    rank = one_param(NUMEL)
+    for key in shards.KEYS:
+        rank.states[rank.model.a][key] = torch.rand(NUMEL, generator=torch.Generator().manual_seed(7))
+    return rank
+
+
+def _written(make: Callable[[Tensors], Any], *, follow: bool = True, as_object: bool = False) -> Any:
+    """Return what torch loads of what was written in place. Raises CannotBePlanned."""
+    rank, planned = _state(), PlannedTensors("meta")
+    world = planned.state_of(rank.optimizer, 0)[0][DTYPES]
+    objects = dcp_layout.PlannedObjects(planned)
+
+    def lay_out() -> Any:
+        made = make(world)
+        if as_object:
+            planner = Planner({}, {"a": [objects.token_for(made)]})
+        else:
+            planner = Planner({"a": (made.shape, {(0,) * made.dim(): made})}, {})
+        part = dcp.RankPart(0, planner)
+        return part, dcp_layout.lay_out(part, planned, objects)
+
+    if follow:
+        with planned.follow_copies():
+            part, layout = lay_out()
+    else:
+        part, layout = lay_out()
+    with tempfile.TemporaryDirectory() as folder:
+        exchange = Exchange(None, 0, [[0]], folder=Path(folder))
+        with InPlace({part.data_file: layout}, [rank.optimizer], exchange, 1) as archives:
+            assert archives.write()
+            (entry,) = archives.finish()
+        content = (Path(folder) / entry.draft).read_bytes()
+    loaded = torch.load(io.BytesIO(content), weights_only=False)
+    return loaded[0] if as_object else loaded
+
+
+def _expected(make: Callable[[Tensors], Any]) -> Any:
+    rank = _state()
+    return make({key: tensor.clone() for key, tensor in rank.states[rank.model.a].items()})
+
+
+def _is_bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*flat)
+
+
+def _out(world: Tensors) -> torch.Tensor:
+    copy = world["param"].clone()
+    torch.mul(world["exp_avg"], 2, out=copy)
+    return copy
+
+
+def _foreach(world: Tensors) -> torch.Tensor:
+    copy = world["param"].clone()
+    torch._foreach_mul_([copy[:9], copy[9:]], 2.0)
+    return copy
+
+
+def _bits(world: Tensors) -> torch.Tensor:
+    return world["param"].view(torch.int32).clone()
+
+
+def _bits_of_halves(world: Tensors) -> torch.Tensor:
+    return world["param"].view(torch.bfloat16)[4:12].clone()
+
+
+def _bits_turned(world: Tensors) -> torch.Tensor:
+    return world["param"].view(torch.int32).view(-1, 12).t().contiguous()
+
+
+def _changed_in_place(world: Tensors) -> torch.Tensor:
+    world["param"].mul_(2)
+    return world["param"]
+
+
+def _changed_through_a_view(world: Tensors) -> torch.Tensor:
+    world["param"].view(-1, 12)[3:5].zero_()
+    return world["param"][40:]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [_out, _foreach, _bits, _bits_of_halves, _bits_turned, _changed_in_place, _changed_through_a_view],
+)
+def test_what_is_no_copy_of_the_numbers_is_gathered(
+    make: Callable[[Tensors], torch.Tensor], follow: bool
+) -> None:
+    with pytest.raises(CannotBePlanned):
+        _written(make, follow=follow)
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(20, torch.bfloat16), (1, torch.float32)])
+def test_a_cast_has_the_order_and_the_rounding_of_its_tensor(rows: int, dtype: torch.dtype) -> None:
+    planned = PlannedTensors("meta")
+    (world,) = planned.state_of(_state().optimizer, 0)[0].values()
+    half = world["param"] if rows > 1 else planned.cast(world["param"], torch.bfloat16)
+    made = planned.cast(half.view(rows, -1).t() if rows > 1 else half, dtype)
+    assert planned.range_of(made) is None
+
+
+def test_the_archive_of_a_stand_in_that_was_changed_is_not_laid_out() -> None:
+    """Else whatever is in its memory would be saved."""
+    planned = PlannedTensors()
+    (world,) = planned.state_of(_state().optimizer, 0)[0].values()
+    world["param"].mul_(2)
+    with pytest.raises(CannotBePlanned):
+        ArchiveLayout(world, planned.source_of)
+
+
+def _with_a_sum(world: Tensors) -> Any:
+    return {"param": world["param"], "sum": world["param"] + world["exp_avg"]}
+
+
+class _Strange(dict[str, Any]):
+    """A kind of value that is not looked into."""
+
+
+def _in_another_kind_of_value(world: Tensors) -> Any:
+    return {"param": world["param"], "more": _Strange(exp_avg=world["exp_avg"])}
+
+
+def _as_parameter(world: Tensors) -> Any:
+    return [torch.nn.Parameter(world["param"])]
+
+
+def _bits_in_an_object(world: Tensors) -> Any:
+    return [world["param"].view(torch.int32)[3:9]]
+
+
+@pytest.mark.parametrize("make", [_with_a_sum, _in_another_kind_of_value, _as_parameter, _bits_in_an_object])
+def test_an_object_whose_content_is_not_known_is_gathered(make: Callable[[Tensors], Any]) -> None:
+    """torch pickles a tensor without memory as one: a load would have brought nothing of it."""
+    with pytest.raises(CannotBePlanned):
+        _written(make, as_object=True)
+
+
+def test_an_object_has_tensors_of_all_kinds_twice() -> None:
+    def make(world: Tensors) -> Any:
+        own = torch.arange(6.0).view(2, 3).t()
+        known = [world["param"], world["param"][3:9], world["param"][:0], world["exp_avg"].view(20, 12)]
+        others = [
+            own,
+            own,
+            torch.tensor([True, False]),
+            torch.empty(0),
+            torch.tensor(7),
+            own.to(torch.bfloat16),
+        ]
+        return {"known": known, "again": known, "others": (others, "text", None)}
+
+    assert same(_written(make, as_object=True), _expected(make))
+
+
+# Each from a number in [0, 1): what becomes of a tensor; a step that it cannot take leaves it as it is.
+def _dimension(tensor: torch.Tensor, part: float) -> int:
+    return min(int(part * tensor.dim()), tensor.dim() - 1)
+
+
+def _transposed(tensor: torch.Tensor, part: float) -> torch.Tensor:
+    return tensor.transpose(0, _dimension(tensor, part)) if tensor.dim() else tensor
+
+
+def _narrowed(tensor: torch.Tensor, part: float) -> torch.Tensor:
+    if not tensor.dim():
+        return tensor
+    dimension = _dimension(tensor, part)
+    size = tensor.shape[dimension]
+    begin = int(part * 7919) % (size + 1)
+    return tensor.narrow(dimension, begin, int(part * 104729) % (size - begin + 1))
+
+
+def _selected(tensor: torch.Tensor, part: float) -> torch.Tensor:
+    if not tensor.dim() or not tensor.shape[dimension := _dimension(tensor, part)]:
+        return tensor
+    return tensor.select(dimension, int(part * 7919) % tensor.shape[dimension])
+
+
+def _each_second(tensor: torch.Tensor, part: float) -> torch.Tensor:
+    return tensor[int(part * 2) :: 2] if tensor.dim() else tensor
+
+
+def _windows(tensor: torch.Tensor, part: float) -> torch.Tensor:
+    return tensor.unfold(0, 2, 1) if tensor.dim() and tensor.shape[0] > 1 and tensor.dim() < 4 else tensor
+
+
+def _split(tensor: torch.Tensor, part: float) -> torch.Tensor:
+    return tensor.reshape(2, -1) if tensor.numel() and tensor.numel() % 2 == 0 else tensor
+
+
+def _expanded(tensor: torch.Tensor, part: float) -> torch.Tensor:
+    return tensor.unsqueeze(0).expand(2, *tensor.shape) if tensor.dim() < 4 else tensor
+
+
+def _halved(tensor: torch.Tensor, part: float) -> torch.Tensor:
+    return tensor.to(torch.bfloat16 if part < 0.5 else torch.float32)
+
+
+def _as_bits(tensor: torch.Tensor, part: float) -> torch.Tensor:
+    return tensor.view(torch.int32) if tensor.dtype == torch.float32 else tensor
+
+
+STEPS: Sequence[Callable[[torch.Tensor, float], torch.Tensor]] = [
+    _transposed, _narrowed, _selected, _each_second, _windows, _split, _expanded, _halved, _as_bits,
+    lambda tensor, part: tensor.contiguous(), lambda tensor, part: tensor.clone(),
+    lambda tensor, part: tensor.reshape(-1), lambda tensor, part: tensor.unsqueeze(-1),
+]  # fmt: skip
+SHAPES = [(NUMEL,), (20, 12), (3, 20, 4), (2, 5, 6, 4)]
+
+
+@given(
+    st.sampled_from(SHAPES),
+    st.lists(st.tuples(st.sampled_from(STEPS), st.floats(0, 1, exclude_max=True)), max_size=6),
+    st.booleans(),
+)
+def test_whatever_becomes_of_a_tensor_is_what_torch_makes_of_it_or_is_gathered(
+    shape: Sequence[int], steps: Sequence[tuple[Callable[..., torch.Tensor], float]], is_last_copied: bool
+) -> None:
+    def make(world: Tensors) -> torch.Tensor:
+        tensor = world["param"].view(*shape)
+        for step, part in steps:
+            tensor = step(tensor, part)
+        return tensor.contiguous() if is_last_copied else tensor
+
+    try:
+        written = _written(make)
+    except CannotBePlanned:
+        return
+    assert _is_bitwise(written, _expected(make))
+
+
+@pytest.mark.parametrize("step", [_transposed, _narrowed, _selected, _each_second, _windows, _halved])
+def test_most_copies_are_known(step: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+    """So what is compared above is not only that it was gathered."""
+
+    def make(world: Tensors) -> torch.Tensor:
+        return step(world["param"].view(3, 20, 4), 0.4).contiguous()
+
+    assert _is_bitwise(_written(make), _expected(make))
