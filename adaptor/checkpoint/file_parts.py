@@ -105,8 +105,24 @@ def _cut(at: int, size: int) -> Iterator[tuple[int, int]]:
 _Piece = tuple[int, int, Mapping[str, torch.Tensor]]
 
 
+# Per shard what is on the host of a param that is turned round: of which part, where it begins and ends.
+_Held = dict[int, tuple["_StridedPart", int, int, torch.Tensor]]
+
+
 def _extent(piece: _Piece) -> tuple[int, int]:
     return piece[:2]
+
+
+def _without_gaps(pieces: Sequence[_Piece], begin: int, end: int) -> list[_Piece]:
+    """Return the pieces of a shard, which are in order, and between them others that are zero."""
+    zero = torch.zeros(1, device="cpu")
+    edges = [begin, *itertools.chain.from_iterable(map(_extent, pieces)), end]
+    gaps = [
+        (low, high, dict.fromkeys(shards.KEYS, zero.expand(high - low)))
+        for low, high in zip(edges[::2], edges[1::2], strict=True)
+        if low < high
+    ]
+    return sorted([*pieces, *gaps], key=_extent)
 
 
 def _between(pieces: Sequence[_Piece], begin: int, end: int) -> Sequence[_Piece]:
@@ -137,6 +153,7 @@ class PartWriter:
         self._sync_own_disk = PacedSync(_ON_OWN_DISK)
         self._direct = DirectWriter(files, BLOCK)
         self._steps: Iterator[None] | None = None
+        self._held: _Held = {}
         self.parts: list[WrittenPart] = []
         self.not_finite: list[NotFinite] = []
 
@@ -174,6 +191,7 @@ class PartWriter:
         # Once for each, and not for each of the regions, of which a file of one archive per tensor has many.
         buckets: dict[tuple[int, int], list[shards.Bucket]] = {}
         pieces: dict[tuple[int, int, int, int], list[_Piece]] = {}
+        filled: dict[tuple[int, int, int, int], list[_Piece]] = {}
         for region in regions:
             optimizer, buffer = optimizers[region.position], (region.position, region.number)
             if buffer not in buckets:
@@ -189,7 +207,9 @@ class PartWriter:
                                 ((start + low, start + high, held) for low, high, held in part), key=_extent
                             )
                         if region.view:
-                            self._add_strided(region, index, pieces[place])
+                            if place not in filled:
+                                filled[place] = _without_gaps(pieces[place], start, stop)
+                            self._add_strided(region, index, filled[place])
                             continue
                         self._add_shard(region, index, pieces[place], begin, end)
 
@@ -205,7 +225,7 @@ class PartWriter:
     def _add_strided(self, region: Region, index: int, pieces: Sequence[_Piece]) -> None:
         view = StridedView(region.begin, region.view)
         for piece in _between(pieces, region.begin, region.end):
-            part = _StridedPart(region, index, view, piece, self._exchange, self.not_finite)
+            part = _StridedPart(region, index, view, piece, self._exchange, self.not_finite, self._held)
             for first, last in view.runs(*_extent(piece)):
                 at = region.at + first * part.itemsize
                 for low, high in _cut(at, (last - first) * part.itemsize):
@@ -335,13 +355,14 @@ class _StridedPart:
         piece: _Piece,
         exchange: Exchange,
         not_finite: list[NotFinite],
+        held: _Held,
     ) -> None:
         self._region, self._index, self._view, self._exchange = region, index, view, exchange
         self._begin, self._end, tensors = piece
         self._tensor = shards.tensor_of(tensors, region.key).detach().view(-1)
         self._not_finite = not_finite
         self._is_finite = True
-        self._held = 0, 0, self._tensor[:0]
+        self._held = held
         self._dtype = getattr(torch, region.dtype)
         self.itemsize = self._dtype.itemsize
 
@@ -359,11 +380,15 @@ class _StridedPart:
         """Return where in the world tensor the matrices with these elements begin, and them on the host."""
         low, high = self._view.extent(first, last)
         low, high = max(low, self._begin), min(high, self._end)
-        if self._held[:2] != (low, high):
-            self._held = low, high, self._tensor[:0]  # one at a time
+        if 2 * (high - low) > self._end - self._begin:  # matrices that lie in each other need all, each
+            low, high = self._begin, self._end
+        held = self._held.get(self._index)
+        if held is None or held[:3] != (self, low, high):
+            held = None
+            self._held.pop(self._index, None)  # one of a shard at a time
             there = self._tensor[low - self._begin : high - self._begin]
-            self._held = low, high, self._exchange.device.to_host(there)
-        return low, self._held[2]
+            held = self._held[self._index] = self, low, high, self._exchange.device.to_host(there)
+        return low, held[3]
 
 
 def _not_finite(region: Region, index: int, begin: int, end: int) -> NotFinite:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import types
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint import dcp, dcp_layout, file_parts, strided_parts
+from adaptor.checkpoint import dcp, dcp_layout, file_parts, shards, strided_parts
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.in_place_holder import own_readers
@@ -169,14 +171,20 @@ def test_too_many_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Far(Host):
-    """A device from which one matrix at a time is brought."""
+    """A device that counts what is brought from it, and the most that is held on the host at a time."""
 
     def __init__(self) -> None:
         self.brought: list[int] = []
+        self.most = 0
+        self._copies: list[weakref.ref[torch.Tensor]] = []
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         self.brought.append(tensor.numel())
-        return tensor.clone()
+        copy = tensor.clone()
+        self._copies.append(weakref.ref(copy))
+        held = [one for reference in self._copies if (one := reference()) is not None]
+        self.most = max(self.most, sum(one.numel() for one in held))
+        return copy
 
 
 def test_a_device_gives_what_a_block_needs_at_once_and_what_is_not_finite_is_told_once(
@@ -198,3 +206,71 @@ def test_a_device_gives_what_a_block_needs_at_once_and_what_is_not_finite_is_tol
     turned = _matrices(rank.states[rank.model.a]["param"]).transpose(-1, -2)
     assert torch.equal(content, turned.reshape(-1))
     assert len(device.brought) == 1, "it is one run of one block"
+
+
+def _written(file: Path, device: Host, rank: Any, *views: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
+    """Return what a rank with all shards writes of views of its param, one behind the other.
+
+    Args:
+        file: that is written.
+        device: that has the state.
+        rank: with one param, in one tensor or several.
+        views: of a tensor of the size of the world tensor.
+        block: the size of a block.
+    """
+    regions, at = [], 0
+    for view in views:
+        dimensions = tuple(zip(view.shape, view.stride(), strict=True))
+        begin, span = view.storage_offset(), 1 + sum((size - 1) * step for size, step in dimensions)
+        regions.append(file_parts.Region(0, at, 0, 0, "param", "float32", begin, begin + span, dimensions))
+        at += view.numel() * 4
+    own = own_readers([rank.optimizer], exchange := Exchange(None, 0, [[0]], device=device))
+    with file.open("w+b") as opened, pytest.MonkeyPatch.context() as patch:
+        set_block(patch, block)
+        with file_parts.PartWriter([opened.fileno()], exchange) as writer:
+            writer.add_shards(regions, [rank.optimizer], own)
+            assert writer.write_for(60.0)
+            parts = sorted((part.at, part.at + part.size) for part in writer.parts)
+    edges = [0, *itertools.chain.from_iterable(parts), at]
+    assert edges[::2] == edges[1::2], "each byte is written, and by one part"
+    return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("block", [BLOCK, 4096])
+def test_one_matrix_is_on_the_host_at_a_time(tmp_path: Path, block: int) -> None:
+    """Also where there are many weights, and the parts of blocks are written before the blocks."""
+    rank, device = one_param(1 << 14), _Far()
+    world = torch.rand(1 << 14)
+    rank.states[rank.model.a]["param"] = world
+    views = [matrix.t() for matrix in world.view(4, 64, 64)]
+    written = _written(tmp_path / "file", device, rank, *views, block=block)
+    assert torch.equal(written, torch.cat([view.reshape(-1) for view in views]))
+    assert device.most == 64 * 64
+    assert len(device.brought) <= 2 * len(views), "once for parts of blocks, and once for blocks"
+
+
+def test_matrices_that_lie_in_each_other_are_brought_together(tmp_path: Path) -> None:
+    """As each of them spans nearly all, each would bring it again."""
+    rank, device = one_param(1 << 14), _Far()
+    world = torch.rand(1 << 14)
+    rank.states[rank.model.a]["param"] = world
+    view = world.view(8, 32, 64).permute(2, 0, 1)
+    assert torch.equal(_written(tmp_path / "file", device, rank, view, block=4096), view.reshape(-1))
+    assert device.brought == [1 << 14]
+
+
+def test_what_lies_between_params_is_zero_where_it_is_turned_round_too(tmp_path: Path) -> None:
+    rank, world = one_param(1 << 12), torch.rand(1 << 12)
+    world[:64] = world[1000:1100] = world[-50:] = 0
+    params = [(64, 1000), (1100, (1 << 12) - 50)]
+    places = {torch.nn.Parameter(torch.empty(1)): place for place in params}
+    rank.states.clear()
+    for param, (begin, end) in places.items():
+        rank.states[param] = dict.fromkeys(shards.KEYS, world[begin:end])
+    named = {
+        param: {"gbuf_local": types.SimpleNamespace(start=begin, end=end)}
+        for param, (begin, end) in places.items()
+    }
+    rank.optimizer.gbuf_ranges = [{DTYPES: [{"param_map": named}]}]
+    view = world.view(64, 64).t()
+    assert torch.equal(_written(tmp_path / "file", Host(), rank, view), view.reshape(-1))
