@@ -60,6 +60,7 @@ class _Told:
         is_regular: whether the framework has saved it, so every rank had written when it got its name
         agreed: what is to be done on the disks that rank 0 does not see
         is_empty: rank 0 sees no checkpoint
+        by_tracker: trackers name the step; a rank that knows of no restart yet may have a chosen one
     """
 
     folder: str = ""
@@ -70,6 +71,7 @@ class _Told:
     is_regular: bool = False
     agreed: Agreed | None = None
     is_empty: bool = False
+    by_tracker: bool = False
 
 
 def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tuple[str, ...] = ()) -> None:
@@ -98,7 +100,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
     readers: list[Reader] = []
     root = load
     while True:
-        told = [_next(judgement, found) if judgement is not None else _Told()]
+        told = [_next(judgement, found, chosen) if judgement is not None else _Told()]
         dist.broadcast_object_list(told, src=0)
         (order,) = told
         if order.refusal:
@@ -109,7 +111,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
         if order.is_empty:
             _require_nothing(load)
         if not order.files:
-            if readers and chosen is None:
+            if readers and order.by_tracker:
                 _require_one_step(root, save)
             return
         folder = Path(order.folder)
@@ -333,7 +335,7 @@ def _of_nodes(nodes: str, problems: list[str]) -> str:
     return f"{nodes}: {first_of(sorted(problems, key=lambda problem: isinstance(problem, Unreadable)))}"
 
 
-def _next(judgement: Judgement, found: Found | None) -> _Told:
+def _next(judgement: Judgement, found: Found | None, chosen: int | None) -> _Told:
     try:
         asked = next(judgement) if found is None else judgement.send(found)
         if isinstance(asked, Agreed):
@@ -343,7 +345,7 @@ def _next(judgement: Judgement, found: Found | None) -> _Told:
         view = divided_reading.view(folder)
         return _Told(str(folder), files, "", known.generation, view, is_regular=not known.groups)
     except StopIteration as end:
-        return _Told(is_empty=not end.value)
+        return _Told(is_empty=not end.value, by_tracker=chosen is None)
     except (CheckpointError, ResumeError) as error:
         return _Told(refusal=str(error))
     except Exception as error:  # whatever it is, the other ranks wait for word of it

@@ -317,3 +317,23 @@ def test_ranks_that_share_another_disk_than_node_0(
         assert not any(naming.is_temporary(path.name) for path in root.iterdir())
     if not is_noted:
         assert f"(node{'s 1, 2' if nodes == 3 else ' 1'}: save/{naming.final_name(NEWER)}: missing)" in said
+
+
+CHOSEN = """
+import functools, sys
+from adaptor.checkpoint import resume_check
+if sys.argv[2] == "1":
+    resume_check.require_intact = functools.partial(resume_check.require_intact, chosen=5)
+"""
+
+
+def test_a_rank_that_does_not_know_yet_that_it_restarts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a tracker of its own it has --ckpt-step still, which is not for a restart: rank 0 decides."""
+    places = disks(tmp_path, 2)
+    (places[1] / "save" / naming.TRACKER).unlink()
+    (tmp_path / "chosen.py").write_text(CHOSEN)
+    monkeypatch.setenv("SETUP", str(tmp_path / "chosen.py"))
+    assert resume(tmp_path, places) == ([["", ""]], "")
+    assert tracker.tracked_step(places[1] / "save") == OLDER
