@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import itertools
+import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,12 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptor.checkpoint import dcp, dcp_layout, shards
-from adaptor.checkpoint.archive_layout import ArchiveLayout
+from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
+from adaptor.checkpoint.file_parts import PartWriter, Region, WrittenPart
 from adaptor.checkpoint.in_place import InPlace
-from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors
+from adaptor.checkpoint.in_place_holder import own_readers
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
+from adaptor.checkpoint.sequence_layout import SequenceLayout
 from adaptor.checkpoint.shard_exchange import Exchange
-from tests.unit.test_in_place import DTYPES, one_param, same
-from tests.unit.test_in_place_dcp import Planner
+from tests.unit.test_checkpoint_dump import Rank
+from tests.unit.test_in_place import DTYPES, half, one_param, same
+from tests.unit.test_in_place_dcp import Planner, set_block, world_of
 
 NUMEL = 240
 Tensors = Mapping[str, torch.Tensor]
@@ -257,6 +264,99 @@ def test_whatever_becomes_of_a_tensor_is_what_torch_makes_of_it_or_is_gathered(
     except CannotBePlanned:
         return
     assert _is_bitwise(written, _expected(make))
+
+
+class _Placed(dcp.RankPart):
+    """Knows the place and the length of each item, in their order."""
+
+    def __init__(self, rank: int, planner: Any) -> None:
+        super().__init__(rank, planner)
+        self.places: list[tuple[int, int]] = []
+
+    def note(self, item: Any, start: int, length: int) -> None:
+        self.places.append((start, length))
+
+
+def _by_several(layout: SequenceLayout[Source], ranks: Sequence[Rank], file: Path) -> bytes:
+    """Return the file that these ranks write, each the shards that it has, in turns."""
+    regions = []
+    for entry in layout.entries:
+        if isinstance(one := entry.content, Source):
+            dtype = str(one.dtype).removeprefix("torch.")
+            place = one.position, one.number, one.key, dtype, one.begin, one.end, one.view
+            regions.append(Region(0, entry.begin, *place))
+    parts: list[WrittenPart] = []
+    with file.open("w+b") as opened, contextlib.ExitStack() as stack:
+        os.ftruncate(opened.fileno(), layout.size)
+        for number, rank in enumerate(ranks):
+            exchange = Exchange(None, number, [list(range(len(ranks)))])
+            writer = stack.enter_context(PartWriter([opened.fileno()], exchange))
+            for entry in layout.entries if number == 0 else ():
+                if isinstance(entry.content, torch.Tensor):
+                    writer.add_content(0, entry.begin, entry.content)
+            writer.add_shards(regions, [rank.optimizer], own_readers([rank.optimizer], exchange))
+            while not writer.write_for(0.0):
+                pass
+            parts += writer.parts
+        parts.sort(key=lambda part: part.at)
+        crcs = []
+        for entry in layout.entries:
+            own = [part for part in parts if entry.begin <= part.at < entry.begin + entry.size]
+            places = [entry.begin, *itertools.chain.from_iterable((p.at, p.at + p.size) for p in own)]
+            places.append(entry.begin + entry.size)
+            assert places[::2] == places[1::2], "each byte is written, by one rank"
+            crcs.append(join_crcs([(part.crc, part.size) for part in own]))
+        for at, data in layout.around(crcs):
+            os.pwrite(opened.fileno(), data, at)
+    return file.read_bytes()
+
+
+@given(
+    st.sampled_from([1, 2, 3, 5]),
+    st.sampled_from([64, 256, 4096]),
+    st.lists(
+        st.tuples(
+            st.sampled_from(shards.KEYS),
+            st.sampled_from(SHAPES),
+            st.lists(st.tuples(st.sampled_from(STEPS), st.floats(0, 1, exclude_max=True)), max_size=3),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_several_ranks_write_what_one_would_have_saved(
+    count: int, block: int, wanted: Sequence[tuple[str, Sequence[int], Sequence[tuple[Any, float]]]]
+) -> None:
+    ranks = [half(index, count, NUMEL) for index in range(count)]
+    for number, rank in enumerate(ranks):
+        made = torch.Generator().manual_seed(number)
+        for key in shards.KEYS:
+            rank.states[rank.model.a][key] = torch.rand(NUMEL // count, generator=made)
+
+    def tensors(world: Tensors) -> Mapping[str, Any]:
+        found = {"mine": ((3, 5), {(0, 0): torch.arange(15.0).view(3, 5)[:2], (2, 0): torch.ones(1, 5)})}
+        for number, (key, shape, steps) in enumerate(wanted):
+            tensor = world[key].view(*shape)
+            for step, part in steps:
+                tensor = step(tensor, part)
+            tensor = tensor.contiguous()
+            found[f"{number}"] = tensor.shape, {(0,) * tensor.dim(): tensor}
+        return found
+
+    planned = PlannedTensors("meta")
+    with planned.follow_copies():
+        part = _Placed(0, Planner(tensors(planned.state_of(ranks[0].optimizer, 0)[0][DTYPES]), {}))
+        try:
+            layout = dcp_layout.lay_out(part, planned)
+        except CannotBePlanned:
+            return
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        set_block(patch, block)
+        content = _by_several(layout, ranks, Path(folder) / "file")
+    whole = dcp.RankPart(0, Planner(tensors(world_of(ranks)), {}))
+    for (start, length), (item, expected) in zip(part.places, whole.contents(), strict=True):
+        loaded = torch.load(io.BytesIO(content[start : start + length]), weights_only=True)
+        assert _is_bitwise(loaded, expected), item.index
 
 
 @pytest.mark.parametrize("step", [_transposed, _narrowed, _selected, _each_second, _windows, _halved])
