@@ -47,7 +47,8 @@ class SequenceLayout(Generic[T]):
 
         torch.save would write all memory behind it.
         """
-        content = tensor.detach().view(-1).view(torch.uint8)
+        # A single element may have any step, also where it is contiguous.
+        content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return self._add(ArchiveLayout(stand_in_for(tensor), lambda storage: content), self.size)
 
     def add_planned(self, tensor: torch.Tensor, known: T) -> tuple[int, int]:

@@ -77,7 +77,9 @@ def _expected(make: Callable[[Tensors], Any]) -> Any:
 
 
 def _is_bitwise(one: torch.Tensor, other: torch.Tensor) -> bool:
-    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    # Copied, for a single element may have any step, also where it is contiguous.
+    flat = [torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(-1) for tensor in (one, other)]
+    flat = [tensor.view(torch.uint8) for tensor in flat]
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*flat)
 
 
@@ -187,6 +189,17 @@ def test_an_object_has_tensors_of_all_kinds_twice() -> None:
         return {"known": known, "again": known, "others": (others, "text", None)}
 
     assert same(_written(make, as_object=True), _expected(make))
+
+
+def test_a_part_of_one_element_is_written_in_place_whatever_its_step() -> None:
+    frozen = torch.arange(240.0).view(20, 12)
+    parts = {(0,): frozen[3:4, 5], (1,): frozen[:0, 5], (2,): frozen[7:8, 1]}
+    part = _Placed(0, Planner({"frozen": ((3,), parts)}, {}))
+    layout = dcp_layout.lay_out(part, PlannedTensors("meta"))
+    with tempfile.TemporaryDirectory() as folder:
+        content = _by_several(layout, [one_param(NUMEL)], Path(folder) / "file")
+    for (start, length), own in zip(part.places, parts.values(), strict=True):
+        assert _is_bitwise(torch.load(io.BytesIO(content[start : start + length])), own)
 
 
 # Each from a number in [0, 1): what becomes of a tensor; a step that it cannot take leaves it as it is.
