@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,6 +11,27 @@ from typing import TypeVar
 from adaptor.store.client import AT_ONCE
 
 T = TypeVar("T")
+
+
+def begin(call: Callable[[], T], name: str) -> Future[T]:
+    """Make a call in a thread of its own, for which the end of the process does not wait.
+
+    That of a pool would keep Ctrl-C waiting for as long as a request takes that the store does not answer.
+
+    Args:
+        call: what it does.
+        name: of the thread.
+    """
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(call())
+        except BaseException as error:  # whoever asks for the result gets it
+            made.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return made
 
 
 def in_order(pool: ThreadPoolExecutor, calls: Iterable[Callable[[], T]]) -> Generator[Future[T]]:

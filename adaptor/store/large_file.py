@@ -7,10 +7,9 @@ note. There is no object before the whole file has turned out to be what the man
 
 from __future__ import annotations
 
-import hashlib
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
@@ -19,18 +18,19 @@ import xxhash
 from adaptor.checkpoint import manifest
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import file_pieces, upload_journal
+from adaptor.store import ahead, file_pieces, upload_journal
 from adaptor.store.client import AT_ONCE, PIECE, Store
 from adaptor.store.layout import UploadedPart
-from adaptor.store.multipart import LostUploadError, Multipart, SentPart
+from adaptor.store.multipart import LostUploadError, Multipart, RefusedError, SentPart
 from adaptor.store.upload_journal import Arrived, NotedUpload
 
 # Another process may complete the upload, or remove it; that does not happen again and again.
 _ATTEMPTS = 3
+_CHANGED = "has changed since its upload was begun"
 
 
 class _ChangedError(Exception):
-    """The file is not what it was when the upload began."""
+    """The file is not what it was when the upload began; the text says what about it is."""
 
 
 class LargeFile:
@@ -83,48 +83,52 @@ class LargeFile:
             try:
                 return self._send()
             except LostUploadError:
+                found = self._found()
+                if found is not None:
+                    return found
                 if attempt == _ATTEMPTS:
                     raise
                 why = (
                     f"{self._store}/{self._name}: the store does not have the upload any more that was begun"
                 )
-            except _ChangedError:
-                why = f"{self._path}: has changed since its upload was begun"
+            except _ChangedError as error:
+                why = f"{self._path}: {error}"
             self._give_up()
             self._tell(f"{why}, so the file is sent from its beginning")
         raise AssertionError("the last attempt returns or raises")
 
     def _send(self) -> UploadedPart:
-        there: dict[int, SentPart] = {}
+        there: dict[int, SentPart] | None = {}
+        sizes = self._store.part_size(self._file.bytes), self._file.bytes
         if self._noted is None:
             upload = self._multipart.begin(self._name)
-            sizes = self._store.part_size(self._file.bytes), self._file.bytes
             noted = upload_journal.note(self._root, str(self._store), self._seen, upload, sizes)
             self._noted = noted
         else:
             noted = self._noted
             if noted.begun.bytes != self._file.bytes:
-                raise _ChangedError
-            there = self._multipart.parts(noted.upload)
+                raise _ChangedError(_CHANGED)
+            if noted.begun.part != sizes[0]:
+                raise _ChangedError("its upload was begun with parts of another size")
+            try:
+                there = self._multipart.parts(noted.upload)
+            except RefusedError:
+                there = None  # the store compares the etags of the note when the upload is completed
         digest = xxhash.xxh3_128()
-        # The pieces in memory bound this, and one more is being read.
-        at_once = max(1, min(AT_ONCE, AT_ONCE * PIECE // noted.begun.part))
-        pool = ThreadPoolExecutor(at_once, thread_name_prefix="ttp-part")
+        waiting: deque[Future[Arrived]] = deque()
         try:
-            etags = self._send_parts(noted, there, digest, pool, at_once)
+            etags = self._send_parts(noted, there, digest, waiting)
             etag = self._complete(noted, etags)
         except manifest.UnreadableError:
             raise  # the disk may answer the next time
         except CheckpointError:
-            pool.shutdown(cancel_futures=True)
+            wait(waiting)
             self._give_up()
             raise
         except (LostUploadError, _ChangedError):
-            pool.shutdown(cancel_futures=True)
+            wait(waiting)
             raise
-        finally:
-            # After other errors a request may still take minutes; what it brings is noted.
-            pool.shutdown(wait=False, cancel_futures=True)
+        # After other errors a request may still take minutes; what it brings is noted.
         noted.forget()
         return UploadedPart(self._file.path, self._file.bytes, digest.hexdigest(), etag)
 
@@ -135,21 +139,51 @@ class LargeFile:
         except LostUploadError:
             # It may be completed: the answer was lost, or another process has sent the same.
             found = self._store.stat(self._name)
-            if found is None or found.bytes != self._file.bytes or found.etag.strip('"') != _joined(etags):
+            if (
+                found is None
+                or found.bytes != self._file.bytes
+                or file_pieces.bare(found.etag)
+                != file_pieces.joined(each for _, each in sorted(etags.items()))
+            ):
                 raise
             return found.etag
+
+    def _found(self) -> UploadedPart | None:
+        """Return the object if it is made of the parts of this file; None also where its etag does not tell.
+
+        Another process has completed the upload then, or has not lived to hear that it had.
+        """
+        noted, found = self._noted, self._store.stat(self._name)
+        if noted is None or found is None or found.bytes != self._file.bytes:
+            return None
+        digest, etags = xxhash.xxh3_128(), {}
+        pieces = file_pieces.compared(self._path, self._file, digest, noted.begun.part)
+        for number, content in enumerate(pieces, 1):
+            self._pace(0)
+            etags[number] = file_pieces.md5(content)
+        if file_pieces.bare(found.etag) != file_pieces.joined(each for _, each in sorted(etags.items())):
+            return None
+        noted.forget()
+        return UploadedPart(self._file.path, self._file.bytes, digest.hexdigest(), found.etag)
 
     def _send_parts(
         self,
         noted: NotedUpload,
-        there: dict[int, SentPart],
+        there: dict[int, SentPart] | None,
         digest: xxhash.xxh3_128,
-        pool: ThreadPoolExecutor,
-        at_once: int,
+        waiting: deque[Future[Arrived]],
     ) -> dict[int, str]:
-        """Send the parts that are not there; return the etags of all."""
+        """Send the parts that are not there; return the etags of all.
+
+        Args:
+            noted: the upload.
+            there: the parts that the store lists; None where it does not: those of the note.
+            digest: of the whole file, at the end.
+            waiting: gets the requests that are on their way.
+        """
         etags: dict[int, str] = {}
-        waiting: deque[Future[Arrived]] = deque()
+        # The pieces in memory bound this, and one more is being read.
+        at_once = max(1, min(AT_ONCE, AT_ONCE * PIECE // noted.begun.part))
 
         def take() -> None:
             one = waiting.popleft().result()
@@ -160,15 +194,16 @@ class LargeFile:
             checksum = xxhash.xxh3_128_hexdigest(content)
             known = noted.parts.get(number)
             if known is not None and known.xxh3_128 != checksum:
-                raise _ChangedError
-            if known is not None and there.get(number) == SentPart(known.etag, len(content)):
+                raise _ChangedError(_CHANGED)
+            if known is not None and (there is None or _is_there(there.get(number), known, len(content))):
                 self._pace(0)
                 etags[number] = known.etag
                 continue
             self._pace(len(content))
             if len(waiting) >= at_once:
                 take()
-            waiting.append(pool.submit(partial(self._send_part, noted, number, checksum, content)))
+            send = partial(self._send_part, noted, number, checksum, content)
+            waiting.append(ahead.begin(send, "ttp-part"))
         while waiting:
             take()
         return etags
@@ -190,10 +225,9 @@ class LargeFile:
                 noted.forget()
 
 
-def _joined(etags: dict[int, str]) -> str:
-    """Return the etag of an object that was made of parts, by their etags; '' where these are no MD5."""
-    try:
-        digests = b"".join(bytes.fromhex(etag.strip('"')) for _, etag in sorted(etags.items()))
-    except ValueError:
-        return ""
-    return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(etags)}"
+def _is_there(found: SentPart | None, known: Arrived, size: int) -> bool:
+    return (
+        found is not None
+        and found.bytes == size
+        and file_pieces.bare(found.etag) == file_pieces.bare(known.etag)
+    )

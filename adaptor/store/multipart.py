@@ -31,6 +31,10 @@ _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 T = TypeVar("T")
 
 
+class RefusedError(StoreError):
+    """The store does not allow these credentials to do that."""
+
+
 class LostUploadError(StoreError):
     """The store does not have this upload, or not the parts that it is said to have."""
 
@@ -104,6 +108,7 @@ class Multipart:
 
         Raises:
             LostUploadError: there is no such upload.
+            RefusedError: these credentials may not ask for them.
         """
         with self._errors(f"write {upload.name}"):
             found = self._asked(lambda: self._listed("list_parts", "Parts", self._of(upload)))
@@ -199,7 +204,7 @@ class Multipart:
             [f"{status} {responses.get(status, '')}".strip(), *([] if code.isdigit() else [code])]
         )
         if status in (401, 403):
-            return self._answers.refused(doing, told)
+            return RefusedError(str(self._answers.refused(doing, told)))
         return self._answers.answered(doing, told)
 
 

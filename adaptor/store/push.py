@@ -189,9 +189,7 @@ class Sending:
             found, part = self._there.get(name), self._before.get(file.path)
             made = None
             if found is not None and self._may_be(file, found, part):
-                made = _hashed(self._folder / file.path, file, found, self._count)
-                if self._is_apart and (part is None or part.xxh3_128 != made.xxh3_128):
-                    made = None
+                made = self._hashed(file, name, found, part)
             if made is None:
                 made = self._send(file, name)
             self._parts[file.path] = made
@@ -235,6 +233,30 @@ class Sending:
         if part is None:
             return found.bytes == file.bytes and not self._is_apart
         return found.bytes == file.bytes and part.etag == found.etag
+
+    def _hashed(
+        self, file: FileEntry, name: str, found: Stored, part: UploadedPart | None
+    ) -> UploadedPart | None:
+        """Return what is there of a file, by its content on the disk; None: the object has another one.
+
+        A file without a checksum in the manifest may have changed since it was sent. Where no list has it,
+        the etag tells, if it is made as most stores with the interface of S3 make it, or the object is read.
+        """
+        digest, etags = xxhash.xxh3_128(), []
+        size = self._store.part_size(file.bytes)
+        for content in file_pieces.compared(self._folder / file.path, file, digest, size):
+            self._count(0)
+            if part is None:
+                etags.append(file_pieces.md5(content))
+        made = UploadedPart(file.path, file.bytes, digest.hexdigest(), found.etag)
+        if part is not None:
+            return made if part.xxh3_128 == made.xxh3_128 else None
+        if file.xxh3_128 is not None:
+            return made
+        known = file_pieces.joined(etags) if file.bytes > self._store.piece else "".join(etags)
+        if file_pieces.bare(found.etag) == known:
+            return made
+        return made if choose.hash_object(self._store, name, file.bytes) == made.xxh3_128 else None
 
     def look_again(self) -> None:
         """Read what other nodes have sent since the last look."""
@@ -288,10 +310,3 @@ def commit(store: Store, known: Manifest) -> int:
         entries.append(FileEntry(path, size, sent.xxh3_128))
     store.put(layout.manifest_name(where), replace(known, files=tuple(entries)).encode())
     return sum(wanted.values())
-
-
-def _hashed(path: Path, file: FileEntry, found: Stored, look: Callable[[int], None]) -> UploadedPart:
-    digest = xxhash.xxh3_128()
-    for _ in file_pieces.compared(path, file, digest, PIECE):
-        look(0)
-    return UploadedPart(file.path, file.bytes, digest.hexdigest(), found.etag)

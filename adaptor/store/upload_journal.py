@@ -27,6 +27,8 @@ _FORMAT = 1
 _SUFFIX = ".jsonl"
 # The largest note that is read, in bytes; that of 10,000 parts has 2 MB.
 _LARGEST = 16 << 20
+# The longest first line that is read; the name of an object has 1,024 bytes at most.
+_LONGEST_LINE = 1 << 16
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -87,8 +89,10 @@ class NotedUpload:
             if self._is_over:
                 return
             name = _name(self.begun.store, self.begun.name)
-            descriptor = disk.open_below(_real(self._root), name, os.O_WRONLY | os.O_APPEND)
+            descriptor = disk.open_below(_real(self._root), name, os.O_RDWR | os.O_APPEND)
             try:
+                if not self._is_ours(descriptor):
+                    return
                 os.write(descriptor, b"\n" + line if self._begins_line else line)
                 self._begins_line = False
             finally:
@@ -98,8 +102,23 @@ class NotedUpload:
         """Remove the note: the upload is completed, or the store has forgotten it."""
         with self._lock, contextlib.suppress(OSError):
             self._is_over = True
-            (self._root / _name(self.begun.store, self.begun.name)).unlink()
+            name = _name(self.begun.store, self.begun.name)
+            descriptor = disk.open_below(_real(self._root), name, os.O_RDONLY)
+            try:
+                if not self._is_ours(descriptor):
+                    return
+            finally:
+                os.close(descriptor)
+            (self._root / name).unlink()
             (self._root / naming.UPLOADS).rmdir()  # unless others are noted there
+
+    def _is_ours(self, descriptor: int) -> bool:
+        """Return whether a note is of this upload; another process may have begun one of the same object."""
+        first, _, _ = os.pread(descriptor, _LONGEST_LINE, 0).partition(b"\n")
+        try:
+            return msgspec.json.decode(first, type=Begun).upload == self.begun.upload
+        except msgspec.MsgspecError:
+            return True  # it was cut short, and nobody reads it
 
 
 def note(root: Path, store: str, seen: str, upload: Upload, sizes: tuple[int, int]) -> NotedUpload:

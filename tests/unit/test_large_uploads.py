@@ -7,6 +7,8 @@ import json
 import os
 import random
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -23,6 +25,7 @@ from adaptor.protocol import naming
 from adaptor.store import choose, layout, push, upload_journal
 from adaptor.store.client import AT_ONCE, Store
 from adaptor.store.joint import JointPush
+from adaptor.store.multipart import Upload
 from adaptor.store.opening import open_store
 from adaptor.store.other_nodes import Others, Patience
 from adaptor.store.prune import prune
@@ -431,6 +434,104 @@ def test_a_share_that_was_cut_short_is_gone_on_with(
     joint(0).lead(Others(), lambda: True)
     assert sent() == sorted(set(range(1, PARTS + 1)) - noted)
     _is_whole(direct, root, 12)
+
+
+def test_ctrl_c_waits_for_no_request_of_a_large_file(faults: FaultProxy, url: str, root: Path) -> None:
+    save(root, 12, first=LARGE)
+    faults.begin(_refuses(1, "hold before"))
+    command = [sys.executable, "-c", _PUSHER, url, faults.url, str(PART), str(root)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as pusher:
+        try:
+            waiting.until(lambda: len(faults.parts) == AT_ONCE, "it waits for these")
+            pusher.send_signal(signal.SIGINT)
+            pusher.wait(60)  # the client gives up such a request after 120 s
+        finally:
+            pusher.kill()
+
+
+def test_credentials_that_may_not_list_the_parts_go_on_by_the_note(
+    store: Store, direct: Store, faults: FaultProxy, root: Path
+) -> None:
+    save(root, 12, first=LARGE)
+    noted = _cut_short(store, faults, root, 12)
+    faults.begin(lambda number, method, path: "403" if method == "GET" and "uploadId=" in path else "")
+    push.push(store, root, 12)
+    assert {number for number, _ in faults.parts} == set(range(1, PARTS + 1)) - noted
+    _is_whole(direct, root, 12)
+
+
+def test_what_another_process_completes_meanwhile_is_not_sent_again(
+    store: Store, direct: Store, faults: FaultProxy, root: Path, tmp_path: Path
+) -> None:
+    """Both go on with one upload; the other one has a copy of the note."""
+    save(root, 12, first=LARGE)
+    _cut_short(store, faults, root, 12)
+    copied: list[Path] = []
+
+    def overtakes(number: int, method: str, path: str) -> Fault:
+        if "partNumber=" in path and not copied:
+            copied.append(shutil.copytree(root, tmp_path / "copy", symlinks=True))
+            push.push(direct, copied[0], 12)
+        return "404" if "partNumber=" in path else ""  # what a store says that has completed it
+
+    faults.begin(overtakes)
+    lines: list[str] = []
+    push.push(store, root, 12, tell=lines.append)
+    assert lines == []
+    assert [path for method, path in faults.requests if method == "POST" and "uploads" in path] == []
+    _is_whole(direct, root, 12)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_file_that_has_changed_since_it_was_sent_is_sent_again(
+    number: int, listed: bool, url: str, faults: FaultProxy, root: Path
+) -> None:
+    """The push has ended before it was committed. File 0 is the large one."""
+    store = open_store(f"{url}-{number}-{listed}", faults.url, piece=PART)
+    folder = save(root, 12, first=LARGE)
+    known = push.read_folder(root, 12)
+    sending = push.Sending(store, root, known, layout.place(known), lambda count: None)
+    sending.send(known.files)
+    if listed:
+        sending.tell(done=False)
+    with (folder / f"mp_rank_{number:02d}" / naming.MODEL_FILE).open("r+b") as opened:
+        opened.write(b"other")
+    done = push.push(store, root, 12)
+    assert done.sent == (1001 if number else LARGE)
+    _is_whole(store, root, 12)
+
+
+def test_parts_of_another_size_are_not_mixed(
+    store: Store, direct: Store, url: str, faults: FaultProxy, root: Path
+) -> None:
+    """Another version has begun the upload, or the note is damaged."""
+    folder = save(root, 12, first=LARGE)
+    _cut_short(store, faults, root, 12)
+    lines: list[str] = []
+    push.push(open_store(url, faults.url, piece=2 * PART), root, 12, tell=lines.append)
+    file = folder / "mp_rank_00" / naming.MODEL_FILE
+    assert lines == [
+        f"{file}: its upload was begun with parts of another size, so the file is sent from its beginning"
+    ]
+    _is_whole(direct, root, 12)
+
+
+def test_a_note_of_another_process_stays(root: Path) -> None:
+    """Two have begun an upload of the same object at the same time; the second has noted its own."""
+    root.mkdir()
+    url, name = "s3://bucket/run7", "iter_0000012/0f3a5c21-1/file"
+    one, other = (
+        upload_journal.note(root, url, "", Upload(name, mark), (PART, LARGE)) for mark in ("one", "other")
+    )
+    other.add(upload_journal.Arrived(1, "checksum", "etag"))
+    one.add(upload_journal.Arrived(2, "checksum", "etag"))
+    one.forget()
+    found = upload_journal.find(root, url, name)
+    assert found is not None
+    assert (found.upload, set(found.parts)) == (other.upload, {1})
+    other.forget()
+    assert not (root / naming.UPLOADS).exists()
 
 
 def test_a_folder_that_takes_no_notes_keeps_nobody_from_sending(
