@@ -150,7 +150,16 @@ def _is_new(store: Store, found: Stored, part: layout.UploadedPart | None) -> bo
 
 
 def hash_object(store: Store, name: str, size: int) -> str:
-    """Return the xxh3-128 of an object, of which all is read."""
+    """Return the xxh3-128 of an object, of which all is read.
+
+    Args:
+        store: in which it is.
+        name: of the object.
+        size: of the object, in bytes.
+
+    Raises:
+        StoreError: the store refuses, is silent, or has less of it.
+    """
     digest = xxhash.xxh3_128()
     for piece in ranges(store, name, size):
         digest.update(piece)
