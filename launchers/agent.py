@@ -275,8 +275,7 @@ class SurvivorsAgent(LocalElasticAgent):
         verdict = self._control.verdict
         self._write_down_given_places()  # behind a verdict no more are given
         self._tell_of_recoveries()
-        if self._control.training_began is not None:
-            self._account.training_began(*self._control.training_began)
+        self._tell_of_restart()
         if verdict is not None:
             # Not HEALTHY meanwhile: torch would take agents that are ahead of this one for new nodes.
             self._control.wait_until_reaped()
@@ -291,10 +290,15 @@ class SurvivorsAgent(LocalElasticAgent):
         if not self._control.over:
             # If this agent left now, it would be missing at a restart; node 0 would take the store along.
             return RunResult(state=WorkerState.HEALTHY)
+        self._tell_of_restart()  # training may have begun and come to its end since the last look
         for worker in worker_group.workers:  # one may have been replaced
             worker.id = self._handlers[worker.local_rank].proc.pid
         result: RunResult = super()._monitor_workers(worker_group)
         return result
+
+    def _tell_of_restart(self) -> None:
+        if self._control.training_began is not None:
+            self._account.training_began(*self._control.training_began)
 
     def _can_start_again(self, verdict: Verdict, worker_group: Any) -> bool:
         """Return True if enough nodes are left for a restart, or others may join."""
