@@ -1,6 +1,7 @@
 # make demo    everything from an empty machine to the report of a survived kill (out/demo/report.html)
 # make test    the whole test suite, in the same environment
-# make check   the tests that neither start whole jobs nor simulate them: two minutes on 2 cores
+# make check   the tests that neither start whole jobs nor simulate them, nor end a process at each point of its work:
+#              two minutes on 2 cores
 # make test-torch TORCH=2.4.1   a small set of tests with another torch, in an environment of its own
 # make lint    ruff and mypy
 # make browser the page of a job in Debian's chromium, with axe-core

@@ -116,6 +116,7 @@ def _is_whole(direct: Store, root: Path, step: int) -> None:
     assert not (root / naming.UPLOADS).exists()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("fault", ["hold before", "hold after"])
 def test_whoever_is_killed_in_a_large_file_has_not_sent_it_for_nothing(
     fault: Fault, faults: FaultProxy, url: str, server: str, root: Path

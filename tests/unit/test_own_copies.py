@@ -214,6 +214,7 @@ def test_a_disk_in_trouble_does_not_take_the_newest_save(
     assert all(is_whole(root, node, NEWER, SECOND) for node, root in enumerate(roots))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two-renames"])
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside-another-save"])
 def test_wherever_a_start_ends_that_completes_a_save(

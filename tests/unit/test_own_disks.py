@@ -109,6 +109,7 @@ def content(place: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.integration
 def test_wherever_a_job_ends_between_the_saves_of_its_nodes(tmp_path: Path) -> None:
     """It ends before each operation on a disk by which three nodes name a save, one after the other.
 

@@ -116,6 +116,7 @@ def test_there_and_back(
     assert f"has TP1 PP1 now; what it was made from stays as {KEPT}, until somebody removes it" in said
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two-renames"])
 def test_after_any_crash_the_next_start_goes_on(
     pristine: Path,

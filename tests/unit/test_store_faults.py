@@ -56,6 +56,7 @@ def _all_are_intact(store: Store) -> list[int]:
     return sorted(one.known.step for one in found)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("fault", ["hold before", "hold after"])
 def test_a_push_that_is_killed_is_never_taken_for_a_checkpoint(
     fault: Fault, faults: FaultProxy, url: str, server: str, tmp_path: Path
