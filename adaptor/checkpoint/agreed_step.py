@@ -141,6 +141,8 @@ def settle(root: Path, step: int, *, may_change: bool) -> str:
         _tell_of(root, named, step)
     except CheckpointError as error:
         return str(error)
+    except Exception as error:
+        return f"{root}: {type(error).__name__}: {error}"
     return ""
 
 
