@@ -141,7 +141,7 @@ def says_all(path: Path) -> bool:
     return path.exists() and path.read_text().endswith(" ")
 
 
-# A shell may have had it ignored.
+# A shell that has started the tests in the background may have had it ignored, for all that they start, too.
 HEARS_CTRL_C = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
 # A call of `interrupt` is Ctrl-C in a destructor, whose KeyboardInterrupt Python drops.
 DROPPED = """
@@ -151,6 +151,21 @@ class Destroyed:
 def interrupt():
     Destroyed()
 """
+
+
+def interrupted_in_import(program_of: str, module: str) -> str:
+    """Return a program whose `main` gets Ctrl-C at the moment in which it imports `module`."""
+    return (
+        "import _signal, sys\n"  # `signal` is one of those that may not be there yet
+        # A shell may have had it ignored.
+        "_signal.signal(_signal.SIGINT, _signal.default_int_handler)\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: _signal.raise_signal(_signal.SIGINT)\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        f"from {program_of} import main\n"
+        "sys.exit(main())\n"
+    )
 
 
 def run_here(folder: Path, *command: str, **env: str) -> subprocess.CompletedProcess[str]:

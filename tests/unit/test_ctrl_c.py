@@ -12,7 +12,7 @@ import pytest
 from adaptor.checkpoint import hashing, manifest
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from tests.unit.launching import DROPPED, HEARS_CTRL_C
+from tests.unit.launching import DROPPED, HEARS_CTRL_C, interrupted_in_import
 from tests.unit.test_serve import job  # noqa: F401
 from tests.waiting import LONG_S
 
@@ -61,23 +61,15 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
     ],
 )
 def test_ctrl_c_while_a_command_is_imported(program_of: str, module: str) -> None:
-    program = (
-        "import _signal, sys\n"  # `signal` is one of those that may not be there yet
-        # A shell may have had it ignored.
-        "_signal.signal(_signal.SIGINT, _signal.default_int_handler)\n"
-        "class CtrlC:\n"
-        "    def find_spec(self, name, *_):\n"
-        f"        if name == {module!r}: _signal.raise_signal(_signal.SIGINT)\n"
-        "sys.meta_path.insert(0, CtrlC())\n"
-        f"from {program_of} import main\n"
-        "sys.exit(main())\n"
-    )
+    program = interrupted_in_import(program_of, module)
     line = [sys.executable, "-c", program, "verify", "nowhere"]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-@pytest.mark.parametrize("program_of", ["adaptor.launchers.ttp", "adaptor.__main__"])
+@pytest.mark.parametrize(
+    "program_of", ["adaptor.launchers.entry", "adaptor.launchers.ttp", "adaptor.__main__"]
+)
 def test_nothing_is_imported_before_a_command_hears_ctrl_c(program_of: str) -> None:
     """But Python's own start and the package itself: during these Ctrl-C is Python's traceback."""
     program = (

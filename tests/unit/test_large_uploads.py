@@ -33,6 +33,7 @@ from adaptor.store.upload_order import UploadSettings
 from adaptor.store.uploader import Uploader
 from tests import waiting
 from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, faults, server, url
+from tests.unit.launching import HEARS_CTRL_C
 from tests.unit.object_store import CREDENTIALS, SMALLEST_PART, contents, save
 
 __all__ = ["faults", "server", "url"]
@@ -42,9 +43,8 @@ PARTS = 24
 LARGE = (PARTS - 1) * PART + 1000
 # Nobody is waited for.
 HASTY = Patience(0, 0, 0, 3600, 0)
-# A shell that has started the tests in the background lets them, and what they start, ignore Ctrl-C.
 _PUSHER = (
-    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    f"{HEARS_CTRL_C}\n"
     "import sys; from pathlib import Path; from adaptor.store import push; from adaptor.store.opening import"
     " open_store\nstore = open_store(sys.argv[1], sys.argv[2], piece=int(sys.argv[3]))\n"
     "push.push(store, Path(sys.argv[4]), 12)\n"

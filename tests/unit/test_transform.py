@@ -28,6 +28,7 @@ from adaptor.transform.records import NewTensor, StoredTensor
 from adaptor.transform.sizes import Sizes
 from adaptor.transform.target import TargetCheckpoint
 from tests.unit import small_checkpoint
+from tests.unit.launching import HEARS_CTRL_C
 from tests.unit.small_checkpoint import FFN, STEP
 
 STEP_FOLDER = naming.final_name(STEP)
@@ -413,11 +414,7 @@ def test_several_workers(tmp_path: Path) -> None:
 def test_ctrl_c_is_one_line_and_resume_goes_on(tmp_path: Path) -> None:
     """It goes to all processes of the terminal."""
     small_checkpoint.write(tmp_path / "a")
-    # A shell that has started the tests in the background lets them, and what they start, ignore it.
-    code = (
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler);"
-        " from adaptor.__main__ import main; sys.exit(main())"
-    )
+    code = f"{HEARS_CTRL_C}; import sys; from adaptor.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-u", "-c", code, "transform", str(tmp_path / "a"), str(tmp_path / "b")]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     while True:

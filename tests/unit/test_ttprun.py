@@ -21,6 +21,7 @@ from tests.unit.launching import (
     TWO,
     WAIT,
     Launcher,
+    interrupted_in_import,
     launcher,
     run_here,
     says_all,
@@ -48,33 +49,10 @@ def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
 
 @pytest.mark.parametrize("module", ["adaptor.launchers.ttprun", "asyncio", "torch"])
 def test_ctrl_c_while_the_launcher_is_imported(module: str, tmp_path: Path) -> None:
-    program = (
-        "import _signal, sys\n"  # `signal` is one of those that may not be there yet
-        # A shell may have had it ignored.
-        "_signal.signal(_signal.SIGINT, _signal.default_int_handler)\n"
-        "class CtrlC:\n"
-        "    def find_spec(self, name, *_):\n"
-        f"        if name == {module!r}: _signal.raise_signal(_signal.SIGINT)\n"
-        "sys.meta_path.insert(0, CtrlC())\n"
-        "from adaptor.launchers.entry import main\n"
-        "sys.exit(main())\n"
-    )
+    program = interrupted_in_import("adaptor.launchers.entry", module)
     done = run_here(tmp_path, sys.executable, "-c", program)
     line = "[ttp] ended by SIGINT, before anything was started\n"
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", line)
-
-
-def test_nothing_is_imported_before_ctrl_c_is_one_line(tmp_path: Path) -> None:
-    """But Python's own start and the package itself: during these Ctrl-C is Python's traceback."""
-    program = (
-        "import sys\n"
-        "import adaptor.launchers\n"
-        "before = set(sys.modules)\n"
-        "import adaptor.launchers.entry\n"
-        "print(*sorted(set(sys.modules) - before))\n"
-    )
-    done = run_here(tmp_path, sys.executable, "-c", program)
-    assert (done.stdout, done.stderr) == ("adaptor.launchers.entry\n", "")
 
 
 BY_RANK = "import os, signal, sys\nif os.environ['RANK'] == '{rank}':\n    {what}\n{rest}\n"
