@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from adaptor.protocol.board import SLOT, BoardMemory
-from adaptor.protocol.environment import BOARD, BOARD_RANKS, NEWCOMER
+from adaptor.protocol.copy_file import FILES, CopyFile
+from adaptor.protocol.environment import BOARD, BOARD_RANKS, NEWCOMER, HeldCopies
 from tests import waiting
 from tests.faults import cgroups, disks, namespaces
 
@@ -78,6 +79,8 @@ KINDS += ("sigkill-behind-all",)
 KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice")
 # The same, once the processes of a spare node could be the workers of this one.
 KINDS += ("agent-sigkill-beside-a-spare-node",)
+# The same, once the agent of another node has a host copy of this rank.
+KINDS += ("agent-sigkill-behind-a-kept-copy",)
 # SIGTERM to the agent and to every process below it, the children of workers included.
 KINDS += ("tree-sigterm",)
 # Hangs: a lock that nobody gives back, a process that is stopped, an interpreter lock that is never let go.
@@ -194,6 +197,8 @@ class Injector:
             _until_it_is_stopped(fault.after)
         if fault.kind == "agent-sigkill-beside-a-spare-node":
             _until_a_spare_node_is_ready()  # before it takes the time
+        if fault.kind == "agent-sigkill-behind-a-kept-copy":
+            _until_a_copy_is_kept(self._rank)
         if self._stamp is not None:
             spare = (
                 _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else 0
@@ -224,7 +229,7 @@ class Injector:
                 _until_it_is_known()
             case "sigsegv":
                 ctypes.string_at(0)
-            case "agent-sigkill" | "agent-sigkill-beside-a-spare-node":
+            case "agent-sigkill" | "agent-sigkill-beside-a-spare-node" | "agent-sigkill-behind-a-kept-copy":
                 os.kill(os.getppid(), signal.SIGKILL)
                 # The workers learn of it when the kernel has freed its memory; no step may finish until then.
                 threading.Event().wait()
@@ -366,6 +371,23 @@ def _until_a_spare_node_is_ready() -> None:
         return found >= needed
 
     waiting.until(are_there, "a spare node is ready", pause_s=0.1)  # it looks at every process
+
+
+def _until_a_copy_is_kept(rank: int) -> None:
+    """Wait for a whole copy of `rank` that another node has, too: training does not wait for that."""
+    from adaptor import context
+
+    paths = context.part(HeldCopies).paths[rank][:FILES]
+
+    def is_kept() -> bool:
+        files = [CopyFile(path) for path in paths]
+        try:
+            return any(file.header is not None and file.header.step == file.kept for file in files)
+        finally:
+            for file in files:
+                file.close()
+
+    waiting.until(is_kept, f"another node has a copy of rank {rank}")
 
 
 def hold_the_interpreter_lock() -> None:

@@ -85,7 +85,7 @@ def test_a_node_is_lost_with_the_only_holder_of_a_shard(tmp_path: Path, baseline
         restarts=1,
         options=["--ttp-host-copy", "2"],
         environment=Authority(tmp_path / "signer").settings(),
-        faults=["rank=1,step=8,phase=backward,kind=agent-sigkill"],
+        faults=["rank=1,step=8,phase=backward,kind=agent-sigkill-behind-a-kept-copy"],
     )
     baseline = baseline_of(TP2_DP1)
     ended = harness.run(job)
