@@ -132,10 +132,17 @@ def test_a_job_of_another_machine_that_is_gone_is_no_hindrance(
     assert "which is gone" in taken
 
 
-def test_of_two_that_take_over_one_is_refused(tmp_path: Path) -> None:
+def test_of_two_that_take_over_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Lease(tmp_path, elsewhere(mine())).take()
     others = [elsewhere(mine(), pid) for pid in (78, 79)]
     refused = []
+    both = threading.Barrier(2)
+
+    def tell(line: str, **_: object) -> None:
+        if "waiting up to" in line:  # both have found the first one's lease, not one the other's
+            both.wait(LONG_S)
+
+    monkeypatch.setattr(output, "tell", tell)
 
     def take(owner: Owner) -> None:
         try:
@@ -159,7 +166,7 @@ def test_it_is_touched_while_it_is_held_and_removed_at_the_end(
     os.utime(tmp_path / naming.LEASE, (1, 1))
     held.keep()
     waiting.until(lambda: (tmp_path / naming.LEASE).stat().st_mtime != 1, "it is touched")
-    held.release()
+    held.release(LONG_S)
     assert list(tmp_path.iterdir()) == []
 
 
