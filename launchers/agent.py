@@ -296,6 +296,11 @@ class SurvivorsAgent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         return result
 
+    def _exit_barrier(self) -> None:
+        super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch has no types here
+        assert self._worker_group.group_world_size is not None
+        self._handler.stay_for_others(self._store, self._worker_group.group_world_size)
+
     def _tell_of_restart(self) -> None:
         if self._control.training_began is not None:
             self._account.training_began(*self._control.training_began)

@@ -5,6 +5,7 @@ The loss of the node with the store does not end an agent: the survivors are sti
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -23,9 +24,16 @@ from adaptor.launchers.waiting import Interrupted, wait_for
 
 # How often node 0 checks which nodes have come: the store's own wait writes two warnings at each time-out.
 _LOOK_S = 0.1
+# How often the agent with the store looks whether the others have left, which is a matter of milliseconds;
+# and for how long at most: one may be lost since, and on a busy machine an agent takes seconds to end.
+_LOOK_FOR_END_S = 0.02
+_OTHERS_LEAVE_S = 10.0
+_LEFT, _ALL_LEFT = "ttp/left", "ttp/all have left"
 # The most nodes that are named in a line.
 _NAMED = 4
 _ALL = "all are here"
+# Backends whose store is in the process of an agent.
+_STORE_OF_AN_AGENT = ("static", "c10d")
 
 
 class Registry:
@@ -43,7 +51,7 @@ class Registry:
 
         def connect() -> Rendezvous:
             handler, has_store = c10d_store.connect(self._registry, params)
-            made = Rendezvous(handler, params.endpoint, params.max_nodes)
+            made = Rendezvous(handler, params.endpoint, params.max_nodes, has_store=has_store)
             if params.backend != "static":
                 node_order.put_in_order(handler, has_store=has_store)
             return made
@@ -61,14 +69,17 @@ class Rendezvous:
         handler: torch's.
         where: the address at which the nodes meet.
         most: the number of nodes that may come.
+        has_store: whether the store ends with this agent; a static rendezvous has it on node 0.
     """
 
-    def __init__(self, handler: Any, where: str = "", most: int = 1) -> None:
+    def __init__(self, handler: Any, where: str = "", most: int = 1, *, has_store: bool = False) -> None:
         self._handler = handler
         self._where = where
         self._most = most
         self._static = _Static(handler) if handler.get_backend() == "static" else None
         self._signs = signs_of_life.watch(handler)
+        self._has_store = self._static.is_host if self._static is not None else has_store
+        self._tell_of_end: Callable[[], None] | None = None
         self._interrupted = False
         self._takes_in = False
         self._has_met = False
@@ -127,9 +138,40 @@ class Rendezvous:
             self._interrupted = True
             raise
 
+    def stay_for_others(self, store: Any, nodes: int) -> None:
+        """Let the agent with the store leave last, at the end of a job that needs no other start.
+
+        torch's exit barrier lets it leave as soon as the last agent has entered, and another agent that is
+        still to ask the store prints a traceback. So each of the others counts itself in the store when it
+        uses it last (`shutdown`), and the agent with the store returns from here when all have, or after
+        `_OTHERS_LEAVE_S`.
+
+        Args:
+            store: of the last round.
+            nodes: that were in it.
+        """
+        if self._handler.get_backend() not in _STORE_OF_AN_AGENT:
+            return
+        if not self._has_store:
+
+            def tell() -> None:
+                if store.add(_LEFT, 1) == nodes - 1:
+                    store.set(_ALL_LEFT, "")
+
+            self._tell_of_end = tell
+            return
+        deadline = time.monotonic() + _OTHERS_LEAVE_S
+        with contextlib.suppress(RuntimeError):  # of the store
+            while nodes > 1 and not store.check([_ALL_LEFT]) and time.monotonic() < deadline:
+                time.sleep(_LOOK_FOR_END_S)
+
     def shutdown(self) -> bool:
         """End the rendezvous for all nodes, but not if a signal has ended this one alone (as torchrun)."""
-        return self._interrupted or bool(self._handler.shutdown())
+        ended = self._interrupted or bool(self._handler.shutdown())
+        if self._tell_of_end is not None:
+            with contextlib.suppress(RuntimeError):  # the store is lost: nobody is left who waits
+                self._tell_of_end()
+        return ended
 
     def next_rendezvous(self) -> Any:
         if self._static is not None and not self._static.met:
@@ -202,6 +244,7 @@ class _Static:
     """The first meeting of nodes that each have a number (--node-rank), over the store on node 0.
 
     Attributes:
+        is_host: this node has the store
         met: all have come
         missing: which of them are awaited, in words
     """
@@ -209,6 +252,7 @@ class _Static:
     def __init__(self, handler: Any) -> None:
         self._node, self._nodes = int(handler.rank), int(handler.world_size)
         self._run_id = str(handler.run_id)
+        self.is_host = self._node == 0
         self._timeout = handler.timeout
         self._address, self._port = str(handler.master_addr), int(handler.master_port)
         self.met = False
@@ -229,7 +273,7 @@ class _Static:
             self._address,
             self._port,
             self._nodes,
-            self._node == 0,
+            self.is_host,
             self._timeout,
             wait_for_workers=False,
             multi_tenant=True,

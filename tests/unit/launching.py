@@ -190,9 +190,9 @@ def starts(ended: Ended) -> int:
 
 
 def start_two(
-    zygote: subprocess.Popen[str], folder: Path, text: str, host: int = 0
+    zygote: subprocess.Popen[str], folder: Path, text: str, host: int = 0, before: tuple[str, str] = ("", "")
 ) -> tuple[list[Launcher], list[int]]:
-    """Two agents with a worker each; the store is with agent `host`."""
+    """Two agents with a worker each; the store is with agent `host`; each runs its part of `before` first."""
     port, store = free_ports(2)
     nodes, started = [], []
     for number in (0, 1):
@@ -201,7 +201,8 @@ def start_two(
         where = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}")
         host_or_not = ("--rdzv-conf", f"is_host={number == host}")
         options = ("--max-restarts", "2", "--ttp-port", str(port), "--monitor-interval", "0.05")
-        started.append(node.start(*where, *host_or_not, *options, node.script(text)))
+        script = node.script(text)
+        started.append(node.start(*where, *host_or_not, *options, script, before=before[number]))
     return nodes, started
 
 

@@ -444,6 +444,38 @@ def test_a_node_whose_place_stays_empty(zygote: subprocess.Popen[str], tmp_path:
     assert "Traceback" not in ended.log
 
 
+# The other agent enters torch's exit barrier as the last one, and is slow: the agent with the store (HOST)
+# has all that it waits for, and would end before this one asks the store again.
+IS_SLOW_AT_THE_END = """
+import os, select
+from pathlib import Path
+from torch.distributed.elastic.utils import store
+enter = store._barrier_nonblocking
+def enter_and_wait(*args, **kwargs):
+    key = enter(*args, **kwargs)
+    host = select.poll()
+    host.register(os.pidfd_open(int(Path("HOST").read_text())), select.POLLIN)
+    host.poll(1000)
+    return key
+store._barrier_nonblocking = enter_and_wait
+"""
+
+
+def test_the_agent_with_the_store_leaves_last(zygote: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Else torch prints a traceback on another node at the end of a job that has come to its end."""
+    go, host = tmp_path / "go", tmp_path / "host"
+    text = f"from pathlib import Path\nfrom tests import waiting\nwaiting.exist(Path({str(go)!r}))\n"
+    slow = IS_SLOW_AT_THE_END.replace("HOST", str(host))
+    nodes, started = start_two(zygote, tmp_path, text, before=("", slow))
+    host.write_text(str(started[0]))
+    go.touch()
+    for node, pid in zip(nodes, started, strict=True):
+        ended = node.wait(pid)
+        assert ended.code == 0, ended.log
+        assert "Error waiting on exit barrier" not in ended.log
+        assert "failed to shutdown the rendezvous" not in ended.log
+
+
 @pytest.mark.parametrize("host", [0, 1])
 def test_the_node_with_the_store_is_lost(host: int, zygote: subprocess.Popen[str], tmp_path: Path) -> None:
     """It is node 0, though both are on the machine of the store; the other node takes over and saves."""
