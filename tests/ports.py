@@ -9,12 +9,22 @@ import socket
 from pathlib import Path
 
 _FIRST = 10_000
+_TRIED = 100
+_given: set[int] = set()  # of those some may not be bound yet
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives away: until somebody binds them nobody else gets them by chance."""
-    candidates = random.sample(_own(), 100)
-    return list(itertools.islice(filter(_free, candidates), count))
+    """Below those that the kernel gives away: until somebody binds them nobody else gets them by chance.
+
+    Each is given once, until hardly any is left.
+    """
+    left = [port for port in _own() if port not in _given]
+    if len(left) < _TRIED:
+        _given.clear()
+        left = list(_own())
+    found = list(itertools.islice(filter(_free, random.sample(left, _TRIED)), count))
+    _given.update(found)
+    return found
 
 
 def free_port() -> int:
