@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from adaptor.errors import StoreError
 from adaptor.store.answers import NO_BUCKET, Answers
+from adaptor.store.threads import call
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
@@ -108,7 +109,7 @@ class Store:
         import obstore
 
         with self._errors(f"write {name}"):
-            done = obstore.put(self._client, name, content, use_multipart=False)
+            done = call(lambda: obstore.put(self._client, name, content, use_multipart=False))
         return str(done["e_tag"] or "")
 
     def put_pieces(self, name: str, pieces: Iterator[bytes | bytearray], size: int) -> str:
@@ -120,13 +121,15 @@ class Store:
         import obstore
 
         with self._errors(f"write {name}"):
-            done = obstore.put(
-                self._client,
-                name,
-                pieces,
-                use_multipart=True,
-                chunk_size=self.part_size(size),
-                max_concurrency=AT_ONCE,
+            done = call(
+                lambda: obstore.put(
+                    self._client,
+                    name,
+                    pieces,
+                    use_multipart=True,
+                    chunk_size=self.part_size(size),
+                    max_concurrency=AT_ONCE,
+                )
             )
         return str(done["e_tag"] or "")
 
@@ -138,12 +141,15 @@ class Store:
         """
         import obstore
 
-        with self._errors(f"read {name}"):
+        def read() -> bytes:
             found = obstore.get(self._client, name)
             size = int(found.meta["size"])
             if size > limit:
                 raise DamagedError(f"{self}/{name}: has {size} bytes; {limit} are the most it may have")
             return bytes(found.bytes())
+
+        with self._errors(f"read {name}"):
+            return call(read)
 
     def get_range(self, name: str, start: int, length: int) -> memoryview:
         """Return `length` bytes of an object from `start`, which must be there."""
@@ -153,19 +159,23 @@ class Store:
         """Return `length` bytes of an object from `start`, which must be there, and its version."""
         import obstore
 
-        with self._errors(f"read {name}"):
+        def read() -> Part:
             found = obstore.get(self._client, name, options={"range": (start, start + length)})
             content = memoryview(found.bytes())
-        if len(content) != length:
-            raise DamagedError(f"{self}/{name}: {len(content)} bytes came where {length} were asked for")
-        return Part(content, str(found.meta["e_tag"] or ""), int(found.meta["size"]))
+            return Part(content, str(found.meta["e_tag"] or ""), int(found.meta["size"]))
+
+        with self._errors(f"read {name}"):
+            part = call(read)
+        if len(part.content) != length:
+            raise DamagedError(f"{self}/{name}: {len(part.content)} bytes came where {length} were asked for")
+        return part
 
     def stat(self, name: str) -> Stored | None:
         """Return what is known of an object, None where there is none."""
         import obstore
 
         with contextlib.suppress(MissingError), self._errors(f"look at {name}"):
-            one = obstore.head(self._client, name)
+            one = call(lambda: obstore.head(self._client, name))
             return Stored(int(one["size"]), str(one["e_tag"] or ""), one["last_modified"])
         return None
 
@@ -173,19 +183,22 @@ class Store:
         """Return all objects below `prefix`, by their names, which begin with it."""
         import obstore
 
-        with self._errors(f"list {prefix or 'it'}"):
+        def listed() -> dict[str, Stored]:
             return {
                 str(one["path"]): Stored(int(one["size"]), str(one["e_tag"] or ""), one["last_modified"])
                 for batch in obstore.list(self._client, prefix or None)
                 for one in batch
             }
 
+        with self._errors(f"list {prefix or 'it'}"):
+            return call(listed)
+
     def folders(self, prefix: str = "") -> list[str]:
         """Return what follows `prefix` in the names of objects, up to the next `/`, without repetitions."""
         import obstore
 
         with self._errors(f"list {prefix or 'it'}"):
-            found = obstore.list_with_delimiter(self._client, prefix or None)
+            found = call(lambda: obstore.list_with_delimiter(self._client, prefix or None))
             return sorted(str(one).rpartition("/")[2] for one in found["common_prefixes"])
 
     def delete(self, names: Sequence[str]) -> None:
@@ -194,7 +207,7 @@ class Store:
 
         if names:
             with self._errors(f"remove {names[0]}"), contextlib.suppress(FileNotFoundError):
-                obstore.delete(self._client, list(names))
+                call(lambda: obstore.delete(self._client, list(names)))
 
     @contextlib.contextmanager
     def _errors(self, doing: str) -> Iterator[None]:

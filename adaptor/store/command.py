@@ -7,9 +7,10 @@ or does not answer.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,7 +21,7 @@ from adaptor.errors import AdaptorError, StoreError
 from adaptor.operations.cli import Add
 from adaptor.operations.words import FINDING, OK, USAGE, shown, size
 from adaptor.protocol import naming
-from adaptor.store import choose
+from adaptor.store import ahead, choose
 from adaptor.store.client import DamagedError, Store
 from adaptor.store.opening import open_store
 
@@ -101,10 +102,9 @@ def _open(parsed: argparse.Namespace, *, make: bool = False) -> Store:
 
 def _list(parsed: argparse.Namespace) -> int:
     store = _open(parsed)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = [
-            row for rows in pool.map(lambda step: _rows(store, step), choose.steps(store)) for row in rows
-        ]
+    calls = [partial(_rows, store, step) for step in choose.steps(store)]
+    with contextlib.closing(ahead.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
+        found = [row for rows in coming for row in rows.result()]
     return _tell(parsed, store, found)
 
 

@@ -14,9 +14,7 @@ import re
 import shutil
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -25,7 +23,7 @@ from pathlib import Path, PurePosixPath
 from adaptor.errors import StoreError
 from adaptor.operations.words import duration, size
 from adaptor.store import ahead
-from adaptor.store.client import AT_ONCE, PIECE, BusyError, DamagedError, Part, Store, Stored
+from adaptor.store.client import PIECE, BusyError, DamagedError, Part, Store, Stored
 from adaptor.store.data_folder import DataFolder, is_own
 
 TELL_S = 5.0  # between two lines about what has come
@@ -143,25 +141,23 @@ class _Pull:
         if not missing:
             self._tell(f"[ttp] {self._folder.path} has what is in {self._store} already ({what})")
             return
-        pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ttp-pull")
-        try:
-            self._bring(pool, missing)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # after an error a request may still take minutes
+        self._bring(missing)
         seconds = max(self._now() - self._began, 1e-3)
         self._tell(
             f"[ttp] {self._folder.path} has what is in {self._store} ({what};"
             f" {size(self._total)} came in {duration(seconds)}, {size(int(self._total / seconds))}/s)"
         )
 
-    def _bring(self, pool: ThreadPoolExecutor, missing: Mapping[str, Stored]) -> None:
-        with contextlib.closing(ahead.in_order(pool, self._calls(missing))) as coming:
+    def _bring(self, missing: Mapping[str, Stored]) -> None:
+        # Closed after an error, when a request may still take minutes.
+        with contextlib.closing(ahead.in_order(self._calls(missing), "ttp-pull")) as coming:
             for name, stored in missing.items():
                 parts = islice(coming, _count(stored))
                 try:
                     self._write(name, stored, (part.result() for part in parts))
                 except DamagedError as error:
-                    deque(parts, maxlen=0)  # what is left of it
+                    for part in parts:  # what is left of it
+                        part.cancel()
                     self._write_again(name, error)
 
     def _calls(self, missing: Mapping[str, Stored]) -> Iterator[Callable[[], Part]]:

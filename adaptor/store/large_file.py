@@ -18,7 +18,7 @@ import xxhash
 from adaptor.checkpoint import manifest
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import ahead, file_pieces, upload_journal
+from adaptor.store import file_pieces, threads, upload_journal
 from adaptor.store.client import AT_ONCE, PIECE, Store
 from adaptor.store.layout import UploadedPart
 from adaptor.store.multipart import LostUploadError, Multipart, RefusedError, SentPart
@@ -203,7 +203,7 @@ class LargeFile:
             if len(waiting) >= at_once:
                 take()
             send = partial(self._send_part, noted, number, checksum, content)
-            waiting.append(ahead.begin(send, "ttp-part"))
+            waiting.append(threads.begin(send, "ttp-part"))
         while waiting:
             take()
         return etags

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -19,7 +19,7 @@ from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import ahead, choose, needs, whole
 from adaptor.store.choose import Checkpoint
-from adaptor.store.client import AT_ONCE, PIECE, DamagedError, Store
+from adaptor.store.client import PIECE, DamagedError, Store
 from adaptor.store.needs import NodeRanks
 
 # What is called with the bytes that have come, and with all of them.
@@ -229,9 +229,9 @@ def _write(store: Store, found: Checkpoint, folder: Path, progress: Progress) ->
             progress(come, found.bytes)
             yield piece
 
-    pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="ttp-pull")
-    try:
-        for file, pieces in _files(store, found, pool):
+    # Closed after an error, when a request may still take minutes.
+    with contextlib.closing(ahead.in_order(_calls(store, found), "ttp-pull")) as coming:
+        for file, pieces in _files(found, coming):
             digest = _write_file(folder, file, counted(pieces))
             if digest != file.xxh3_128:
                 # A byte may have changed on its way: what is in the store decides.
@@ -240,20 +240,19 @@ def _write(store: Store, found: Checkpoint, folder: Path, progress: Progress) ->
                 come -= file.bytes
                 if _write_file(folder, file, counted(again)) != file.xxh3_128:
                     raise DamagedError(f"{store}/{name}: checksum differs from the manifest")
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after an error a request may still take minutes
+
+
+def _calls(store: Store, found: Checkpoint) -> Iterator[Callable[[], memoryview]]:
+    for file in found.known.files:
+        for start in range(0, file.bytes, PIECE):
+            name = f"{found.where}/{file.path}"
+            yield partial(store.get_range, name, start, min(PIECE, file.bytes - start))
 
 
 def _files(
-    store: Store, found: Checkpoint, pool: ThreadPoolExecutor
+    found: Checkpoint, coming: Iterator[Future[memoryview]]
 ) -> Iterator[tuple[FileEntry, Iterator[memoryview]]]:
     """Yield each file with its pieces, which must be taken before the next file."""
-    calls = (
-        partial(store.get_range, f"{found.where}/{file.path}", start, min(PIECE, file.bytes - start))
-        for file in found.known.files
-        for start in range(0, file.bytes, PIECE)
-    )
-    with contextlib.closing(ahead.in_order(pool, calls)) as coming:
-        for file in found.known.files:
-            count = len(range(0, file.bytes, PIECE))
-            yield file, (piece.result() for piece in islice(coming, count))
+    for file in found.known.files:
+        count = len(range(0, file.bytes, PIECE))
+        yield file, (piece.result() for piece in islice(coming, count))

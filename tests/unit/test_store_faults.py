@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -215,6 +216,64 @@ def test_a_pull_that_fails_waits_for_no_other_request(
         pull.pull(open_store(url, faults.url, patience_s=1), tmp_path / "two")
     assert not faults.release.is_set()
     assert list((tmp_path / "two").iterdir()) == []
+
+
+_LISTED, _MANIFEST, _FILE = "list-type", naming.MANIFEST, "mp_rank_02"
+
+
+@pytest.mark.parametrize(
+    ("action", "held"),
+    [
+        ("list", _LISTED),
+        ("list", _MANIFEST),
+        ("verify", _FILE),
+        ("pull", _LISTED),
+        ("pull", _FILE),
+        ("push", _MANIFEST),
+    ],
+)
+def test_ctrl_c_waits_for_no_request(
+    action: str, held: str, faults: FaultProxy, url: str, server: str, tmp_path: Path
+) -> None:
+    """Whichever thread makes it; the client gives up such a request after 120 s, and makes it again then."""
+    save(tmp_path / "one", 12)
+    url = f"{url}-{action}-{held}"
+    if action != "push":
+        push.push(open_store(url, server), tmp_path / "one", 12)
+    faults.begin(lambda number, method, path: "hold before" if held in path else "")
+    folder = {"pull": [str(tmp_path / "two")], "push": [str(tmp_path / "one")]}.get(action, [])
+    command = [sys.executable, "-m", "adaptor", "store", action, url, *folder]
+    environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert faults.held.wait(60)
+            process.send_signal(signal.SIGINT)
+            _, told = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert told == "python -m adaptor store: interrupted; the same command goes on\n"
+    assert not (tmp_path / "two").exists() or list((tmp_path / "two").iterdir()) == []
+
+
+def test_a_command_that_fails_waits_for_no_other_request(
+    faults: FaultProxy, url: str, server: str, tmp_path: Path
+) -> None:
+    """A pull runs ahead of the request that is refused, and that one is not answered at all."""
+    save(tmp_path / "one", 12)
+    push.push(open_store(url, server), tmp_path / "one", 12)
+
+    def fault(number: int, method: str, path: str) -> Fault:
+        if "mp_rank_00" in path:
+            return "403"
+        return "hold before" if _FILE in path else ""
+
+    faults.begin(fault)
+    command = [sys.executable, "-m", "adaptor", "store", "pull", url, str(tmp_path / "two")]
+    environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 2
+    assert "does not allow these credentials to read" in done.stderr
 
 
 def _held_in_the_middle(url: str, faults: FaultProxy, root: Path) -> tuple[threading.Thread, list[Exception]]:
