@@ -119,12 +119,15 @@ def test_nodes_that_share_a_folder_share_the_work(
 ) -> None:
     """Two processes, as agents start them; the second sees what the first has chosen.
 
-    No file of the first comes into the store before the second has joined.
+    No file of the first comes into the store before the second has joined: its requests are held until then,
+    and come again.
     """
 
     def fault(number: int, method: str, path: str) -> Fault:
-        joined = any(each.endswith("/ttp_parts/1.json") for _, each in faults.requests)
-        return "503" if "mp_rank" in path and method == "PUT" and not joined else ""
+        if path.endswith("/ttp_parts/1.json"):
+            faults.release.set()
+        held = "mp_rank" in path and method == "PUT" and not faults.release.is_set()
+        return "hold before" if held else ""
 
     faults.begin(fault)
     root = tmp_path / "save"
