@@ -33,7 +33,7 @@ class StepInvariants:
     def board(self, worker: Worker) -> None:
         """Check what `worker` has just written to its board."""
         board = worker.session.board
-        if not worker.session.door.closed:  # else the controller decides, and a newcomer's board is new
+        if not worker.session.door.closed:  # else the controller decides
             if board.phase is Phase.UPDATING:
                 self._all_come_first(worker, board)
             if board.phase is Phase.READY:
@@ -80,9 +80,15 @@ class StepInvariants:
             self._broken.append(otherwise)
 
     def _boards(self, field: str) -> dict[int, int]:
-        """Return a field of each rank's board; those of the dead are there, too."""
+        """Return a field of each rank's board; those of the dead are there, too.
+
+        That of a newcomer says nothing of its rank until all go on. A rank that is cut off knows of no
+        newcomer, and its door may be open.
+        """
+        workers = self._world.workers
         return {
             rank: getattr(agent.boards.read(rank), field)
             for agent in self._world.agents.values()
             for rank in agent.ranks
+            if workers[rank].agent is agent and not workers[rank].newcomer
         }
