@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from adaptor.worker import interruption
+from adaptor.worker import interruption, thread_frames
 from adaptor.worker.interruption import CollectiveEndedError
 from adaptor.worker.origin import may_be_an_echo
 from tests import waiting
@@ -22,11 +22,30 @@ def beside(act: Callable[[], object]) -> threading.Thread:
     return thread
 
 
-def test_a_call_that_comes_back_raises_before_anything_uses_what_it_returns() -> None:
+def comes_to(*calls: str) -> None:
+    """Wait until the main thread is in these calls, the innermost first."""
+    main = threading.main_thread().ident or 0
+
+    def is_there() -> bool:
+        frame = thread_frames.of(main)
+        for name in calls:
+            if frame is None or frame.f_code.co_name != name:
+                return False
+            frame = frame.f_back
+        return True
+
+    waiting.until(is_there, f"the main thread is in {calls[0]}")
+
+
+def test_a_call_that_comes_back_raises_before_anything_uses_what_it_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(interruption, "_PATIENCE_S", waiting.LONG_S)
     reader, writer = os.pipe()
     said: list[bool] = []
 
     def end() -> None:
+        comes_to("work")
         said.append(interruption.interrupt())
         os.write(writer, b"?")
 
@@ -52,6 +71,8 @@ def test_what_waits_in_a_module_of_python_s_is_left_alone() -> None:
     done, said = threading.Event(), []
 
     def look() -> None:
+        # The condition of the event, and the event.
+        comes_to("wait", "wait", "test_what_waits_in_a_module_of_python_s_is_left_alone")
         said.append(interruption.interrupt())
         done.set()
 

@@ -12,6 +12,7 @@ import pytest
 
 from adaptor import config, output
 from adaptor.launchers.log import Log, tell_error
+from tests.unit.threads import LONG_S
 
 
 @pytest.fixture
@@ -33,8 +34,8 @@ def test_an_error_is_logged_with_its_traceback_and_in_utc(
         raise KeyError("of the test")
     except KeyError as error:
         tell_error("an error in the test", error)
+    assert output.drain(LONG_S)
     log.close()
-    assert output.drain()
     (path,) = tmp_path.glob("ttp-agent-*.log")
     written = path.read_text()
     first = re.match(r"(\S+)Z ERROR an error in the test: Traceback", written)

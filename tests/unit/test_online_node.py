@@ -38,7 +38,7 @@ def recovered(job: Job, node: int = 0) -> tuple[Recovered, str]:
 
 
 def report(path: str) -> dict[str, Any]:
-    assert output.drain()
+    assert output.drain(LONG_S)
     return json.loads(Path(path).read_text())  # type: ignore[no-any-return]
 
 

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from adaptor import context, output
+from adaptor import context
 from adaptor.worker.open_run import OpenRun
+from tests.unit.threads import LONG_S
 
 
 class Hangs:
@@ -40,8 +41,7 @@ def test_a_client_that_hangs_is_left() -> None:
 def test_a_client_that_fails_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
     run = OpenRun(context.get())
     run.client = Fails()
-    run.end()
-    output.drain()
+    run.end(LONG_S)
     assert (
         "[ttp] the run of W&B was not ended: ConnectionError: the service is gone" in capfd.readouterr().err
     )

@@ -38,6 +38,7 @@ from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from tests.faults.warm import Warm
 from tests.unit.test_checkpoint_publish import Crash, crash_before
+from tests.unit.threads import LONG_S
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
 
@@ -87,7 +88,7 @@ def resume(root: Path, save: Path | None = None, chosen: int | None = None) -> s
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         resume_check.require_intact(root, save or root, chosen)
-        output.drain()
+        assert output.drain(LONG_S)
     return said.getvalue()
 
 

@@ -6,8 +6,8 @@
 as a collective does; `raise`, `raise-inside` raise between steps, or inside of the update window; `refuse`
 says that this cannot be protected; `exit N` leaves by sys.exit; `leave N` ends the process on the spot;
 `child` starts a process of this worker's own, `fork` one that is a copy of it; `replace` becomes another
-program, which ends with the code that it reads; `debug` begins a step that is to end soon and stands in a
-debugger, whose commands follow; `hold` never lets go of the interpreter lock. Each is answered on stdout.
+program, which ends with the code that it reads; `debug` stands in a debugger, whose commands follow (one of
+them is `board.enter(step + 1)`, a step that is to end soon); `hold` never lets go of the interpreter lock. Each is answered on stdout.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ def main() -> None:
             case ["debug"]:
                 board = loop.session.board
                 board.slowest = 0.1
-                board.enter(step + 1)
                 pdb.Pdb(nosigint=True).set_trace()
             case ["hold"]:
                 print("holding", flush=True)
