@@ -7,7 +7,8 @@ as a collective does; `raise`, `raise-inside` raise between steps, or inside of 
 says that this cannot be protected; `exit N` leaves by sys.exit; `leave N` ends the process on the spot;
 `child` starts a process of this worker's own, `fork` one that is a copy of it; `replace` becomes another
 program, which ends with the code that it reads; `debug` stands in a debugger, whose commands follow (one of
-them is `board.enter(step + 1)`, a step that is to end soon); `hold` never lets go of the interpreter lock. Each is answered on stdout.
+them is `board.enter(step + 1)`, a step that is to end soon); `hold` never lets go of the interpreter lock.
+Each is answered on stdout.
 """
 
 from __future__ import annotations
