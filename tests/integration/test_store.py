@@ -221,12 +221,16 @@ def test_a_job_trains_on_data_that_two_nodes_pull_to_one_folder(server: str, tmp
 
 
 def test_both_nodes_send_their_share_of_a_shared_folder(server: str, tmp_path: Path) -> None:
-    """Node 0 gets no file into the store before the other node has begun; then each sends its share."""
+    """Node 0 gets no file into the store before the other node has begun: its requests are held until then,
+    and come again. Then each sends its share.
+    """
     with fault_proxy.proxy(server) as faults:
 
         def fault(number: int, method: str, path: str) -> fault_proxy.Fault:
-            joined = any(each.endswith("/ttp_parts/1.json") for _, each in faults.requests)
-            return "503" if "mp_rank" in path and method == "PUT" and not joined else ""
+            if method == "PUT" and path.endswith("/ttp_parts/1.json"):
+                faults.release.set()
+            held = "mp_rank" in path and method == "PUT" and not faults.release.is_set()
+            return "hold before" if held else ""
 
         faults.begin(fault)
         job = Job(
