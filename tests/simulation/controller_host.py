@@ -86,7 +86,7 @@ class ControllerHost:
             self.here[node] = connection
             self.say(node, Welcome())
             if connection is not None:
-                self.world.moves_in(self.world.machines[connection.machine])
+                self.world.moves_in(self.world.machines[connection.machine], self)
         self._heard(message)
 
     def lose(self, node: int, connection: Connection) -> None:

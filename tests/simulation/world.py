@@ -170,10 +170,13 @@ class World:
         agent.begin()
         return agent
 
-    def moves_in(self, agent: Agent) -> None:
-        """The controller has accepted the hello of `agent`, and with it that it has the place of its node."""
+    def moves_in(self, agent: Agent, hub: ControllerHost) -> None:
+        """The controller has accepted the hello of `agent`, and with it that it has the place of its node.
+
+        It has no place in the job where both were cut off together, and others have their places.
+        """
         before = self.agents[agent.node]
-        if before is agent:
+        if before is agent or self.agents[hub.term] is not hub.agent:
             return
         self.tell(f"-- machine {agent.machine} has the place of node {agent.node}")
         self.agents[agent.node] = agent
