@@ -32,7 +32,7 @@ def main() -> None:
     from adaptor.errors import AdaptorError
     from adaptor.operations.words import shown
     from adaptor.store import data_pull
-    from adaptor.store.opening import open_store
+    from adaptor.store.opening import open_waiting
 
     # Ctrl-C and what tells a whole job to end are for ttprun, which ends this process and says so.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -40,6 +40,9 @@ def main() -> None:
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(1)  # removes the file that has begun to come
+
+    def tell(line: str) -> None:
+        output.tell(shown(line))
 
     def hear() -> None:
         while os.read(0, 4096):
@@ -54,10 +57,10 @@ def main() -> None:
     code = 0
     try:
         pulls = [
-            (open_store(url, endpoint), Path(folder))
+            (open_waiting(url, endpoint, lambda line: tell(f"[ttp] {line}")), Path(folder))
             for url, folder in zip(pairs[::2], pairs[1::2], strict=True)
         ]
-        data_pull.bring(pulls, lambda line: output.tell(shown(line)))
+        data_pull.bring(pulls, tell)
     except AdaptorError as error:
         print(shown(str(error)))
         code = 2

@@ -37,9 +37,15 @@ def require(config: Config) -> None:
     if not config.store:
         return
     command = [sys.executable, str(STORE), "probe", config.store, config.store_endpoint]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        why = done.stdout.strip() or f"the process that tried it has ended with status {done.returncode}"
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            told = process.stdout.read().decode(errors="replace").strip()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        why = told or f"the process that tried it has ended with status {process.returncode}"
         raise ConfigError(f"TTP_STORE: {why}")
 
 

@@ -49,15 +49,18 @@ def main() -> None:
 
 
 def _probe(url: str, endpoint: str) -> None:
+    from adaptor import output
+    from adaptor.operations.words import shown
     from adaptor.store import opening
 
-    opening.probe(url, endpoint)
+    _end_with_ttprun()
+    opening.probe(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))
+    output.finish()
 
 
 def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
     import json
     import os
-    import threading
     from pathlib import Path
 
     import msgspec
@@ -66,14 +69,10 @@ def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
     from adaptor.operations.words import shown, size
     from adaptor.store import pull
     from adaptor.store.needs import NodeRanks
-    from adaptor.store.opening import open_store
+    from adaptor.store.opening import open_waiting
 
-    def hear() -> None:
-        sys.stdin.buffer.read()
-        os._exit(1)
-
-    threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
-    store = open_store(url, endpoint)
+    _end_with_ttprun()
+    store = open_waiting(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))
     ranks = msgspec.json.decode(node, type=NodeRanks | None)
     done = pull.resume(store, Path(save), json.loads(step), ranks)
     for problem in done.problems if done is not None else ():
@@ -89,6 +88,19 @@ def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
     print(json.dumps(done.step if done is not None else None))
     sys.stdout.flush()
     os._exit(0)
+
+
+def _end_with_ttprun() -> None:
+    import os
+    import threading
+
+    def hear() -> None:
+        # Past Python's own buffer: at the end of the interpreter its lock must not be held.
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
 
 
 def _send() -> None:

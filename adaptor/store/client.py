@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from adaptor.errors import StoreError
 from adaptor.store.answers import NO_BUCKET, Answers
+from adaptor.store.retrying import BusyError, Retrying
 from adaptor.store.threads import call
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ PIECE = 16 << 20
 AT_ONCE = 4
 # S3 takes 10,000 parts of an object.
 _MOST_PARTS = 9000
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,6 @@ class DamagedError(StoreError):
     """An object is missing, or is not what was written; others of the store may be as they must be."""
 
 
-class BusyError(StoreError):
-    """The store does not answer, or says that it cannot now; it may a little later."""
-
-
 class MissingError(DamagedError):
     """There is no object of this name."""
 
@@ -81,6 +81,8 @@ class Store:
         endpoint: the URL at which it answers; empty for that of its provider.
         multipart: sends what is larger than `piece`; None: `put_pieces` does.
         piece: bytes of a part of an upload, at least.
+        retrying: makes requests again that the client has given up, but those of `put_pieces`; None: nobody
+            does.
     """
 
     def __init__(
@@ -90,11 +92,13 @@ class Store:
         endpoint: str,
         multipart: Multipart | None = None,
         piece: int = PIECE,
+        retrying: Retrying | None = None,
     ) -> None:
         self.address = place
         self.multipart = multipart
         self.piece = piece
         self._client = client
+        self._retrying = retrying
         self._answers = Answers(place, endpoint)
 
     def __str__(self) -> str:
@@ -108,8 +112,8 @@ class Store:
         """Write a small object; return its etag."""
         import obstore
 
-        with self._errors(f"write {name}"):
-            done = call(lambda: obstore.put(self._client, name, content, use_multipart=False))
+        put = partial(obstore.put, self._client, name, content, use_multipart=False)
+        done = self._ask(f"write {name}", put)
         return str(done["e_tag"] or "")
 
     def put_pieces(self, name: str, pieces: Iterator[bytes | bytearray], size: int) -> str:
@@ -148,8 +152,7 @@ class Store:
                 raise DamagedError(f"{self}/{name}: has {size} bytes; {limit} are the most it may have")
             return bytes(found.bytes())
 
-        with self._errors(f"read {name}"):
-            return call(read)
+        return self._ask(f"read {name}", read)
 
     def get_range(self, name: str, start: int, length: int) -> memoryview:
         """Return `length` bytes of an object from `start`, which must be there."""
@@ -164,8 +167,7 @@ class Store:
             content = memoryview(found.bytes())
             return Part(content, str(found.meta["e_tag"] or ""), int(found.meta["size"]))
 
-        with self._errors(f"read {name}"):
-            part = call(read)
+        part = self._ask(f"read {name}", read)
         if len(part.content) != length:
             raise DamagedError(f"{self}/{name}: {len(part.content)} bytes came where {length} were asked for")
         return part
@@ -174,8 +176,8 @@ class Store:
         """Return what is known of an object, None where there is none."""
         import obstore
 
-        with contextlib.suppress(MissingError), self._errors(f"look at {name}"):
-            one = call(lambda: obstore.head(self._client, name))
+        with contextlib.suppress(MissingError):
+            one = self._ask(f"look at {name}", lambda: obstore.head(self._client, name))
             return Stored(int(one["size"]), str(one["e_tag"] or ""), one["last_modified"])
         return None
 
@@ -190,24 +192,32 @@ class Store:
                 for one in batch
             }
 
-        with self._errors(f"list {prefix or 'it'}"):
-            return call(listed)
+        return self._ask(f"list {prefix or 'it'}", listed)
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return what follows `prefix` in the names of objects, up to the next `/`, without repetitions."""
         import obstore
 
-        with self._errors(f"list {prefix or 'it'}"):
-            found = call(lambda: obstore.list_with_delimiter(self._client, prefix or None))
-            return sorted(str(one).rpartition("/")[2] for one in found["common_prefixes"])
+        list_them = partial(obstore.list_with_delimiter, self._client, prefix or None)
+        found = self._ask(f"list {prefix or 'it'}", list_them)
+        return sorted(str(one).rpartition("/")[2] for one in found["common_prefixes"])
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; one that is not there is none to remove."""
         import obstore
 
         if names:
-            with self._errors(f"remove {names[0]}"), contextlib.suppress(FileNotFoundError):
-                call(lambda: obstore.delete(self._client, list(names)))
+            with contextlib.suppress(MissingError):
+                self._ask(f"remove {names[0]}", lambda: obstore.delete(self._client, list(names)))
+
+    def _ask(self, doing: str, request: Callable[[], T]) -> T:
+        """Return what a request brings that may be made again."""
+
+        def once() -> T:
+            with self._errors(doing):
+                return call(request)
+
+        return once() if self._retrying is None else self._retrying.ask(once)
 
     @contextlib.contextmanager
     def _errors(self, doing: str) -> Iterator[None]:

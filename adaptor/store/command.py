@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import config
+from adaptor import config, output
 from adaptor.checkpoint import saved_steps, tracker
 from adaptor.errors import AdaptorError, StoreError
 from adaptor.operations.cli import Add
@@ -23,7 +23,8 @@ from adaptor.operations.words import FINDING, OK, USAGE, shown, size
 from adaptor.protocol import naming
 from adaptor.store import ahead, choose
 from adaptor.store.client import DamagedError, Store
-from adaptor.store.opening import open_store
+from adaptor.store.opening import open_store, open_waiting
+from adaptor.store.retrying import Retrying
 
 _HELP = "checkpoints in an object store: list, pull, push, verify or prune them"
 _AT_ONCE = 8  # checkpoints whose state is asked for at the same time
@@ -61,6 +62,8 @@ def main(parsed: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("python -m adaptor store: interrupted; the same command goes on", file=sys.stderr)
         return 130
+    finally:
+        output.finish()
 
 
 def _fill(parser: argparse.ArgumentParser) -> None:
@@ -96,12 +99,12 @@ def _answer(parsed: argparse.Namespace) -> int:
     return run(parsed)
 
 
-def _open(parsed: argparse.Namespace, *, make: bool = False) -> Store:
-    return open_store(parsed.url, config.load().store_endpoint, make=make)
+def _open(parsed: argparse.Namespace) -> Store:
+    return open_waiting(parsed.url, config.load().store_endpoint, _say)
 
 
 def _list(parsed: argparse.Namespace) -> int:
-    store = _open(parsed)
+    store = open_store(parsed.url, config.load().store_endpoint)  # a question: somebody waits for the answer
     calls = [partial(_rows, store, step) for step in choose.steps(store)]
     with contextlib.closing(ahead.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
         found = [row for rows in coming for row in rows.result()]
@@ -175,7 +178,7 @@ def _push(parsed: argparse.Namespace) -> int:
             else "there is no such checkpoint"
         )
         raise StoreError(f"{shown(str(folder))}: {what}")
-    store = _open(parsed, make=True)
+    store = open_store(parsed.url, config.load().store_endpoint, make=True, retrying=Retrying(_say))
     done = push(store, root, step, tell=_say)
     if parsed.json:
         print(msgspec.json.encode({"store": str(store), "step": step, **_fields(done)}).decode())
@@ -227,7 +230,7 @@ def _prune(parsed: argparse.Namespace) -> int:
 
 
 def _say(line: str) -> None:
-    print(f"ttp store: {shown(line)}", file=sys.stderr)
+    output.tell(f"ttp store: {shown(line)}")  # a request goes on, whether or not anybody reads it
 
 
 def _numbers(steps: list[int]) -> str:

@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,14 +22,10 @@ from pathlib import Path, PurePosixPath
 from adaptor.errors import StoreError
 from adaptor.operations.words import duration, size
 from adaptor.store import ahead
-from adaptor.store.client import PIECE, BusyError, DamagedError, Part, Store, Stored
+from adaptor.store.client import PIECE, DamagedError, Part, Store, Stored
 from adaptor.store.data_folder import DataFolder, is_own
 
 TELL_S = 5.0  # between two lines about what has come
-# The client asks ten times, which may take four seconds. This store has just answered, and a pull of hours is
-# not given up for one that is started again.
-PATIENCE_S = 60.0
-_AGAIN_S = 1.0
 
 Tell = Callable[[str], None]
 
@@ -129,8 +124,6 @@ class _Pull:
         self._come = 0
         self._began = self._told = now()
         self._has_agreed = False  # an etag was the MD5 of what came
-        self._lock = threading.Lock()  # of the next one
-        self._has_waited = False  # for a store that is busy, of which one line tells
         self._compares = task.store.address.scheme in ("s3", "obs")
         self._differed: dict[str, str] = {}
 
@@ -167,24 +160,7 @@ class _Pull:
     def _parts(self, name: str, stored: Stored) -> Iterator[Callable[[], Part]]:
         for start in range(0, stored.bytes, PIECE):
             length = min(PIECE, stored.bytes - start)
-            yield partial(self._patiently, partial(self._store.get_part, name, start, length))
-
-    def _patiently(self, call: Callable[[], Part]) -> Part:
-        """Call it again for a while where the store is busy. Raises StoreError."""
-        until = None
-        while True:
-            try:
-                return call()
-            except BusyError as error:
-                now = time.monotonic()
-                until = until or now + PATIENCE_S
-                if now >= until:
-                    raise
-                with self._lock:
-                    is_first, self._has_waited = not self._has_waited, True
-                if is_first:
-                    self._tell(f"[ttp] {error}; it is asked again for {PATIENCE_S:g} s")
-                time.sleep(_AGAIN_S)
+            yield partial(self._store.get_part, name, start, length)
 
     def _write_again(self, name: str, why: DamagedError) -> None:
         """Request an object once more: a byte has changed on its way, or the object in the store."""

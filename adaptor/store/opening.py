@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from adaptor.store import address, s3
 from adaptor.store.answers import Answers, plain
 from adaptor.store.client import PIECE, Store
 from adaptor.store.multipart import Multipart
+from adaptor.store.retrying import Retrying
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig
@@ -22,10 +24,18 @@ if TYPE_CHECKING:
 
 _PROBE = "ttp_probe"
 _OF_S3 = ("s3", "obs")
+# For so long the client makes a request again, before a line says that the store is waited for.
+_FIRST_S = 10.0
 
 
 def open_store(
-    url: str, endpoint: str = "", *, make: bool = False, patience_s: float = 60, piece: int = PIECE
+    url: str,
+    endpoint: str = "",
+    *,
+    make: bool = False,
+    patience_s: float = 60,
+    piece: int = PIECE,
+    retrying: Retrying | None = None,
 ) -> Store:
     """Open the store that a URL names; nothing is asked of it.
 
@@ -33,8 +43,9 @@ def open_store(
         url: like `s3://bucket/run7`.
         endpoint: the URL at which it answers; empty for that of its provider.
         make: to write to it: a folder (file://) that is not there is made, in one that is.
-        patience_s: for how many seconds a request that fails is made again.
+        patience_s: for how many seconds the client makes a request again that fails, ten times at most.
         piece: bytes of a part of an upload, at least; S3 takes none below 5 MiB.
+        retrying: makes requests again after that.
 
     Raises:
         StoreError: the URL, the credentials or the installation are not as they must be.
@@ -61,7 +72,7 @@ def open_store(
     except (exceptions.BaseError, OSError, ValueError) as error:
         raise StoreError(f"{place}: cannot be opened: {plain(str(error))}") from None
     parts = Multipart(found, Answers(place, endpoint), patience_s) if found is not None else None
-    return Store(place, client, endpoint, parts, piece)
+    return Store(place, client, endpoint, parts, piece, retrying)
 
 
 def _remote(place: Address, bucket: Bucket | None, endpoint: str, patience_s: float) -> ObjectStore:
@@ -105,13 +116,32 @@ def _require_folder(folder: Path, make: bool) -> None:
         raise StoreError(f"file://{folder}: this user cannot read it")
 
 
-def probe(url: str, endpoint: str) -> None:
+def open_waiting(url: str, endpoint: str, tell: Callable[[str], None]) -> Store:
+    """Open a store to read from it; one that does not answer is waited for, for a minute.
+
+    Args:
+        url: like `s3://bucket/run7`.
+        endpoint: the URL at which it answers; empty for that of its provider.
+        tell: prints a line.
+
+    Raises:
+        StoreError: as `open_store`.
+    """
+    return open_store(url, endpoint, patience_s=_FIRST_S, retrying=Retrying(tell))
+
+
+def probe(url: str, endpoint: str, tell: Callable[[str], None]) -> None:
     """Write an object to a store, and remove it.
+
+    Args:
+        url: like `s3://bucket/run7`.
+        endpoint: the URL at which it answers; empty for that of its provider.
+        tell: prints a line.
 
     Raises:
         StoreError: it cannot be written there.
     """
-    store = open_store(url, endpoint, make=True, patience_s=10)
+    store = open_store(url, endpoint, make=True, patience_s=_FIRST_S, retrying=Retrying(tell))
     name = f"{_PROBE}/{os.getpid()}-{time.time_ns()}"
     store.put(name, b"")
     store.delete([name])

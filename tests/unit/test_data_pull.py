@@ -22,6 +22,7 @@ from adaptor.launchers.programs import DATA
 from adaptor.store import data_folder, data_pull
 from adaptor.store.client import PIECE, Part, Store
 from adaptor.store.opening import open_store
+from adaptor.store.retrying import Retrying
 from tests import waiting
 from tests.unit import object_store
 from tests.unit.fault_proxy import FaultProxy, faults, server, url
@@ -137,12 +138,13 @@ def test_a_store_that_is_down_for_a_while(source: Source, tmp_path: Path) -> Non
         lines.append(line)
         source.faults.fault = lambda number, method, path: ""
 
-    source.faults.fault = lambda number, method, path: "503" if "corpus.bin" in path else ""
-    data_pull.bring([(open_store(source.url, source.faults.url, patience_s=0.1), tmp_path)], tell)
+    source.faults.fault = lambda number, method, path: "503"  # the list of objects, too
+    store = open_store(source.url, source.faults.url, patience_s=0.1, retrying=Retrying(tell))
+    data_pull.bring([(store, tmp_path)], tell)
     assert _files(tmp_path) == OBJECTS
     assert len(lines) == 2
     assert "503 Service Unavailable" in lines[0]
-    assert lines[0].endswith("; it is asked again for 60 s")
+    assert lines[0].endswith("; it is asked again for 60 s (Ctrl-C ends that)")
 
 
 def test_an_object_that_is_not_its_etag_is_refused(source: Source, tmp_path: Path) -> None:

@@ -1,0 +1,183 @@
+"""A store that does not answer at the start of a command or a job is waited for: it may be about to start."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from adaptor.checkpoint import tracker
+from adaptor.errors import StoreError
+from adaptor.launchers.programs import STORE
+from adaptor.store import push
+from adaptor.store.opening import open_store
+from adaptor.store.retrying import RETRY_S, BusyError, Retrying
+from tests.unit.fault_proxy import FaultProxy, faults, server, url
+from tests.unit.object_store import save
+
+__all__ = ["faults", "server", "url"]
+WAITS = f"; it is asked again for {RETRY_S:g} s (Ctrl-C ends that)\n"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def _fails(until: float, clock: Clock, asked: list[float]) -> Callable[[], str]:
+    def request() -> str:
+        asked.append(clock.now)
+        clock.now += 4  # as the client takes where a port is closed
+        if clock.now < until:
+            raise BusyError("no answer")
+        return "done"
+
+    return request
+
+
+def test_a_request_is_made_again_for_a_minute_which_one_line_says() -> None:
+    clock, lines, asked = Clock(), list[str](), list[float]()
+    retrying = Retrying(lines.append, 60, clock, clock.sleep)
+    assert retrying.ask(_fails(62, clock, asked)) == "done"
+    assert lines == ["no answer; it is asked again for 60 s (Ctrl-C ends that)"]
+    assert asked == [5 * number for number in range(len(asked))]
+
+
+def test_a_store_that_stays_away_is_given_up() -> None:
+    clock, lines, asked = Clock(), list[str](), list[float]()
+    retrying = Retrying(lines.append, 60, clock, clock.sleep)
+    with pytest.raises(BusyError, match=r"^no answer \(it was asked for 60 s\)$"):
+        retrying.ask(_fails(1000, clock, asked))
+    assert clock.now == 64
+    assert len(lines) == 1
+
+
+def test_what_is_refused_is_refused_at_once() -> None:
+    clock, lines = Clock(), list[str]()
+
+    def refused() -> None:
+        raise StoreError("refused")
+
+    with pytest.raises(StoreError, match=r"^refused$"):
+        Retrying(lines.append, 60, clock, clock.sleep).ask(refused)
+    assert (clock.now, lines) == (0, [])
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        with process:
+            process.kill()
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch, faults: FaultProxy) -> Iterator[str]:
+    """An endpoint at which nobody listens; the environment has credentials."""
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{nobody.getsockname()[1]}"
+
+
+def _start(started: list[subprocess.Popen[str]], endpoint: str, *command: object) -> subprocess.Popen[str]:
+    """Start a program of Python; return it when it says that it waits for the store."""
+    process = subprocess.Popen(
+        [sys.executable, *map(str, command)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TTP_STORE_ENDPOINT": endpoint},
+    )
+    started.append(process)
+    assert process.stderr is not None
+    assert process.stderr.readline().endswith(WAITS)
+    return process
+
+
+@pytest.mark.parametrize("action", ["pull", "push", "verify", "prune"])
+def test_a_command_goes_on_when_the_store_answers(
+    action: str,
+    faults: FaultProxy,
+    url: str,
+    server: str,
+    tmp_path: Path,
+    started: list[subprocess.Popen[str]],
+) -> None:
+    save(tmp_path / "one", 12)
+    url = f"{url}-{action}"
+    if action != "push":
+        push.push(open_store(url, server), tmp_path / "one", 12)
+    faults.begin(lambda number, method, path: "503")
+    more = {"pull": [tmp_path / "two"], "push": [tmp_path / "one"], "prune": ["--keep", "1"]}
+    command = ["-m", "adaptor", "store", action, url, *more.get(action, [])]
+    process = _start(started, faults.url, *command)
+    faults.begin()
+    told = process.communicate()
+    assert process.returncode == 0, told
+    assert told[1] == ""
+    assert action != "pull" or tracker.tracked_step(tmp_path / "two") == 12
+
+
+def test_a_job_goes_on_when_the_store_answers(
+    faults: FaultProxy, url: str, server: str, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    """Its --load, and the check of its --ttp-store."""
+    save(tmp_path / "one", 12)
+    push.push(open_store(url, server), tmp_path / "one", 12)
+    for arguments, answer in (
+        (["pull", url, faults.url, tmp_path / "two", "null", "null"], "12\n"),
+        (["probe", url, faults.url], ""),
+    ):
+        faults.begin(lambda number, method, path: "503")
+        process = _start(started, "", STORE, *arguments)
+        faults.begin()
+        assert process.stdout is not None
+        assert process.stdout.read() == answer
+        assert process.wait() == 0
+    assert tracker.tracked_step(tmp_path / "two") == 12
+
+
+def test_ctrl_c_ends_the_wait_for_a_port_that_is_closed(
+    closed: str, url: str, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    process = _start(started, closed, "-m", "adaptor", "store", "pull", url, tmp_path / "two")
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate()
+    assert (process.returncode, told) == (
+        130,
+        "python -m adaptor store: interrupted; the same command goes on\n",
+    )
+
+
+@pytest.mark.parametrize("what", ["pull", "probe"])
+def test_the_wait_ends_with_ttprun(
+    what: str, closed: str, url: str, tmp_path: Path, started: list[subprocess.Popen[str]]
+) -> None:
+    more = [tmp_path / "two", "null", "null"] if what == "pull" else []
+    process = _start(started, "", STORE, what, url, closed, *more)
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait() == 1
+
+
+def test_a_question_is_answered_at_once(closed: str, url: str) -> None:
+    command = [sys.executable, "-m", "adaptor", "store", "list", url]
+    environment = {**os.environ, "TTP_STORE_ENDPOINT": closed}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.endswith(f"no answer from {closed}; is the address right, and does the server run?")
