@@ -49,7 +49,7 @@ test: $(PROJECT_READY) $(FRAMEWORKS_READY)
 	@$(pytest) $(TESTS)
 
 check: $(PROJECT_READY) $(FRAMEWORKS_READY)
-	@$(pytest) -m 'not integration' --ignore tests/simulation $(TESTS)
+	@$(pytest) -m 'not integration' --ignore tests/simulation --ignore tests/integration $(TESTS)
 
 test-torch:
 	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) TESTS="$(SMALL) $(TESTS)"

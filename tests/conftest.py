@@ -6,14 +6,16 @@ import gc
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from adaptor import context, output, plug_ins
-from tests.faults import keeping, scenario
-from tests.faults.scenario import BaselineOf
 from tests.forked_workers import pytest_xdist_setupnodes
 from tests.timing import pytest_configure, pytest_runtest_makereport, pytest_runtest_setup
+
+if TYPE_CHECKING:
+    from tests.faults.scenario import BaselineOf
 
 __all__ = [
     "pytest_configure",
@@ -45,12 +47,15 @@ def pytest_collection_finish() -> None:
     """
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
-    gc.collect()
     gc.freeze()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Stop at once where the installation does not know of all that the sources declare."""
+    """Stop at once where the installation does not know of all that the sources declare.
+
+    torch is imported here, where its warnings are no errors, and not by the process that only starts the
+    workers of pytest-xdist: those wait for it.
+    """
     declared = (ROOT / "pyproject.toml").read_text()
     for group in (plug_ins.DEVICES, plug_ins.ENGINES, plug_ins.FORMATS):
         for line in declared.partition(f'"{group}"]\n')[2].partition("\n\n")[0].splitlines():
@@ -61,11 +66,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
                     f" {sys.executable} -m pip install --no-deps --no-build-isolation -e {ROOT}",
                     returncode=pytest.ExitCode.USAGE_ERROR,
                 )
+    if hasattr(session.config, "workerinput") or getattr(session.config.option, "dist", "no") == "no":
+        import torch  # noqa: F401
 
 
 @pytest.fixture(scope="session")
 def baseline_of() -> BaselineOf:
     """Train a layout when it is first asked for; runs are kept in .cache, or in TTP_TEST_BASELINES."""
+    from tests.faults import keeping, scenario
+
     return scenario.baselines(keeping.root())
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.faults import harness
@@ -18,9 +16,6 @@ def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(harness.COLD, "1")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.integration)
-            item.add_marker(pytest.mark.timeout(TIMEOUT_S))
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker(pytest.mark.integration)
+    item.add_marker(pytest.mark.timeout(TIMEOUT_S))

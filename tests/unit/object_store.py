@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import http.client
 import os
 import socket
@@ -10,6 +11,9 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
+
+import wrapt
 
 from adaptor.checkpoint import publish, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
@@ -22,6 +26,12 @@ FILES = 4
 NAMES = 50
 # Bytes of a part of an upload, but the last; S3 asks for 5 MiB.
 SMALLEST_PART = 1 << 16
+
+
+@wrapt.when_imported("botocore.session")
+def _read_tables_once(session: ModuleType) -> None:
+    """Let all clients of a process share botocore's tables of services; it reads them anew for each."""
+    vars(session)["create_loader"] = functools.cache(session.create_loader)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ first. All end with the process PID, which runs the tests.
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import select
 import signal
@@ -45,6 +46,8 @@ def _serve(connection: socket.socket, application: DomainDispatcherApplication, 
 def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a server has ended
     application = DomainDispatcherApplication(create_backend_app)
+    # moto looks through its own folder for each request, for a service with the name of the host.
+    vars(application)["get_backend_for_host"] = functools.cache(application.get_backend_for_host)
     Client(application).get("/")  # makes what the first request makes
     listener = socket.socket(fileno=os.dup(0))
     tests = os.pidfd_open(int(sys.argv[1]))
