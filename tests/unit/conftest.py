@@ -13,6 +13,9 @@ from datetime import timedelta
 import pytest
 from hypothesis import settings
 
+from adaptor.checkpoint import left_overs
+from tests.waiting import LONG_S
+
 # Fixtures that start ttprun.
 STARTS_JOBS = {"launcher", "warm_launcher", "zygote"}
 
@@ -24,6 +27,14 @@ settings.load_profile("unit")
 def pytest_itemcollected(item: pytest.Item) -> None:
     if isinstance(item, pytest.Function) and not STARTS_JOBS.isdisjoint(item.fixturenames):
         item.add_marker(pytest.mark.integration)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patience() -> Iterator[None]:
+    """What a save removes beside it is removed when it returns, however busy the disk."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(left_overs, "ROOM_S", LONG_S)
+        yield
 
 
 @pytest.fixture

@@ -140,7 +140,7 @@ def test_a_store_that_is_down_for_a_while(source: Source, tmp_path: Path) -> Non
 
     source.faults.fault = lambda number, method, path: "503"  # the list of objects, too
     store = open_store(source.url, source.faults.url, patience_s=0.1, retrying=Retrying(tell))
-    data_pull.bring([(store, tmp_path)], tell)
+    data_pull.bring([(store, tmp_path)], tell, lambda: 0.0)  # no line says how far it is
     assert _files(tmp_path) == OBJECTS
     assert len(lines) == 2
     assert "503 Service Unavailable" in lines[0]

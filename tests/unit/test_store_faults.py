@@ -20,6 +20,7 @@ from adaptor.store.client import PIECE, Store
 from adaptor.store.opening import open_store
 from tests.unit import object_store
 from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, faults, server, url
+from tests.unit.launching import HEARS_CTRL_C
 from tests.unit.object_store import SMALLEST_PART, contents, save
 
 __all__ = ["faults", "server", "url"]
@@ -242,7 +243,8 @@ def test_ctrl_c_waits_for_no_request(
         push.push(open_store(url, server), tmp_path / "one", 12)
     faults.begin(lambda number, method, path: "hold before" if held in path else "")
     folder = {"pull": [str(tmp_path / "two")], "push": [str(tmp_path / "one")]}.get(action, [])
-    command = [sys.executable, "-m", "adaptor", "store", action, url, *folder]
+    program = f"{HEARS_CTRL_C}\nfrom adaptor.__main__ import main; raise SystemExit(main())"
+    command = [sys.executable, "-c", program, "store", action, url, *folder]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
