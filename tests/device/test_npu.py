@@ -10,7 +10,10 @@ import torch
 
 from adaptor.devices.npu import Npu
 from tests.device import npu
+from tests.device.conftest import SHORT_S
 from tests.device.recording import Machine
+
+Answers = Callable[..., list[str]]
 
 
 @pytest.fixture
@@ -18,21 +21,29 @@ def kind() -> str:
     return "npu"
 
 
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(npu, "LIMIT_S", 0.2)
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(npu.TENSORS, "float32", torch.arange(500.0))
 
 
-def answers(device: Npu, machine: Machine, end: Callable[[Machine], None]) -> list[str]:
-    """Those that are not yes; `end` is what a stopped device does with what it has not done."""
-    machine.stop_device = lambda device_id: None  # type: ignore[attr-defined]
-    machine.restart_device = lambda device_id: end(machine)  # type: ignore[attr-defined]
-    return [
-        f"{what}: {found}"
-        for what, found in npu.questions(device, machine.put, machine.default.block)
-        if found
-    ]
+@pytest.fixture
+def answers(device: Npu, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Answers:
+    """Ask, and return what is not answered with yes."""
+
+    def ask(end: Callable[[Machine], None], last: str = "") -> list[str]:
+        # `end`: what a stopped device does with what it has not done. `last`: the question behind which an
+        # answer may never come; all before it come, however late.
+        machine.stop_device = lambda device_id: None  # type: ignore[attr-defined]
+        machine.restart_device = lambda device_id: end(machine)  # type: ignore[attr-defined]
+        said = []
+        for what, found in npu.questions(device, machine.put, machine.default.block):
+            if found:
+                said.append(f"{what}: {found}")
+            if what == last:
+                monkeypatch.setattr(npu, "LIMIT_S", SHORT_S)
+        return said
+
+    return ask
 
 
 def goes_on(machine: Machine) -> None:
@@ -40,32 +51,28 @@ def goes_on(machine: Machine) -> None:
         stream.unblock()
 
 
-@pytest.mark.usefixtures("small")
-def test_all_is_as_it_is_relied_on(device: Npu, machine: Machine) -> None:
-    assert answers(device, machine, goes_on) == []
+def test_all_is_as_it_is_relied_on(answers: Answers) -> None:
+    assert answers(goes_on) == []
 
 
-@pytest.mark.usefixtures("small")
-def test_copies_wait_for_the_main_thread_s_stream(device: Npu, machine: Machine) -> None:
+def test_copies_wait_for_the_main_thread_s_stream(device: Npu, machine: Machine, answers: Answers) -> None:
     device._copies = [machine.default] * 2
-    said = answers(device, machine, goes_on)
+    said = answers(goes_on, "a matrix, turned is copied bit for bit")
     assert said[0].startswith(
         "copies are made beside a stream that is busy: not of float32, bfloat16, a count"
     )
 
 
-@pytest.mark.usefixtures("small")
-def test_a_stopped_device_keeps_what_it_had_to_do(device: Npu, machine: Machine) -> None:
-    said = answers(device, machine, lambda machine: None)
+def test_a_stopped_device_keeps_what_it_had_to_do(answers: Answers) -> None:
+    said = answers(lambda machine: None, "and answers then")
     assert said == ["and what it had to do is over: not after a minute"]
 
 
-@pytest.mark.usefixtures("small")
-def test_a_device_that_cannot_be_stopped(device: Npu, machine: Machine) -> None:
+def test_a_device_that_cannot_be_stopped(answers: Answers) -> None:
     def reserved(machine: Machine) -> None:
         raise RuntimeError("not supported")
 
-    (first, *_) = answers(device, machine, reserved)
+    (first, *_) = answers(reserved, "the device is stopped and goes on")
     assert first == "the device is stopped and goes on: RuntimeError: not supported"
 
 
