@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.launchers import stack_collector
+from adaptor.launchers import spare_pool, stack_collector
 from adaptor.launchers.programs import SPARE, WORKER
 from adaptor.launchers.replacements import Replacements
 from adaptor.launchers.spare_pool import MOST_DEATHS, Spare
@@ -178,6 +178,7 @@ def _environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "")
     monkeypatch.setenv(SCRATCH, str(tmp_path))
     monkeypatch.setenv("TTP_LOG_PATH", str(tmp_path))
+    monkeypatch.setattr(spare_pool, "END_S", LONG_S)  # whom the kernel ends, it may end slowly
 
 
 def runs(folder: Path, act: Callable[[Node], Any], **node: Any) -> None:

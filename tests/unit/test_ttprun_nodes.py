@@ -191,8 +191,8 @@ def test_a_port_that_another_job_has(launcher: Launcher) -> None:
             "no rendezvous answers at localhost:{port}: ",
         ),
         (
-            ["--node-rank", "0", "--rdzv-conf", "timeout=1"],
-            "node 1 of 2 did not come to 127.0.0.1:{port} within 1 s (--rdzv-conf timeout); ",
+            ["--node-rank", "0", "--rdzv-conf", "timeout=3"],  # for its own store, too
+            "node 1 of 2 did not come to 127.0.0.1:{port} within 3 s (--rdzv-conf timeout); ",
         ),
         (
             [
