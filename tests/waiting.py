@@ -48,19 +48,20 @@ def until(done: Callable[[], Any], what: str, *, pause_s: float = PAUSE_S, withi
         time.sleep(pause_s)
 
 
-def written(folder: Path, done: Callable[[], Any], what: str) -> None:
+def written(folder: Path, done: Callable[[], Any], what: str, *, within_s: float = LONG_S) -> None:
     """Wait until `done()`, which is asked after each change of `folder` and of the folders in it.
 
     Args:
         folder: is there; what is linked from it is not looked at.
         done: reads files of the folder.
         what: is to be so, for the message.
+        within_s: seconds until it has failed.
 
     Raises:
-        AssertionError: it was not so within `LONG_S`.
+        AssertionError: it was not so in time.
         OSError: the folder cannot be watched.
     """
-    deadline = time.monotonic() + LONG_S
+    deadline = time.monotonic() + within_s
     watch = _call(_libc.inotify_init1, os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         ready = select.poll()
@@ -70,7 +71,7 @@ def written(folder: Path, done: Callable[[], Any], what: str) -> None:
             if done():
                 return
             left = deadline - time.monotonic()
-            assert left > 0, f"not so after {LONG_S:g} s: {what}"
+            assert left > 0, f"not so after {within_s:g} s: {what}"
             if ready.poll(left * 1000):
                 os.read(watch, 1 << 16)
     finally:

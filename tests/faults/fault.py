@@ -107,6 +107,9 @@ SHORT_CUT_S = 0.3
 AGENT_PAUSE_S = 7.0
 
 
+# A fault waits so long for what is to be there when it strikes, processes that are still to start included.
+_LONG_S = 3 * waiting.LONG_S
+
 # In the place of a generation, once in the job: of a process that takes the place of a rank in an online
 # recovery; of any process of the rank.
 NEWCOMERS, ONCE = -1, -2
@@ -310,12 +313,16 @@ def _until_it_is_known() -> None:
     from adaptor.worker import runtime
 
     session = runtime.get().session
-    waiting.until(lambda: session.door.closed, "the job is to end", within_s=3 * waiting.LONG_S)
+    waiting.until(lambda: session.door.closed, "the job is to end", within_s=_LONG_S)
 
 
 def _until_it_is_stopped(rank: int) -> None:
     stat = Path(f"/proc/{_sibling(rank)}/stat")
-    waiting.until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"rank {rank} is stopped")
+    waiting.until(
+        lambda: stat.read_text().rpartition(")")[2].split()[0] == "T",
+        f"rank {rank} is stopped",
+        within_s=_LONG_S,
+    )
 
 
 class _Boards(BoardMemory):
@@ -334,7 +341,9 @@ def _until_all_others_are_in(step: int) -> None:
 
     boards = _Boards(os.environ[BOARD], os.environ[BOARD_RANKS])
     others = {int(rank) for rank in os.environ[BOARD_RANKS].split(",")} - {runtime.get().rank}
-    waiting.until(lambda: all(boards.read(rank).inside == step for rank in others), "all others go on")
+    waiting.until(
+        lambda: all(boards.read(rank).inside == step for rank in others), "all others go on", within_s=_LONG_S
+    )
 
 
 def _waiting_spare() -> int:
@@ -348,7 +357,7 @@ def _waiting_spare() -> int:
                     found.append(process)
         return bool(found)
 
-    waiting.until(is_there, "a spare waits")
+    waiting.until(is_there, "a spare waits", within_s=_LONG_S)
     return found[0]
 
 
@@ -370,7 +379,8 @@ def _until_a_spare_node_is_ready() -> None:
                     found += 1
         return found >= needed
 
-    waiting.until(are_there, "a spare node is ready", pause_s=0.1)  # it looks at every process
+    # It looks at every process.
+    waiting.until(are_there, "a spare node is ready", pause_s=0.1, within_s=_LONG_S)
 
 
 def _until_a_copy_is_kept(rank: int) -> None:
@@ -387,7 +397,7 @@ def _until_a_copy_is_kept(rank: int) -> None:
             for file in files:
                 file.close()
 
-    waiting.until(is_kept, f"another node has a copy of rank {rank}")
+    waiting.until(is_kept, f"another node has a copy of rank {rank}", within_s=_LONG_S)
 
 
 def hold_the_interpreter_lock() -> None:

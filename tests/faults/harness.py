@@ -283,17 +283,18 @@ def run(job: Job) -> Ended:
     shared_before = leftovers.shared_memory()
     logs = [job.out / f"agent{node}.log" for node in range(job.nodes + job.spares)]
     agents = []
-    for node, log in enumerate(logs):
-        if job.later and node == job.nodes - job.later:
-            waiting.written(job.out, (job.out / "stamps").exists, "a fault has struck")
-        with log.open("wb") as sink:
-            command = _command(job, node, ports[0])
-            start = subprocess.Popen if _cold(job) else warm.Warm
-            place = _start_in(job, node)
-            agents.append(
-                start(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, cwd=place)
-            )
     try:
+        for node, log in enumerate(logs):
+            if job.later and node == job.nodes - job.later:
+                # The others start first, and come to the step of the fault.
+                has_struck = (job.out / "stamps").exists
+                waiting.written(job.out, has_struck, "a fault has struck", within_s=job.timeout_s)
+            with log.open("wb") as sink:
+                command = _command(job, node, ports[0])
+                start = subprocess.Popen if _cold(job) else warm.Warm
+                place = _start_in(job, node)
+                streams = {"stdin": subprocess.DEVNULL, "stdout": sink, "stderr": sink}
+                agents.append(start(command, env=environment, cwd=place, **streams))
         codes = _wait(agents, job.timeout_s)
     except subprocess.TimeoutExpired:
         leftovers.end(mark)
