@@ -30,7 +30,7 @@ def remove_noted(store: Store, root: Path, step: int, tell: Callable[[str], None
     """
     if store.multipart is None:
         return
-    for noted in upload_journal.all_of(root, str(store)):
+    for noted in upload_journal.all_of(root, store.identity):
         if _is_needed(root, noted.begun, step):
             continue
         try:

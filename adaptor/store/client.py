@@ -98,11 +98,18 @@ class Store:
         self.multipart = multipart
         self.piece = piece
         self._client = client
+        self._endpoint = endpoint
         self._retrying = retrying
         self._answers = Answers(place, endpoint)
 
     def __str__(self) -> str:
         return str(self.address)
+
+    @property
+    def identity(self) -> str:
+        """Return what tells this store from any other: two endpoints may have buckets of the same name."""
+        endpoint = self._endpoint if self.multipart is None else self.multipart.endpoint
+        return f"{self} at {endpoint.rstrip('/')}" if endpoint else str(self)
 
     def part_size(self, size: int) -> int:
         """Return the bytes of each part, but the last, of an object of `size` bytes."""

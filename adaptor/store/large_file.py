@@ -78,7 +78,7 @@ class LargeFile:
             CheckpointError: the file is not what the manifest says; the upload is given up.
             StoreError: the store refuses, or does not answer; the next attempt goes on.
         """
-        self._noted = upload_journal.find(self._root, str(self._store), self._name)
+        self._noted = upload_journal.find(self._root, self._store.identity, self._name)
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 return self._send()
@@ -102,7 +102,7 @@ class LargeFile:
         sizes = self._store.part_size(self._file.bytes), self._file.bytes
         if self._noted is None:
             upload = self._multipart.begin(self._name)
-            noted = upload_journal.note(self._root, str(self._store), self._seen, upload, sizes)
+            noted = upload_journal.note(self._root, self._store.identity, self._seen, upload, sizes)
             self._noted = noted
         else:
             noted = self._noted

@@ -74,6 +74,11 @@ class Multipart:
         self._answers = answers
         self._patience_s = patience_s
 
+    @property
+    def endpoint(self) -> str:
+        """Return the URL at which the store answers; empty for that of its provider."""
+        return self._bucket.endpoint or credentials.surroundings().endpoint
+
     @cached_property
     def _client(self) -> Any:
         return s3.client(self._bucket)

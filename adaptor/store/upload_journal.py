@@ -35,7 +35,7 @@ class Begun(msgspec.Struct, frozen=True):
     """The first line of a note.
 
     Attributes:
-        store: the URL of the store
+        store: the identity of the store: its URL, and the endpoint if there is one
         name: of the object, below that
         seen: the `place` of the manifest in the save folder
         upload: by which the store knows the upload
@@ -126,7 +126,7 @@ def note(root: Path, store: str, seen: str, upload: Upload, sizes: tuple[int, in
 
     Args:
         root: the save folder.
-        store: its URL.
+        store: its identity.
         seen: the `place` of the manifest in the save folder.
         upload: as the store knows it.
         sizes: bytes of a part, and of the whole file.
@@ -142,7 +142,7 @@ def find(root: Path, store: str, name: str) -> NotedUpload | None:
 
     Args:
         root: the save folder.
-        store: its URL.
+        store: its identity.
         name: of the object.
     """
     found = _read(root, root / _name(store, name))
@@ -150,7 +150,7 @@ def find(root: Path, store: str, name: str) -> NotedUpload | None:
 
 
 def all_of(root: Path, store: str) -> Iterator[NotedUpload]:
-    """Yield the uploads to a store, by its URL, that are noted in a save folder."""
+    """Yield the uploads to a store, by its identity, that are noted in a save folder."""
     paths: list[Path] = []
     with contextlib.suppress(OSError):
         paths = sorted((root / naming.UPLOADS).iterdir())

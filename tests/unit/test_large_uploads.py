@@ -32,6 +32,7 @@ from adaptor.store.prune import prune
 from adaptor.store.upload_order import UploadSettings
 from adaptor.store.uploader import Uploader
 from tests import waiting
+from tests.unit import object_store
 from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, faults, server, url
 from tests.unit.launching import HEARS_CTRL_C
 from tests.unit.object_store import CREDENTIALS, SMALLEST_PART, contents, save
@@ -97,7 +98,7 @@ def _has_ended() -> None:
 
 def _noted(store: Store, root: Path) -> set[int]:
     """Return the parts of the one upload that is noted."""
-    found = list(upload_journal.all_of(root, str(store)))
+    found = list(upload_journal.all_of(root, store.identity))
     return set(found[0].parts) if found else set()
 
 
@@ -124,6 +125,7 @@ def test_whoever_is_killed_in_a_large_file_has_not_sent_it_for_nothing(
     """Killed again and again, each time a few parts further: each process sends what is not noted."""
     url = f"{url}-{fault[5:]}"
     store = open_store(url, server, piece=PART)
+    proxied = open_store(url, faults.url, piece=PART)
     save(root, 12, first=LARGE)
     chance = random.Random(fault)
     noted: set[int] = set()
@@ -138,13 +140,15 @@ def test_whoever_is_killed_in_a_large_file_has_not_sent_it_for_nothing(
                 assert pusher.wait() == 0
                 break
             assert faults.held.wait(60)
-            waiting.until(lambda last=at[0]: _noted(store, root) >= set(range(1, last)), "the rest is noted")
+            waiting.until(
+                lambda last=at[0]: _noted(proxied, root) >= set(range(1, last)), "the rest is noted"
+            )
             pusher.kill()
         killed += 1
         sent = {number for number, _ in faults.parts}
         assert not sent & noted, "what is noted is not sent again"
         assert choose.places(store, 12)[0] == [], "nobody takes it for a checkpoint"
-        noted = _noted(store, root)
+        noted = _noted(proxied, root)
         assert len(sent - noted) <= AT_ONCE
         faults.release.set()
     assert killed >= 3
@@ -466,7 +470,7 @@ def test_credentials_that_may_not_list_the_parts_go_on_by_the_note(
 def test_what_another_process_completes_meanwhile_is_not_sent_again(
     store: Store, direct: Store, faults: FaultProxy, root: Path, tmp_path: Path
 ) -> None:
-    """Both go on with one upload; the other one has a copy of the note."""
+    """Both go on with one upload; the other one has a copy of the note, for its endpoint."""
     save(root, 12, first=LARGE)
     _cut_short(store, faults, root, 12)
     copied: list[Path] = []
@@ -474,6 +478,11 @@ def test_what_another_process_completes_meanwhile_is_not_sent_again(
     def overtakes(number: int, method: str, path: str) -> Fault:
         if "partNumber=" in path and not copied:
             copied.append(shutil.copytree(root, tmp_path / "copy", symlinks=True))
+            (one,) = upload_journal.all_of(root, store.identity)
+            sizes = one.begun.part, one.begun.bytes
+            copy = upload_journal.note(copied[0], direct.identity, one.begun.seen, one.upload, sizes)
+            for part in one.parts.values():
+                copy.add(part)
             push.push(direct, copied[0], 12)
         return "404" if "partNumber=" in path else ""  # what a store says that has completed it
 
@@ -535,6 +544,35 @@ def test_a_note_of_another_process_stays(root: Path) -> None:
     assert (found.upload, set(found.parts)) == (other.upload, {1})
     other.forget()
     assert not (root / naming.UPLOADS).exists()
+
+
+def test_buckets_of_the_same_name_at_two_endpoints_are_two(
+    store: Store, direct: Store, faults: FaultProxy, root: Path, tmp_path: Path
+) -> None:
+    """An upload to the one is neither looked for nor removed at the other, and goes on later."""
+    save(root, 12, first=LARGE)
+    noted = _cut_short(store, faults, root, 12)
+    with object_store.server() as elsewhere:
+        object_store.request(elsewhere, "PUT", f"/{store.address.bucket}")
+        other = open_store(str(store), f"{elsewhere}/", piece=PART)
+        lines: list[str] = []
+        push.push(other, root, 12, tell=lines.append)
+        assert lines == []
+        assert next(choose.newest_first(other, None, [])).known.step == 12
+    assert _noted(store, root) == noted
+    faults.begin()
+    push.push(store, root, 12)
+    assert len(faults.parts) == PARTS - len(noted)
+    _is_whole(direct, root, 12)
+
+
+def test_an_endpoint_of_the_environment_counts(
+    url: str, faults: FaultProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one.example/")
+    assert open_store(url).identity == open_store(url, "http://one.example").identity
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://two.example/")
+    assert open_store(url).identity != open_store(url, "http://one.example").identity
 
 
 def test_a_folder_that_takes_no_notes_keeps_nobody_from_sending(

@@ -193,7 +193,8 @@ def test_a_large_file_is_gone_on_with_by_the_next_job(
     faults.begin(lambda number, method, path: "hold before" if "partNumber=4" in path else "")
     sender = start(url, faults.url, root)
     assert faults.held.wait(60)
-    noted = lambda: [set(one.parts) for one in upload_journal.all_of(root, url)]  # noqa: E731
+    store = open_store(url, faults.url).identity
+    noted = lambda: [set(one.parts) for one in upload_journal.all_of(root, store)]  # noqa: E731
     waiting.until(lambda: noted() == [{1, 2, 3}], "the others are there")
     sender.tell({"within_s": 0})
     assert "TTP_GRACE is over" in sender.ends()
