@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,28 @@ def _environment(folder: Path, more: Mapping[str, str] | None) -> dict[str, str]
 
 @pytest.fixture
 def python(folder: Path) -> Run:
-    """Run Python in the folder, without the adaptor's variables but those given."""
+    """Run Python in the folder, without the adaptor's variables but those given.
+
+    It is a fork of a process that has torch imported, and nothing of the adaptor.
+    """
+
+    def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        if arguments[0] == "-c":  # as `-B`: files of the folder are written anew within a second
+            code = f"import sys; sys.dont_write_bytecode = True\n{arguments[1]}"
+            arguments = ("-c", code, *arguments[2:])
+        command = [sys.executable, *arguments]
+        return warm.run(command, cwd=folder, env=_environment(folder, env), timeout=240)
+
+    return run
+
+
+@pytest.fixture
+def cold_python(folder: Path) -> Run:
+    """As `python`, in an interpreter of its own.
+
+    For what torch, where it is imported, or a hash seed would change, and for a script that ends by an error
+    of its own: a fork then takes all of torch apart.
+    """
 
     def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -90,33 +112,17 @@ def python(folder: Path) -> Run:
 
 
 @pytest.fixture
-def warm_python(folder: Path) -> Run:
-    """As `python`, for a script that may find torch imported: a fork of a process that has imported it."""
-
-    def run(*arguments: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, *arguments]
-        return warm.run(command, cwd=folder, env=_environment(folder, env), timeout=240)
-
-    return run
-
-
-@pytest.fixture
 def holds(python: Run) -> Callable[..., None]:
     """Run a script whose assertions must hold."""
-
-    def run(script: str, **env: str) -> None:
-        done = python("-c", script, env=env)
-        assert done.returncode == 0, done.stderr
-
-    return run
+    return partial(_hold, python)
 
 
 @pytest.fixture
-def warm_holds(warm_python: Run) -> Callable[..., None]:
-    """As `holds`, for a script that may find torch imported."""
+def cold_holds(cold_python: Run) -> Callable[..., None]:
+    """As `holds`, in an interpreter of its own."""
+    return partial(_hold, cold_python)
 
-    def run(script: str, **env: str) -> None:
-        done = warm_python("-c", script, env=env)
-        assert done.returncode == 0, done.stderr
 
-    return run
+def _hold(run: Run, script: str, **env: str) -> None:
+    done = run("-c", script, env=env)
+    assert done.returncode == 0, done.stderr

@@ -54,7 +54,7 @@ assert three.content == [1]
 
 
 @pytest.mark.parametrize("undone", [False, True])
-def test_a_pickle_loads_without_the_adaptor(undone: bool, python: Run, folder: Path) -> None:
+def test_a_pickle_loads_without_the_adaptor(undone: bool, cold_python: Run, folder: Path) -> None:
     script = f"""{PATCHED}
 held = core.f
 bound = core.Sub().method
@@ -62,7 +62,7 @@ bound = core.Sub().method
 with open("held.pickle", "wb") as file:
     pickle.dump([held, core.Base.method, core.Base.named, core.Base.free, bound], file)
 """
-    done = python("-c", script)
+    done = cold_python("-c", script)
     assert done.returncode == 0, done.stderr
     script = """
 import pickle, sys
@@ -71,7 +71,7 @@ with open("held.pickle", "rb") as file:
 assert not {"adaptor", "wrapt"} & set(sys.modules)
 assert (f(1), method(None, 2), named(3), free(4), bound(5)) == (2, 2, ("Base", 3), 4, 5)
 """
-    done = python("-c", script)
+    done = cold_python("-c", script)
     assert done.returncode == 0, done.stderr
 
 

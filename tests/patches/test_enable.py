@@ -13,16 +13,16 @@ from tests.patches.conftest import Run
 AGENT = {"TTP_AGENT": "somewhere"}
 
 
-def test_importing_the_package_imports_nothing_else(holds: Callable[..., None]) -> None:
-    holds("""
+def test_importing_the_package_imports_nothing_else(cold_holds: Callable[..., None]) -> None:
+    cold_holds("""
 import sys
 import adaptor
 assert not {"torch", "wrapt", "packaging", "msgspec", "adaptor.patching"} & set(sys.modules)
 """)
 
 
-def test_enable_imports_no_framework(holds: Callable[..., None]) -> None:
-    holds(
+def test_enable_imports_no_framework(cold_holds: Callable[..., None]) -> None:
+    cold_holds(
         """
 import sys
 import adaptor
@@ -73,7 +73,7 @@ assert "f is doubled" in adaptor.format_report()
     )
 
 
-def test_after_the_framework_was_imported(python: Run) -> None:
+def test_after_the_framework_was_imported(cold_python: Run) -> None:
     """Whoever looks for the culprit touches no object: torch.distributed.reduce_op would warn."""
     script = """
 import multiprocessing, fake.user, adaptor, units
@@ -82,7 +82,7 @@ class Deprecated:
 name = Deprecated()
 adaptor.enable()
 """
-    done = python("-c", script, env=AGENT)
+    done = cold_python("-c", script, env=AGENT)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.strip() == (
         "adaptor: error: adaptor.enable() was called after fake.core was imported (by __main__);"
@@ -95,8 +95,8 @@ adaptor.enable()
     ["import adaptor, units\nadaptor.enable()", "from adaptor.worker import runtime\nruntime.get()"],
     ids=["enable", "session"],
 )
-def test_outside_of_ttprun(python: Run, script: str) -> None:
-    done = python("-c", script)
+def test_outside_of_ttprun(cold_python: Run, script: str) -> None:
+    done = cold_python("-c", script)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].partition("rror: ")[2] == (
         "the adaptor is enabled, but this process was not started by ttprun:"
@@ -113,18 +113,18 @@ def test_it_takes_no_settings() -> None:
     assert list(inspect.signature(adaptor.enable).parameters) == ["provide_mindio"]
 
 
-def test_a_setting_that_makes_no_sense(python: Run) -> None:
-    done = python("-c", "import adaptor\nadaptor.enable()", env={"TTP_OT": "1", **AGENT})
+def test_a_setting_that_makes_no_sense(cold_python: Run) -> None:
+    done = cold_python("-c", "import adaptor\nadaptor.enable()", env={"TTP_OT": "1", **AGENT})
     assert done.returncode == 1
     assert done.stderr.startswith("adaptor: error: TTP_OT is '1': it must be")
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_the_patches_have_one_name(python: Run) -> None:
+def test_the_patches_have_one_name(cold_python: Run) -> None:
     script = """
 import importlib.util, adaptor.patches
 spec = importlib.util.spec_from_file_location("patches", adaptor.patches.__file__)
 spec.loader.exec_module(importlib.util.module_from_spec(spec))
 """
-    done = python("-c", script)
+    done = cold_python("-c", script)
     assert "ImportError: the directory patches/ is the package adaptor.patches" in done.stderr

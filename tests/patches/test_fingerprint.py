@@ -15,16 +15,16 @@ print(patching.fingerprint("ttp"))
 """
 
 
-def test_the_same_in_two_processes_and_different_after_drift(folder: Path, python: Run) -> None:
+def test_the_same_in_two_processes_and_different_after_drift(folder: Path, cold_python: Run) -> None:
     with (folder / "fake/core.py").open("a") as core:
         core.write("\ndef h(x=object()): ...\n")  # its default is another address in each process
     with (folder / "units.py").open("a") as units:
         units.write("\n@unit.patch('fake.core:h', why='-', accepts='(x=)')\ndef nothing(w, i, a, k): ...\n")
-    first, second = (python("-c", SCRIPT, env={"PYTHONHASHSEED": seed}) for seed in ("1", "2"))
+    first, second = (cold_python("-c", SCRIPT, env={"PYTHONHASHSEED": seed}) for seed in ("1", "2"))
     assert first.returncode == 0, first.stderr
     assert len(first.stdout.strip()) == 16
     assert first.stdout == second.stdout
     (folder / "fake/extra.py").write_text("def g(b, a): ...\n")
-    third = python("-c", SCRIPT)
+    third = cold_python("-c", SCRIPT)
     assert third.returncode == 0, third.stderr
     assert third.stdout != first.stdout

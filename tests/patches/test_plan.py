@@ -28,29 +28,29 @@ print(json.dumps(made))
 SIZES = [(1, 1, 4, 1), (2, 1, 4, 1), (2, 2, 2, 1), (2, 1, 2, 2), (1, 2, 3, 4)]
 
 
-def test_the_groups_are_the_frameworks(warm_python: Run) -> None:
+def test_the_groups_are_the_frameworks(python: Run) -> None:
     tree = str(prepare.megatron_lm())
-    done = warm_python("-c", RANKS, json.dumps(SIZES), env={**environment(), "PYTHONPATH": tree})
+    done = python("-c", RANKS, json.dumps(SIZES), env={**environment(), "PYTHONPATH": tree})
     assert done.returncode == 0, done.stderr
     for (tp, cp, dp, pp), groups in zip(SIZES, json.loads(done.stdout), strict=True):
         assert sorted(_groups(tp * cp * dp * pp, cp * dp, tp)) == sorted(groups)
 
 
-def planned(warm_python: Run, *arguments: str, **options: Any) -> tuple[int, dict[str, Any]]:
+def planned(python: Run, *arguments: str, **options: Any) -> tuple[int, dict[str, Any]]:
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
     words = ("plan", "--json", *arguments, "--", script, *tiny_gpt(**options))
-    done = warm_python("-m", "adaptor.launchers.ttp", *words, env=environment())
+    done = python("-m", "adaptor.launchers.ttp", *words, env=environment())
     assert len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
     return done.returncode, json.loads(done.stdout)
 
 
 @pytest.mark.integration
-def test_nodes_and_racks(warm_python: Run, tmp_path: Path) -> None:
+def test_nodes_and_racks(python: Run, tmp_path: Path) -> None:
     """Of four nodes with one rank each the first and the third, the second and the fourth hold the same."""
     hosts = tmp_path / "hosts"
     hosts.write_text("n0 r0\nn1 r1 # near the door\n\nn2 r0\nn3 r1\n")
     size = ("--nnodes", "4", "--nproc-per-node", "1", "--hosts", str(hosts), "--bandwidth", "0.5")
-    code, found = planned(warm_python, *size, save=tmp_path / "save")
+    code, found = planned(python, *size, save=tmp_path / "save")
     plan = found["plan"]
     assert (code, found["refusals"], plan["ranks"], plan["nodes"]) == (0, [], 4, 4)
     assert plan["save_seconds"] == plan["save"] / 5e8
@@ -89,12 +89,12 @@ def test_bad_hosts(
 
 
 @pytest.mark.integration
-def test_experts_are_counted_once(warm_python: Run, tmp_path: Path) -> None:
+def test_experts_are_counted_once(python: Run, tmp_path: Path) -> None:
     """Those of one rank, when two ranks share the work of four experts."""
     experts = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2")
-    _, whole = planned(warm_python, "--nproc-per-node", "4", save=tmp_path, extra=experts)
+    _, whole = planned(python, "--nproc-per-node", "4", save=tmp_path, extra=experts)
     half_of_them = (*experts, "--expert-model-parallel-size", "2")
-    _, half = planned(warm_python, "--nproc-per-node", "4", save=tmp_path, extra=half_of_them)
+    _, half = planned(python, "--nproc-per-node", "4", save=tmp_path, extra=half_of_them)
     each = 2 * 64 * 4 * 64 * 2  # of one expert, in both layers
     assert whole["plan"]["parameters"] - half["plan"]["parameters"] == pytest.approx(2 * each)
     # In the format torch each set of experts has a file of its own, with the weights of all else.
@@ -103,7 +103,7 @@ def test_experts_are_counted_once(warm_python: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_the_doctor_knows_what_a_job_needs(warm_python: Run, tmp_path: Path) -> None:
+def test_the_doctor_knows_what_a_job_needs(python: Run, tmp_path: Path) -> None:
     """The same arguments and the same figures as the plan, compared with this machine."""
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
     words = (
@@ -118,13 +118,13 @@ def test_the_doctor_knows_what_a_job_needs(warm_python: Run, tmp_path: Path) -> 
     )
     arguments = tiny_gpt(save=tmp_path / "save")
     env = {**environment(), "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
-    done = warm_python("-m", "adaptor.launchers.ttp", *words, "--", script, *arguments, env=env)
+    done = python("-m", "adaptor.launchers.ttp", *words, "--", script, *arguments, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
     assert found["job"]["words"].startswith(
         "protected with 2 ranks: second copies of optimizer shards by split"
     )
-    _, report = planned(warm_python, "--nproc-per-node", "2", save=tmp_path / "save")
+    _, report = planned(python, "--nproc-per-node", "2", save=tmp_path / "save")
     (row,) = (row for row in report["plan"]["replicas"] if row["chosen"])
     need = report["plan"]["training"] + row["memory"]
     assert f"{need / 1e6:.1f} MB with weights" in found["replica"]["words"]
@@ -134,8 +134,8 @@ def test_the_doctor_knows_what_a_job_needs(warm_python: Run, tmp_path: Path) -> 
 
 
 @pytest.mark.integration
-def test_what_would_be_refused_is_said(warm_python: Run) -> None:
-    code, found = planned(warm_python, "--nproc-per-node", "2")
+def test_what_would_be_refused_is_said(python: Run) -> None:
+    code, found = planned(python, "--nproc-per-node", "2")
     assert (code, found["fits"]) == (1, False)
     assert found["refusals"][0].startswith("--save is missing")
 
@@ -153,23 +153,23 @@ def test_what_would_be_refused_is_said(warm_python: Run) -> None:
         (["--nnodes", "0", "--", "a.py"], "argument --nnodes: '0': it must be a number from 1 on"),
     ],
 )
-def test_bad_usage(arguments: list[str], line: str, warm_python: Run) -> None:
-    done = warm_python("-m", "adaptor.launchers.ttp", "plan", *arguments, env=environment())
+def test_bad_usage(arguments: list[str], line: str, python: Run) -> None:
+    done = python("-m", "adaptor.launchers.ttp", "plan", *arguments, env=environment())
     assert (done.returncode, done.stdout) == (2, "")
     assert line in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.integration
-def test_a_dry_run_checks_and_starts_nothing(warm_python: Run, folder: Path) -> None:
+def test_a_dry_run_checks_and_starts_nothing(python: Run, folder: Path) -> None:
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
     asked = ("--dry-run", "--nnodes", "2", "--master-addr", "10.0.0.1", "--nproc-per-node", "2")
     arguments = (script, *tiny_gpt(save=folder / "save"))
-    done = warm_python("-m", "adaptor.launchers.ttprun", *asked, *arguments, env=environment())
+    done = python("-m", "adaptor.launchers.ttprun", *asked, *arguments, env=environment())
     assert (done.returncode, "agents of several machines speak TLS" in done.stderr) == (2, True)
     trusted = environment(TTP_TLS="plain")
     (racks := folder / "racks").write_text("n0 a\nn1 b\n")
     hosts = ("--hosts", str(racks))
-    done = warm_python("-m", "adaptor.launchers.ttprun", *hosts, *asked, *arguments, env=trusted)
+    done = python("-m", "adaptor.launchers.ttprun", *hosts, *asked, *arguments, env=trusted)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ranks        4 on 2 nodes, data-parallel size 4\n")
     (chosen,) = (line for line in done.stdout.splitlines() if line.startswith("* split"))
@@ -191,12 +191,10 @@ def test_a_dry_run_checks_and_starts_nothing(warm_python: Run, folder: Path) -> 
     ],
 )
 def test_a_dry_run_refuses_what_a_start_refuses(
-    settings: dict[str, str], line: str, warm_python: Run, folder: Path
+    settings: dict[str, str], line: str, python: Run, folder: Path
 ) -> None:
     (script := folder / "script.py").touch()
-    done = warm_python(
-        "-m", "adaptor.launchers.ttprun", "--dry-run", str(script), env=environment(**settings)
-    )
+    done = python("-m", "adaptor.launchers.ttprun", "--dry-run", str(script), env=environment(**settings))
     assert (done.returncode, line in done.stderr) == (2, True), done.stderr
 
 

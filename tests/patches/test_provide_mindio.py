@@ -12,8 +12,8 @@ from tests.patches.conftest import Run
 AGENT = {"TTP_AGENT": "somewhere"}
 
 
-def test_nobody_asked(python: Run) -> None:
-    done = python("-c", "import adaptor\nadaptor.enable()\nimport mindio_ttp", env=AGENT)
+def test_nobody_asked(cold_python: Run) -> None:
+    done = cold_python("-c", "import adaptor\nadaptor.enable()\nimport mindio_ttp", env=AGENT)
     assert done.returncode == 1
     assert "No module named 'mindio_ttp'" in done.stderr
 
@@ -23,8 +23,10 @@ def test_nobody_asked(python: Run) -> None:
     [("provide_mindio=True", {}), ("", {"TTP_PROVIDE_MINDIO": "1"})],
     ids=["argument", "variable"],
 )
-def test_who_asks_gets_it_and_no_patches(holds: Callable[..., None], call: str, env: dict[str, str]) -> None:
-    holds(
+def test_who_asks_gets_it_and_no_patches(
+    cold_holds: Callable[..., None], call: str, env: dict[str, str]
+) -> None:
+    cold_holds(
         f"""
 import importlib.util, sys
 import adaptor, units
@@ -60,16 +62,16 @@ assert fake.core.f(1) == 2
 
 
 @pytest.mark.parametrize("asked", ["provide_mindio=True", ""])
-def test_off_provides_nothing(python: Run, asked: str) -> None:
+def test_off_provides_nothing(cold_python: Run, asked: str) -> None:
     env = {"ENABLE_TTP": "False", "TTP_PROVIDE_MINDIO": "1"}
-    done = python("-c", f"import adaptor\nadaptor.enable({asked})\nimport mindio_ttp", env=env)
+    done = cold_python("-c", f"import adaptor\nadaptor.enable({asked})\nimport mindio_ttp", env=env)
     assert "No module named 'mindio_ttp'" in done.stderr
 
 
-def test_an_installed_one_is_not_replaced(python: Run, folder: Path) -> None:
+def test_an_installed_one_is_not_replaced(cold_python: Run, folder: Path) -> None:
     (folder / "mindio_ttp").mkdir()
     (folder / "mindio_ttp" / "__init__.py").write_text("")
-    done = python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)", env=AGENT)
+    done = cold_python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)", env=AGENT)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith("adaptor: error: TTP_PROVIDE_MINDIO is True, but mindio_ttp is installed (")
@@ -78,13 +80,13 @@ def test_an_installed_one_is_not_replaced(python: Run, folder: Path) -> None:
     )
 
 
-def test_outside_of_ttprun(python: Run) -> None:
-    done = python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)")
+def test_outside_of_ttprun(cold_python: Run) -> None:
+    done = cold_python("-c", "import adaptor\nadaptor.enable(provide_mindio=True)")
     assert "this process was not started by ttprun" in done.stderr
 
 
-def test_groups_are_there_before_the_framework_has_its_optimizer(warm_holds: Callable[..., None]) -> None:
-    warm_holds(
+def test_groups_are_there_before_the_framework_has_its_optimizer(holds: Callable[..., None]) -> None:
+    holds(
         """
 import adaptor, pytest
 adaptor.enable(provide_mindio=True)
@@ -108,9 +110,9 @@ for name in ("TTPReplicaOptimizer", "TTPOddReplicaOptimizer"):
     )
 
 
-def test_an_optimizer_that_mirrors_where_it_cannot(warm_holds: Callable[..., None]) -> None:
+def test_an_optimizer_that_mirrors_where_it_cannot(holds: Callable[..., None]) -> None:
     small = Path(__file__).parents[1] / "frameworks" / "small"
-    warm_holds(
+    holds(
         f"""
 import adaptor, pytest, sys
 sys.path.insert(0, {str(small)!r})
@@ -133,6 +135,6 @@ with pytest.raises(
     )
 
 
-def test_a_name_that_nobody_knows(python: Run) -> None:
+def test_a_name_that_nobody_knows(cold_python: Run) -> None:
     code = "import adaptor\nadaptor.enable(provide_mindio=True)\nfrom mindio_ttp.modellink import nothing"
-    assert "cannot import name 'nothing'" in python("-c", code, env=AGENT).stderr
+    assert "cannot import name 'nothing'" in cold_python("-c", code, env=AGENT).stderr

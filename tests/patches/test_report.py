@@ -36,10 +36,10 @@ def test_whole_units(python: Run) -> None:
     )
 
 
-def test_ctrl_c_while_the_script_runs(folder: Path, python: Run) -> None:
+def test_ctrl_c_while_the_script_runs(folder: Path, cold_python: Run) -> None:
     (folder / "train.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\n")
     hears = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
-    done = python("-c", f"{hears}\n{REPORT}", "--", "train.py", "--lr", "1")
+    done = cold_python("-c", f"{hears}\n{REPORT}", "--", "train.py", "--lr", "1")
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
@@ -84,12 +84,12 @@ def test_no_framework(folder: Path, python: Run) -> None:
     assert done.stdout == f"verdict: not protected: {line}\n", "without a table of what is not there"
 
 
-def test_the_framework_beside_a_script(folder: Path, warm_python: Run) -> None:
+def test_the_framework_beside_a_script(folder: Path, python: Run) -> None:
     scripts = folder / "scripts"
     scripts.mkdir()
     (folder / "fake").rename(scripts / "fake")
     (scripts / "train.py").write_text("raise AssertionError('trained')\n")
-    done = warm_python("-c", REPORT, "--", "scripts/train.py")
+    done = python("-c", REPORT, "--", "scripts/train.py")
     assert (done.returncode, done.stderr) == (0, "")
     assert "fake.core:f   pair  applied" in done.stdout
 
@@ -102,15 +102,15 @@ def test_no_such_script(python: Run) -> None:
 @pytest.mark.robustness(
     "A9", "the distribution adaptor of the package index is installed, too", "one line, and what to do"
 )
-def test_another_distribution_of_the_same_import_name(folder: Path, warm_python: Run) -> None:
+def test_another_distribution_of_the_same_import_name(folder: Path, python: Run) -> None:
     info = folder / "adaptor-0.2.5.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: adaptor\nVersion: 0.2.5\n")
     line = "the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: "
-    done = warm_python("-c", REPORT)
+    done = python("-c", REPORT)
     assert done.returncode == 0
     assert done.stderr.startswith(f"python -m adaptor: {line}")
-    enabled = warm_python("-c", "import adaptor; adaptor.enable()")
+    enabled = python("-c", "import adaptor; adaptor.enable()")
     assert enabled.returncode == 1
     assert f"; {line}" in enabled.stderr
 
@@ -129,9 +129,9 @@ def test_a_setting_that_makes_no_sense(python: Run) -> None:
 SMALL = Path(__file__).parents[1] / "frameworks" / "small" / "pretrain.py"
 
 
-def _asked(warm_python: Run, *arguments: str) -> tuple[int, dict[str, Any]]:
+def _asked(python: Run, *arguments: str) -> tuple[int, dict[str, Any]]:
     """The exit code and the JSON of a report with the adaptor's own patches, without an accelerator."""
-    done = warm_python("-m", "adaptor", "report", "--json", *arguments, env={**environment(), "RANK": "7"})
+    done = python("-m", "adaptor", "report", "--json", *arguments, env={**environment(), "RANK": "7"})
     assert len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -143,9 +143,9 @@ def _megatron(*arguments: str) -> list[str]:
 @pytest.mark.robustness(
     "A5", "a report on a job that fits", "the replicas, what they take, and nothing written"
 )
-def test_what_would_be_protected(warm_python: Run, tmp_path: Path) -> None:
+def test_what_would_be_protected(python: Run, tmp_path: Path) -> None:
     save = tmp_path / "save"
-    code, report = _asked(warm_python, "--world-size", "4", *_megatron(*tiny_gpt(save=save, tp=2)))
+    code, report = _asked(python, "--world-size", "4", *_megatron(*tiny_gpt(save=save, tp=2)))
     assert (code, report["fits"], report["refusals"]) == (0, True, [])
     assert report["replica"] == "split"
     assert report["layout"]["data_parallel"] == 2
@@ -161,9 +161,9 @@ def test_what_would_be_protected(warm_python: Run, tmp_path: Path) -> None:
 @pytest.mark.robustness(
     "A5", "a report on arguments that are refused", "every refusal, ours and the framework's"
 )
-def test_every_refusal_is_named(warm_python: Run, tmp_path: Path) -> None:
+def test_every_refusal_is_named(python: Run, tmp_path: Path) -> None:
     refused = ("--use-megatron-fsdp", "--fp8-format", "hybrid", "--non-persistent-save-interval", "5")
-    code, report = _asked(warm_python, *_megatron(*tiny_gpt(), *refused))
+    code, report = _asked(python, *_megatron(*tiny_gpt(), *refused))
     assert (code, report["fits"]) == (1, False)
     names = ["--use-megatron-fsdp is True", "--fp8 is hybrid", "--non-persistent-save-interval is 5"]
     names += ["--save is missing", "the script ended with AssertionError"]
@@ -175,9 +175,9 @@ def test_every_refusal_is_named(warm_python: Run, tmp_path: Path) -> None:
 @pytest.mark.robustness(
     "A5", "a report on a number that is none", "the parser's error in one line, exit code 1"
 )
-def test_what_the_parser_of_the_framework_says(warm_python: Run, tmp_path: Path) -> None:
+def test_what_the_parser_of_the_framework_says(python: Run, tmp_path: Path) -> None:
     wrong = (*tiny_gpt(save=tmp_path / "save"), "--tensor-model-parallel-size", "banana")
-    done = warm_python("-m", "adaptor", "report", *_megatron(*wrong), env=environment())
+    done = python("-m", "adaptor", "report", *_megatron(*wrong), env=environment())
     said = "argument --tensor-model-parallel-size: invalid int value: 'banana'"
     line = f"the parser of the script's arguments: {said}"
     assert done.returncode == 1
@@ -197,11 +197,11 @@ def test_what_the_parser_of_the_framework_says(warm_python: Run, tmp_path: Path)
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_modellinks_arguments(
-    arguments: list[str], replica: str, refusals: list[str], warm_python: Run, tmp_path: Path
+    arguments: list[str], replica: str, refusals: list[str], python: Run, tmp_path: Path
 ) -> None:
     size, more = (arguments, []) if "--world-size" in arguments else ([], arguments)
     given = ["--use-distributed-optimizer", "--save", str(tmp_path / "save"), *more]
-    code, report = _asked(warm_python, *size, "--", str(SMALL), *given)
+    code, report = _asked(python, *size, "--", str(SMALL), *given)
     assert [line.partition(":")[0] for line in report["refusals"]] == refusals
     assert (code, report["replica"]) == (1 if refusals else 0, replica)
     if replica == "none":
@@ -219,9 +219,9 @@ OWN_LOOP = "not known: a training loop of its own is checked when it calls adapt
 @pytest.mark.parametrize(
     ("begins", "runs"),
     [
+        ("torch.distributed.init_process_group('gloo')", "cold_python"),
         ("torch.distributed.init_process_group('gloo')", "python"),
-        ("torch.distributed.init_process_group('gloo')", "warm_python"),
-        ("torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)", "warm_python"),
+        ("torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1)", "python"),
     ],
 )
 def test_a_script_that_would_train_is_stopped(
@@ -237,11 +237,11 @@ def test_a_script_that_would_train_is_stopped(
     assert not (folder / "trained").exists()
 
 
-def test_the_example_with_a_training_loop_of_its_own(warm_python: Run, tmp_path: Path) -> None:
+def test_the_example_with_a_training_loop_of_its_own(python: Run, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples/megatron_core/pretrain.py"
     given = ["--world-size", "4", "--", str(script), "--save", str(tmp_path / "save")]
     path = str(prepare.megatron_core())
-    done = warm_python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
+    done = python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
     report = json.loads(done.stdout)
     assert (done.returncode, report["fits"], report["refusals"]) == (0, True, []), done.stderr
     assert report["verdict"] == OWN_LOOP
@@ -250,14 +250,14 @@ def test_the_example_with_a_training_loop_of_its_own(warm_python: Run, tmp_path:
 
 @pytest.mark.parametrize("drift", ["def g(b, a): ...\n", None])
 def test_a_training_loop_of_its_own_beside_patches_that_do_not_fit(
-    drift: str | None, folder: Path, warm_python: Run
+    drift: str | None, folder: Path, python: Run
 ) -> None:
     (folder / "own.py").write_text("import torch\ntorch.distributed.init_process_group('gloo')\n")
     if drift is None:
         (folder / "fake").rename(folder / "elsewhere")
     else:
         (folder / "fake/extra.py").write_text(drift)
-    done = warm_python("-c", REPORT, "--", "own.py", "--lr", "1")
+    done = python("-c", REPORT, "--", "own.py", "--lr", "1")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("verdict: not protected: ")
 
@@ -282,20 +282,20 @@ def test_a_training_loop_of_its_own_beside_patches_that_do_not_fit(
 )
 @pytest.mark.parametrize("framework", [True, False], ids=["with the framework", "without"])
 def test_a_script_that_ends_by_an_error_of_its_own(
-    begins: str, words: str, framework: bool, folder: Path, warm_python: Run
+    begins: str, words: str, framework: bool, folder: Path, python: Run
 ) -> None:
     if not framework:
         (folder / "fake").rename(folder / "elsewhere")
     (folder / "own.py").write_text(f"import sys\n{begins or 'sys.exit()'}\n")
-    done = warm_python("-c", REPORT, "--", "own.py", "--lr", "1")
+    done = python("-c", REPORT, "--", "own.py", "--lr", "1")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith(f"verdict: not known: the script ended with {words}")
     assert done.stderr.startswith(f"python -m adaptor: the script ended with {words}")
 
 
-def test_a_script_that_trains_nothing(folder: Path, warm_python: Run) -> None:
+def test_a_script_that_trains_nothing(folder: Path, python: Run) -> None:
     (folder / "own.py").write_text("")
-    done = warm_python("-c", REPORT, "--", "own.py", "--lr", "1")
+    done = python("-c", REPORT, "--", "own.py", "--lr", "1")
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1] == "verdict: not known: the script ended without training"
 
@@ -327,11 +327,11 @@ atexit.register(everywhere)
 @pytest.mark.robustness(
     "A5", "a framework, C code and child processes write to stdout during a report", "one JSON object alone"
 )
-def test_nothing_but_the_report_is_on_stdout(folder: Path, python: Run, warm_python: Run) -> None:
+def test_nothing_but_the_report_is_on_stdout(folder: Path, python: Run) -> None:
     (folder / "own.py").write_text(f"{NOISE}import torch\ntorch.distributed.init_process_group('gloo')\n")
     with (folder / "fake/core.py").open("a") as core:
         core.write(NOISE)
-    done = warm_python("-c", REPORT, "--json", "--", "own.py", "--lr", "1")
+    done = python("-c", REPORT, "--json", "--", "own.py", "--lr", "1")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["verdict"] == OWN_LOOP
     done = python("-c", REPORT)
