@@ -143,7 +143,7 @@ def test_a_disk_hangs_on_one_node(tmp_path: Path, baseline_of: BaselineOf) -> No
         DP4,
         save=save,
         nodes=2,
-        options=["--ttp-ot", "12"],
+        options=["--ttp-ot", "24"],
         faults=["rank=3,step=6,phase=backward,kind=sigkill", "rank=0,phase=dump-write,kind=deadlock"],
     )
     ended = harness.run(job)

@@ -177,7 +177,7 @@ def test_the_agent_that_publishes_is_stopped(tmp_path: Path, baseline_of: Baseli
         DP2,
         save=save,
         nodes=2,
-        options=["--ttp-ot", "12"],
+        options=["--ttp-ot", "24"],
         faults=["rank=0,step=6,phase=backward,kind=sigkill"],
         publishing="1 name sigstop",
     )
