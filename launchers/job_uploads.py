@@ -143,7 +143,7 @@ class JobUploads:
                 return
             output.tell(
                 f"[ttp] the process that sends checkpoints to {config.store} has ended {how}; "
-                + ("it is started again" if again else "the newest one may be on this machine only")
+                + ("it is started again" if again else _what_is_left(order))
             )
             if not again:
                 return
@@ -189,3 +189,13 @@ class JobUploads:
         if expected:
             return "", False
         return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}", again
+
+
+def _what_is_left(order: UploadSettings) -> str:
+    """Return what an uploader leaves that ends when the job has ended: nobody starts it again then."""
+    if order.node:  # node 0 commits, and sends what this one does not, where they share the save folder
+        return f"the part of node {order.node} of the newest one may be on this machine only"
+    return (
+        "the newest one may be on this machine only; this sends what the store does not have: "
+        + order.push_command()
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import msgspec
 
 
@@ -24,6 +26,17 @@ class UploadSettings(msgspec.Struct, frozen=True):
     rate: int
     node: int = 0
     nodes: int = 1
+
+    def push_command(self, step: int | None = None) -> str:
+        """Return the command line that sends a checkpoint of the save folder by hand.
+
+        Args:
+            step: of the checkpoint; None: the newest.
+        """
+        endpoint = [f"TTP_STORE_ENDPOINT={shlex.quote(self.endpoint)}"] if self.endpoint else []
+        which = [] if step is None else ["--step", str(step)]
+        words = ["ttp", "store", "push", self.url, self.save, *which]
+        return " ".join([*endpoint, *map(shlex.quote, words)])
 
 
 class End(msgspec.Struct, frozen=True):

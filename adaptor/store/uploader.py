@@ -127,9 +127,10 @@ class Uploader:
                 f" {self._order.url}: {why or self._why}"
             )
         else:
+            step = saved[-1].step
             self._tell(
-                f"[ttp] step {saved[-1].step} is only in {self._root}, not in {self._order.url}:"
-                f" {why or self._why}; ttp store push sends it"
+                f"[ttp] step {step} is only in {self._root}, not in {self._order.url}:"
+                f" {why or self._why}; this sends it: {self._order.push_command(step)}"
             )
 
     def _find_last(self, store: Store) -> None:

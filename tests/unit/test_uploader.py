@@ -299,7 +299,10 @@ def test_what_cannot_be_sent_in_time_is_said(
         assert sender.process.stdin is not None
         sender.process.stdin.close()
     why = "TTP_GRACE is over" if how == "grace" else "ttprun has ended"
-    assert sender.ends() == f"[ttp] step 10 is only in {root}, not in {url}: {why}; ttp store push sends it\n"
+    command = f"TTP_STORE_ENDPOINT={faults.url} ttp store push {url} {root} --step 10"
+    assert (
+        sender.ends() == f"[ttp] step 10 is only in {root}, not in {url}: {why}; this sends it: {command}\n"
+    )
     assert choose.places(open_store(url, server), 10)[0] == []
 
 
@@ -359,6 +362,32 @@ def test_an_uploader_that_is_killed_is_started_again(
     assert f"the process that sends checkpoints to {url} has ended by SIGKILL; it is started again" in (
         told.out + told.err
     )
+
+
+def test_an_uploader_that_is_killed_after_the_end_leaves_the_command_that_sends_the_rest(
+    url: str, server: str, faults: FaultProxy, root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where the memory of the machine ends; the command does what it says."""
+    root = root.with_name("a folder")
+    uploads, process = _held_in_the_middle(url, faults, root)
+    ends = threading.Thread(target=uploads.close)
+    ends.start()
+    assert uploads._ends.wait(waiting.LONG_S)
+    process.kill()
+    ends.join()
+    faults.fault = lambda number, method, path: ""
+    faults.release.set()
+    output.drain()
+    told = capfd.readouterr().err.strip()
+    said, _, command = told.partition(": TTP_STORE_ENDPOINT=")
+    assert said.endswith(
+        "has ended by SIGKILL; the newest one may be on this machine only; this sends what the store does not"
+        " have"
+    )
+    command = f"TTP_STORE_ENDPOINT={command}".replace(" ttp ", f" {sys.executable} -m adaptor.launchers.ttp ")
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [one.known.step for one in choose.newest_first(open_store(url, server), None, [])] == [10]
 
 
 class _ClosedAfterTheEnd:
