@@ -75,7 +75,7 @@ def read_manifest(store: Store, where: str) -> Manifest:
     except CheckpointError as error:
         raise DamagedError(str(error)) from None
     if naming.final_name(known.step) != where.partition("/")[0]:
-        raise DamagedError(f"{store}/{name}: is that of step {known.step}")
+        raise DamagedError(f"{store}/{name}: is the manifest of step {known.step}")
     if not known.files or any(file.xxh3_128 is None for file in known.files):
         raise DamagedError(f"{store}/{name}: names no file, or one without a checksum")
     return known

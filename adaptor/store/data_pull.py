@@ -203,12 +203,13 @@ class _Pull:
         elif not self._has_agreed and self._differed.get(name) == found:
             self._compares = False
             self._tell(
-                f"[ttp] {self._store}/{name}: the same bytes came twice, and the etag is not their MD5. A"
-                " store that encrypts has such etags: from here on only sizes are compared"
+                f"[ttp] {self._store}/{name}: the store sends the same content again, and the etag of the"
+                " object is not its MD5, as in a store that encrypts: from here on only the sizes of objects"
+                " are compared"
             )
         else:
             self._differed[name] = found
-            raise DamagedError(f"{self._store}/{name}: what came has another MD5 than its etag says")
+            raise DamagedError(f"{self._store}/{name}: the content that came has another MD5 than its etag")
 
     def _count(self, count: int) -> None:
         self._come += count

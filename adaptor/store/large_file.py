@@ -88,9 +88,7 @@ class LargeFile:
                     return found
                 if attempt == _ATTEMPTS:
                     raise
-                why = (
-                    f"{self._store}/{self._name}: the store does not have the upload any more that was begun"
-                )
+                why = f"{self._store}/{self._name}: the store no longer has the upload that was begun"
             except _ChangedError as error:
                 why = f"{self._path}: {error}"
             self._give_up()

@@ -192,7 +192,9 @@ class Multipart:
         except (exceptions.ConnectionError, exceptions.HTTPClientError):
             raise answers.silent(doing) from None
         except (exceptions.NoCredentialsError, exceptions.CredentialRetrievalError):
-            raise answers.failed(doing, "nobody whom the environment names gives credentials") from None
+            raise answers.failed(
+                doing, "no source of credentials that the environment names has given any"
+            ) from None
         except exceptions.BotoCoreError as error:
             # Its text may quote what was sent.
             raise answers.failed(doing, f"botocore has failed ({type(error).__name__})") from None

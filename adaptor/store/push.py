@@ -50,7 +50,9 @@ def read_folder(root: Path, step: int) -> Manifest:
     folder = root / naming.final_name(step)
     known = manifest.read(folder)
     if known.step != step or not known.files:
-        raise CheckpointError(f"{folder / naming.MANIFEST}: is not that of a checkpoint of step {step}")
+        raise CheckpointError(
+            f"{folder / naming.MANIFEST}: is not the manifest of a checkpoint of step {step}"
+        )
     return known
 
 

@@ -232,7 +232,7 @@ def test_an_upload_that_the_store_has_removed_is_begun_anew(
     lines: list[str] = []
     push.push(store, root, 12, tell=lines.append)
     (line,) = lines
-    assert "the store does not have the upload any more that was begun, so the file is sent from" in line
+    assert "the store no longer has the upload that was begun, so the file is sent from" in line
     assert len(faults.parts) == PARTS
     _is_whole(direct, root, 12)
 
