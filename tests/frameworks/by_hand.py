@@ -3,8 +3,8 @@
 Or one of MindSpeed-LLM or ModelLink 1.2, in which, as their guides say, `megatron` of Megatron-LM is, and
 `mindspeed` besides; for what only an Ascend machine has there are the stand-ins of tests/standins.
 
-Trains the tiny GPT of the tests on the CPU with it, with faults and without, and prints a row for each
-check, which docs/compatibility.md sums up. The reference is always the same checkout without the adaptor, under
+Trains the tiny GPT of the tests on the CPU with it, with faults and without, and prints a row for each check,
+which docs/compatibility.md sums up. The reference is always the same checkout without the adaptor, under
 plain torchrun. The environment has what the version imports (`pip install triton pydantic` for newer ones).
 What is kept in OUT/baselines is not run again. The exit code is 1 if a check has failed.
 """
