@@ -19,6 +19,7 @@ from adaptor.store import push
 from adaptor.store.opening import open_store
 from adaptor.store.retrying import RETRY_S, BusyError, Retrying
 from tests.unit.fault_proxy import FaultProxy, faults, server, url
+from tests.unit.launching import HEARS_CTRL_C
 from tests.unit.object_store import save
 
 __all__ = ["faults", "server", "url"]
@@ -154,7 +155,8 @@ def test_a_job_goes_on_when_the_store_answers(
 def test_ctrl_c_ends_the_wait_for_a_port_that_is_closed(
     closed: str, url: str, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
-    process = _start(started, closed, "-m", "adaptor", "store", "pull", url, tmp_path / "two")
+    program = f"{HEARS_CTRL_C}\nfrom adaptor.__main__ import main; raise SystemExit(main())"
+    process = _start(started, closed, "-c", program, "store", "pull", url, tmp_path / "two")
     process.send_signal(signal.SIGINT)
     _, told = process.communicate()
     assert (process.returncode, told) == (
