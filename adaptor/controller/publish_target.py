@@ -55,10 +55,14 @@ class PublishTarget:
         """The agent of `node`, unless its disk is known to fail."""
         self.publisher = min({node, *self._agents}, key=lambda one: (self._fails(one), one != node, one))
 
-    def hand_over(self, hung: Collection[int] = ()) -> None:
-        """The agent with it is lost or has failed, or it is `hung`."""
+    def hand_over(self, last: Collection[int] = ()) -> None:
+        """Give it to another agent: the one with it is lost, has failed or hangs.
+
+        Args:
+            last: nodes whose agents get it only where there is no other.
+        """
         self.number += 1
-        self.publisher = min(self._agents, key=lambda node: (node in hung, self._fails(node), node))
+        self.publisher = min(self._agents, key=lambda node: (node in last, self._fails(node), node))
 
     def ask(self, order: Order, node: int) -> None:
         """Record that `order` goes to the agent of `node`: only its answer will count."""

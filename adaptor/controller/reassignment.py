@@ -181,12 +181,16 @@ class Reassignment:
         return again if again is not None and self.prepare(overdue) else None
 
     def publish(self, overdue: set[int]) -> bool:
-        """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever."""
+        """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever.
+
+        So it goes to a node that has answered in this incident, if there is one: a spare node that has come
+        meanwhile has shown nothing yet.
+        """
         if self._target.hung or overdue.issuperset(self._agents):
             return False
         self._target.hung = True
         self._target.blocked |= overdue
-        self._target.hand_over(overdue)
+        self._target.hand_over(overdue | set(self._agents).difference(self._state.nodes.values()))
         return True
 
     def _there(self, overdue: set[int]) -> set[int]:
