@@ -22,7 +22,7 @@ def free_ports(count: int) -> list[int]:
     if len(left) < _TRIED:
         _given.clear()
         left = list(_own())
-    found = list(itertools.islice(filter(_free, random.sample(left, _TRIED)), count))
+    found = list(itertools.islice(filter(_free, random.sample(left, min(_TRIED, len(left)))), count))
     _given.update(found)
     return found
 
