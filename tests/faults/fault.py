@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
@@ -243,9 +243,13 @@ class Injector:
                 os.kill(os.getppid(), signal.SIGINT)
                 _until_it_is_known()
             case "tree-sigterm":
-                for process in _tree(os.getppid()):
-                    os.kill(process, signal.SIGTERM)
+                agent, workers, *below = _levels(os.getppid())
+                _terminate((*agent, *workers))
                 _until_it_is_known()
+                # Not before: a data loader that is ended while nobody knows why is a failure of its rank. Its
+                # own come last, for that raises here.
+                own = _tree(os.getpid())
+                _terminate(sorted((one for level in below for one in level), key=own.__contains__))
             case "agent-sigint-twice":
                 os.kill(os.getppid(), signal.SIGINT)
                 _until_it_is_known()  # two at once are one to the kernel
@@ -279,7 +283,8 @@ class Injector:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "slow-disk":
                 for process in _tree(os.getppid()):
-                    cgroups.join(Path(os.environ[cgroups.SLOW]), process)
+                    with contextlib.suppress(ProcessLookupError):
+                        cgroups.join(Path(os.environ[cgroups.SLOW]), process)
                 os.kill(os.getpid(), signal.SIGKILL)
             case "oom":
                 if cgroups.MEMORY in os.environ:
@@ -460,17 +465,29 @@ def _move_the_clock(by: timedelta) -> None:
             module.datetime = Moved  # type: ignore[attr-defined]
 
 
-def _tree(root: int) -> list[int]:
-    """A process and all below it, the leaves first."""
+def _levels(root: int) -> list[list[int]]:
+    """A process, its children, their children and so on."""
     children: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, IndexError, ValueError):
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
             children.setdefault(parent, []).append(int(process.name))
-    found = [root]
-    for process in found:
-        found += children.get(process, [])
-    return found[::-1]
+    levels = [[root]]
+    while below := [child for process in levels[-1] for child in children.get(process, [])]:
+        levels.append(below)
+    return levels
+
+
+def _tree(root: int) -> list[int]:
+    """A process and all below it, the leaves first."""
+    return [process for level in _levels(root)[::-1] for process in level]
+
+
+def _terminate(processes: Iterable[int]) -> None:
+    """Send SIGTERM to those of them that are still there."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
 
 
 def tell_siblings() -> None:
