@@ -31,9 +31,10 @@ _PTRACE_SEIZE, _PTRACE_DETACH = 0x4206, 17
 def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], list[int]]:
     """Rank 0 stands in a collective, rank 1 holds the interpreter lock, rank 2 is stopped: the stacks that
     there are when the first of them is ended, and the ranks that live then."""
-    # All of it is spent, for two ranks do not answer and do not go; a slow machine needs most of it.
-    monkeypatch.setattr(stack_collector, "LOOK_S", 5.0)
-    monkeypatch.setattr(freeze, "ANSWER_S", 8.0)
+    # py-spy takes a second, and ten times that on a very busy machine. All of the other two is spent, for two
+    # ranks do not answer and do not go.
+    monkeypatch.setattr(stack_collector, "LOOK_S", 10.0)
+    monkeypatch.setattr(freeze, "ANSWER_S", 13.0)
     monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", 3.0)
     stacks_then: dict[str, str] = {}
     alive_then: list[int] = []
