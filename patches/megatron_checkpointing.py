@@ -111,11 +111,18 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     if copies:
         _write_host_copies(args, kwargs)
         start.require_training()
-    _require_intact(load_arg, args[1] if len(args) > 1 else kwargs.get("optimizer"))
-    if load_arg == "load":  # a node with a disk of its own may have got its tracker just now
-        megatron_restart.resume_after_restart(given)
-    if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded now
-        _write_host_copies(args, kwargs)
+
+    def check() -> None:
+        _require_intact(load_arg, args[1] if len(args) > 1 else kwargs.get("optimizer"))
+
+    def write() -> None:
+        if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded
+            _write_host_copies(args, kwargs)
+
+    if load_arg == "load":
+        megatron_restart.settle(given, check, write)
+    else:
+        check()
     if load_arg == "load" and given.load:
         _require_sizes(given)
     load = getattr(given, load_arg)

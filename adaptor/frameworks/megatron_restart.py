@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from adaptor.protocol.start_options import START_ONLY
 
 def resume_after_restart(args: Any) -> None:
     """Let a restarted job load the newest checkpoint in its --save folder, whatever it began from."""
+    context.part(_Begun).note(args)
     if not context.part(Generation).is_restart:
         return
     if not (Path(args.save) / TRACKER).is_file():
@@ -26,6 +29,10 @@ def resume_after_restart(args: Any) -> None:
         return
     if _has_saved_nothing(args):
         return
+    _load_from_save(args)
+
+
+def _load_from_save(args: Any) -> None:
     changed = {name: value for name, value in START_ONLY.items() if _is_given(args, name)}
     if not _is_same_folder(args.load, args.save):
         where = "is missing" if args.load is None else f"is {args.load}"
@@ -65,6 +72,69 @@ def _has_saved_nothing(args: Any) -> bool:
     began = getattr(args, "ckpt_step", None) or tracker.tracked_step(Path(args.load))
     saved = tracker.tracked_step(Path(args.save))
     return began is not None and saved is not None and saved <= began
+
+
+class _Begun:
+    """The arguments of the user, before a restart changes them; a part of the context."""
+
+    def __init__(self, context: Context) -> None:
+        self.given: dict[str, Any] | None = None
+
+    def note(self, args: Any) -> None:
+        """Keep what is given; the first time alone."""
+        if self.given is None:
+            self.given = {name: getattr(args, name, None) for name in ("load", *START_ONLY)}
+
+
+def agree(args: Any) -> bool | None:
+    """Let all ranks load from the folder that rank 0 would load from: --save, or another --load. Collective.
+
+    Each rank has chosen by what it sees. Nodes with disks of their own may see other trackers, and a check
+    may have gone back in --save, to a step of an earlier run.
+
+    Returns:
+        Whether it is --save; None where the job has no other folder.
+    """
+    import torch.distributed as dist
+
+    given = context.part(_Begun).given
+    if given is None or given["load"] is None or _is_same_folder(given["load"], args.save):
+        return None
+    began = Namespace(save=args.save, **given)
+    has_saved = (Path(args.save) / TRACKER).is_file() and not _has_saved_nothing(began)
+    mine = context.part(Generation).is_restart, has_saved
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    # A node that came later knows of no restart.
+    from_save = any(is_restart for is_restart, _ in found) and found[0][1]
+    if from_save:
+        _load_from_save(args)
+    elif _is_same_folder(args.load, args.save):
+        _say_once(
+            args,
+            f"--save {args.save} has no intact step that is later than that of --load {given['load']}: the"
+            " restarted job loads from --load",
+        )
+        for name, value in given.items():
+            if hasattr(args, name):
+                setattr(args, name, value)
+    return from_save
+
+
+def settle(args: Any, check: Callable[[], None], write: Callable[[], None]) -> None:
+    """Let all ranks load from one folder, whose checkpoint is intact. Collective.
+
+    Args:
+        args: of the framework.
+        check: the checkpoint that `args` name; another one may take its place.
+        write: what may be newer than that into --save.
+    """
+    before = agree(args)
+    check()
+    resume_after_restart(args)  # a node with a disk of its own may have got its tracker just now
+    write()
+    if agree(args) != before:
+        check()
 
 
 class _Said:

@@ -1,7 +1,8 @@
 """One rank of a job that resumes again and again: `STORE RANK SIZE LOAD SAVE [LOAD SAVE ...]`.
 
 Prints a line of JSON for each time: the files that this rank has read, and why it was refused, if it was.
-A file that is named in SETUP is run before: it may let the disk of a node be in trouble.
+A file that is named in SETUP is run before: it may let the disk of a node be in trouble. With OF_FRAMEWORK
+the folder is chosen as for Megatron-LM, and it is printed.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import json
 import os
 import runpy
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from adaptor.checkpoint import hashing, resume_check
 from adaptor.errors import ResumeError
+from adaptor.frameworks import megatron_restart
 
 hash_file, block_digests = hashing.hash_file, hashing.block_digests
 read: list[str] = []
@@ -38,6 +41,7 @@ def main() -> None:
     hashing.block_digests = blocks_and_note
     if setup := os.environ.get("SETUP"):
         runpy.run_path(setup)
+    is_of_framework = "OF_FRAMEWORK" in os.environ
     loads = tuple(os.environ.get("LOADS", "").split())
     dist.init_process_group(
         "gloo", store=dist.FileStore(store, int(size)), rank=int(rank), world_size=int(size)
@@ -45,11 +49,20 @@ def main() -> None:
     for load, save in zip(folders[::2], folders[1::2], strict=True):
         read.clear()
         refused = ""
+        args = Namespace(rank=int(rank), load=load, save=save, finetune=False, ckpt_step=None)
+
+        def check() -> None:
+            resume_check.require_intact(Path(args.load), Path(args.save), loads=loads)  # noqa: B023
+
         try:
-            resume_check.require_intact(Path(load), Path(save), loads=loads)
+            if is_of_framework:  # which parses its arguments, and later loads
+                megatron_restart.resume_after_restart(args)
+                megatron_restart.settle(args, check, lambda: None)
+            else:
+                check()
         except ResumeError as error:
             refused = str(error)
-        print("=" + json.dumps({"read": read, "refused": refused}))
+        print("=" + json.dumps({"read": read, "refused": refused, "load": args.load}))
     dist.destroy_process_group()
 
 

@@ -26,7 +26,7 @@ from adaptor.checkpoint.agreed_step import Agreed
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.resume_judgement import Found, judge
 from adaptor.errors import ResumeError
-from adaptor.protocol import naming
+from adaptor.protocol import environment, naming
 from tests.unit.test_checkpoint_publish import Crash, _watch_calls_without_events, crash_before  # noqa: F401
 from tests.unit.test_resume_check import heard, start_ranks
 
@@ -371,6 +371,51 @@ def test_trackers_of_other_disks_say_the_same(tmp_path: Path, known: str | None)
         if known == "25"
         else ""
     )
+
+
+BEGUN = OLDER + 5
+
+
+def _lose_the_newest_of_node_1(places: Sequence[Path]) -> None:
+    """The newest step that is intact on every node is that of the earlier run then."""
+    (places[1] / "save" / naming.final_name(NEWER) / FOLDERS[1] / naming.MODEL_FILE).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "restarts", "loads"),
+    [
+        (_lose_the_newest_of_node_1, "11", "begun"),
+        (lambda places: shutil.rmtree(places[0] / "save"), "11", "begun"),
+        (lambda places: (places[1] / "save" / naming.TRACKER).unlink(), "11", "save"),
+        (lambda places: None, "01", "save"),
+        (lambda places: None, "00", "begun"),
+    ],
+    ids=["damaged", "an empty disk of node 0", "a tracker of node 1 is lost", "node 0 is new", "a start"],
+)
+def test_all_ranks_load_from_one_of_two_folders(
+    change: Callable[[Sequence[Path]], object], restarts: str, loads: str, tmp_path: Path
+) -> None:
+    """--save is another one than --load, and has a step of an earlier run and a later one of this job."""
+    places = disks(tmp_path, 2)
+    save([place / "begun" for place in places], BEGUN, SECOND)
+    save([place / "save" for place in places], NEWER, THIRD)
+    change(places)
+    own = {
+        rank: {
+            "GROUP_RANK": str(rank),
+            "LOADS": f"{FOLDERS[rank]}/",
+            "OF_FRAMEWORK": "1",
+            environment.IS_RESTART: restarts[rank],
+        }
+        for rank in range(2)
+    }
+    ranks = start_ranks(tmp_path, 2, [Path("begun"), Path("save")], own, dict(enumerate(places)))
+    outputs = [process.communicate(timeout=300)[0] for process in ranks]
+    (first,), (second,) = (heard(text) for text in outputs)
+    assert [first["refused"], second["refused"]] == ["", ""], outputs
+    assert [first["load"], second["load"]] == [loads, loads], outputs
+    again = "--save save has no intact step that is later than that of --load begun: the restarted job loads"
+    assert (again in outputs[0]) == (restarts == "11" and tracker.tracked_step(places[0] / "save") == OLDER)
 
 
 @pytest.fixture
