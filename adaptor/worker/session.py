@@ -9,6 +9,7 @@ the history of steps (`step_history`); no lock is held across a call into the fr
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -350,8 +351,16 @@ class Session:
             self.door.leave()
 
     def hold(self) -> None:
-        """Keep the main thread, and with it the process and its state, until the processor ends it."""
-        threading.Event().wait()
+        """Keep the main thread, and with it the process and its state, until the processor ends it.
+
+        A handler of signals may raise on this thread, and would end the process. torch's does for each data
+        loader that is killed: where all processes of a job are told to end, one rank loses several.
+        """
+        no_death_raises()
+        never = threading.Event()
+        while True:
+            with contextlib.suppress(Exception):
+                never.wait()
 
     def _report_protection_once(self) -> None:
         if self.trainee is not None and not self._is_protected and self.has_finished_a_step:
@@ -378,3 +387,9 @@ class Session:
         """Return what belongs to `step` besides tensors. Raises LookupError if it is not known any more."""
         assert self.trainee is not None
         return self._history.record_of(step, self.trainee)
+
+
+def no_death_raises() -> None:
+    """Take the handler of SIGCHLD away, which belongs to the script: that has ended."""
+    with contextlib.suppress(ValueError):  # not the main thread, so no handler runs here
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)

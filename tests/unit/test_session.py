@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -1064,3 +1066,41 @@ def test_a_loop_that_begins_its_steps_in_a_callback(worker: Worker) -> None:
     with looping.stood_still():
         assert not worker.session.end_step_left_by_break()
         assert worker.board.inside == 8
+
+
+def test_a_rank_that_holds_outlives_a_handler_that_raises(worker: Worker) -> None:
+    """As torch's does when a data loader is killed, and no other rank may have what this one has."""
+    main = threading.get_ident()
+    handled = threading.Semaphore(0)
+
+    class Left(BaseException):
+        pass
+
+    errors = iter([RuntimeError("a data loader was killed"), Left()])
+
+    def raises(number: int, frame: object) -> None:
+        handled.release()
+        raise next(errors)
+
+    def holds() -> bool:
+        frame = top = sys._current_frames()[main]
+        while frame.f_back is not None and frame.f_code is not Session.hold.__code__:
+            frame = frame.f_back
+        return frame.f_code is Session.hold.__code__ and top.f_code.co_name == "wait"
+
+    def tell() -> None:
+        for _ in range(2):
+            waiting.until(holds, "the rank holds")
+            signal.pthread_kill(main, signal.SIGUSR1)
+            assert handled.acquire(timeout=LONG_S)
+
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGUSR1, signal.SIGCHLD)]
+    signal.signal(signal.SIGUSR1, raises)
+    signal.signal(signal.SIGCHLD, raises)
+    try:
+        with Thread(tell), pytest.raises(Left):
+            worker.session.hold()
+        assert signal.getsignal(signal.SIGCHLD) is signal.SIG_DFL
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
