@@ -77,7 +77,7 @@ class JobUploads:
         with self._lock:
             if not self._config.store or self._thread is not None or self._ends.is_set():
                 return
-            thread = threading.Thread(target=self._keep, args=(save,), name="ttp-upload", daemon=True)
+            thread = threading.Thread(target=self._keep_or_say, args=(save,), name="ttp-upload", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads for this process; the next call tries again
@@ -122,6 +122,21 @@ class JobUploads:
         with contextlib.suppress(OSError):  # it has ended, which its watcher says
             process.stdin.write(msgspec.json.encode(message) + b"\n")
             process.stdin.flush()
+
+    def _keep_or_say(self, save: Path) -> None:
+        """Do what `_keep` does, and say if this thread ends by an error that nobody has thought of."""
+        try:
+            self._keep(save)
+        except Exception as error:
+            with self._lock:
+                process, self._process = self._process, None
+            if process is not None:
+                process.kill()
+                with contextlib.suppress(OSError), process:  # closes the pipe, and waits
+                    pass
+            output.tell(
+                f"[ttp] no checkpoint is sent to {self._config.store} any more: {text.describe(error)}"
+            )
 
     def _keep(self, save: Path) -> None:
         """Run the process, again and again, until the job or this node's part in it ends."""

@@ -28,6 +28,7 @@ def main() -> None:
     _script.leave_own_path()
     import os
     import signal
+    import traceback
 
     from adaptor.errors import AdaptorError
 
@@ -46,6 +47,10 @@ def main() -> None:
         print(error)
         sys.stdout.flush()
         os._exit(2)  # a request may be on its way
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # not by SIGABRT: at its end the interpreter would wait for whoever reads stdin
 
 
 def _probe(url: str, endpoint: str) -> None:

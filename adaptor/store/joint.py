@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptor.errors import CheckpointError, StoreError
+from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import abandoned, layout, push, whole
@@ -202,12 +202,16 @@ class JointPush:
             while not over.wait(self._patience.beats):
                 if sending.pieces != told:
                     told = sending.pieces
-                    with contextlib.suppress(StoreError):  # the next request tells of it
+                    with contextlib.suppress(Exception):  # the next request tells of it
                         sending.tell(done=False)
 
         sending.tell(done=False)
         thread = threading.Thread(target=beat, name="ttp-beat", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be had: the lists of whole files are signs, too
+            yield
+            return
         try:
             yield
         finally:

@@ -436,6 +436,18 @@ def test_a_signal_for_the_whole_job_does_not_end_an_uploader_that_starts(
     uploads.stop()
 
 
+def test_a_folder_whose_name_no_uploader_can_be_told_is_said(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is not UTF-8: nothing would be sent, and nobody would hear of it."""
+    uploads = JobUploads(dataclasses.replace(load({}), store="s3://bucket/run7"))
+    uploads.begin(root / os.fsdecode(b"\xff"))
+    uploads.close()
+    output.drain()
+    told = capfd.readouterr().err
+    assert "[ttp] no checkpoint is sent to s3://bucket/run7 any more: UnicodeEncodeError: " in told
+
+
 def test_a_process_without_more_threads_sends_nothing_and_goes_on(
     root: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
