@@ -19,6 +19,7 @@ from adaptor import config, output
 from adaptor.checkpoint import saved_steps, tracker
 from adaptor.errors import AdaptorError, StoreError
 from adaptor.operations.cli import Add
+from adaptor.operations.terminal import exit_code_of
 from adaptor.operations.words import FINDING, OK, USAGE, shown, size
 from adaptor.protocol import naming
 from adaptor.store import ahead, choose
@@ -55,7 +56,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def main(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     try:
-        return _answer(parsed)
+        return exit_code_of(lambda: _answer(parsed), "python -m adaptor store")
     except AdaptorError as error:
         print(f"python -m adaptor store: {error}", file=sys.stderr)
         return USAGE
