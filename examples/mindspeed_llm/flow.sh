@@ -209,7 +209,8 @@ generate() {
     say grep -aA1 "^MindSpeed-LLM:" "$(log)"
 }
 chat() {  # each answer appears token by token
-    printf '%s\n' "${PROMPT:-alpha beta}" q | generation inference.py --load "$OUT/tune" --task chat --prompt-type "$PROMPT_TYPE"
+    # No pipe: printf would fail if the other end came to its end before it.
+    generation inference.py --load "$OUT/tune" --task chat --prompt-type "$PROMPT_TYPE" <<<"${PROMPT:-alpha beta}"$'\nq'
     say grep -aA1 "^MindSpeed-LLM:" "$(log)"
 }
 evaluate() {
