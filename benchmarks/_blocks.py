@@ -7,6 +7,7 @@ blocks of both arms are a pair (`paired`).
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import statistics
@@ -23,9 +24,9 @@ _ABOUT = {"what", "time", "seconds", "restart", "rank", "arm"}
 Measured = dict[str, Any]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the blocks of a job; how many pairs there are, each script says."""
-    parser.add_argument("--block", type=int, default=5, help="steps in a block; the first is not counted")
+def add_options(parser: argparse.ArgumentParser, block: int = 5) -> None:
+    """Add the options of blocks, of `block` steps by default; how many pairs there are, each script says."""
+    parser.add_argument("--block", type=int, default=block, help="steps in a block; the first is not counted")
     parser.add_argument(
         "--seed", type=int, default=1, help="of the order of blocks, and of what is drawn besides"
     )
@@ -95,6 +96,15 @@ def paired(lines: Sequence[Mapping[str, Any]]) -> list[tuple[Measured, Measured]
     of_all = [_mean_of_ranks(ranks) for ranks in zip(*blocks.values(), strict=True)]
     pairs = [dict(of_all[at : at + 2]) for at in range(0, len(of_all) - 1, 2)]
     return [(pair["off"], pair["on"]) for pair in pairs]
+
+
+def middle(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the Hodges-Lehmann estimate of the middle of `values`, and its 95 % interval."""
+    count = len(values)
+    means = sorted((a + b) / 2 for at, a in enumerate(values) for b in values[at:])
+    spread = 1.96 * math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
+    out = max(0, round(len(means) / 2 - spread))
+    return statistics.median(means), means[out], means[-1 - out]
 
 
 def _mean_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> tuple[str, Measured]:

@@ -26,7 +26,7 @@ from typing import Any
 
 import _blocks
 from _bench import Benchmark, table
-from _blocks import ARMS, Measured, paired
+from _blocks import ARMS, Measured, middle, paired
 from _job import Job, JobError, add_size_options, model, new_folder, run
 
 TARGET = 1.002
@@ -101,15 +101,6 @@ def report_calls(found: dict[int, dict[str, tuple[float, float]]]) -> str:
             if abs(more) >= SHOWN_CALLS
         ]
     return table(["processes", "calls in a step", "not armed", "added"], rows)
-
-
-def middle(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the Hodges-Lehmann estimate of the middle of `values`, and its 95 % interval."""
-    count = len(values)
-    means = sorted((a + b) / 2 for at, a in enumerate(values) for b in values[at:])
-    spread = 1.96 * math.sqrt(count * (count + 1) * (2 * count + 1) / 24)
-    out = max(0, round(len(means) / 2 - spread))
-    return statistics.median(means), means[out], means[-1 - out]
 
 
 def summary(pairs: Sequence[tuple[Measured, Measured]]) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 One job of two processes, each pinned to a core, turns the adaptor off and on every few steps (`_parts.py`).
 So both see the same machine, process groups and memory, and neighbouring blocks are a pair: the figure is the
-median of the pairs' ratios, with a 95 % interval (bootstrap over pairs). The parts are the adaptor's own work
-on the main thread; "elsewhere" is the rest of the difference: caches that the parts have emptied, other
-threads, and ranks that wait for each other in the framework's collectives instead of in a part. What
+middle of the pairs' ratios (the Hodges-Lehmann estimate: the median of the means of any two of them), with
+the 95 % interval that belongs to Wilcoxon's signed ranks. Blocks are short, so that it counts for little
+where a machine is faster for some seconds and slower for others. The parts are the adaptor's own work on the
+main thread; "elsewhere" is the rest of the difference: caches that the parts have emptied, other threads, and
+ranks that wait for each other in the framework's collectives instead of in a part. What
 `step_cost.py` measures besides: the patches themselves, and groups that the framework alone would not have.
 What does not depend on how busy the machine is counts `step_counts.py`.
 """
@@ -12,6 +14,7 @@ What does not depend on how busy the machine is counts `step_counts.py`.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import statistics
@@ -22,10 +25,9 @@ from typing import Any
 
 import _blocks
 from _bench import Benchmark, table
-from _blocks import WARM_UP, paired
+from _blocks import WARM_UP, middle, paired
 from _job import Job, JobError, add_size_options, model, new_folder, run
 from _parts import PARTS
-from step_cost import interval
 
 RANKS = 2
 RESOLUTION = 0.005
@@ -85,16 +87,19 @@ def measure(row: Row, folder: Path, given: argparse.Namespace, meters: str) -> l
     return pairs
 
 
-def summary(pairs: Sequence[tuple[Block, Block]], seed: int) -> dict[str, Any]:
+def summary(pairs: Sequence[tuple[Block, Block]]) -> dict[str, Any]:
     """The figures of a row: ratio and interval of wall and CPU time, and medians over pairs."""
     made: dict[str, Any] = {}
     for key in ("wall", "cpu"):
-        ratios = [on[key]["all"] / off[key]["all"] for off, on in pairs]
+        # Of logarithms: a ratio and its reciprocal are as far from 1.
+        ratio, *known = map(
+            math.exp, middle([math.log(on[key]["all"] / off[key]["all"]) for off, on in pairs])
+        )
         made[key] = {
             "off": statistics.median(off[key]["all"] for off, _ in pairs),
             "added": added(pairs, key),
-            "ratio": statistics.median(ratios),
-            "interval": interval(ratios, seed),
+            "ratio": ratio,
+            "interval": known,
             "parts": parts_of(pairs, key),
         }
     for key in ("switches", "faults", "collectives"):
@@ -104,8 +109,8 @@ def summary(pairs: Sequence[tuple[Block, Block]], seed: int) -> dict[str, Any]:
 
 
 def added(pairs: Sequence[tuple[Block, Block]], meter: str) -> float:
-    """The median over pairs of what a step takes more."""
-    return statistics.median(on[meter]["all"] - off[meter]["all"] for off, on in pairs)
+    """The middle over pairs of what a step takes more."""
+    return middle([on[meter]["all"] - off[meter]["all"] for off, on in pairs])[0]
 
 
 def parts_of(pairs: Sequence[tuple[Block, Block]], meter: str) -> dict[str, float]:
@@ -119,8 +124,8 @@ def main() -> None:
     )
     names = [row.name for row in ROWS]
     parser.add_argument("--only", nargs="*", choices=names, default=names, metavar="ROW", help=str(names))
-    parser.add_argument("--pairs", type=int, default=120, help="pairs of blocks, one off and one on")
-    _blocks.add_options(parser)
+    parser.add_argument("--pairs", type=int, default=200, help="pairs of blocks, one off and one on")
+    _blocks.add_options(parser, block=3)
     add_size_options(parser)
     given = parser.parse_args()
     if len(os.sched_getaffinity(0)) < RANKS:
@@ -132,7 +137,7 @@ def main() -> None:
         if row.name in given.only:
             print(row.name, flush=True)
             pairs = measure(row, folder / str(number), given, "times")
-            found[row.name] = summary(pairs, given.seed)
+            found[row.name] = summary(pairs)
     shutil.rmtree(folder)
     benchmark.finish(report(found), {"rows": found})
 

@@ -63,13 +63,11 @@ def test_both_arms_of_each_pair_on_all_ranks(blocks: ModuleType) -> None:
 
 def test_the_middle_of_what_is_measured_and_how_well_it_is_known(blocks: ModuleType) -> None:
     """It is not moved by a few that are far away, and an interval of 95 % has the truth in it."""
-    import online_cost
-
     source = random.Random(1)
     hits = 0
     for _ in range(200):
         values = [source.gauss(3.0, 1.0) for _ in range(60)] + [1000.0, -500.0]
-        middle, low, high = online_cost.middle(values)
+        middle, low, high = blocks.middle(values)
         assert low < middle < high < low + 1
         hits += low <= 3.0 <= high
     assert hits >= 180
