@@ -200,26 +200,26 @@ def test_a_pull_onto_a_full_disk_leaves_nothing(
     assert list(root.iterdir()) == []
 
 
+_LISTED, _MANIFEST, _FILE = "list-type", naming.MANIFEST, "mp_rank_02"
+
+
+def _one_is_refused_and_another_held(number: int, method: str, path: str) -> Fault:
+    if "mp_rank_00" in path:
+        return "403"
+    return "hold before" if _FILE in path else ""
+
+
 def test_a_pull_that_fails_waits_for_no_other_request(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
     """One request is refused, and another one, which runs ahead of it, is not answered at all."""
     save(tmp_path / "one", 12)
     push.push(open_store(url, server), tmp_path / "one", 12)
-
-    def fault(number: int, method: str, path: str) -> Fault:
-        if "mp_rank_00" in path:
-            return "403"
-        return "hold before" if "mp_rank_02" in path else ""
-
-    faults.begin(fault)
+    faults.begin(_one_is_refused_and_another_held)
     with pytest.raises(StoreError, match="does not allow these credentials to read"):
         pull.pull(open_store(url, faults.url, patience_s=1), tmp_path / "two")
     assert not faults.release.is_set()
     assert list((tmp_path / "two").iterdir()) == []
-
-
-_LISTED, _MANIFEST, _FILE = "list-type", naming.MANIFEST, "mp_rank_02"
 
 
 @pytest.mark.parametrize(
@@ -261,16 +261,10 @@ def test_ctrl_c_waits_for_no_request(
 def test_a_command_that_fails_waits_for_no_other_request(
     faults: FaultProxy, url: str, server: str, tmp_path: Path
 ) -> None:
-    """A pull runs ahead of the request that is refused, and that one is not answered at all."""
+    """Its process ends, too, while a thread of it waits for an answer."""
     save(tmp_path / "one", 12)
     push.push(open_store(url, server), tmp_path / "one", 12)
-
-    def fault(number: int, method: str, path: str) -> Fault:
-        if "mp_rank_00" in path:
-            return "403"
-        return "hold before" if _FILE in path else ""
-
-    faults.begin(fault)
+    faults.begin(_one_is_refused_and_another_held)
     command = [sys.executable, "-m", "adaptor", "store", "pull", url, str(tmp_path / "two")]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
