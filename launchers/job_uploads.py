@@ -124,7 +124,7 @@ class JobUploads:
             process.stdin.flush()
 
     def _keep_or_say(self, save: Path) -> None:
-        """Do what `_keep` does, and say if this thread ends by an error that nobody has thought of."""
+        """Do what `_keep` does; a line says so if an unexpected error ends this thread."""
         try:
             self._keep(save)
         except Exception as error:

@@ -32,7 +32,7 @@ from adaptor.worker import stacks
 from adaptor.worker.engine import WorkerRuntime
 from adaptor.worker.origin import calls_of, innermost, may_be_an_echo, origin_of, outline
 from adaptor.worker.processor import Processor
-from adaptor.worker.session import Session, no_death_raises
+from adaptor.worker.session import Session, drop_sigchld_handler
 from adaptor.worker.unprotected import UnprotectedTraining
 
 # TTP_ONLINE is 0: nobody needs to know why.
@@ -132,7 +132,7 @@ class Runtime:
 
     def hold_after(self, error: BaseException) -> None:
         """Report an exception that leaves the script, and keep the process: its state may be saved."""
-        no_death_raises()  # in the middle of this
+        drop_sigchld_handler()  # torch's would raise in the middle of this
         self.tell_of(error)
         self.session.hold()
 

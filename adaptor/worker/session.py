@@ -356,7 +356,7 @@ class Session:
         A handler of signals may raise on this thread, and would end the process. torch's does for each data
         loader that is killed: where all processes of a job are told to end, one rank loses several.
         """
-        no_death_raises()
+        drop_sigchld_handler()
         never = threading.Event()
         while True:
             with contextlib.suppress(Exception):
@@ -389,7 +389,7 @@ class Session:
         return self._history.record_of(step, self.trainee)
 
 
-def no_death_raises() -> None:
-    """Take the handler of SIGCHLD away, which belongs to the script: that has ended."""
+def drop_sigchld_handler() -> None:
+    """Restore the default of SIGCHLD: the handler, often torch's, belongs to the script, which has ended."""
     with contextlib.suppress(ValueError):  # not the main thread, so no handler runs here
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
