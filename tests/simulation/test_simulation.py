@@ -8,11 +8,10 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from random import Random
 
 import pytest
 
-from tests.simulation.world import World, live
+from tests.simulation.world import World, live, undisturbed
 
 ALL = 10_000
 SEEDS = int(os.environ.get("TTP_SEEDS", ALL))
@@ -58,7 +57,7 @@ def test_no_order_of_events_breaks_an_invariant(chunk: int) -> None:
 def test_a_node_whose_workers_have_ended_stands_still() -> None:
     """It says so, as a real one does: else nobody would know of a rank that hangs on another node."""
     log: list[str] = []
-    world = in_which_nothing_goes_wrong(log)
+    world = undisturbed(lambda world: len(world.agents) > 1, log)
     with world.by_its_clock():
         while not world.over():
             world.clock.step()
@@ -68,16 +67,6 @@ def test_a_node_whose_workers_have_ended_stands_still() -> None:
     world.close()
     still = re.compile(r"heard NodeStalled\(node=(\d), .*inside=-1, between=-1, ")
     assert {int(said[1]) for said in map(still.search, log) if said} == set(world.agents)
-
-
-def in_which_nothing_goes_wrong(log: list[str]) -> World:
-    """A job of several nodes."""
-    for seed in range(SEEDS):
-        world = World(Random(seed), log, None)
-        if len(world.agents) > 1 and not (world.faults.count or world.faults.disk_hangs_on):
-            return world
-        world.close()
-    pytest.fail("there is none")
 
 
 def test_a_seed_is_replayed() -> None:

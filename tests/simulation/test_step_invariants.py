@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
 
 from adaptor.protocol.messages import Phase
 from tests.simulation.worker import Trainee, Worker
-from tests.simulation.world import World, live
+from tests.simulation.world import live, undisturbed
 
 # Each is found within the first few.
 SEEDS = 300
@@ -54,7 +53,7 @@ def test_survivors_have_a_step_in_common_by_what_all_do_together(monkeypatch: py
 
 def test_a_rank_that_is_cut_off_may_be_ready_when_another_was_replaced() -> None:
     """Its door is open, for nobody could tell it of the incident; the board of the new process is new."""
-    world = _undisturbed()
+    world = undisturbed(lambda world: len(world.workers) > 1)
     check, replaced = world.step_invariants.board, []
 
     def replaces_another_first(worker: Worker) -> None:
@@ -71,16 +70,6 @@ def test_a_rank_that_is_cut_off_may_be_ready_when_another_was_replaced() -> None
             assert world.clock.step()
     world.step_invariants.always()
     world.close()
-
-
-def _undisturbed() -> World:
-    """Return the first job of several ranks that has no faults."""
-    for seed in range(SEEDS):
-        world = World(Random(seed), None, None)
-        if len(world.workers) > 1 and not (world.faults.count or world.faults.disk_hangs_on):
-            return world
-        world.close()
-    pytest.fail("there is none")
 
 
 def _breaks(broken: str) -> None:
