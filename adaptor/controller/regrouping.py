@@ -116,9 +116,7 @@ class Regrouping:
         Raises:
             CannotRegroupError: says why that cannot be; nothing has changed.
         """
-        feasibility = self._feasibility
-        feasibility.require_possible(step)
-        self._planned = feasibility.plan(step)
+        self._planned = self._require_plan(step)
         self._attempts += 1
         if self.has_begun:
             self._begin_attempt()
@@ -138,14 +136,28 @@ class Regrouping:
         return self._orders.fill(unplaced) + self._orders.replace(started, cold=cold)
 
     def _retry(self, reason: str, *, cold: bool) -> Orders:
-        """Try once more if an attempt is left, else give it up; `cold`: as in `_replace`."""
-        if self._attempts < MAX_ATTEMPTS:
-            try:
+        """Try once more if an attempt is left, else give it up; `cold`: as in `_replace`.
+
+        Also behind the last attempt the reason says why no other could help: a new process that gets its
+        state from a rank that dies may be heard before that death, and have used up an attempt.
+        """
+        try:
+            if self._attempts < MAX_ATTEMPTS:
                 orders = self._replace(self._writing.step, cold=cold)
                 return orders + self._tell_when_ready()
-            except CannotRegroupError as error:
-                reason = f"{reason}; {error}"
+            self._require_plan(self._writing.step)
+        except CannotRegroupError as error:
+            reason = f"{reason}; {error}"
         return self.cancel(reason)
+
+    def _require_plan(self, step: int) -> tuple[Replacement, ...]:
+        """Return who is replaced to come to `step`, and by whose state.
+
+        Raises:
+            CannotRegroupError: says why that cannot be.
+        """
+        self._feasibility.require_possible(step)
+        return self._feasibility.plan(step)
 
     def cancel(self, reason: str) -> Orders:
         """Give it up; the save goes on, or is done.
