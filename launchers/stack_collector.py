@@ -24,8 +24,8 @@ from pathlib import Path
 
 from adaptor.protocol import stack_files
 
-# A look from outside takes half a second on a busy machine. With the worker's own, of a second, it must be
-# over before a rank counts as one that does not answer (5 s).
+# A look from outside takes half a second, and all of this on a busy machine. With what the worker does then
+# it must be over before a rank counts as one that does not answer (`controller.freeze.HANG_ANSWER_S`).
 LOOK_S = 2.0
 # A process that is stopped, or hangs in the kernel, cannot be attached to, but its memory can be read.
 _WAYS = ("--native", "--nonblocking")

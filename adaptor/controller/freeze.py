@@ -17,9 +17,13 @@ from adaptor.protocol.messages import BoardRecord, Phase
 
 # A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
 LAYOUT_WAIT_S = 2.0
-# How long a rank has for its answer where the others have no time, or it has stood still for long: it is in
-# no update that will end soon, and answers at once or never.
+# How long a rank has for its answer where the job is told to end: the others have no time.
 ANSWER_S = 5.0
+# The same in a hang: it has stood still for long, is in no update that will end soon, and answers at once or
+# never. But before that its agent looks at its stacks (2 s, `launchers.stack_collector`), and it looks itself
+# (1 s, `worker.processor`) and asks its device (twice 1 s, `devices.accelerator`). On a busy machine each of
+# them takes all of its time, and a rank that is taken for silent is named as the cause.
+HANG_ANSWER_S = 10.0
 
 
 class FreezeState:
@@ -30,6 +34,7 @@ class FreezeState:
         took_over: every agent that is there has told all that it knows.
         is_urgent: a rank has ANSWER_S for its answer, and not half of the time for the incident. Without one
             it is no holder of a shard (`expire_unanswered`).
+        hangs: the job does; a rank has HANG_ANSWER_S.
     """
 
     def __init__(
@@ -40,13 +45,15 @@ class FreezeState:
         awaited: Collection[int],
         took_over: bool,
         is_urgent: bool,
+        hangs: bool,
     ) -> None:
         self._state = state
         self._membership = membership
         self._awaited = awaited
         self._took_over = took_over
         half = state.timeout_s / 2  # the other half is left for the dump
-        self._answers_by = state.opened_at + (min(half, ANSWER_S) if is_urgent else half)
+        limit = HANG_ANSWER_S if hangs else ANSWER_S if is_urgent else half
+        self._answers_by = state.opened_at + min(half, limit)
         self._explained_by = 0.0  # layouts are waited for
         self._newest = -1
 

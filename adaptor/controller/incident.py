@@ -80,6 +80,7 @@ class Incident:
             awaited=awaited,
             took_over=took_over,
             is_urgent=is_urgent,
+            hangs=self._hangs,
         )
         self.writing = Writing(membership)
         self.target = PublishTarget(membership.agents, recoveries.folders)
@@ -137,8 +138,8 @@ class Incident:
         return self._freeze() if self._waits and self.freeze_state.knows_all else []
 
     @property
-    def _stacks(self) -> bool:
-        """Return whether ranks are to tell where they stand: the job hangs."""
+    def _hangs(self) -> bool:
+        """Return whether the job hangs: ranks are to tell where they stand."""
         return self._failures.hang_s > 0
 
     @property
@@ -148,14 +149,14 @@ class Incident:
 
     def _freeze(self) -> Orders:
         self.freeze_state.ask()
-        return self.orders.freeze(self.state.nodes, stacks=self._stacks) + self._decide_when_frozen()
+        return self.orders.freeze(self.state.nodes, stacks=self._hangs) + self._decide_when_frozen()
 
     def on_hello(self, rank: int, node: int) -> Orders:
         """A rank that was not known to be there when others were asked to freeze."""
         if self.state.stage is not Stage.FREEZING or rank in self.state.nodes:
             return []
         self.state.nodes[rank] = node
-        return [] if self.freeze_state.waits else self.orders.freeze([rank], stacks=self._stacks)
+        return [] if self.freeze_state.waits else self.orders.freeze([rank], stacks=self._hangs)
 
     def on_replay_complete(self) -> Orders:
         """Note that a node has repeated its reports: one node less is awaited."""

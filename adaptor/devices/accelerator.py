@@ -17,7 +17,7 @@ from adaptor.threads import Background, within
 _LANDING_BYTES = 1 << 25
 _LANDINGS = 2
 # A copy of four bytes takes some microseconds. Twice this, and once more for `release`, is less than the
-# time that ranks of a job that hangs have for an answer (controller.freeze.ANSWER_S).
+# time that ranks of a job that hangs have for an answer (controller.freeze.HANG_ANSWER_S).
 _PROBE_S = 1.0
 # Communicators are aborted within milliseconds. Where that hangs, the main thread does so too, which is
 # noticed after as long (`online.unwinding`).

@@ -34,7 +34,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     # py-spy takes a second, and ten times that on a very busy machine. All of the other two is spent, for two
     # ranks do not answer and do not go.
     monkeypatch.setattr(stack_collector, "LOOK_S", 10.0)
-    monkeypatch.setattr(freeze, "ANSWER_S", 13.0)
+    monkeypatch.setattr(freeze, "HANG_ANSWER_S", 13.0)
     monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", 3.0)
     stacks_then: dict[str, str] = {}
     alive_then: list[int] = []
