@@ -32,9 +32,6 @@ from adaptor.checkpoint.paced_sync import PacedSync
 from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.strided_parts import StridedView
 
-# Bytes after which a file on a disk of this machine is synced, to which not many ranks write at a time.
-_ON_OWN_DISK = 128 << 20
-
 
 class Region(msgspec.Struct, frozen=True):
     """The place of elements [`begin`, `end`) of a world tensor: from byte `at` of the file with this number.
@@ -150,7 +147,6 @@ class PartWriter:
         self._stretches: list[_Stretch] = []
         # From a block on: a sync waits for what others have written to the file meanwhile, too.
         self._sync = PacedSync(BLOCK)
-        self._sync_own_disk = PacedSync(_ON_OWN_DISK)
         self._direct = DirectWriter(files, BLOCK)
         self._steps: Iterator[None] | None = None
         self._held: _Held = {}
@@ -265,7 +261,6 @@ class PartWriter:
         return stretch.is_whole and self._direct.takes(stretch.file), stretch.file, stretch.at
 
     def _write(self, stretch: _Stretch) -> Iterator[None]:
-        sync = self._sync_own_disk if self._direct.takes(stretch.file) else self._sync
         descriptor, done, crc, digests = self._files[stretch.file], 0, 0, bytearray()
         while done < stretch.size:
             at = stretch.at + done
@@ -277,7 +272,7 @@ class PartWriter:
                 digests += xxhash.xxh3_128_digest(data)
             if not (is_whole and self._direct.take(stretch.file, data, at)):
                 write_all(descriptor, data, at)
-                sync.wrote(descriptor, count)
+                self._sync.wrote(descriptor, count)
             done += count
             self._exchange.advanced(count)
             yield

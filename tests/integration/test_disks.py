@@ -102,10 +102,10 @@ def test_the_disk_gets_worse(
 
 
 def test_the_disk_is_slow(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:
-    """The save takes longer than an incident may last, and moves."""
+    """The save takes longer than an incident may last, 13 s, and moves: a block every 2.5 s."""
     disk = _enter(stack, disks.block, tmp_path / "disk", 64 * MIB)
     assert disk.device is not None
-    group = _enter(stack, cgroups.slow_writes, disk.device, MIB // 2)
+    group = _enter(stack, cgroups.slow_writes, disk.device, MIB * 2 // 5)
     job = Job(
         tmp_path / "job",
         DP2,

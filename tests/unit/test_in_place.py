@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import itertools
+import os
 import re
 import sys
 import threading
@@ -26,6 +27,7 @@ from adaptor.checkpoint import (
     in_place_holder,
     in_place_messages,
     manifest,
+    paced_sync,
     publish,
     shards,
     state_writer,
@@ -536,3 +538,30 @@ def test_what_is_told_of_numbers_that_are_not_finite_names_the_param() -> None:
         for stretch in stretches:
             stretch.read(0, stretch.size)
     assert writer.not_finite == [NotFinite(0, 0, "param", "float16", 0, 15, 22)]
+
+
+def test_a_slow_disk_shows_progress_at_least_once_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of blocks wait in the page cache: without a sync between them, the last one would write all."""
+    now, written, synced = [0.0], [0], []
+
+    def sync(descriptor: int) -> None:
+        now[0] += 2.0
+        synced.append(written[0])
+
+    def advance(count: int) -> None:
+        written[0] += count
+
+    monkeypatch.setattr(paced_sync.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(os, "fdatasync", sync)
+    half = BLOCK // 2
+    with (
+        (tmp_path / "file").open("wb") as file,
+        file_parts.PartWriter([file.fileno()], Exchange(None, 0, [[0]], progress=advance)) as writer,
+    ):
+        for number in range(6):
+            writer.add_content(0, number * BLOCK, torch.full((half,), number, dtype=torch.uint8))
+        assert writer.write_for(1000.0)
+    # Each is counted behind its own sync.
+    assert synced == [half, 3 * half, 5 * half]
