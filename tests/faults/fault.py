@@ -9,6 +9,7 @@ import json
 import math
 import mmap
 import os
+import re
 import signal
 import sys
 import threading
@@ -107,12 +108,16 @@ SHORT_CUT_S = 0.3
 AGENT_PAUSE_S = 7.0
 
 
+# How many spare nodes the job has: no fault strikes before all of them wait at node 0.
+SPARES = "TTP_TEST_SPARE_NODES"
 # A fault waits so long for what is to be there when it strikes, processes that are still to start included.
 _LONG_S = 3 * waiting.LONG_S
 
 # In the place of a generation, once in the job: of a process that takes the place of a rank in an online
 # recovery; of any process of the rank.
 NEWCOMERS, ONCE = -1, -2
+# In the place of milliseconds: once each side of a cut has given its verdict, and written the report of it.
+BEHIND_THE_VERDICTS = -1
 
 
 class InjectedError(Exception):
@@ -124,7 +129,7 @@ class Fault:
     """One SPEC; without a step it strikes when its phase is reached for the first time.
 
     restart  the generation of the workers; or NEWCOMERS, or ONCE
-    heals    milliseconds after which a network that is cut is mended; None: never
+    heals    milliseconds after which a network that is cut is mended; or BEHIND_THE_VERDICTS; None: never
     since    not before this step; a newcomer counts as in the step of the newest fault
     after    a rank of this machine that is stopped (SIGSTOP) before this strikes
     """
@@ -196,6 +201,7 @@ class Injector:
                 self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
+        _until_all_spare_nodes_wait()  # before it takes the time
         if fault.after is not None:
             _until_it_is_stopped(fault.after)
         if fault.kind == "agent-sigkill-beside-a-spare-node":
@@ -268,7 +274,9 @@ class Injector:
                 _wait_for_forgotten_work(timedelta(hours=1))
             case "cut" | "unplugged":
                 namespaces.cut() if fault.kind == "cut" else namespaces.unplug()
-                if fault.heals is not None:
+                if fault.heals == BEHIND_THE_VERDICTS:
+                    namespaces.heal_behind(Path(os.environ["TTP_LOG_PATH"]), "*/incidents/*.json", 2)
+                elif fault.heals is not None:
                     namespaces.heal_after(fault.heals / 1000)
             case "short-cut":
                 namespaces.cut_for(SHORT_CUT_S)
@@ -364,6 +372,20 @@ def _waiting_spare() -> int:
 
     waiting.until(is_there, "a spare waits", within_s=_LONG_S)
     return found[0]
+
+
+def _until_all_spare_nodes_wait() -> None:
+    """As node 0 says it: agents start at the same time, and nothing but that lets one wait in time."""
+    count = int(os.environ.get(SPARES, "0"))
+    if count:
+        out = Path(os.environ["TTP_LOG_PATH"]).parent
+        said = re.compile(r"\[ttp\] the spare node .* waits; ")
+        waiting.written(
+            out,
+            lambda: len(said.findall((out / "agent0.log").read_text(errors="replace"))) >= count,
+            f"{count} spare nodes wait",
+            within_s=_LONG_S,
+        )
 
 
 def _until_a_spare_node_is_ready() -> None:

@@ -22,7 +22,7 @@ import pytest
 
 from tests import operator_files, waiting
 from tests.faults import leftovers, told, warm
-from tests.faults.fault import Fault
+from tests.faults.fault import SPARES, Fault
 from tests.faults.namespaces import Namespaces
 from tests.faults.publishing import VARIABLE as PUBLISHING
 from tests.frameworks import args, prepare, record
@@ -278,6 +278,8 @@ def run(job: Job) -> Ended:
     environment.update(job.environment)
     if job.publishing:
         environment[PUBLISHING] = job.publishing
+    if job.spares:
+        environment[SPARES] = str(job.spares)
     if job.network is not None:
         environment.update(job.network.environment)
     shared_before = leftovers.shared_memory()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+from tests import waiting
 
 # For the fault `cut`: namespaces and devices that are to fall silent, both ends of the link of node 1.
 VARIABLE = "TTP_TEST_LINKS"
@@ -18,6 +22,8 @@ _PORTS = ("ttp1", "ttp2")
 _SILENCE = ("root", "blackhole")
 # A step of the tiny models takes a second, where it took a tenth of one.
 _SLOW = ("root", "tbf", "rate", "30mbit", "burst", "256kb", "latency", "500ms")
+# Between two looks of the shell that waits for files.
+_LOOK_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -122,12 +128,26 @@ def unplug() -> None:
 
 def heal_after(seconds: float) -> None:
     """From inside: the links carry everything again, even if this process has ended by then."""
+    _heal_behind(f"sleep {seconds:g}")
+
+
+def heal_behind(folder: Path, pattern: str, count: int) -> None:
+    """From inside: the links carry everything again when so many files below `folder` fit the `pattern`.
+
+    Never, if that takes longer than any wait of the tests for an event: the job has failed then.
+    """
+    turns = int(waiting.LONG_S / _LOOK_S)
+    there = f"[ $(ls {shlex.quote(str(folder))}/{pattern} 2>/dev/null | wc -l) -ge {count} ]"
+    _heal_behind(f"turn=0; until {there}; do [ $((turn += 1)) -le {turns} ] || exit; sleep {_LOOK_S}; done")
+
+
+def _heal_behind(wait: str) -> None:
     rules = [
         f"tc -n {name} qdisc del dev {device} root; ip -n {name} link set {device} up"
         for name, device in _ends()
     ]
     subprocess.Popen(
-        ["sh", "-c", "; ".join([f"sleep {seconds:g}", *rules])],
+        ["sh", "-c", "; ".join([wait, *rules])],
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
