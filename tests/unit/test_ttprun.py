@@ -158,6 +158,17 @@ def test_as_often_as_one_likes(launcher: Launcher) -> None:
     assert (ended.code, starts(ended)) == (1, 5), ended.log
 
 
+# The first that fails ends the other, which may not have come so far.
+BOTH_START = """
+import os
+from pathlib import Path
+from tests import waiting
+print("start", flush=True)
+Path("here" + os.environ["RANK"]).touch()
+waiting.exist(Path("here0"), Path("here1"))
+"""
+
+
 @pytest.mark.robustness(
     "A3",
     "arguments that argparse refuses, a module that is missing, a syntax error, no NVIDIA driver",
@@ -175,9 +186,7 @@ def test_as_often_as_one_likes(launcher: Launcher) -> None:
     ids=["arguments", "import", "name", "syntax", "driver"],
 )
 def test_a_mistake_is_not_tried_again(what: str, code: int, launcher: Launcher) -> None:
-    ended = launcher.run(
-        *TWO, "--max-restarts", "3", launcher.script(f"print('start', flush=True)\n{what}\n")
-    )
+    ended = launcher.run(*TWO, "--max-restarts", "3", launcher.script(f"{BOTH_START}{what}\n"))
     assert ended.code == code, ended.log
     assert starts(ended) == 2, "once on each rank"
     assert ended.last_line.endswith("; not started again: another start would fail in the same way"), (
@@ -198,6 +207,13 @@ def test_what_worked_once_is_no_mistake(launcher: Launcher) -> None:
     assert (ended.code, starts(ended)) == (0, 3), ended.log
 
 
+# A script may end before its agent has heard that it trains; the last restart has no line then.
+IS_SEEN = """
+from tests import waiting
+waiting.written(here, lambda: "restart 2 of 3: from step" in Path("log").read_text(), "it is told")
+"""
+
+
 @pytest.mark.robustness(
     "A6",
     "an operator reads the log of a job that has failed twice",
@@ -206,7 +222,7 @@ def test_what_worked_once_is_no_mistake(launcher: Launcher) -> None:
 def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
     count = "int(os.environ['TORCHELASTIC_RESTART_COUNT'])"
     fails = f"if step == 3 * (1 + {count}) < 9: raise ValueError(os.getpid())"
-    ended = launcher.run(*ONE, "--max-restarts", "3", launcher.script(TRAINS.format(what=fails)))
+    ended = launcher.run(*ONE, "--max-restarts", "3", launcher.script(TRAINS.format(what=fails) + IS_SEEN))
     assert ended.code == 0, ended.log
     said = [line for line in ended.log.splitlines() if line.startswith("[ttp] ")]
     # The line of the first finished step comes from a worker, before or after that of the restart.
