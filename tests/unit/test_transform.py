@@ -423,9 +423,11 @@ def test_ctrl_c_is_one_line_and_resume_goes_on(tmp_path: Path) -> None:
             assert running.stdout.readline().startswith("step 7")
             os.killpg(running.pid, signal.SIGINT)
             _, said = running.communicate()
-        if running.returncode != 0:
+        if tracker.tracked_step(tmp_path / "b") is None:
             break
-        shutil.rmtree(tmp_path / "b")  # it had come to its end before the signal
+        # It had done its work before the signal, of which the interpreter may be ended at its own end.
+        assert running.returncode in (0, 130, -signal.SIGINT)
+        shutil.rmtree(tmp_path / "b")
     assert running.returncode == 130
     assert said.splitlines()[-1] == (
         "python -m adaptor transform: interrupted; the same command with --resume goes on"
