@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from adaptor import config
 from adaptor.checkpoint import saved_steps, tracker
-from adaptor.launchers import after_verdict
+from adaptor.controller import failover
+from adaptor.launchers import after_verdict, agent_connection
 from adaptor.launchers.controller_host import ControllerHost
 from adaptor.launchers.node import Node
 from adaptor.launchers.programs import SPARE, WORKER
@@ -256,6 +257,9 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setenv(name, "")  # restored in the end
     made = Job(tmp_path, getattr(request, "param", 1))
     monkeypatch.setenv("TTP_LOG_PATH", str(made.logs))  # for workers
-    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", LONG_S)  # who goes by itself may do so slowly
+    # Who goes by itself, and who comes to the next controller, may do so slowly.
+    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", LONG_S)
+    monkeypatch.setattr(failover, "RECONNECT_S", LONG_S)
+    monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", LONG_S)
     yield made
     made.close()

@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from adaptor import config
 from adaptor.controller.membership import Membership
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers import flags, invitation, last_line, spare_node, tls, ttprun
+from adaptor.launchers import flags, invitation, last_line, spare_gate, spare_node, tls, ttprun
 from adaptor.launchers.agent_connection import connect
 from adaptor.launchers.place_filling import COMES_S, fill_for_restart
 from adaptor.launchers.places import Places
@@ -40,6 +40,12 @@ from tests.ports import free_port
 
 MINE = SpareHello({"--nnodes": "2", "--save": "/shared/a"}, ("--lr", "0.1"), "node0", 1)
 PLACE = TakePlace(1, restarts=2, generations=3, owner="")
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spare that answers may do so slowly, beside much other work; here each that does not has gone."""
+    monkeypatch.setattr(spare_gate, "ANSWER_S", waiting.LONG_S)
 
 
 def _gate(settings: config.Config) -> SpareGate:
