@@ -24,7 +24,7 @@ from adaptor.protocol.messages import Proceed, Regroup, Replacement, ShardSource
 from adaptor.worker.door import Unwind
 from adaptor.worker.processor import CannotRejoinError
 from adaptor.worker.session import Session
-from tests.unit.threads import Thread
+from tests.unit.threads import LONG_S, Thread
 from tests.unit.trainee import CountingTrainee, Loop
 
 
@@ -108,7 +108,7 @@ def test_a_thread_that_is_late_shuts_no_connection_of_the_next_attempt(memory: B
     def never(inodes: frozenset[int]) -> int:
         return 0
 
-    with Thread(worker.rejoin.regroup, order(1, timeout_s=2.0), wake) as late:
+    with Thread(worker.rejoin.regroup, order(1, timeout_s=LONG_S), wake) as late:
         late.result()
     assert shut == [1]
 
