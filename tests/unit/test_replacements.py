@@ -75,6 +75,7 @@ class Node:
         self.of_a_rank: tuple[str, ...] = ("RANK",)
         self.of_all_ranks: dict[str, str] = {}
         self.may_spare = True
+        self.program = WORKER
         self.broken = False
         self.room = 100  # for so many spares
         self.spares: list[Spare] = []
@@ -155,7 +156,7 @@ class Node:
 
     def _popen(self, rank: int, added: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            self._command(WORKER),
+            self._command(self.program),
             env=self._environment(rank, added),
             stdin=subprocess.DEVNULL,
             stdout=self.log,
@@ -319,10 +320,13 @@ def test_a_newcomer_that_ends_before_it_has_said_anything_tells_its_pid(tmp_path
         node.processes[0].kill()
         await node.told(Died)
         node.heard.clear()
+        node.program = tmp_path / "hangs.py"  # as in its first import
+        node.program.write_text("import threading\nthreading.Event().wait()\n")
         await node.replacements.replace(Replace(1, 1, 0), always)
-        node.processes[0].kill()  # it needs a second for its first import
+        node.processes[0].kill()
         (died,) = await node.told(Died)
         assert died.board == BoardRecord(0, pid=node.processes[0].pid)
+        node.program = WORKER
         await node.replacements.replace(Replace(1, 2, 0, cold=True), always)
         assert await node.has_run(0) == "1"
 
