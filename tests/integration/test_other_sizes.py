@@ -17,7 +17,7 @@ import pytest
 from adaptor.__main__ import main
 from adaptor.checkpoint import manifest, saved_steps
 from adaptor.protocol import naming
-from tests.faults import harness, outcome, warm
+from tests.faults import harness, outcome, told, warm
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout
 from tests.faults.same import differences
 
@@ -100,7 +100,7 @@ def test_a_batch_that_the_nodes_cannot_divide_ends_the_job(tmp_path: Path) -> No
     ended = lose_a_node(tmp_path, 3, "--global-batch-size", "9")
     assert set(ended.codes) == {137}, ended.log[-3000:]
     outcome.assert_saved(tmp_path / "save", 3)
-    (line,) = {log.rstrip().rpartition("\n")[2] for log in ended.logs if "cannot be divided" in log}
+    (line,) = {told.last_line(log) for log in ended.logs if "cannot be divided" in log}
     assert line == (
         "[ttp] node 2 is lost; step 3 is saved, no finished step is lost; not started again: 2 nodes: the"
         " data-parallel size is 2, and --global-batch-size 9 cannot be divided by 2 times --micro-batch-size"
@@ -181,7 +181,7 @@ def test_a_model_that_does_not_fit_the_nodes_that_are_left(tmp_path: Path) -> No
     """The last line has the command that makes a checkpoint which does, and the framework goes on from it."""
     ended = lose_a_node(tmp_path, 4, *BATCH, tp=2)
     assert set(ended.codes) == {137}, ended.log[-3000:]
-    (line,) = {log.rstrip().rpartition("\n")[2] for log in ended.logs if "adaptor transform" in log}
+    (line,) = {told.last_line(log) for log in ended.logs if "adaptor transform" in log}
     assert "; not started again: 3 nodes with 3 ranks: the model (tensor times pipeline times context" in line
     assert " takes 2, of which 3 is no multiple; start 4 nodes, or run `python -m adaptor transform" in line
     sizes = "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1"
