@@ -66,8 +66,8 @@ RESERVE = 7
 DESCRIPTORS = 32
 # The time for the last lines: shorter than the agent waits for the worker's end, if a terminal blocks.
 LAST_LINES_S = 1.0
-# In a hang: the time to read the position of the main thread and to write it down. The file system may be
-# what hangs, and the controller waits for the answer.
+# In a hang: the time to read the position of the main thread, and which collectives were begun, and to write
+# both down. The file system may be what hangs, and the controller waits for the answer.
 LOOK_S = 1.0
 
 
@@ -262,8 +262,6 @@ class Processor:
 
     def _freeze(self, order: Freeze, again: bool) -> None:
         assert self._session is not None
-        if order.stacks:
-            self._in_thread("collectives", self._note_collectives, order.incident)
         standing = self._look(order.incident) if order.stacks else None
         board = self._session.freezer.freeze(self._timeout_s / 2, again)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
@@ -272,9 +270,17 @@ class Processor:
             self.say(Frozen(self._rank, order.incident, board, standing))
 
     def _look(self, incident: int) -> Standing | None:
-        """Read the position of the main thread before any answer, which may let it go on or end it."""
+        """Read the position of the main thread before any answer, which may let it go on or end it.
+
+        What was recorded of collectives is read beside that, and waited for as long: behind the answers of
+        all ranks the incident may be over within a tenth of a second, and this process with it.
+        """
+        until = time.monotonic() + LOOK_S
+        collectives = threads.Background(lambda: self._note_collectives(incident), "ttp-collectives")
         path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.txt"
-        return stacks.look(path, LOOK_S, lambda: self._note("stacks", str(path)))
+        standing = stacks.look(path, LOOK_S, lambda: self._note("stacks", str(path)))
+        collectives.within(max(0.0, until - time.monotonic()))
+        return standing
 
     def _tell_modules(self, _probe: ModulesProbe) -> None:
         """Say what is imported. For that it looks at objects of others, which may raise anything, or hang."""
@@ -289,7 +295,7 @@ class Processor:
             self.say(told)
 
     def _note_collectives(self, incident: int) -> None:
-        """Say which collectives this rank has begun; nothing waits for it, and a hang may keep the thread."""
+        """Say which collectives this rank has begun; a hang may keep the thread."""
         path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.collectives.json"
         with contextlib.suppress(Exception):  # it is for people; the save goes on without it
             if said := flight_recorder.write(path):

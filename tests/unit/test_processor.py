@@ -7,6 +7,7 @@ import socket
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from adaptor.protocol import wire
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.messages import (
+    BoardRecord,
     Dump,
     Freeze,
     Frozen,
@@ -142,6 +144,66 @@ def test_looking_at_what_is_imported_keeps_no_order_waiting(
     assert_set(left)
     processor._connection.close()
     memory.close()
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Session, socket.socket]]:
+    """The session of a rank whose job hangs, and the agent's end of its connection."""
+    left = threading.Event()
+    monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
+    memory = BoardMemory([0])
+    session = Session(Board(0, memory.path, memory.slots), lambda *heard: None, lambda error: None)
+    Loop(session, CountingTrainee()).begin(4)
+    processor, agent = connected(tmp_path)
+    with agent:
+        processor.start(session)
+        assert isinstance(wire.receive(agent, wire.from_worker), Hello)
+        yield session, agent
+    assert_set(left)
+    processor._connection.close()
+    memory.close()
+
+
+def asked_where_it_stands(agent: socket.socket) -> list[str]:
+    """Return what a rank notes before it answers that it is frozen."""
+    agent.sendall(wire.frame(Freeze(1, stacks=True)))
+    noted = []
+    while not isinstance(message := wire.receive(agent, wire.from_worker), Frozen):
+        assert isinstance(message, TimelineEvent)
+        noted.append(message.what)
+    return noted
+
+
+def test_in_a_hang_it_tells_of_collectives_before_it_answers(
+    hanging: tuple[Session, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the answer this process may be told to exit at once."""
+    session, agent = hanging
+    frozen, answer = threading.Event(), session.freezer.freeze
+
+    def freezes(timeout_s: float, again: bool = False) -> BoardRecord | None:
+        frozen.set()
+        return answer(timeout_s, again)
+
+    def write(path: Path) -> str:
+        assert not frozen.wait(0.1)
+        return "what was begun"
+
+    monkeypatch.setattr(processor_module, "LOOK_S", LONG_S)
+    monkeypatch.setattr(session.freezer, "freeze", freezes)
+    monkeypatch.setattr(processor_module.flight_recorder, "write", write)
+    assert sorted(asked_where_it_stands(agent)) == ["collectives", "stacks"]
+
+
+def test_in_a_hang_it_answers_though_nothing_can_be_read_of_collectives(
+    hanging: tuple[Session, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, agent = hanging
+    hangs = threading.Event()
+    monkeypatch.setattr(processor_module, "LOOK_S", 0.1)
+    monkeypatch.setattr(processor_module.flight_recorder, "write", lambda path: str(hangs.wait(LONG_S)))
+    assert "collectives" not in asked_where_it_stands(agent)
+    hangs.set()
 
 
 def connected(folder: Path) -> tuple[Processor, socket.socket]:
