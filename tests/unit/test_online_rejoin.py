@@ -27,8 +27,11 @@ from adaptor.worker.session import Session
 from tests.unit.threads import LONG_S, Thread
 from tests.unit.trainee import CountingTrainee, Loop
 
+# For a main thread that does not come.
+IN_VAIN_S = 0.3
 
-def order(attempt: int, *, incident: int = 1, step: int = 5, timeout_s: float = 0.3) -> Regroup:
+
+def order(attempt: int, *, incident: int = 1, step: int = 5, timeout_s: float = LONG_S) -> Regroup:
     return Regroup(
         incident=incident,
         attempt=attempt,
@@ -100,7 +103,7 @@ def test_a_thread_that_is_late_shuts_no_connection_of_the_next_attempt(memory: B
         if len(shut) == 1:
             with (
                 pytest.raises(CannotRejoinError),
-                Thread(worker.rejoin.regroup, order(2, step=4), never) as new,
+                Thread(worker.rejoin.regroup, order(2, step=4, timeout_s=IN_VAIN_S), never) as new,
             ):
                 new.result()
         return 0
@@ -108,7 +111,7 @@ def test_a_thread_that_is_late_shuts_no_connection_of_the_next_attempt(memory: B
     def never(inodes: frozenset[int]) -> int:
         return 0
 
-    with Thread(worker.rejoin.regroup, order(1, timeout_s=LONG_S), wake) as late:
+    with Thread(worker.rejoin.regroup, order(1), wake) as late:
         late.result()
     assert shut == [1]
 
@@ -159,7 +162,7 @@ def test_an_order_that_is_late_is_not_obeyed(memory: BoardMemory) -> None:
     worker.board.ready(5)  # an update that does not come
     woken: list[int] = []
     with pytest.raises(CannotRejoinError):
-        worker.rejoin.regroup(order(2), lambda inodes: 0)
+        worker.rejoin.regroup(order(2, timeout_s=IN_VAIN_S), lambda inodes: 0)
     worker.rejoin.regroup(order(1), lambda inodes: woken.append(1) or 0)
     assert woken == []
 
@@ -183,7 +186,7 @@ def test_who_has_joined_is_a_survivor_of_the_next_fault(memory: BoardMemory) -> 
     worker.rejoin.proceed(Proceed(1, 5))
     assert not worker.rejoin.newcomer
     with pytest.raises(CannotRejoinError, match="its main thread has not left the training loop"):
-        worker.rejoin.regroup(order(1, incident=2), lambda inodes: 0)
+        worker.rejoin.regroup(order(1, incident=2, timeout_s=IN_VAIN_S), lambda inodes: 0)
 
 
 class Given:
