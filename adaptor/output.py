@@ -17,12 +17,12 @@ import queue
 import select
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NoReturn, TextIO
 
+from adaptor import threads
 from adaptor.text import PAGE, encodable
 
 # More than a job says in an incident; with a reader that has stopped the rest is dropped, not kept in memory.
@@ -87,11 +87,15 @@ class Writer:
 
     def drain(self, seconds: float = DRAIN_S) -> bool:
         """Wait until all that is queued by now has been run, `seconds` at most; returns whether it has."""
+        return self.left_after_drain(seconds) >= 0.0
+
+    def left_after_drain(self, seconds: float) -> float:
+        """Drain it; return what is left of `seconds`, below zero where they were not enough."""
         if self._thread is None or self._thread is threading.current_thread():
-            return True
+            return seconds
         done = threading.Event()
         self._jobs.put(done.set)
-        return done.wait(seconds)
+        return threads.wait(done, seconds)
 
     def close(self, seconds: float = DRAIN_S) -> bool:
         """Drain it for the last time, and let its thread end; one that hangs stays behind."""
@@ -146,9 +150,10 @@ def tell(text: str, to: Literal["stderr", "stdout"] = "stderr") -> None:
 
 def drain(seconds: float = DRAIN_S) -> bool:
     """Wait until what has been told, logged and reported is written, `seconds` at most for all of it."""
-    until = time.monotonic() + seconds
-    drained = [writer.drain(max(0.0, until - time.monotonic())) for writer in list(_writers)]
-    return all(drained)
+    left = [seconds]
+    for writer in list(_writers):
+        left.append(writer.left_after_drain(max(0.0, left[-1])))
+    return min(left) >= 0.0
 
 
 def leave(code: int, seconds: float = DRAIN_S) -> NoReturn:

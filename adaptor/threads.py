@@ -15,6 +15,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+# Of a wait with a limit: the longest that a stretch counts in which this process does not run.
+_SLICE_S = 0.1
+
 
 class Reserve:
     """Runs jobs in threads that exist already, and starts more where all are taken and one can be had.
@@ -86,6 +89,23 @@ class Reserve:
 reserve = Reserve("ttp-reserve")
 
 
+def wait(event: threading.Event, limit_s: float) -> float:
+    """Wait until another thread of this process sets `event`, `limit_s` at most.
+
+    A time in which the process is stopped, or gets no processor, counts as little: that thread has not run
+    either.
+
+    Returns:
+        The seconds that are left; below zero where it was not set.
+    """
+    left = limit_s
+    while not event.wait(min(_SLICE_S, max(0.0, left))):
+        left -= _SLICE_S
+        if left <= 0.0:
+            return -1.0
+    return max(0.0, left)
+
+
 class Background(Generic[T]):
     """A call that another thread makes, which may hang in it.
 
@@ -108,7 +128,7 @@ class Background(Generic[T]):
 
     def within(self, limit_s: float) -> T | None:
         """Return what the call has returned; None where it has not after `limit_s`, or has raised."""
-        self._done.wait(limit_s)
+        wait(self._done, limit_s)
         return self._found[0] if self._found else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor import output
+from adaptor import output, threads
 from tests.unit.threads import LONG_S
 
 ROOT = Path(__file__).parents[2]
@@ -117,6 +117,34 @@ def test_a_job_that_hangs_is_waited_for_only_so_long() -> None:
     assert not writer.drain(0.01)
     go.set()
     assert writer.close(LONG_S)
+
+
+class _AfterAStop(threading.Event):
+    """Set by a thread that is stopped with its process when somebody has just begun to wait for it.
+
+    Attributes:
+        waits: the seconds of each wait
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[float] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.waits.append(timeout)
+        if len(self.waits) > 1:
+            self.set()
+        return self.is_set()  # the first time, because the time was over when the process went on
+
+
+def test_the_time_in_which_a_process_is_stopped_is_no_waiting_time() -> None:
+    event = _AfterAStop()
+    assert threads.wait(event, 2.0) > 1.0
+    assert sum(event.waits) < 1.0
+    never = threading.Event()
+    assert threads.wait(never, 0.15) < 0.0
+    assert threads.wait(never, 0.0) < 0.0
 
 
 @pytest.mark.parametrize("handler", ["StreamHandler", "_StderrHandler"])
