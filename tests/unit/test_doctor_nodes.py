@@ -22,6 +22,12 @@ from tests.ports import free_ports
 from tests.unit.threads import LONG_S
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that answers may do so slowly, beside much other work."""
+    monkeypatch.setattr(doctor_ports, "CONNECT_S", LONG_S)
+
+
 class Node(threading.Thread):
     """A node that makes the checks."""
 
@@ -94,7 +100,11 @@ def test_certificates_of_two_signers(tmp_path: Path) -> None:
         assert "cannot be reached from here: TLS is refused (" in words
 
 
-def test_one_node_has_certificates_and_the_other_has_none(tmp_path: Path) -> None:
+def test_one_node_has_certificates_and_the_other_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each waits for the other to begin."""
+    monkeypatch.setattr(doctor_ports, "CONNECT_S", 0.5)
     secured, plain = (
         Node(tmp_path / "save", 2, **Authority(tmp_path / "ca").settings()),
         Node(tmp_path / "save", 2),
