@@ -211,7 +211,7 @@ def test_who_is_turned_out_comes_again() -> None:
 
 def test_whoever_has_proved_itself_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo asks name servers in between, which may take longer than a proof may."""
-    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", 1.0)  # in which the two below have to come
+    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", 4.0)  # in which the two below have to come
     with served("") as opened:
         one, other = opened.client(), opened.client()
         with socket.create_connection(("127.0.0.1", opened.place.port), LONG_S) as stranger:
