@@ -15,6 +15,7 @@ import pytest
 
 from adaptor.checkpoint import linux_calls
 from adaptor.checkpoint.direct_writes import DirectWriter
+from tests.waiting import LONG_S
 
 BLOCK = 64 << 10
 COUNT = 40  # more than are on their way at the same time
@@ -96,7 +97,7 @@ def test_it_leaves_no_descriptor_and_no_thread(file: int) -> None:
     assert set(Path("/proc/self/fd").iterdir()) == before
     for thread in threading.enumerate():
         if thread.name == "ttp-write":
-            thread.join(10)  # it has been told; seconds only on a machine that is far too busy
+            thread.join(LONG_S)  # it has been told
             assert not thread.is_alive()
 
 
