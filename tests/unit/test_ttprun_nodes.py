@@ -297,7 +297,9 @@ def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, lau
     os.kill(pid, by)
     ended = launcher.wait(pid)
     assert ended.code == 128 + by, ended.log
-    said = f"[ttp] ended by {by.name} while it waited for node 1 of 2 at 127.0.0.1:{port}; nothing was started"
+    said = (
+        f"[ttp] ended by {by.name} while it waited for node 1 of 2 at 127.0.0.1:{port}; nothing was started"
+    )
     # On a slow machine a line has come before this node has met anybody, too.
     assert [text for text in ended.log.splitlines() if not text.startswith("[ttp] waiting for ")] == [said]
 
