@@ -106,7 +106,7 @@ def endpoint(text: str) -> str:
     """Refuse credentials in the URL: it is shown in messages."""
     if "@" in text:
         raise NotShownError
-    if text and not re.fullmatch(r"https?://[^\s/?#]+/?", text):
+    if text and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text):
         raise ValueError
     return text.rstrip("/")
 

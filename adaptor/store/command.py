@@ -219,10 +219,9 @@ def _prune(parsed: argparse.Namespace) -> int:
     if parsed.json:
         print(msgspec.json.encode({"store": str(store), "dry_run": parsed.dry_run, **_fields(done)}).decode())
     else:
-        would = "would be" if parsed.dry_run else "are"
         uploads = f" and {done.uploads} uploads that were cut short" if done.uploads else ""
         print(
-            f"{store}: steps {_numbers(done.removed)} {would} removed ({size(done.bytes)}){uploads},"
+            f"{store}: {_removed(done.removed, parsed.dry_run)} ({size(done.bytes)}){uploads},"
             f" complete and kept: {_numbers(done.kept)}"
         )
         if done.unlisted:
@@ -232,6 +231,11 @@ def _prune(parsed: argparse.Namespace) -> int:
 
 def _say(line: str) -> None:
     output.tell(f"ttp store: {shown(line)}")  # a request goes on, whether or not anybody reads it
+
+
+def _removed(steps: list[int], dry_run: bool) -> str:
+    named = f"step{'s' * (len(steps) > 1)} {_numbers(steps)}" if steps else "no step"
+    return f"{named} {'would be' if dry_run else 'are' if len(steps) > 1 else 'is'} removed"
 
 
 def _numbers(steps: list[int]) -> str:

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 _PROBE = "ttp_probe"
 _OF_S3 = ("s3", "obs")
+# What obstore itself reads the credentials from.
+_CREDENTIALS = {
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
+}
 # For so long the client makes a request again, before a line says that the store is waited for.
 _FIRST_S = 10.0
 
@@ -70,7 +75,9 @@ def open_store(
     try:
         client = _remote(place, found, endpoint, patience_s)
     except (exceptions.BaseError, OSError, ValueError) as error:
-        raise StoreError(f"{place}: cannot be opened: {plain(str(error))}") from None
+        read = _CREDENTIALS.get(place.scheme)
+        hint = f"; the environment has its credentials: {read}" if read else ""
+        raise StoreError(f"{place}: cannot be opened: {plain(str(error))}{hint}") from None
     parts = Multipart(found, Answers(place, endpoint), patience_s) if found is not None else None
     return Store(place, client, endpoint, parts, piece, retrying)
 

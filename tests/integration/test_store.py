@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.faults import harness, outcome
 from tests.faults.harness import DP2, TP2_DP1, Job
 from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf, assert_last_words
-from tests.unit import fault_proxy, object_store
+from tests.unit import azure_server, fault_proxy, object_store
 
 pytestmark = pytest.mark.integration
 
@@ -121,13 +122,35 @@ def test_a_store_that_is_not_there_starts_nothing(server: str, tmp_path: Path) -
     assert not (tmp_path / "save").exists()
 
 
+@dataclass(frozen=True)
+class Place:
+    """A prefix in a store, where the store answers, and its credentials."""
+
+    url: str
+    endpoint: str
+    credentials: Mapping[str, str]
+
+
+@pytest.fixture(params=["s3", "az"])
+def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    if request.param == "s3":
+        endpoint = request.getfixturevalue("server")
+        yield Place("s3://bucket/run7", endpoint, object_store.CREDENTIALS)
+        return
+    for name, value in azure_server.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with azure_server.server() as endpoint:
+        azure_server.make_container(endpoint, "container")
+        yield Place("az://container/run7", endpoint, azure_server.CREDENTIALS)
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_a_job_is_resumed_on_empty_machines(
-    nodes: int, server: str, tmp_path: Path, baseline_of: BaselineOf
+    nodes: int, place: Place, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
     """`--load s3://...`: the save folder is not there, and the job trains on as if nothing had happened."""
     baseline = baseline_of(DP2)
-    stored = ["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", server]
+    stored = ["--ttp-store", place.url, "--ttp-store-endpoint", place.endpoint]
 
     def job(name: str, **more: Any) -> Job:
         return Job(
@@ -135,22 +158,22 @@ def test_a_job_is_resumed_on_empty_machines(
             DP2,
             save=tmp_path / f"save of {name}",
             options=stored,
-            environment=object_store.CREDENTIALS,
-            arguments=("--load", "s3://bucket/run7"),
+            environment=place.credentials,
+            arguments=("--load", place.url),
             nodes=nodes,
             **more,
         )
 
     first = harness.run(job("first", faults=["rank=1,step=6,phase=forward,kind=sigkill"]))
     assert "has no checkpoint, and" in first.log
-    assert "step 5 is in s3://bucket/run7" in first.log, first.log[-3000:]
+    assert f"step 5 is in {place.url}" in first.log, first.log[-3000:]
     second = harness.run(job("second"))
     assert set(second.codes) == {0}, second.log[-3000:]
-    assert f"[ttp] step 5 has come from s3://bucket/run7 to {tmp_path / 'save of second'}" in second.log
+    assert f"[ttp] step 5 has come from {place.url} to {tmp_path / 'save of second'}" in second.log
     steps = range(6, harness.ITERATIONS + 1)
     assert {line["iteration"] for lines in second.records.values() for line in lines} == set(steps)
     outcome.assert_same_training(second, baseline.records, steps=steps)
-    (newest, *_) = choose.newest_first(open_store("s3://bucket/run7", server), None, [])
+    (newest, *_) = choose.newest_first(open_store(place.url, place.endpoint), None, [])
     assert newest.known.step == harness.ITERATIONS
 
 

@@ -96,6 +96,7 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_STORE_RATE", "200M", "store_rate", 200_000_000),
     ("TTP_STORE_EVERY", "2000", "store_every", 2000),
     ("TTP_STORE_ENDPOINT", "https://host:9000/", "store_endpoint", "https://host:9000"),
+    ("TTP_STORE_ENDPOINT", "http://host:9000/account/", "store_endpoint", "http://host:9000/account"),
     ("TTP_PULL", "s3://bucket/data=/cache/data", "pull", (Pull("s3://bucket/data", "/cache/data"),)),
     (
         "TTP_PULL",
@@ -148,6 +149,7 @@ BAD = [
     ("TTP_HANG", "never"),
     ("TTP_PLATFORM", "kubernetes"),
     ("TTP_STORE_ENDPOINT", "host:9000"),
+    ("TTP_STORE_ENDPOINT", "https://host/path?signature=1"),
     ("TTP_PULL", "s3://bucket/data"),
     ("TTP_PULL", "s3://bucket/data="),
     ("TTP_PULL", "bucket/data=/cache"),

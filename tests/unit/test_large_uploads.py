@@ -386,7 +386,7 @@ def test_a_store_that_does_not_list_uploads_is_pruned_all_the_same(
     monkeypatch.setenv("TTP_STORE_ENDPOINT", faults.url)
     assert main(["store", "prune", url, "--keep", "1"]) == 0
     printed = capsys.readouterr()
-    assert "steps 12 are removed" in printed.out
+    assert "step 12 is removed" in printed.out
     (line,) = printed.err.splitlines()
     assert "uploads that were cut short may have left parts in the store, which cost money" in line
     assert "does not allow these credentials to list uploads that were cut short (403 Forbidden, " in line

@@ -25,7 +25,7 @@ from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
 from adaptor.store.pull import pull, resume
 from adaptor.store.push import push
-from tests.unit import object_store
+from tests.unit import azure_server, object_store
 from tests.unit.object_store import contents, save
 
 
@@ -45,11 +45,27 @@ def s3(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     return f"s3://{bucket}/run 7"
 
 
-@pytest.fixture(params=["file", "s3"])
+@pytest.fixture(scope="module")
+def azure_account() -> Iterator[str]:
+    with azure_server.server() as url:
+        yield url
+
+
+@pytest.fixture
+def az(azure_account: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An empty container; the environment leads to it."""
+    container = f"c{abs(hash(request.node.nodeid))}"
+    azure_server.make_container(azure_account, container)
+    for name, value in {**azure_server.CREDENTIALS, "TTP_STORE_ENDPOINT": azure_account}.items():
+        monkeypatch.setenv(name, value)
+    return f"az://{container}/run 7"
+
+
+@pytest.fixture(params=["file", "s3", "az"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "file":
         return f"file://{tmp_path}/the store"
-    return str(request.getfixturevalue("s3"))
+    return str(request.getfixturevalue(request.param))
 
 
 def _store(*arguments: object) -> int:
@@ -312,6 +328,16 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
     assert _store("push", f"file://{tmp_path}/store", tmp_path / "one") == 0
     assert _store("pull", f"file://{tmp_path}/store", tmp_path / "file/below") == 2
     assert capsys.readouterr().err == f"python -m adaptor store: {tmp_path}/file/below: Not a directory\n"
+
+
+def test_azure_without_an_account_names_the_variables(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in azure_server.CREDENTIALS:
+        monkeypatch.delenv(name, raising=False)
+    assert _store("list", "az://container/run7") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY")
 
 
 def test_a_store_that_refuses_is_one_line(
