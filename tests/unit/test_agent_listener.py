@@ -532,8 +532,9 @@ def test_the_controller_refuses_a_certificate_of_another_signer(
 @pytest.mark.robustness(
     "B4", "every certificate of the job is replaced while it trains", "those made later are used from then on"
 )
-def test_renewed_certificates(tmp_path: Path) -> None:
+def test_renewed_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another signer, even: who comes afterwards has the new ones; a connection that is open stays."""
+    monkeypatch.setattr(tls, "READ_S", LONG_S)
     signers = [Authority(tmp_path / name) for name in ("old", "new")]
     ends = "CERT", "KEY", "CA"
     files = {f"TTP_TLS_{end}": str(tmp_path / end) for end in ends}

@@ -18,6 +18,12 @@ from tests.certificates import Authority
 from tests.unit.threads import LONG_S
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are read may be so slowly, beside much other work."""
+    monkeypatch.setattr(tls, "READ_S", LONG_S)
+
+
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("certificates") / "ours")
