@@ -16,7 +16,16 @@ from torch.distributed import HashStore
 from adaptor import config
 from adaptor.controller.membership import Membership
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers import flags, invitation, last_line, spare_gate, spare_node, tls, ttprun
+from adaptor.launchers import (
+    agent_connection,
+    flags,
+    invitation,
+    last_line,
+    spare_gate,
+    spare_node,
+    tls,
+    ttprun,
+)
 from adaptor.launchers.agent_connection import connect
 from adaptor.launchers.place_filling import COMES_S, fill_for_restart
 from adaptor.launchers.places import Places
@@ -44,8 +53,9 @@ PLACE = TakePlace(1, restarts=2, generations=3, owner="")
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A spare that answers may do so slowly, beside much other work; here each that does not has gone."""
+    """Who answers may do so slowly, beside much other work; here each that does not has gone."""
     monkeypatch.setattr(spare_gate, "ANSWER_S", waiting.LONG_S)
+    monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", waiting.LONG_S)
 
 
 def _gate(settings: config.Config) -> SpareGate:
