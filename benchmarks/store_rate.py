@@ -7,7 +7,8 @@ it gets to a file, without a checksum, a list or a manifest. The memory is the p
 time is what a training beside it can lose, and depends least on what else the machine does. Stores: a folder
 on this disk, and moto, an S3 server in Python on this machine, which is itself the limit there: it reads a
 whole object for each range that is asked for. So a pull is also compared with the bare client that asks for
-the same ranges, as many at the same time.
+the same ranges, as many at the same time. With `--url s3://bucket/prefix --endpoint URL` another server takes
+its turns, too; its credentials come from the environment, and what is below the prefix is removed.
 """
 
 from __future__ import annotations
@@ -154,6 +155,8 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=1024, help="size of the checkpoint (default 1024)")
     parser.add_argument("--repeats", type=int, default=5, help="turns (default 5)")
     parser.add_argument("--checkpoints", type=int, default=1000, help="to choose among (default 1000)")
+    parser.add_argument("--url", default="", help="a prefix in one more store, for this alone")
+    parser.add_argument("--endpoint", default="", help="where that store answers")
     parser.add_argument("--do", nargs=4, help=argparse.SUPPRESS)
     parsed = parser.parse_args()
     if parsed.do:
@@ -161,15 +164,16 @@ def main() -> None:
         return
     bench = Benchmark("store_rate", {name: value for name, value in vars(parsed).items() if name != "do"})
     rows, findings = [], {}
-    os.environ.update(object_store.CREDENTIALS)
+    for name, value in object_store.CREDENTIALS.items():
+        os.environ.setdefault(name, value)  # moto takes any
     with tempfile.TemporaryDirectory() as folder, object_store.server() as server:
         scratch = Path(folder)
         object_store.save(scratch / "save", STEP, first=parsed.mib << 20)
         object_store.request(server, "PUT", f"/{BUCKET}")
-        for kind, url, endpoint in (
-            ("file", f"file://{folder}/store", ""),
-            ("moto", f"s3://{BUCKET}/run7", server),
-        ):
+        stores = [("file", f"file://{folder}/store", ""), ("moto", f"s3://{BUCKET}/run7", server)]
+        if parsed.url:
+            stores.append((parsed.url, parsed.url, parsed.endpoint))
+        for kind, url, endpoint in stores:
             found = measure(url, endpoint, scratch, parsed.repeats)
             for ours, bare in BARE:
                 rates = {
