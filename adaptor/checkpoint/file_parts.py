@@ -145,7 +145,8 @@ class PartWriter:
         self._block = torch.empty(BLOCK // 2, dtype=torch.float32, device="cpu")  # of the smallest dtype
         self._exchange = exchange
         self._stretches: list[_Stretch] = []
-        # From a block on: a sync waits for what others have written to the file meanwhile, too.
+        # Not before a block is written: a sync waits for what others have written to the file meanwhile, too.
+        # And not much later: a slow disk shows no progress within a sync.
         self._sync = PacedSync(BLOCK)
         self._direct = DirectWriter(files, BLOCK)
         self._steps: Iterator[None] | None = None

@@ -34,7 +34,7 @@ class FreezeState:
         took_over: every agent that is there has told all that it knows.
         is_urgent: a rank has ANSWER_S for its answer, and not half of the time for the incident. Without one
             it is no holder of a shard (`expire_unanswered`).
-        hangs: the job does; a rank has HANG_ANSWER_S.
+        hangs: the job does not move; a rank has HANG_ANSWER_S.
     """
 
     def __init__(

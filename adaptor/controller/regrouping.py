@@ -138,7 +138,7 @@ class Regrouping:
     def _retry(self, reason: str, *, cold: bool) -> Orders:
         """Try once more if an attempt is left, else give it up; `cold`: as in `_replace`.
 
-        Also behind the last attempt the reason says why no other could help: a new process that gets its
+        After the last attempt, too, the reason says why no other could help: a new process that gets its
         state from a rank that dies may be heard before that death, and have used up an attempt.
         """
         try:

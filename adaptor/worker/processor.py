@@ -272,7 +272,7 @@ class Processor:
     def _look(self, incident: int) -> Standing | None:
         """Read the position of the main thread before any answer, which may let it go on or end it.
 
-        What was recorded of collectives is read beside that, and waited for as long: behind the answers of
+        What was recorded of collectives is read beside that, and waited for as long: after the answers of
         all ranks the incident may be over within a tenth of a second, and this process with it.
         """
         until = time.monotonic() + LOOK_S
