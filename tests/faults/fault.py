@@ -117,7 +117,7 @@ _LONG_S = 3 * waiting.LONG_S
 # recovery; of any process of the rank.
 NEWCOMERS, ONCE = -1, -2
 # In the place of milliseconds: once each side of a cut has given its verdict, and written the report of it.
-BEHIND_THE_VERDICTS = -1
+AFTER_THE_VERDICTS = -1
 
 
 class InjectedError(Exception):
@@ -129,7 +129,7 @@ class Fault:
     """One SPEC; without a step it strikes when its phase is reached for the first time.
 
     restart  the generation of the workers; or NEWCOMERS, or ONCE
-    heals    milliseconds after which a network that is cut is mended; or BEHIND_THE_VERDICTS; None: never
+    heals    milliseconds after which a network that is cut is mended; or AFTER_THE_VERDICTS; None: never
     since    not before this step; a newcomer counts as in the step of the newest fault
     after    a rank of this machine that is stopped (SIGSTOP) before this strikes
     """
@@ -274,8 +274,8 @@ class Injector:
                 _wait_for_forgotten_work(timedelta(hours=1))
             case "cut" | "unplugged":
                 namespaces.cut() if fault.kind == "cut" else namespaces.unplug()
-                if fault.heals == BEHIND_THE_VERDICTS:
-                    namespaces.heal_behind(Path(os.environ["TTP_LOG_PATH"]), "*/incidents/*.json", 2)
+                if fault.heals == AFTER_THE_VERDICTS:
+                    namespaces.heal_when_written(Path(os.environ["TTP_LOG_PATH"]), "*/incidents/*.json", 2)
                 elif fault.heals is not None:
                     namespaces.heal_after(fault.heals / 1000)
             case "short-cut":

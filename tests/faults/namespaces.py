@@ -128,20 +128,22 @@ def unplug() -> None:
 
 def heal_after(seconds: float) -> None:
     """From inside: the links carry everything again, even if this process has ended by then."""
-    _heal_behind(f"sleep {seconds:g}")
+    _heal_after_command(f"sleep {seconds:g}")
 
 
-def heal_behind(folder: Path, pattern: str, count: int) -> None:
+def heal_when_written(folder: Path, pattern: str, count: int) -> None:
     """From inside: the links carry everything again when so many files below `folder` fit the `pattern`.
 
     Never, if that takes longer than any wait of the tests for an event: the job has failed then.
     """
     turns = int(waiting.LONG_S / _LOOK_S)
     there = f"[ $(ls {shlex.quote(str(folder))}/{pattern} 2>/dev/null | wc -l) -ge {count} ]"
-    _heal_behind(f"turn=0; until {there}; do [ $((turn += 1)) -le {turns} ] || exit; sleep {_LOOK_S}; done")
+    _heal_after_command(
+        f"turn=0; until {there}; do [ $((turn += 1)) -le {turns} ] || exit; sleep {_LOOK_S}; done"
+    )
 
 
-def _heal_behind(wait: str) -> None:
+def _heal_after_command(wait: str) -> None:
     rules = [
         f"tc -n {name} qdisc del dev {device} root; ip -n {name} link set {device} up"
         for name, device in _ends()

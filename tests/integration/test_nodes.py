@@ -11,7 +11,7 @@ from adaptor.checkpoint import left_overs
 from adaptor.operations.records import unix
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
-from tests.faults.fault import BEHIND_THE_VERDICTS
+from tests.faults.fault import AFTER_THE_VERDICTS
 from tests.faults.harness import DP2, DP4, Job
 from tests.faults.scenario import BaselineOf, assert_last_words, ends, restarts
 
@@ -197,7 +197,7 @@ def test_the_agent_that_publishes_is_stopped(tmp_path: Path, baseline_of: Baseli
 def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """No connection is closed, no packet arrives. Both sides save the same step into the same folder.
 
-    That the network comes back behind the verdicts changes nothing: each side has taken the other for lost,
+    That the network comes back after the verdicts changes nothing: each side has taken the other for lost,
     and a job with a fixed place for each node does not start again without one.
     """
     save = tmp_path / "save"
@@ -210,7 +210,7 @@ def test_a_network_that_falls_silent(kind: str, tmp_path: Path, baseline_of: Bas
             network=network,
             restarts=1,
             environment={"TTP_TLS": "plain"},
-            faults=[f"rank=3,step=6,phase=forward,kind={kind},heals={BEHIND_THE_VERDICTS}"],
+            faults=[f"rank=3,step=6,phase=forward,kind={kind},heals={AFTER_THE_VERDICTS}"],
         )
         ended = harness.run(job)
     assert ended.codes == (137, 137), ended.log[-3000:]

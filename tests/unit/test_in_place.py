@@ -563,5 +563,5 @@ def test_a_slow_disk_shows_progress_at_least_once_a_block(
         for number in range(6):
             writer.add_content(0, number * BLOCK, torch.full((half,), number, dtype=torch.uint8))
         assert writer.write_for(1000.0)
-    # Each is counted behind its own sync.
+    # Each is counted after its own sync.
     assert synced == [half, 3 * half, 5 * half]

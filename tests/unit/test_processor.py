@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -111,57 +112,59 @@ class Objects(type):
         raise KeyboardInterrupt
 
 
-def test_looking_at_what_is_imported_keeps_no_order_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A worker looks at objects of others, for a spare: not in the thread that hears a Freeze."""
+@dataclass(frozen=True)
+class AtWork:
+    """A rank whose training has begun.
+
+    Attributes:
+        agent: the agent's end of its connection
+        left: is set once the process would end
+    """
+
+    session: Session
+    agent: socket.socket
+    left: threading.Event
+
+
+@pytest.fixture
+def at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AtWork]:
     left = threading.Event()
     monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
+    memory = BoardMemory([0])
+    session = Session(Board(0, memory.path, memory.slots), lambda *heard: None, lambda error: None)
+    Loop(session, CountingTrainee()).begin(4)
+    processor, agent = connected(tmp_path)
+    with agent:
+        processor.start(session)
+        assert isinstance(wire.receive(agent, wire.from_worker), Hello)
+        yield AtWork(session, agent, left)
+    assert_set(left)
+    processor._connection.close()
+    memory.close()
+
+
+def test_looking_at_what_is_imported_keeps_no_order_waiting(
+    at_work: AtWork, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker looks at objects of others, for a spare: not in the thread that hears a Freeze."""
     of_another = types.ModuleType("of_another")
     of_another.Raises = Objects("Raises", (), {})  # type: ignore[attr-defined]
     of_another.Hangs = Objects("Hangs", (), {})  # type: ignore[attr-defined]
     of_another.function = secrets.token_hex  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "of_another", of_another)
-    memory = BoardMemory([0])
-    session = Session(Board(0, memory.path, memory.slots), lambda *heard: None, lambda error: None)
-    Loop(session, CountingTrainee()).begin(4)
-    processor, agent = connected(tmp_path)
-    with agent:
-        processor.start(session)
-        assert isinstance(wire.receive(agent, wire.from_worker), Hello)
-        for _ in range(2):  # an agent asks again where no answer has come
-            agent.sendall(wire.frame(ModulesProbe()))
-        assert Objects.looked_at.acquire(timeout=LONG_S)
-        agent.sendall(wire.frame(Freeze(1)))
-        assert isinstance(wire.receive(agent, wire.from_worker), Frozen)
-        Objects.go_on.set()
-        told = wire.receive(agent, wire.from_worker)
-        assert isinstance(told, Modules)
-        assert len(told.names["of_another"]) == 2 * 4, "the code of its function, and that it is foreign"
-        agent.sendall(wire.frame(PresenceProbe(1)))
-        assert isinstance(wire.receive(agent, wire.from_worker), Present), "it looks once"
-        assert not left.is_set()
-    assert_set(left)
-    processor._connection.close()
-    memory.close()
-
-
-@pytest.fixture
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Session, socket.socket]]:
-    """The session of a rank whose job hangs, and the agent's end of its connection."""
-    left = threading.Event()
-    monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
-    memory = BoardMemory([0])
-    session = Session(Board(0, memory.path, memory.slots), lambda *heard: None, lambda error: None)
-    Loop(session, CountingTrainee()).begin(4)
-    processor, agent = connected(tmp_path)
-    with agent:
-        processor.start(session)
-        assert isinstance(wire.receive(agent, wire.from_worker), Hello)
-        yield session, agent
-    assert_set(left)
-    processor._connection.close()
-    memory.close()
+    agent = at_work.agent
+    for _ in range(2):  # an agent asks again where no answer has come
+        agent.sendall(wire.frame(ModulesProbe()))
+    assert Objects.looked_at.acquire(timeout=LONG_S)
+    agent.sendall(wire.frame(Freeze(1)))
+    assert isinstance(wire.receive(agent, wire.from_worker), Frozen)
+    Objects.go_on.set()
+    told = wire.receive(agent, wire.from_worker)
+    assert isinstance(told, Modules)
+    assert len(told.names["of_another"]) == 2 * 4, "the code of its function, and that it is foreign"
+    agent.sendall(wire.frame(PresenceProbe(1)))
+    assert isinstance(wire.receive(agent, wire.from_worker), Present), "it looks once"
+    assert not at_work.left.is_set()
 
 
 def asked_where_it_stands(agent: socket.socket) -> list[str]:
@@ -175,10 +178,10 @@ def asked_where_it_stands(agent: socket.socket) -> list[str]:
 
 
 def test_in_a_hang_it_tells_of_collectives_before_it_answers(
-    hanging: tuple[Session, socket.socket], monkeypatch: pytest.MonkeyPatch
+    at_work: AtWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind the answer this process may be told to exit at once."""
-    session, agent = hanging
+    """After the answer this process may be told to exit at once."""
+    session = at_work.session
     frozen, answer = threading.Event(), session.freezer.freeze
 
     def freezes(timeout_s: float, again: bool = False) -> BoardRecord | None:
@@ -192,17 +195,16 @@ def test_in_a_hang_it_tells_of_collectives_before_it_answers(
     monkeypatch.setattr(processor_module, "LOOK_S", LONG_S)
     monkeypatch.setattr(session.freezer, "freeze", freezes)
     monkeypatch.setattr(processor_module.flight_recorder, "write", write)
-    assert sorted(asked_where_it_stands(agent)) == ["collectives", "stacks"]
+    assert sorted(asked_where_it_stands(at_work.agent)) == ["collectives", "stacks"]
 
 
 def test_in_a_hang_it_answers_though_nothing_can_be_read_of_collectives(
-    hanging: tuple[Session, socket.socket], monkeypatch: pytest.MonkeyPatch
+    at_work: AtWork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, agent = hanging
     hangs = threading.Event()
     monkeypatch.setattr(processor_module, "LOOK_S", 0.1)
     monkeypatch.setattr(processor_module.flight_recorder, "write", lambda path: str(hangs.wait(LONG_S)))
-    assert "collectives" not in asked_where_it_stands(agent)
+    assert "collectives" not in asked_where_it_stands(at_work.agent)
     hangs.set()
 
 

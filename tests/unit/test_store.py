@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -35,13 +35,22 @@ def server() -> Iterator[str]:
         yield url
 
 
+def _name_for(request: pytest.FixtureRequest) -> str:
+    """Return the name of a bucket, or a container, that no other test has."""
+    return f"b{abs(hash(request.node.nodeid))}"
+
+
+def _lead_to(endpoint: str, credentials: Mapping[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**credentials, "TTP_STORE_ENDPOINT": endpoint}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.fixture
 def s3(server: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty bucket; the environment leads to it."""
-    bucket = f"b{abs(hash(request.node.nodeid))}"
+    bucket = _name_for(request)
     object_store.request(server, "PUT", f"/{bucket}")
-    for name, value in {**object_store.CREDENTIALS, "TTP_STORE_ENDPOINT": server}.items():
-        monkeypatch.setenv(name, value)
+    _lead_to(server, object_store.CREDENTIALS, monkeypatch)
     return f"s3://{bucket}/run 7"
 
 
@@ -54,10 +63,9 @@ def azure_account() -> Iterator[str]:
 @pytest.fixture
 def az(azure_account: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """An empty container; the environment leads to it."""
-    container = f"c{abs(hash(request.node.nodeid))}"
+    container = _name_for(request)
     azure_server.make_container(azure_account, container)
-    for name, value in {**azure_server.CREDENTIALS, "TTP_STORE_ENDPOINT": azure_account}.items():
-        monkeypatch.setenv(name, value)
+    _lead_to(azure_account, azure_server.CREDENTIALS, monkeypatch)
     return f"az://{container}/run 7"
 
 
