@@ -49,6 +49,7 @@ class Row:
 
 ROWS = (
     Row("split", {"TTP_REPLICA": "split"}),
+    Row("split, local copy", {"TTP_REPLICA": "split", "TTP_LOCAL_COPY": "True"}),
     Row("mirror", {"TTP_REPLICA": "mirror"}),
     Row("mirror, local copy", {"TTP_REPLICA": "mirror", "TTP_LOCAL_COPY": "True"}),
     Row("none", {"TTP_REPLICA": "none"}),
