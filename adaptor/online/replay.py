@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
+from adaptor.worker.processor import CannotRejoinError
+
 # A job goes back behind the step that a rank is in, or one step more (TTP_LOCAL_COPY).
 STEPS = 2
 
@@ -20,6 +22,7 @@ class Replay(Iterator[Any]):
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
         self._again: deque[Any] = deque()
+        self._is_reading = False  # or an exception has ended it
         self._step = 0
         self._now: list[
             Any
@@ -27,8 +30,14 @@ class Replay(Iterator[Any]):
         self._given: dict[int, list[Any]] = {self._step: self._now}
 
     def __next__(self) -> Any:
-        item = self._again.popleft() if self._again else next(self._source)
+        self._is_reading = True
+        try:
+            item = self._again.popleft() if self._again else next(self._source)
+        except StopIteration:
+            self._is_reading = False  # nothing is left out at the end of the data
+            raise
         self._now.append(item)
+        self._is_reading = False
         return item
 
     def begin_step(self, step: int) -> None:
@@ -42,8 +51,30 @@ class Replay(Iterator[Any]):
         return len(self._given.get(step, ()))
 
     def rewind(self, step: int) -> None:
-        """Give all that was read after `step` once more."""
+        """Give all that was read after `step` once more.
+
+        Raises:
+            CannotRejoinError: that cannot be had any more.
+        """
+        # torch's iterators have gone on before they raise, so the next read would give the item after it.
+        if self._is_reading:
+            raise CannotRejoinError("its data loader has failed, and would leave out what it was reading")
+        if self._has_lost_process():
+            raise CannotRejoinError("a process of its data loader has died, and with it what it was reading")
         later = [item for one in sorted(self._given) if one > step for item in self._given[one]]
         self._again.extendleft(reversed(later))
         self._given = {one: items for one, items in self._given.items() if one <= step}
         self._now = self._given.setdefault(self._step, [])
+
+    def _has_lost_process(self) -> bool:
+        """Return whether a process that reads ahead for one of torch's iterators has died.
+
+        torch tells it by an exception wherever the main thread is. Behind an iterator of another kind it is
+        not seen here: then the read that misses the process fails.
+        """
+        # A process whose data have come to an end may end, and is not expected to live.
+        processes = getattr(self._source, "_workers", None)
+        expected = getattr(self._source, "_workers_status", None)
+        if not isinstance(processes, list) or not isinstance(expected, list):
+            return False
+        return any(lives and not one.is_alive() for one, lives in zip(processes, expected, strict=True))

@@ -30,6 +30,7 @@ from tests.faults import cgroups, disks, namespaces
 PHASES = {
     "start": "before the model is built",
     "data": "when the batch is fetched",
+    "read": "when the data set is read for a batch",
     "forward": "before the transformer layers",
     "backward": "when gradients reach the transformer layers",
     "reduction": "before the gradients are reduced",

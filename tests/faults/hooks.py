@@ -86,6 +86,7 @@ def install(injector: Injector) -> None:
     for training in ("megatron.training.training", "ascendspeed.training"):
         before("start", training, "setup_model_and_optimizer")
     before("data", "megatron.training.utils", "get_batch_on_this_tp_rank")
+    before("read", "torch.utils.data._utils.fetch", "_MapDatasetFetcher.fetch")
     _wrap("megatron.core.transformer.transformer_block", "TransformerBlock.forward", _layers(injector))
     buffers = "megatron.core.distributed.param_and_grad_buffer"
     before("reduction", buffers, "_ParamAndGradBucketGroup.start_grad_sync")

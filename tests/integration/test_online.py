@@ -75,7 +75,8 @@ def trains_on(
     outcome.assert_saved(job.save, ITERATIONS)
     # Each step that all went on from was saved first, and the framework would have saved the same.
     saved = {int(found) - 1 for found in re.findall(r"training goes on with step (\d+)", ended.log)}
-    assert outcome.steps_in(job.save) == sorted({*saved, ITERATIONS}), ended.said
+    regular = range(job.save_interval, ITERATIONS, job.save_interval)
+    assert outcome.steps_in(job.save) == sorted({*saved, *regular, ITERATIONS}), ended.said
     for step in (*saved, ITERATIONS):
         assert differences(*(root / f"iter_{step:07d}" for root in (job.save, baseline.checkpoints))) == []
     # The line of a step that all had finished when the rank was killed is written nowhere.
@@ -130,6 +131,13 @@ def test_an_exception_replaces_nobody(tmp_path: Path, baseline_of: BaselineOf) -
     faults = ["rank=1,step=4,phase=backward,kind=exception", "rank=1,step=6,phase=door-before,kind=exception"]
     ended = trains_on(online(tmp_path, DP4, faults, restarts=0), baseline_of(DP4), incidents=2)
     assert ended.log.count("nobody is replaced") == 2
+
+
+def test_after_a_read_that_failed_all_start_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """What has failed to read some data would go on behind them: its rank would be ahead of all others."""
+    job = online(tmp_path, DP2, ["rank=1,step=6,phase=read,kind=exception"])
+    ended = restarts(job, baseline_of(DP2), saved={5})
+    assert "not recovered online: rank 1: its data loader has failed, and would leave out" in ended.log
 
 
 def test_with_no_restart_and_no_spare_the_job_saves_and_ends(tmp_path: Path, baseline_of: BaselineOf) -> None:

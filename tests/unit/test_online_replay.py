@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from itertools import count
+from typing import Any
+
+import pytest
+from torch.utils.data import DataLoader
 
 from adaptor.online.replay import Replay
+from adaptor.worker.processor import CannotRejoinError
 
 
 def read(replay: Replay, step: int, items: int = 2) -> list[int]:
@@ -59,3 +66,70 @@ def test_how_often_a_step_has_read() -> None:
     assert [replay.given_in(step) for step in (1, 2, 3)] == [2, 3, 0]
     replay.rewind(1)
     assert [replay.given_in(step) for step in (1, 2)] == [2, 0]
+
+
+class FailsOnce(Iterator[int]):
+    """Counts; like torch's iterators it has gone on before it raises."""
+
+    def __init__(self, fails_at: int) -> None:
+        self._numbers = count()
+        self._fails_at = fails_at
+
+    def __next__(self) -> int:
+        number = next(self._numbers)
+        if number == self._fails_at:
+            raise OSError("a bad sample")
+        return number
+
+
+def test_after_a_read_that_failed_nothing_is_given_again() -> None:
+    """The next item would be the one after that which could not be read."""
+    replay = Replay(FailsOnce(3))
+    read(replay, 1)
+    with pytest.raises(OSError, match="a bad sample"):
+        read(replay, 2)
+    for _ in range(2):  # a recovery has a second attempt
+        with pytest.raises(CannotRejoinError, match="its data loader has failed, and would leave out"):
+            replay.rewind(1)
+
+
+def test_a_script_that_reads_on_after_a_failure_has_left_the_item_out_itself() -> None:
+    replay = Replay(FailsOnce(3))
+    read(replay, 1)
+    with pytest.raises(OSError, match="a bad sample"):
+        read(replay, 2)
+    assert next(replay) == 4
+    replay.rewind(1)
+    assert read(replay, 2) == [2, 4]
+
+
+def test_the_end_of_the_data_is_no_failure() -> None:
+    replay = Replay(iter(range(3)))
+    read(replay, 1)
+    assert next(replay) == 2
+    with pytest.raises(StopIteration):
+        next(replay)
+    replay.rewind(0)
+    assert read(replay, 1) == [0, 1]
+
+
+# As in any job with data loaders, this process has threads when it forks one.
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_process_that_reads_ahead_has_died() -> None:
+    handler = signal.getsignal(signal.SIGCHLD)
+    numbers: Any = range(8)
+    source: Any = iter(DataLoader(numbers, batch_size=None, num_workers=1))
+    try:
+        # torch's handler would raise here, at a moment that depends on the machine.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        replay = Replay(source)
+        assert read(replay, 1) == [0, 1]
+        replay.rewind(0)
+        (process,) = source._workers
+        process.kill()
+        process.join()
+        with pytest.raises(CannotRejoinError, match="a process of its data loader has died"):
+            replay.rewind(0)
+    finally:
+        source._shutdown_workers()
+        signal.signal(signal.SIGCHLD, handler)
