@@ -70,7 +70,7 @@ def of_framework() -> str:
 
 
 def of_options(given: Any) -> str:
-    """Return which of the options in `given` holds something of the groups of the start; empty: none."""
+    """Return which of the options in `given` keeps what a recovery does not put right; empty: none."""
     for name, meaning in (
         ("tp_comm_overlap", "--tp-comm-overlap has buffers of its own between ranks"),
         ("enable_cuda_graph", "CUDA graphs hold the groups of the start"),
@@ -80,6 +80,25 @@ def of_options(given: Any) -> str:
         ("nccl_ub", "NCCL's user buffers are registered with the groups of the start"),
         ("use_sharp", "SHARP is bound to the groups of the start"),
         ("async_save", "an asynchronous save holds groups of the start"),
+        (
+            "ckpt_assume_constant_structure",
+            "--ckpt-assume-constant-structure keeps the plan of a save, which a new process does not have",
+        ),
+        ("iterations_to_skip", "--iterations-to-skip reads data outside of steps"),
+        ("delay_wgrad_compute", "--delay-wgrad-compute keeps work of a step in queues of its own"),
+        (
+            "defer_embedding_wgrad_compute",
+            "--defer-embedding-wgrad-compute keeps work of a step in lists of its own",
+        ),
+        (
+            "fine_grained_activation_offloading",
+            "--fine-grained-activation-offloading keeps tensors of a step in queues of its own",
+        ),
+        ("cpu_offloading", "--cpu-offloading-num-layers keeps tensors of a step in queues of its own"),
+        (
+            "moe_shared_expert_overlap",
+            "--moe-shared-expert-overlap keeps tensors of a step between its parts",
+        ),
         ("perform_rl_step", "reinforcement learning has loops of its own"),
         # Of MindSpeed.
         ("use_ascend_mc2", "--use-ascend-mc2 names the groups of the start to its operators"),
@@ -95,6 +114,8 @@ def of_options(given: Any) -> str:
     ):
         if getattr(given, name, False) not in (False, None, "none", []):
             return meaning
+    if getattr(given, "moe_token_dispatcher_type", None) == "flex":
+        return "--moe-token-dispatcher-type flex has buffers of its own between ranks"
     return ""
 
 

@@ -9,6 +9,7 @@ from adaptor.checkpoint import manifest
 from tests.faults import harness, keeping, outcome, scenario
 from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout
 from tests.faults.scenario import BaselineOf
+from tests.integration.test_online import online, trains_on
 
 TORCH_DIST = ("--ckpt-format", "torch_dist")
 DIST = replace(DP2, name="dp2-torch-dist", extra=TORCH_DIST)
@@ -57,6 +58,12 @@ def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
     assert sum(file.path.endswith(".distcp") for file in regular) > 1
     spent = outcome.spent(job.out / "logs")  # the restarted job has loaded what it had saved
     assert min(spent[use] for use in ("data", "save", "other", "startup", "load", "recovery")) > 0
+
+
+def test_saves_after_an_online_recovery(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """A new process makes its first save where the others have made some: all communicate alike."""
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
+    trains_on(online(tmp_path, DIST, faults, save_interval=2), baseline_of(DIST))
 
 
 def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:

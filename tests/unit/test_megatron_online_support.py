@@ -61,6 +61,39 @@ def test_data_that_cannot_be_read_once_more() -> None:
         ({"cuda_graph_impl": "none", "enable_cuda_graph": False, "async_save": None}, ""),
         ({"cuda_graph_impl": "local"}, "CUDA graphs hold the groups of the start"),
         ({"use_sharp": True}, "SHARP is bound to the groups of the start"),
+        (
+            {"iterations_to_skip": [], "moe_token_dispatcher_type": "alltoall", "cpu_offloading": False},
+            "",
+        ),
+        ({"iterations_to_skip": [4]}, "--iterations-to-skip reads data outside of steps"),
+        (
+            {"ckpt_assume_constant_structure": True},
+            "--ckpt-assume-constant-structure keeps the plan of a save, which a new process does not have",
+        ),
+        (
+            {"moe_token_dispatcher_type": "flex"},
+            "--moe-token-dispatcher-type flex has buffers of its own between ranks",
+        ),
+        (
+            {"delay_wgrad_compute": True},
+            "--delay-wgrad-compute keeps work of a step in queues of its own",
+        ),
+        (
+            {"defer_embedding_wgrad_compute": True},
+            "--defer-embedding-wgrad-compute keeps work of a step in lists of its own",
+        ),
+        (
+            {"fine_grained_activation_offloading": True},
+            "--fine-grained-activation-offloading keeps tensors of a step in queues of its own",
+        ),
+        (
+            {"cpu_offloading": True},
+            "--cpu-offloading-num-layers keeps tensors of a step in queues of its own",
+        ),
+        (
+            {"moe_shared_expert_overlap": True},
+            "--moe-shared-expert-overlap keeps tensors of a step between its parts",
+        ),
         ({"use_ascend_mc2": False, "schedules_method": None, "lora_target_modules": []}, ""),
         ({"stage": "sft"}, "fine-tuning (--stage) has not been tested with it"),
         (
@@ -69,5 +102,5 @@ def test_data_that_cannot_be_read_once_more() -> None:
         ),
     ],
 )
-def test_options_that_hold_groups_of_the_start(options: dict[str, object], why: str) -> None:
+def test_options_with_which_all_ranks_start_again(options: dict[str, object], why: str) -> None:
     assert of_options(SimpleNamespace(**options)) == why
