@@ -13,12 +13,13 @@ from weakref import WeakKeyDictionary
 from adaptor import context, patching
 from adaptor.context import Context
 from adaptor.errors import UnsupportedError
+from adaptor.frameworks import optimizer_instances
+from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
 from adaptor.worker.unprotected import UnprotectedTraining
 
-INSTANCES = "num_distributed_optimizer_instances"
 # In `parallel_state`: the half of a group that was cut in two, and the whole of it.
 _HALVES = {
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "_DATA_PARALLEL_GROUP_WITH_CP",
@@ -60,10 +61,10 @@ def data_parallel_groups_are_split(wrapped: Any, instance: Any, args: Any, kwarg
     world, stages = torch.distributed.get_world_size(), given["pipeline_model_parallel_size"]
     tensor = given["tensor_model_parallel_size"]
     experts = given["expert_model_parallel_size"] * (given.get("expert_tensor_parallel_size") or tensor)
-    detect_instance_support()
-    made = context.part(ReplicaChoice).instances(
-        world // (tensor * stages), given.get(INSTANCES, 1), world // (experts * stages)
-    )
+    choice = context.part(ReplicaChoice)
+    if not choice.is_decided:  # else the framework's arguments have told more
+        choice.cannot_split(optimizer_instances.wrong_in_framework())
+    made = choice.instances(world // (tensor * stages), given.get(INSTANCES, 1), world // (experts * stages))
     if INSTANCES in given:
         given[INSTANCES] = made
     return wrapped(*call.args, **call.kwargs)
@@ -88,7 +89,12 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
         with_context_parallel=True, partial_data_parallel=True
     )
     if ddp_config.use_distributed_optimizer:
-        context.part(ReplicaChoice).require_instances(size, instances)
+        choice = context.part(ReplicaChoice)
+        choice.require_instances(size, instances)
+        if instances > 1 and not choice.is_decided:  # by arguments: a loop of one's own says it only here
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+            if why := optimizer_instances.wrong_with_options(ddp_config, stages=stages, aligned=True):
+                raise UnsupportedError(f"{why}: set TTP_REPLICA=mirror")
         ddp_config.num_distributed_optimizer_instances = instances
         return wrapped(*args, **kwargs)
     if instances == 1:
@@ -200,24 +206,6 @@ def _whole_groups() -> Iterator[None]:
     finally:
         for name, half in halves.items():
             setattr(parallel_state, name, half)
-
-
-def detect_instance_support() -> None:
-    """Tells which replicas the framework found allows; its modules are imported."""
-    import inspect
-
-    from megatron.core import parallel_state
-    from megatron.core.package_info import __version__
-
-    why = ""
-    if INSTANCES not in inspect.signature(parallel_state.initialize_model_parallel).parameters:
-        why = f"Megatron-core {__version__} has no optimizer instances (since 0.10)"
-    elif not hasattr(parallel_state, "get_intra_distributed_optimizer_instance_group"):
-        # From 0.10 to 0.12 the norm is summed over all instances, and too large by the root of their number.
-        why = (
-            f"Megatron-core {__version__} clips gradients wrongly with optimizer instances (right since 0.13)"
-        )
-    context.part(ReplicaChoice).cannot_split(why)
 
 
 def require_one_gathering() -> None:

@@ -15,11 +15,13 @@ from adaptor.frameworks import (
     megatron_nodes,
     megatron_restart,
     megatron_sizes,
+    optimizer_instances,
     reshape_sizes,
     supported_options,
 )
+from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.patches._versions import MEGATRON
-from adaptor.patches.megatron_core import INSTANCES, detect_instance_support, inner_optimizers
+from adaptor.patches.megatron_core import inner_optimizers
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
 from adaptor.worker.incident_marks import IncidentMarks
@@ -81,8 +83,16 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
             getattr(parsed, "expert_tensor_parallel_size", None),
             parsed.expert_model_parallel_size,
         )
-    detect_instance_support()
-    yield lambda: context.part(ReplicaChoice).decide(
+    choice = context.part(ReplicaChoice)
+    choice.cannot_split(
+        optimizer_instances.wrong_in_framework()
+        or optimizer_instances.wrong_with_options(
+            parsed,
+            stages=parsed.pipeline_model_parallel_size,
+            aligned=getattr(parsed, "align_grad_reduce", True),
+        )
+    )
+    yield lambda: choice.decide(
         parsed.use_distributed_optimizer,
         supported_options.data_parallel_size(parsed),
         supported_options.expert_data_parallel_size(parsed),

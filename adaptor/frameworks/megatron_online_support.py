@@ -99,8 +99,14 @@ def of_options(given: Any) -> str:
             "moe_shared_expert_overlap",
             "--moe-shared-expert-overlap keeps tensors of a step between its parts",
         ),
+        ("moe_router_force_biased", "--moe-router-force-biased draws numbers once for each process"),
+        (
+            "moe_enable_routing_replay",
+            "--moe-enable-routing-replay keeps the routes of a step in lists of its own",
+        ),
+        ("logits_load_dir", "--logits-load-dir reads a teacher's data outside of the data loader"),
         ("perform_rl_step", "reinforcement learning has loops of its own"),
-        # Of MindSpeed.
+        # Of MindSpeed, and of MindSpeed-LLM.
         ("use_ascend_mc2", "--use-ascend-mc2 names the groups of the start to its operators"),
         ("use_ascend_coc", "--use-ascend-coc names the groups of the start to its operators"),
         ("schedules_method", "--schedules-method keeps work of a step in schedules of its own"),
@@ -111,11 +117,24 @@ def of_options(given: Any) -> str:
         ("stage", "fine-tuning (--stage) has not been tested with it"),
         ("lora_target_modules", "fine-tuning (--lora-target-modules) has not been tested with it"),
         ("enable_mg2hf_convert", "--enable-mg2hf-convert goes on with a checkpoint after its save"),
+        ("enable_share_memory", "--enable-share-memory has all ranks meet once in each process"),
     ):
         if getattr(given, name, False) not in (False, None, "none", []):
             return meaning
-    if getattr(given, "moe_token_dispatcher_type", None) == "flex":
-        return "--moe-token-dispatcher-type flex has buffers of its own between ranks"
+    for name, value, meaning in (
+        (
+            "moe_token_dispatcher_type",
+            "flex",
+            "--moe-token-dispatcher-type flex has buffers of its own between ranks",
+        ),
+        (
+            "dataloader_type",
+            "external",
+            "a data loader of the script's own (--dataloader-type external) may begin anew in a new process",
+        ),
+    ):
+        if getattr(given, name, None) == value:
+            return meaning
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +37,8 @@ class Replay(Iterator[Any]):
         except StopIteration:
             self._is_reading = False  # nothing is left out at the end of the data
             raise
-        self._now.append(item)
+        # A script may put other tensors into a batch that it was given (Megatron-LM 0.20 cuts sequences so).
+        self._now.append(copy.copy(item) if isinstance(item, (dict, list)) else item)
         self._is_reading = False
         return item
 

@@ -27,6 +27,11 @@ class ReplicaChoice:
         # Why the optimizer instances of the framework found are no way to have replicas; '' if they are one.
         self._no_split = ""
 
+    @property
+    def is_decided(self) -> bool:
+        """Return whether the framework's arguments were taken (`decide`)."""
+        return self._distributed_optimizer is not None
+
     def replica(self, size: int, experts: int = 0) -> str:
         """Return `split`, `mirror` or `none`.
 
@@ -65,7 +70,7 @@ class ReplicaChoice:
         return setting
 
     def cannot_split(self, why: str) -> None:
-        """Record why `split` cannot use the optimizer instances of this framework; empty: it can."""
+        """Record why `split` cannot use this framework's optimizer instances in this job; empty: it can."""
         self._no_split = why
 
     def decide(self, distributed_optimizer: bool, size: int, experts: int = 0) -> None:

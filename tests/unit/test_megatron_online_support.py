@@ -94,6 +94,24 @@ def test_data_that_cannot_be_read_once_more() -> None:
             {"moe_shared_expert_overlap": True},
             "--moe-shared-expert-overlap keeps tensors of a step between its parts",
         ),
+        ({"dataloader_type": "cyclic", "moe_router_force_biased": None, "logits_load_dir": None}, ""),
+        (
+            {"dataloader_type": "external"},
+            "a data loader of the script's own (--dataloader-type external) may begin anew in a new process",
+        ),
+        ({"moe_router_force_biased": 0.5}, "--moe-router-force-biased draws numbers once for each process"),
+        (
+            {"moe_enable_routing_replay": True},
+            "--moe-enable-routing-replay keeps the routes of a step in lists of its own",
+        ),
+        (
+            {"logits_load_dir": "logits"},
+            "--logits-load-dir reads a teacher's data outside of the data loader",
+        ),
+        (
+            {"enable_share_memory": True},
+            "--enable-share-memory has all ranks meet once in each process",
+        ),
         ({"use_ascend_mc2": False, "schedules_method": None, "lora_target_modules": []}, ""),
         ({"stage": "sft"}, "fine-tuning (--stage) has not been tested with it"),
         (

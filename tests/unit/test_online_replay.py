@@ -34,6 +34,18 @@ def test_a_step_that_was_begun_reads_on_behind_what_it_has_read() -> None:
     assert read(replay, 2) == [2, 3]
 
 
+def test_a_batch_that_was_changed_comes_as_it_was() -> None:
+    """Each time: it is changed in each step that is made again."""
+    replay = Replay(iter([{"tokens": [1, 2, 3, 4]}, [5, 6, 7, 8]]))
+    for _ in range(3):
+        replay.begin_step(1)
+        batch, packed = next(replay), next(replay)
+        assert (batch, packed) == ({"tokens": [1, 2, 3, 4]}, [5, 6, 7, 8])
+        batch["tokens"] = batch["tokens"][:2]
+        packed.clear()
+        replay.rewind(0)
+
+
 def test_again_and_again() -> None:
     replay = Replay(count())
     read(replay, 1)
