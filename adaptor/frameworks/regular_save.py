@@ -28,6 +28,9 @@ from adaptor.protocol.environment import Generation, Place
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.worker import runtime
 
+# Megatron's name, since 0.7, of what writes its tracker at the end of an asynchronous save.
+_WRITES_TRACKER = "iter_finalize_fn"
+
 
 @dataclass
 class _Save:
@@ -142,14 +145,15 @@ class RegularSaves:
         Every rank has written. Rank 0, which is to write the tracker, gives the folder its name and replaces
         the tracker. What the framework writes after that goes to a file in memory, which holds the old step,
         0 if there is none, because the framework reads it, too. Other ranks ask for the name in passing.
+
+        With `--save-retain-interval` the framework removes the checkpoint of the step that it reads there. So
+        the file of an asynchronous save holds 0 until the new checkpoint has its name (`scheduled`).
         """
         save = self._current()
         if save is None or runtime.get().rank != 0:
             return path
         if save.draft is None:
-            old = tracker.tracked_step(save.root) or 0
-            if not save.asynchronous:
-                self._complete(save)
+            old = 0 if save.asynchronous else self._complete(save)
             save.draft = _draft()
             os.write(save.draft, str(old).encode())
         return f"/proc/{os.getpid()}/fd/{save.draft}"
@@ -168,25 +172,33 @@ class RegularSaves:
         if taken is not None:
             self._complete(save, taken)
 
-    def _complete(self, save: _Save, taken: Path | None = None) -> None:
+    def _complete(self, save: _Save, taken: Path | None = None) -> int:
         """Bring a save to disk that every rank has written, and give it its name.
 
         Args:
             save: the one that is meant.
             taken: where it is, if not where it was written.
+
+        Returns:
+            The step that the tracker named before, 0 if there was none.
         """
         folder = taken or save.folder
         for name, content in self.on_top.items():
             with contextlib.suppress(OSError):
                 checksum_notes.leave(folder, _write(folder, name, content))
         regular_folder.sync_regular(save.root, save.step, _generation(), taken)
+        old = tracker.tracked_step(save.root) or 0
         runtime.get().session.publishing(lambda: _publish(save, taken))
+        return old
 
     def scheduled(self, request: Any, meet: Callable[[], Any] = lambda: None) -> None:
-        """The framework puts off what is to be done when every rank has written: the name comes last of that.
+        """The framework puts off what is to be done when every rank has written: so the name is put off, too.
+
+        It comes before the framework writes its tracker and removes the checkpoint before this one: else a
+        job that dies in between would have lost both.
 
         Args:
-            request: Megatron's AsyncRequest, to which functions can be added.
+            request: Megatron's AsyncRequest, with the functions that are put off.
             meet: returns when every rank has called it; where nobody has to know of the name, it need not.
         """
         save = self._current()
@@ -194,15 +206,22 @@ class RegularSaves:
             return
         self._written_on.append(save)
 
-        def finalize() -> None:
-            self._written_on.remove(save)
+        def name() -> None:
             if save.draft is not None:
-                self._complete(save)
-                save.drop_draft()
+                old = self._complete(save)
+                os.pwrite(save.draft, str(old).encode(), 0)
+
+        def end() -> None:
+            self._written_on.remove(save)
+            save.drop_draft()
             meet()
             save.end()
 
-        request.add_finalize_fn(finalize)
+        if save.draft is not None:
+            names = [getattr(function, "__name__", "") for function in request.finalize_fns]
+            # Where it is not found, the framework reads the 0, and removes nothing.
+            request.finalize_fns.insert([*names, _WRITES_TRACKER].index(_WRITES_TRACKER), name)
+        request.add_finalize_fn(end)
 
     def tell(self, path: str, tracker: str, listener: Callable[[str, str], Any]) -> None:
         """Tell `listener` of `path` in the folder of a save, and of its `tracker`, when both have names.

@@ -146,3 +146,22 @@ def test_an_asynchronous_save(tmp_path: Path, baseline_of: BaselineOf) -> None:
     assert [manifest.defects(save / f"iter_{step:07d}") for step in steps] == [[]] * len(steps)
     outcome.assert_saved(save, ITERATIONS)
     outcome.assert_same_training(ended, baseline.records)
+
+
+def test_the_framework_removes_a_checkpoint_when_an_asynchronous_save_has_its_name(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    save = tmp_path / "save"
+    job = Job(
+        tmp_path / "job",
+        DIST,
+        save=save,
+        save_interval=3,
+        arguments=["--async-save", "--save-retain-interval", "6"],
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    assert outcome.steps_in(save) == [6, ITERATIONS], "that of step 3 is removed"
+    assert manifest.defects(save / "iter_0000006") == []
+    outcome.assert_saved(save, ITERATIONS)
+    outcome.assert_same_training(ended, baseline_of(DIST).records)

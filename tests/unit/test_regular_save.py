@@ -114,21 +114,76 @@ def test_a_framework_that_writes_over_the_tracker(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000999", TRACKER]
 
 
+def _request(*put_off: Callable[[], Any]) -> SimpleNamespace:
+    """Return what has the parts of the framework's AsyncRequest that matter, with these functions."""
+    functions = list(put_off)
+    return SimpleNamespace(finalize_fns=functions, add_finalize_fn=functions.append)
+
+
 @pytest.mark.usefixtures("_rank_0")
 def test_an_asynchronous_save_has_its_name_when_it_is_finalized(tmp_path: Path) -> None:
-    put_off: list[Callable[[], Any]] = []
     with saves().regular(str(tmp_path), 3, asynchronous=True):
         folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
         tracker = Path(saves().tracker(str(tmp_path / TRACKER)))
-        saves().scheduled(SimpleNamespace(add_finalize_fn=put_off.append))
+        request = _request(lambda: tracker.write_text("3"))
+        saves().scheduled(request)
     (folder / "shard.pt").write_bytes(b"in the background")
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000003_saving"]
-    tracker.write_text("3")  # the framework does, before what was put off
-    (finalize,) = put_off
-    finalize()
+    for put_off in request.finalize_fns:
+        put_off()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000003", TRACKER]
     assert (tmp_path / TRACKER).read_text() == "3"
     assert manifest.defects(tmp_path / "iter_0000003") == []
+
+
+@pytest.mark.usefixtures("_rank_0")
+def test_an_asynchronous_save_has_its_name_before_the_framework_removes_the_one_before(
+    tmp_path: Path,
+) -> None:
+    """`--save-retain-interval`: what writes the tracker reads first of which step the checkpoint goes."""
+    (tmp_path / TRACKER).write_text("3")
+    (tmp_path / "iter_0000003").mkdir()
+    seen: list[tuple[str, list[str], str]] = []
+    with saves().regular(str(tmp_path), 6, asynchronous=True):
+        folder = Path(saves().renamed(str(tmp_path / "iter_0000006")))
+        tracker = Path(saves().tracker(str(tmp_path / TRACKER)))
+
+        def ranks_have_written() -> None:
+            (folder / "shard.pt").write_bytes(b"of all")
+            seen.append(("written", sorted(path.name for path in tmp_path.iterdir()), tracker.read_text()))
+
+        def iter_finalize_fn() -> None:
+            seen.append(("tracker", sorted(path.name for path in tmp_path.iterdir()), tracker.read_text()))
+            tracker.write_text("6")
+
+        request = _request(ranks_have_written, iter_finalize_fn)
+        saves().scheduled(request)
+    for put_off in request.finalize_fns:
+        put_off()
+    assert seen == [
+        ("written", ["iter_0000003", "iter_0000006_saving", TRACKER], "0"),
+        ("tracker", ["iter_0000003", "iter_0000006", TRACKER], "3"),
+    ]
+    assert (tmp_path / TRACKER).read_text() == "6"
+    assert [file.path for file in manifest.read(tmp_path / "iter_0000006").files] == ["shard.pt"]
+
+
+@pytest.mark.usefixtures("_rank_0")
+def test_a_framework_that_puts_its_tracker_off_by_another_name_finds_no_step_to_remove(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / TRACKER).write_text("3")
+    read: list[str] = []
+    with saves().regular(str(tmp_path), 6, asynchronous=True):
+        (Path(saves().renamed(str(tmp_path / "iter_0000006"))) / "shard.pt").touch()
+        tracker = Path(saves().tracker(str(tmp_path / TRACKER)))
+        request = _request(lambda: read.append(tracker.read_text()))
+        saves().scheduled(request)
+    for put_off in request.finalize_fns:
+        put_off()
+    assert read == ["0"]
+    assert (tmp_path / TRACKER).read_text() == "6"
+    assert manifest.defects(tmp_path / "iter_0000006") == []
 
 
 def test_who_asks_for_a_folder_is_told_when_it_has_its_name() -> None:
@@ -158,7 +213,6 @@ def test_nobody_is_told_of_a_save_that_has_failed() -> None:
 
 @pytest.mark.usefixtures("_rank_0")
 def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path: Path) -> None:
-    at_the_end: list[Callable[[], Any]] = []
     seen: list[tuple[str, list[str]]] = []
 
     def look(what: str) -> None:
@@ -168,11 +222,10 @@ def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path:
         folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
         (folder / "shard.pt").touch()
         saves().tracker(str(tmp_path / TRACKER))
-        at_the_end.append(lambda: saves().tell(str(folder), "", lambda *named: look(named[0])))
-        request = SimpleNamespace(add_finalize_fn=at_the_end.append)
+        request = _request(lambda: saves().tell(str(folder), "", lambda *named: look(named[0])))
         saves().scheduled(request, lambda: look("met"))
-    for act in at_the_end:
-        act()
+    for put_off in request.finalize_fns:
+        put_off()
     named = ["iter_0000003", TRACKER]
     assert seen == [("met", named), (str(tmp_path / "iter_0000003"), named)]
 
