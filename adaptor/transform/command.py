@@ -189,7 +189,9 @@ def _write(parsed: argparse.Namespace, target: TargetCheckpoint, ranks: list[Ran
     if not folder.exists():
         run.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks))
     folder.mkdir(parents=True, exist_ok=True)
-    order = run.TransformOrder(parsed.source, source.step, target.sizes, target.rows, folder, parsed.format)
+    order = run.TransformOrder(
+        parsed.source, source.step, target.sizes, target.rows, folder, parsed.format, target.layout
+    )
     done = run.run(target, order, ranks, parsed.workers, run.say)
     if parsed.rank is not None:
         print(

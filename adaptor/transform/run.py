@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import msgspec
 import xxhash
 
 from adaptor.checkpoint import disk, manifest, publish
+from adaptor.checkpoint.layout_file import JobLayout
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
@@ -38,7 +40,11 @@ _EVERY_S = 1.0  # between two lines of progress
 
 @dataclass(frozen=True)
 class TransformOrder:
-    """The arguments with which a worker process makes the same target again."""
+    """The arguments with which a worker process makes the same target again.
+
+    Attributes:
+        layout: of the target; None: by the rules
+    """
 
     source: Path
     step: int
@@ -46,15 +52,16 @@ class TransformOrder:
     rows: int
     folder: Path
     format: str
+    layout: JobLayout | None = None
 
-    @property
+    @cached_property
     def mark(self) -> str:
-        """Return what two runs have in common that may share files: the source as it is now, the sizes."""
+        """Return what two runs have in common that may share files: the source as it is now, the target."""
         folder = self.source / naming.final_name(self.step)
-        files = sorted(path for path in folder.rglob("*") if path.suffix in (".pt", ".distcp"))
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
         stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
         text = repr((stamps, self.step, self.sizes, self.rows, self.format)).encode()
-        return hashlib.sha256(text).hexdigest()
+        return hashlib.sha256(text + msgspec.json.encode(self.layout)).hexdigest()
 
 
 class _Note(msgspec.Struct):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from adaptor.__main__ import main
@@ -52,6 +53,31 @@ def test_what_is_written_has_a_layout_file_of_its_own(tmp_path: Path) -> None:
     first = str(tmp_path / "odd" / FOLDER / naming.LAYOUT)
     assert _transform(tmp_path / "a", tmp_path / "b", "--layout", first) == 0
     assert small_checkpoint.contents(tmp_path / "b") == small_checkpoint.contents(tmp_path / "odd")
+
+
+def test_what_was_written_for_another_layout_is_written_anew(tmp_path: Path) -> None:
+    """As by two machines that were given different files, or after one was replaced."""
+    small_checkpoint.write(tmp_path / "odd", described=True)
+    assert _transform(tmp_path / "odd", tmp_path / "by rules") == 0
+    odd, rules = (str(tmp_path / name / FOLDER / naming.LAYOUT) for name in ("odd", "by rules"))
+    assert _transform(tmp_path / "odd", tmp_path / "a", "--layout", odd, "--rank", "tp=0") == 0
+    assert _transform(tmp_path / "odd", tmp_path / "a", "--layout", rules, "--resume") == 0
+    assert _transform(tmp_path / "odd", tmp_path / "b", "--layout", rules) == 0
+    assert small_checkpoint.contents(tmp_path / "a") == small_checkpoint.contents(tmp_path / "b")
+
+
+def test_what_was_written_from_another_layout_file_of_the_source_is_written_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tensors are the same files."""
+    small_checkpoint.write(tmp_path / "odd", described=True)
+    (layout,) = layout_file.read(tmp_path / "odd" / FOLDER / naming.LAYOUT).ranks
+    assert _transform(tmp_path / "odd", tmp_path / "a", "--tp", "2", "--rank", "tp=0") == 0
+    other = msgspec.structs.replace(layout, core="0.15.1")
+    (tmp_path / "odd" / FOLDER / naming.LAYOUT).write_bytes(layout_file.join([layout_file.encode(other)]))
+    (tmp_path / "odd" / FOLDER / naming.MANIFEST).unlink()
+    assert _transform(tmp_path / "odd", tmp_path / "a", "--tp", "2", "--resume") == 0
+    assert "were there already" not in capsys.readouterr().err
 
 
 def _layout(**more: Any) -> bytes:
