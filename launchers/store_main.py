@@ -85,7 +85,9 @@ def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
     if done is None:
         output.tell(f"[ttp] {store} has no checkpoint, and {save} has none: training begins anew")
     elif done.there:
-        output.tell(f"[ttp] step {done.step} is in {save}, nothing is pulled from {store}")
+        later = f"; step {done.untracked} is in both, but the tracker there names step {done.step}"
+        more = "" if done.untracked is None else f"{later}, as after going back by hand"
+        output.tell(f"[ttp] step {done.step} is in {save}, nothing is pulled from {store}{more}")
     else:
         what = size(done.bytes) if done.whole else f"{size(done.bytes)}, what the ranks of this node load"
         output.tell(f"[ttp] step {done.step} has come from {store} to {save} ({what})")

@@ -1,7 +1,8 @@
 """Carries out on one disk what the ranks have agreed on before a resume: which step its tracker names.
 
-Here alone a tracker goes backwards. What it named is damaged, or it is not whole on every node: where nodes
-have disks of their own, a job that ended between the saves of two nodes has left a step on some of them.
+Here a tracker goes backwards. What it named is damaged, or it is not whole on every node: where nodes have
+disks of their own, a job that ended between the saves of two nodes has left a step on some of them. Elsewhere
+it does so only in a pull (`store/pull.py`), from a step whose folder is gone.
 """
 
 from __future__ import annotations

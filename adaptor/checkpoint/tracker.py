@@ -1,7 +1,7 @@
 """The tracker: the file that names the step which the framework loads.
 
 It is replaced atomically, under the lock of the save folder. It goes backwards only from a checkpoint that is
-damaged, or not whole on every node (`agreed_step`).
+damaged or gone, or not whole on every node (`agreed_step`).
 """
 
 from __future__ import annotations

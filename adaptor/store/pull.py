@@ -33,6 +33,7 @@ class Pulled:
     Attributes:
         there: whether the checkpoint was in the folder already
         whole: whether all files were pulled, not only those that the ranks of this node load
+        untracked: a later step that folder and store have, where the tracker names the step that is loaded
         problems: of newer checkpoints, which are damaged: a line for each
     """
 
@@ -42,6 +43,7 @@ class Pulled:
     there: bool
     problems: list[str] = field(default_factory=list)
     whole: bool = True
+    untracked: int | None = None
 
 
 def pull(store: Store, root: Path, step: int | None = None, progress: Progress | None = None) -> Pulled:
@@ -80,7 +82,7 @@ def resume(store: Store, root: Path, step: int | None = None, node: NodeRanks | 
         StoreError: the store does not answer, all that it has is damaged, or there is no such step.
         CheckpointError: the disk refuses, or is too small.
     """
-    local = tracker.tracked_step(root) if step is None else step
+    local = _held(root) if step is None else step
     if local is not None and not saved_steps.is_complete(root, local):
         local = None
     if step is not None:
@@ -101,6 +103,7 @@ def _pull_after(
 ) -> Pulled | None:
     """Pull the newest checkpoint that is intact, of a step after `local`, which the folder has."""
     problems: list[str] = []
+    named = tracker.tracked_step(root)
     for found in choose.newest_first(store, step, problems):
         known = found.known
         damaged = _is_damaged(root, known.step)
@@ -115,12 +118,19 @@ def _pull_after(
             continue
         damaged = damaged or not _has(root, wanted)
         there = not damaged and saved_steps.is_of_generation(root, known.step, known.generation)
-        if not there:
+        if there and local is not None:  # the user has gone back by hand, as far as one can tell
+            return Pulled(local, "", 0, True, problems, untracked=known.step)
+        if there:
+            _set_back(root, known.step)
+            tracker.advance(root, known.step)  # whoever has brought it may have died before
+        else:
             try:
                 _bring(store, wanted, root, progress or (lambda count, total: None), replaces=damaged)
             except DamagedError as error:
                 problems.append(str(error))
                 continue
+        if named is not None and named > known.step:
+            problems.append(f"{root / naming.final_name(named)}: missing, though the tracker names it")
         return Pulled(known.step, found.where, wanted.bytes, there, problems, wanted is found)
     if local is not None:
         return Pulled(local, "", 0, True, problems)
@@ -149,11 +159,11 @@ def is_part(root: Path, step: int) -> bool:
 
 
 def _has(root: Path, wanted: Checkpoint) -> bool:
-    """Return whether the folder's checkpoint of this step, if there is one, has all these files."""
+    """Return whether the folder's checkpoint of this step, if there is one, has these files as they are."""
     if not saved_steps.has_manifest(root, wanted.known.step):
         return True
-    there = {file.path for file in manifest.read(root / naming.final_name(wanted.known.step)).files}
-    return there >= {file.path for file in wanted.known.files}
+    there = {file.path: file for file in manifest.read(root / naming.final_name(wanted.known.step)).files}
+    return all(file.path in there and choose.is_same(file, there[file.path]) for file in wanted.known.files)
 
 
 def _completes(root: Path, found: Checkpoint) -> bool:
@@ -176,11 +186,39 @@ def _move_aside(root: Path, step: int) -> None:
 
 
 def _require_later(root: Path, step: int) -> None:
-    named = tracker.tracked_step(root)
-    if named is not None and named > step:
+    held = _held(root)
+    if held is not None and held > step:
         raise StoreError(
-            f"{root}: holds step {named}, which is later than step {step} of the store; name another folder"
+            f"{root}: holds step {held}, which is later than step {step} of the store; name another folder"
         )
+
+
+def _held(root: Path) -> int | None:
+    """Return the step that a job would load from the folder.
+
+    That is the one of the tracker, or, where its folder is gone, the newest that is complete.
+    """
+    named = tracker.tracked_step(root)
+    if named is None or not _is_gone(root, named):
+        return named
+    for step in reversed(saved_steps.steps(root)):
+        if saved_steps.is_complete(root, step) and not _is_damaged(root, step):
+            return step
+    return None
+
+
+@disk.one_line
+def _is_gone(root: Path, step: int) -> bool:
+    return naming.final_name(step) not in saved_steps.names(root)
+
+
+@disk.one_line
+def _set_back(root: Path, step: int) -> None:
+    """Let the tracker name `step` where the later one that it names is gone."""
+    with locked(root):
+        named = tracker.tracked_step(root)
+        if named is not None and named > step and _is_gone(root, named):
+            tracker.set_under_lock(root, step)
 
 
 @disk.one_line
@@ -203,6 +241,7 @@ def _bring(store: Store, found: Checkpoint, root: Path, progress: Progress, *, r
         _write(store, found, folder, progress)
         if replaces:
             _move_aside(root, known.step)
+        _set_back(root, known.step)  # else it would not be resumed from, and is refused
         publish.publish(root, known.step, known.files, known.groups, known.world_size, known.generation)
     except BaseException:
         # A folder that was cut short is of no use: the next pull begins anew.

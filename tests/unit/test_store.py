@@ -178,6 +178,62 @@ def test_a_changed_object_gives_way_to_the_next_older_checkpoint(
     assert "no complete checkpoint of step 36" in capsys.readouterr().err
 
 
+def test_a_pull_that_ended_before_the_tracker_is_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its process was killed, or the disk was full, when the folder had its name."""
+    url = f"file://{tmp_path}/store"
+    for step in (12, 24):
+        save(tmp_path / "one", step)
+        assert _store("push", url, tmp_path / "one") == 0
+        assert _store("pull", url, tmp_path / "two") == 0
+    (tmp_path / "two" / naming.TRACKER).write_text("12")
+    capsys.readouterr()
+    assert _store("pull", url, tmp_path / "two") == 0
+    assert capsys.readouterr().out == f"step 24 is in {tmp_path}/two already\n"
+    assert tracker.tracked_step(tmp_path / "two") == 24
+    (tmp_path / "two" / naming.TRACKER).unlink()
+    assert _store("pull", url, tmp_path / "two", "--step", "12") == 0
+    assert tracker.tracked_step(tmp_path / "two") == 12
+
+
+def test_another_checkpoint_of_the_same_step_and_sizes_is_not_the_one_that_is_pulled(tmp_path: Path) -> None:
+    """All that are transformed have one generation."""
+    url = f"file://{tmp_path}/store"
+    folder = save(tmp_path / "one", 12, "transform", last_words=True)
+    other = save(tmp_path / "two", 12, "transform", last_words=True)
+    before = contents(other)
+    store = open_store(url, make=True)
+    push(store, tmp_path / "one", 12)
+    assert not pull(store, tmp_path / "two").there
+    assert contents(other) == contents(folder)
+    (aside,) = (path for path in (tmp_path / "two").iterdir() if path.name.startswith("aside"))
+    assert contents(aside) == before
+    assert pull(store, tmp_path / "two").there
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_later_step_that_is_gone_is_none(
+    there: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tracker names it: it was moved away, or a job ended while it moved a damaged one aside."""
+    url, root = f"file://{tmp_path}/store", tmp_path / "two"
+    save(tmp_path / "one", 12)
+    assert _store("push", url, tmp_path / "one") == 0
+    if there:
+        assert _store("pull", url, root) == 0
+    shutil.rmtree(save(root, 20))
+    assert _store("pull", url, root) == 0
+    assert f"{root}/iter_0000020: missing, though the tracker names it" in capsys.readouterr().err
+    assert tracker.tracked_step(root) == 12
+    assert contents(root / naming.final_name(12)) == contents(tmp_path / "one" / naming.final_name(12))
+    shutil.rmtree(save(root, 20))
+    save(root, 16)
+    assert _store("pull", url, root) == 2
+    assert "holds step 16, which is later than step 12" in capsys.readouterr().err
+    assert tracker.tracked_step(root) == 20
+
+
 @pytest.mark.parametrize("what", ["manifest", "list of parts", "object"])
 def test_a_damaged_checkpoint_is_passed_over_and_can_be_pushed_again(
     what: str, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

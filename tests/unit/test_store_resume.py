@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import gzip
 import json
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,6 +149,43 @@ def test_a_folder_with_a_later_step_stays(
     assert tracker.tracked_step(tmp_path / "node0") == 20
     assert not (tmp_path / "node0" / FOLDER).exists()
     assert f"step 20 is in {tmp_path}/node0, nothing is pulled from {url}" in capfd.readouterr().err
+
+
+def test_a_job_that_has_gone_back_by_hand_stays_there(
+    url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The later folder is left; the other nodes hear of the step that is loaded."""
+    root, agents = tmp_path / "node0", HashStore()
+    for step in (16, 24):
+        save(tmp_path / "one", step)
+        push.push(open_store(url), tmp_path / "one", step)
+        StoreResume(Load(url, root, None), "").prepare(0, 1, HashStore())
+    (root / naming.TRACKER).write_text("16")
+    capfd.readouterr()
+    StoreResume(Load(url, root, None), "").prepare(0, 2, agents)
+    assert tracker.tracked_step(root) == 16
+    assert agents.get("ttp/resume") == b"16"
+    said = f"step 16 is in {root}, nothing is pulled from {url}; step 24 is in both, but the tracker there"
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_tracker_that_names_a_folder_that_is_gone_is_one_more_damage(
+    later: bool, url: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, agents = tmp_path / "node0", HashStore()
+    shutil.rmtree(save(root, 20))
+    if later:
+        save(root, 16)
+    StoreResume(Load(url, root, None), "").prepare(0, 2, agents)
+    if later:  # the check before the load finds the same, and sets the tracker back
+        assert agents.get("ttp/resume") == b"16"
+        assert not (root / FOLDER).exists()
+    else:
+        assert agents.get("ttp/resume") == b"12"
+        assert contents(root / FOLDER) == contents(tmp_path / "one" / FOLDER)
+        assert tracker.tracked_step(root) == 12
+        assert f"{root}/iter_0000020: missing, though the tracker names it" in capfd.readouterr().err
 
 
 def test_a_restart_pulls_nothing(url: str, tmp_path: Path) -> None:
