@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from adaptor.errors import StoreError
 from adaptor.store.answers import NO_BUCKET, Answers
+from adaptor.store.etags import bare
 from adaptor.store.retrying import BusyError, Retrying
 from adaptor.store.threads import call
 
@@ -42,8 +43,8 @@ class Stored:
     """An object as a listing has it.
 
     Attributes:
-        etag: of the store for this content; a copy of the object may have another one. Empty where there is
-            none
+        etag: of the store for this content, without quotes; a copy of the object may have another one. Empty
+            where there is none
     """
 
     bytes: int
@@ -56,6 +57,7 @@ class Part:
     """A part of an object, and of which version of the object it is.
 
     Attributes:
+        etag: of the object, without quotes
         size: of the whole object, in bytes
     """
 
@@ -121,7 +123,7 @@ class Store:
 
         put = partial(obstore.put, self._client, name, content, use_multipart=False)
         done = self._ask(f"write {name}", put)
-        return str(done["e_tag"] or "")
+        return bare(done["e_tag"])
 
     def put_pieces(self, name: str, pieces: Iterator[bytes | bytearray], size: int) -> str:
         """Write an object of `size` bytes from its pieces; return its etag.
@@ -142,7 +144,7 @@ class Store:
                     max_concurrency=AT_ONCE,
                 )
             )
-        return str(done["e_tag"] or "")
+        return bare(done["e_tag"])
 
     def get(self, name: str, limit: int) -> bytes:
         """Return the content of an object of at most `limit` bytes.
@@ -172,7 +174,7 @@ class Store:
         def read() -> Part:
             found = obstore.get(self._client, name, options={"range": (start, start + length)})
             content = memoryview(found.bytes())
-            return Part(content, str(found.meta["e_tag"] or ""), int(found.meta["size"]))
+            return Part(content, bare(found.meta["e_tag"]), int(found.meta["size"]))
 
         part = self._ask(f"read {name}", read)
         if len(part.content) != length:
@@ -185,7 +187,7 @@ class Store:
 
         with contextlib.suppress(MissingError):
             one = self._ask(f"look at {name}", lambda: obstore.head(self._client, name))
-            return Stored(int(one["size"]), str(one["e_tag"] or ""), one["last_modified"])
+            return Stored(int(one["size"]), bare(one["e_tag"]), one["last_modified"])
         return None
 
     def objects(self, prefix: str) -> dict[str, Stored]:
@@ -194,7 +196,7 @@ class Store:
 
         def listed() -> dict[str, Stored]:
             return {
-                str(one["path"]): Stored(int(one["size"]), str(one["e_tag"] or ""), one["last_modified"])
+                str(one["path"]): Stored(int(one["size"]), bare(one["e_tag"]), one["last_modified"])
                 for batch in obstore.list(self._client, prefix or None)
                 for one in batch
             }

@@ -25,6 +25,7 @@ import xxhash
 from adaptor.checkpoint import disk
 from adaptor.errors import StoreError
 from adaptor.store.client import Stored
+from adaptor.store.etags import bare
 
 JOURNAL = ".ttp_pull.jsonl"
 _LOCK = ".ttp_pull.lock"
@@ -56,7 +57,7 @@ class _Come(msgspec.Struct, frozen=True):
     source: str
     name: str
     bytes: int
-    version: str
+    version: str  # earlier versions noted an etag with its quotes
     mtime_ns: int
 
 
@@ -162,7 +163,7 @@ class DataFolder:
         if come is None or status is None or come.source != self._source:
             return False
         unchanged = (status.st_size, status.st_mtime_ns) == (come.bytes, come.mtime_ns)
-        return unchanged and (come.bytes, come.version) == (stored.bytes, _version(stored))
+        return unchanged and (come.bytes, bare(come.version)) == (stored.bytes, _version(stored))
 
     def _journal(self) -> dict[str, _Come]:
         found = {}

@@ -195,10 +195,9 @@ class _Pull:
 
     def _compare(self, name: str, etag: str, found: str) -> None:
         """Compare content with its etag, where that is an MD5: where a store encrypts, it may be none."""
-        match = re.fullmatch(r'"?([0-9a-f]{32})"?', etag)
-        if match is None or not self._compares:
+        if re.fullmatch("[0-9a-f]{32}", etag) is None or not self._compares:
             return
-        if match[1] == found:
+        if etag == found:
             self._has_agreed = True
         elif not self._has_agreed and self._differed.get(name) == found:
             self._compares = False

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import xxhash
@@ -35,25 +34,6 @@ def compared(path: Path, file: FileEntry, digest: xxhash.xxh3_128, piece: int) -
     same = file.xxh3_128 in (None, digest.hexdigest())
     if not same or file.xxh3_128_blocks not in (None, blocks.hexdigest()):
         raise CheckpointError(f"{path}: checksum differs from the manifest, so it is not sent")
-
-
-def bare(etag: str) -> str:
-    """Return an etag without quotes; a store may have them in one answer and not in another."""
-    return etag.strip('"')
-
-
-def joined(etags: Iterable[str]) -> str:
-    """Return the bare etag of an object of several parts, by theirs in order; '' where these are no MD5."""
-    try:
-        digests = [bytes.fromhex(bare(etag)) for etag in etags]
-    except ValueError:
-        return ""
-    return f"{md5(b''.join(digests))}-{len(digests)}"
-
-
-def md5(content: bytes | bytearray) -> str:
-    """Return the bare etag that most stores with the interface of S3 give to a part, or to a small object."""
-    return hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
 def _read(path: Path, file: FileEntry, piece: int) -> Iterator[bytearray]:

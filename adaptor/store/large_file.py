@@ -20,6 +20,7 @@ from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import file_pieces, threads, upload_journal
 from adaptor.store.client import AT_ONCE, PIECE, Store
+from adaptor.store.etags import bare, joined, md5
 from adaptor.store.layout import UploadedPart
 from adaptor.store.multipart import LostUploadError, Multipart, RefusedError, SentPart
 from adaptor.store.upload_journal import Arrived, NotedUpload
@@ -140,8 +141,7 @@ class LargeFile:
             if (
                 found is None
                 or found.bytes != self._file.bytes
-                or file_pieces.bare(found.etag)
-                != file_pieces.joined(each for _, each in sorted(etags.items()))
+                or found.etag != joined(each for _, each in sorted(etags.items()))
             ):
                 raise
             return found.etag
@@ -158,8 +158,8 @@ class LargeFile:
         pieces = file_pieces.compared(self._path, self._file, digest, noted.begun.part)
         for number, content in enumerate(pieces, 1):
             self._pace(0)
-            etags[number] = file_pieces.md5(content)
-        if file_pieces.bare(found.etag) != file_pieces.joined(each for _, each in sorted(etags.items())):
+            etags[number] = md5(content)
+        if found.etag != joined(each for _, each in sorted(etags.items())):
             return None
         noted.forget()
         return UploadedPart(self._file.path, self._file.bytes, digest.hexdigest(), found.etag)
@@ -224,8 +224,4 @@ class LargeFile:
 
 
 def _is_there(found: SentPart | None, known: Arrived, size: int) -> bool:
-    return (
-        found is not None
-        and found.bytes == size
-        and file_pieces.bare(found.etag) == file_pieces.bare(known.etag)
-    )
+    return found is not None and found.bytes == size and found.etag == bare(known.etag)

@@ -21,6 +21,7 @@ import xxhash
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.protocol import naming
 from adaptor.store.client import DamagedError
+from adaptor.store.etags import bare
 
 # The largest list of parts that is read, in bytes; that of 100,000 files has 20 MB.
 LARGEST_LIST = 64 << 20
@@ -34,7 +35,7 @@ class UploadedPart(msgspec.Struct, frozen=True):
     Attributes:
         path: below the folder of the checkpoint
         xxh3_128: of what was sent, in hexadecimal
-        etag: that the store gave it
+        etag: that the store gave it, without quotes
     """
 
     path: str
@@ -134,4 +135,6 @@ def decode_parts(content: bytes, name: str) -> PartList:
         raise DamagedError(f"{name}: is no list of parts ({error})") from None
     if found.format != _FORMAT:
         raise DamagedError(f"{name}: format {found.format}; this version reads format {_FORMAT}")
-    return found
+    # Earlier versions noted an etag as it was spelled in that answer.
+    files = tuple(msgspec.structs.replace(part, etag=bare(part.etag)) for part in found.files)
+    return msgspec.structs.replace(found, files=files)

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from adaptor.errors import StoreError
 from adaptor.store import credentials, s3
 from adaptor.store.answers import NO_BUCKET, Answers
+from adaptor.store.etags import bare
 from adaptor.store.s3 import Bucket
 
 _LOST = ("NoSuchUpload", "InvalidPart")
@@ -54,7 +55,7 @@ class Upload:
 
 @dataclass(frozen=True)
 class SentPart:
-    """A part of an upload that a store has."""
+    """A part of an upload that a store has; its etag is without quotes."""
 
     etag: str
     bytes: int
@@ -91,7 +92,7 @@ class Multipart:
         return Upload(name, str(done["UploadId"]))
 
     def send(self, upload: Upload, number: int, content: bytearray) -> str:
-        """Write a part; return its etag.
+        """Write a part; return its etag as the store spells it, for it gets that back in `complete`.
 
         Args:
             upload: to which it belongs.
@@ -117,10 +118,10 @@ class Multipart:
         """
         with self._errors(f"write {upload.name}"):
             found = self._asked(lambda: self._listed("list_parts", "Parts", self._of(upload)))
-        return {int(part["PartNumber"]): SentPart(str(part["ETag"]), int(part["Size"])) for part in found}
+        return {int(part["PartNumber"]): SentPart(bare(part["ETag"]), int(part["Size"])) for part in found}
 
     def complete(self, upload: Upload, etags: Mapping[int, str]) -> str:
-        """Make the object of these parts; return its etag.
+        """Make the object of these parts; return its etag, without quotes.
 
         Args:
             upload: to which they belong.
@@ -136,7 +137,7 @@ class Multipart:
                     **self._of(upload), MultipartUpload={"Parts": parts}
                 )
             )
-        return str(done["ETag"])
+        return bare(done["ETag"])
 
     def abort(self, upload: Upload) -> None:
         """Have the store forget an upload and its parts; one that it does not have is none to forget."""

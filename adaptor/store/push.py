@@ -21,6 +21,7 @@ from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import abandoned, choose, file_pieces, layout, whole
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
+from adaptor.store.etags import joined, md5
 from adaptor.store.large_file import LargeFile
 from adaptor.store.layout import UploadedPart
 
@@ -249,14 +250,14 @@ class Sending:
         for content in file_pieces.compared(self._folder / file.path, file, digest, size):
             self._count(0)
             if part is None:
-                etags.append(file_pieces.md5(content))
+                etags.append(md5(content))
         made = UploadedPart(file.path, file.bytes, digest.hexdigest(), found.etag)
         if part is not None:
             return made if part.xxh3_128 == made.xxh3_128 else None
         if file.xxh3_128 is not None:
             return made
-        known = file_pieces.joined(etags) if file.bytes > self._store.piece else "".join(etags)
-        if file_pieces.bare(found.etag) == known:
+        known = joined(etags) if file.bytes > self._store.piece else "".join(etags)
+        if found.etag == known:
             return made
         return made if choose.hash_object(self._store, name, file.bytes) == made.xxh3_128 else None
 

@@ -17,12 +17,17 @@ import pytest
 
 from tests.unit import object_store
 
-Fault = Literal["", "hold before", "hold after", "cut before", "cut after", "403", "404", "503", "corrupt"]
+# The last is none, but another spelling of some stores.
+Fault = Literal[
+    "", "hold before", "hold after", "cut before", "cut after", "403", "404", "503", "corrupt", "bare etags"
+]
 # What is told of a request: its number from 0, its method, its path.
 Chooses = Callable[[int, str, str], Fault]
 _CODES = {"403": "AccessDenied", "404": "NoSuchUpload", "503": "SlowDown"}
 _BUCKET = "bucket"
 _HOP = {"connection", "transfer-encoding", "content-length", "date", "server"}
+_QUOTE = rb'(?:"|&quot;|&#34;)'
+_QUOTED = re.compile(b"<ETag>" + _QUOTE + b"([^<]*?)" + _QUOTE + b"</ETag>")
 
 
 @dataclass
@@ -154,6 +159,8 @@ def _forward(handler: BaseHTTPRequestHandler, state: FaultProxy, server: str) ->
         return
     if fault == "corrupt":
         content = bytes([content[0] ^ 1]) + content[1:]
+    if fault == "bare etags":
+        content = _QUOTED.sub(rb"<ETag>\1</ETag>", content)
     _answer(handler, answer.status, headers, content, length if handler.command == "HEAD" else None)
 
 

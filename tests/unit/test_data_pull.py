@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -145,6 +146,16 @@ def test_a_store_that_is_down_for_a_while(source: Source, tmp_path: Path) -> Non
     assert len(lines) == 2
     assert "503 Service Unavailable" in lines[0]
     assert lines[0].endswith("; it is asked again for 60 s (Ctrl-C ends that)")
+
+
+def test_a_journal_of_an_earlier_version_counts(source: Source, tmp_path: Path) -> None:
+    """Its etags have the quotes of the answers."""
+    source.pull(tmp_path)
+    journal = tmp_path / data_folder.JOURNAL
+    lines = [json.loads(line) for line in journal.read_text().splitlines()]
+    quoted = [json.dumps({**line, "version": f'"{line["version"]}"'}) for line in lines]
+    journal.write_text("\n".join([*quoted, ""]))
+    assert source.pull(tmp_path) == []
 
 
 def test_an_object_that_is_not_its_etag_is_refused(source: Source, tmp_path: Path) -> None:

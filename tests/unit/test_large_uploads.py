@@ -514,6 +514,51 @@ def test_a_file_that_has_changed_since_it_was_sent_is_sent_again(
     _is_whole(store, root, 12)
 
 
+def _read(faults: FaultProxy) -> list[str]:
+    """Return the requests for files of checkpoints."""
+    return [path for method, path in faults.requests if method == "GET" and naming.MODEL_FILE in path]
+
+
+@pytest.mark.parametrize(
+    ("method", "request_has"),
+    [("POST", "uploadId="), ("GET", "list-type=")],
+    ids=["Ceph's gateway", "a list"],
+)
+def test_an_etag_is_the_same_with_quotes_and_without(
+    method: str,
+    request_has: str,
+    url: str,
+    faults: FaultProxy,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One answer of the store has none where the others have them; no file is read for its content."""
+    url = f"{url}-{method}"
+    faults.begin(lambda number, asked, path: "bare etags" if asked == method and request_has in path else "")
+    save(root, 12, first=LARGE)
+    push.push(open_store(url, faults.url, piece=PART), root, 12)
+    assert any(asked == method and request_has in path for asked, path in faults.requests)
+    monkeypatch.setenv("TTP_STORE_ENDPOINT", faults.url)
+    assert main(["store", "list", url]) == 0
+    assert "step 12: complete, 4 files" in capsys.readouterr().out
+    assert _read(faults) == []
+
+
+def test_a_list_of_an_earlier_version_counts(store: Store, faults: FaultProxy, root: Path) -> None:
+    """Its etags have the quotes of the answers."""
+    save(root, 12)
+    where = push.push(store, root, 12).where
+    name = layout.parts_name(where, 0)
+    known = json.loads(store.get(name, layout.LARGEST_LIST))
+    for file in known["files"]:
+        file["etag"] = f'"{file["etag"]}"'
+    store.put(name, json.dumps(known).encode())
+    faults.begin()
+    assert choose.examine(store, where).known.step == 12
+    assert _read(faults) == []
+
+
 def test_parts_of_another_size_are_not_mixed(
     store: Store, direct: Store, url: str, faults: FaultProxy, root: Path
 ) -> None:

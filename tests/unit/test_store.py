@@ -25,7 +25,7 @@ from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
 from adaptor.store.pull import pull, resume
 from adaptor.store.push import push
-from tests.unit import azure_server, object_store
+from tests.unit import azure_server, fault_proxy, object_store
 from tests.unit.object_store import contents, save
 
 
@@ -276,6 +276,19 @@ def test_a_copy_in_another_place_is_as_good(
     content = store.get(file, 10_000)
     assert store.put_pieces(file, iter([content]), 6 << 20) != before
     assert _rows(s3, capsys) == [(12, "complete")]
+
+
+def test_azure_lists_etags_without_quotes(
+    az: str, azure_account: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of the upload all the same: no file is read for its content."""
+    save(tmp_path / "one", 12)
+    assert _store("push", az, tmp_path / "one") == 0
+    with fault_proxy.proxy(azure_account.removesuffix(f"/{azure_server.ACCOUNT}")) as state:
+        monkeypatch.setenv("TTP_STORE_ENDPOINT", f"{state.url}/{azure_server.ACCOUNT}")
+        assert _store("list", az) == 0
+        assert state.requests
+        assert [path for _, path in state.requests if naming.MODEL_FILE in path] == []
 
 
 def test_more_objects_than_an_answer_holds_are_listed(s3: str, server: str, tmp_path: Path) -> None:
