@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from adaptor.checkpoint import manifest, saved_steps
+from adaptor.checkpoint import manifest, saved_steps, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.store import layout
@@ -34,13 +34,17 @@ class SeenCheckpoints:
         self._clock = clock
         self._numbers: dict[str, int] = {}  # by place
         self._known: dict[tuple[int, int, int], Saved] = {}  # by step, inode and time of the manifest
+        self._given_up: set[str] = set()  # places
         self._state: tuple[int, ...] | None = None  # of the folder at the last look; None where it has none
         self._since = 0.0  # when that was seen for the first time
         self._listed: list[Saved] | None = None  # what is there as long as it stays; None: list it again
         self._listed_at = 0.0
 
     def now(self) -> list[Saved]:
-        """Return those of the folder in the order in which they came; those of the first look by step."""
+        """Return those of the folder in the order in which they came; those of the first look by step.
+
+        Where the tracker names an earlier step by then, a user has gone back: later steps are left out.
+        """
         state, now = self._state_of_folder(), self._clock()
         if state != self._state:
             self._state, self._since, self._listed = state, now, None
@@ -81,9 +85,26 @@ class SeenCheckpoints:
             for step in saved_steps.steps(self._root)
             if saved_steps.has_manifest(self._root, step)
         ]
+        if not self._numbers:
+            self._given_up = self._later_than_tracker(found)
+        found = [one for one in found if one.place not in self._given_up]
         for one in found:
             self._numbers.setdefault(one.place, len(self._numbers))
         return sorted(found, key=lambda one: self._numbers[one.place])
+
+    def _later_than_tracker(self, found: list[Saved]) -> set[str]:
+        """Return the places of the steps after the one that the tracker names.
+
+        A checkpoint that has just got its name, of which the tracker does not know yet, is none of them: it
+        is newer than the tracker.
+        """
+        try:
+            told = (self._root / naming.TRACKER).stat().st_mtime_ns
+            named = tracker.tracked_step(self._root)
+            later = [one for one in found if named is not None and one.step > named]
+            return {one.place for one in later if self._manifest(one.step).stat().st_mtime_ns <= told}
+        except OSError:
+            return set()
 
     def until(self, last: Saved) -> set[str]:
         """Return the places of those that came before `last`, and its own; of all that were ever seen."""
@@ -100,7 +121,7 @@ class SeenCheckpoints:
         """Return what the manifest of a step tells."""
         folder = self._root / naming.final_name(step)
         try:
-            status = (folder / naming.MANIFEST).stat()
+            status = self._manifest(step).stat()
             key = (step, status.st_ino, status.st_mtime_ns)
             if key not in self._known:
                 known = manifest.read(folder)
@@ -108,3 +129,6 @@ class SeenCheckpoints:
             return self._known[key]
         except (OSError, CheckpointError):
             return Saved(step, False, f"{folder.name}/{_UNREADABLE}")  # why it is says the push
+
+    def _manifest(self, step: int) -> Path:
+        return self._root / naming.final_name(step) / naming.MANIFEST

@@ -169,6 +169,30 @@ def test_a_step_that_is_saved_again_is_seen_as_another_one(root: Path) -> None:
     assert first.place != second.place
 
 
+def test_steps_from_which_a_user_has_gone_back_are_left_out(root: Path) -> None:
+    for step in (10, 20, 30):
+        save(root, step)
+    (root / naming.TRACKER).write_text("10")
+    looks = Looks(root)
+    assert looks.look()[0] == [10]
+    (root / naming.TRACKER).write_text("25")
+    save(root, 20, "a1b2c3d4")
+    save(root, 25, "a1b2c3d4")
+    assert looks.look()[0] == [10, 20, 25]
+    assert Looks(root).look()[0] == [10, 20, 25]
+
+
+def test_a_step_that_the_tracker_does_not_name_yet_is_seen(root: Path) -> None:
+    """It has its name a moment before; the process that looks was started in that moment."""
+    for step in (10, 20):
+        save(root, step)
+    path = root / naming.TRACKER
+    path.write_text("10")
+    newer = (root / naming.final_name(20) / naming.MANIFEST).stat().st_mtime_ns
+    os.utime(path, ns=(newer - 10**9, newer - 10**9))
+    assert Looks(root).look()[0] == [10, 20]
+
+
 def test_what_cannot_be_read_is_read_again(root: Path) -> None:
     looks = Looks(root)
     save(root, 10)

@@ -263,6 +263,24 @@ def test_what_a_job_saves_after_it_has_gone_back_is_sent_and_stays(
     assert choose.steps(store) == [20, 25, 40, 50]
 
 
+def test_what_a_job_saves_after_it_has_gone_back_is_sent_by_the_next_process_too(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    """Later steps of the attempt before are in the folder and in the store when that process begins."""
+    store = open_store(url, server)
+    for step in (10, 20, 30, 40):
+        save(root, step)
+        push.push(store, root, step)
+    (root / naming.TRACKER).write_text("20")
+    save(root, 25, "another1", last_words=True)
+    sender = start(url, server, root)
+    sender.tell({"within_s": None})
+    later, sent = sender.ends().splitlines()
+    assert f"holds step 40, later than step 25 of {root}" in later
+    assert "step 25 is in" in sent
+    assert choose.steps(store) == [10, 20, 25, 30, 40]
+
+
 def test_what_was_sent_before_is_found_when_the_store_answers_again(
     url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
 ) -> None:
