@@ -1,11 +1,17 @@
-"""Removes uploads of large files that nobody will go on with: their parts cost as much as objects do.
+"""Removes what nobody will go on with of uploads that were cut short: it costs as much as objects do.
 
-They are found by the notes in the save folder (`upload_journal.py`), after each checkpoint that is committed;
-and by the store's own list of uploads, when old checkpoints are pruned.
+In a store with the interface of S3 that is parts of large files. They are found by the notes in the save
+folder (`upload_journal.py`), after each checkpoint that is committed; and by the store's own list of uploads,
+when old checkpoints are pruned. In a folder (file://) it is files: obstore writes each under another name
+first, and no listing of objects has them.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,36 +22,51 @@ from adaptor.store import layout, upload_journal
 from adaptor.store.client import Store
 from adaptor.store.upload_journal import Begun
 
+# What obstore writes before it is renamed to `name`: `name#1`, or the next number that is free.
+_DRAFT = re.compile("[^#]*#[0-9]+")
+# Nobody writes a draft any more that was left alone for so long.
+_LEFT_S = 60.0
 
-def remove_noted(store: Store, root: Path, step: int, tell: Callable[[str], None]) -> None:
-    """Remove the uploads that are noted in a save folder and that no checkpoint needs any more.
 
-    That is those of `step`, which is complete in the store, and of steps before it, and those of a checkpoint
-    that the save folder does not have any more.
+def remove_left_over(store: Store, root: Path, where: str, tell: Callable[[str], None]) -> None:
+    """Remove what uploads that were cut short have left and that no checkpoint needs any more.
+
+    In a folder that is what is below `where`. In a store with the interface of S3 it is the uploads that are
+    noted in a save folder, if they are of this step, of a step before it, or of a checkpoint that the save
+    folder does not have any more.
 
     Args:
         root: the save folder.
-        step: of the checkpoint.
-        tell: says that one cannot be removed.
+        where: the prefix of a checkpoint that is complete in the store.
+        tell: says that something cannot be removed.
     """
+    try:
+        _remove_older_drafts(store, where)
+        _remove_noted(store, root, where)
+    except StoreError as error:
+        tell(f"the parts of an upload that was cut short stay in the store until the next attempt: {error}")
+
+
+def _remove_older_drafts(store: Store, where: str) -> None:
+    """Remove what is below a checkpoint; a slow node may still write there what it has already."""
+    if store.address.scheme == "file":
+        committed = store.stat(layout.manifest_name(where))
+        if committed is not None:  # by the clock of the file system
+            remove_drafts(store, where, before=committed.modified.timestamp() - _LEFT_S)
+
+
+def _remove_noted(store: Store, root: Path, where: str) -> None:
     if store.multipart is None:
         return
     for noted in upload_journal.all_of(root, store.identity):
-        if _is_needed(root, noted.begun, step):
-            continue
-        try:
+        if not _is_needed(root, noted.begun, where):
             store.multipart.abort(noted.upload)
-        except StoreError as error:
-            tell(
-                f"the parts of an upload that was cut short stay in the store until the next attempt: {error}"
-            )
-            return
-        noted.forget()
+            noted.forget()
 
 
-def _is_needed(root: Path, begun: Begun, complete: int) -> bool:
-    step = _step(begun.name)
-    if step is None or step <= complete:
+def _is_needed(root: Path, begun: Begun, where: str) -> bool:
+    step, complete = _step(begun.name), _step(where)
+    if step is None or (complete is not None and step <= complete):
         return False
     try:
         return layout.place(manifest.read(root / naming.final_name(step))) == begun.seen
@@ -79,6 +100,41 @@ def remove_before(store: Store, step: int, *, dry_run: bool) -> tuple[int, str]:
             " a rule of the bucket for incomplete multipart uploads removes them"
         )
     return len(found), ""
+
+
+def remove_drafts(store: Store, prefix: str, *, dry_run: bool = False, before: float = math.inf) -> int:
+    """Remove what uploads to a folder (file://) that were cut short have left, and folders that get empty.
+
+    Args:
+        store: in which it is; another one has none.
+        prefix: below which it is.
+        dry_run: nothing is removed.
+        before: what was written at this time, in seconds since 1970, or later stays.
+
+    Returns:
+        The bytes of what there was.
+
+    Raises:
+        StoreError: the folder does not let it be removed.
+    """
+    if store.address.scheme != "file":
+        return 0
+    total = 0
+    try:
+        for place, _, names in os.walk(Path(store.address.prefix) / prefix, topdown=False):
+            for path in (Path(place, name) for name in names if _DRAFT.fullmatch(name)):
+                with contextlib.suppress(FileNotFoundError):  # others remove it, too
+                    status = path.lstat()
+                    if status.st_mtime < before:
+                        total += status.st_size
+                        if not dry_run:
+                            path.unlink()
+            if not dry_run:
+                with contextlib.suppress(OSError):  # it has objects
+                    Path(place).rmdir()
+    except OSError as error:
+        raise StoreError(f"{error.filename}: cannot be removed ({error.strerror})") from None
+    return total
 
 
 def _step(name: str) -> int | None:

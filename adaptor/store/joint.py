@@ -143,7 +143,7 @@ class JointPush:
         files, total = len(known.files), sum(file.bytes for file in known.files)
         there = push.find(self._store, known)
         if there is not None:
-            self._remove_abandoned()
+            self._remove_left_over(there)
             return Pushed(there, files, total, 0, True)
         sending = self._sending(where)
         with self._begun(sending):
@@ -162,7 +162,7 @@ class JointPush:
         push.require_same(self._root, known)
         size = push.commit(self._store, known)
         watch.remember()
-        self._remove_abandoned()
+        self._remove_left_over(where)
         return Pushed(where, files, size, size, False)
 
     def _require_whole(self, watch: Watch) -> None:
@@ -186,8 +186,8 @@ class JointPush:
                 " get this checkpoint; with a --save folder that all nodes share this cannot happen"
             )
 
-    def _remove_abandoned(self) -> None:
-        abandoned.remove_noted(self._store, self._root, self._known.step, self._tell)
+    def _remove_left_over(self, where: str) -> None:
+        abandoned.remove_left_over(self._store, self._root, where, self._tell)
 
     def _sending(self, where: str) -> Sending:
         return Sending(self._store, self._root, self._known, where, self._pace, self._node, self._tell)

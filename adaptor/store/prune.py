@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from adaptor.errors import StoreError
+from adaptor.protocol import naming
 from adaptor.store import abandoned, choose, layout
 from adaptor.store.client import Store
 
@@ -74,4 +75,4 @@ def _remove(store: Store, step: int, dry_run: bool) -> int:
             # First what makes it a checkpoint: from then on nobody takes it for one.
             store.delete([name for name in there if name == layout.manifest_name(where)])
             store.delete([name for name in there if name != layout.manifest_name(where)])
-    return total
+    return total + abandoned.remove_drafts(store, naming.final_name(step), dry_run=dry_run)

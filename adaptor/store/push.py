@@ -78,7 +78,7 @@ def push(
     total = sum(file.bytes for file in known.files)
     there = find(store, known)
     if there is not None:
-        abandoned.remove_noted(store, root, step, tell)
+        abandoned.remove_left_over(store, root, there, tell)
         return Pushed(there, len(known.files), total, 0, True)
     where = layout.place(known)
     folder = root / naming.final_name(step)
@@ -93,7 +93,7 @@ def push(
     sending.tell(done=True)
     require_same(root, known)
     commit(store, known)
-    abandoned.remove_noted(store, root, step, tell)
+    abandoned.remove_left_over(store, root, where, tell)
     return Pushed(where, len(known.files), total, sending.sent, False)
 
 

@@ -143,7 +143,7 @@ class Uploader:
                 break
             later = max(later, one_there.known.step)
         if found is not None:
-            abandoned.remove_noted(store, self._root, found.known.step, self._tell_of_upload)
+            abandoned.remove_left_over(store, self._root, found.where, self._tell_of_upload)
             self._last = found.known.step
             for one in saved:
                 if one.step == self._last and not layout.is_of_same_generation(one.place, found.where):
@@ -225,7 +225,7 @@ class Uploader:
             if found is not None:
                 where, committed = found
                 if committed:
-                    abandoned.remove_noted(store, self._root, each.step, self._tell_of_upload)
+                    abandoned.remove_left_over(store, self._root, where, self._tell_of_upload)
                 else:
                     self._follow(store, each, where)
                 self._handle(each)

@@ -20,11 +20,11 @@ from adaptor.errors import StoreError
 from adaptor.launchers import ttp
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import address, choose
+from adaptor.store import address, choose, layout
 from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
 from adaptor.store.pull import pull, resume
-from adaptor.store.push import push
+from adaptor.store.push import push, read_folder
 from tests.unit import azure_server, fault_proxy, object_store
 from tests.unit.object_store import contents, save
 
@@ -320,6 +320,39 @@ def test_old_checkpoints_are_removed(url: str, tmp_path: Path, capsys: pytest.Ca
     assert len(_rows(url, capsys)) == 3, "there are fewer, so all stay"
     assert _store("prune", url, "--keep", "0") == 2
     assert "--keep is 0: it must be a number from 1 on" in capsys.readouterr().err
+
+
+def test_what_a_killed_upload_has_left_in_a_folder_is_removed_with_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """obstore writes a file under another name first, which no listing has."""
+    folder = tmp_path / "store"
+    url = f"file://{folder}"
+    left = folder / naming.final_name(12) / "gone" / "mp_rank_00" / f"{naming.MODEL_FILE}#1"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    for step in (24, 36):
+        save(tmp_path / "one", step)
+        assert _store("push", url, tmp_path / "one") == 0
+    assert _rows(url, capsys) == [(12, "incomplete"), (24, "complete"), (36, "complete")]
+    assert _store("prune", url, "--keep", "1", "--dry-run") == 0
+    assert left.exists()
+    assert _store("prune", url, "--keep", "1") == 0
+    assert "steps 12, 24 are removed" in capsys.readouterr().out
+    assert [path.name for path in folder.iterdir()] == [naming.final_name(36)]
+
+
+def test_what_killed_uploads_have_left_is_removed_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
+    """But not what another node, which is slow, may be writing."""
+    save(tmp_path / "one", 12)
+    folder = tmp_path / "store" / layout.place(read_folder(tmp_path / "one", 12)) / "mp_rank_00"
+    folder.mkdir(parents=True)
+    left, new = (folder / f"{naming.MODEL_FILE}#{number}" for number in (1, 2))
+    for path, time in ((left, 0), (new, 2**32)):
+        path.write_bytes(b"half")
+        os.utime(path, (time, time))
+    push(open_store(f"file://{tmp_path}/store", make=True), tmp_path / "one", 12)
+    assert sorted(folder.iterdir()) == [folder / naming.MODEL_FILE, new]
 
 
 def test_a_file_with_a_checksum_of_blocks_is_compared_with_it(
