@@ -10,12 +10,14 @@ does: node 0 is lost, or they are on the disk of that other node.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from adaptor.checkpoint import manifest
+from adaptor.checkpoint import manifest, saved_steps
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.operations.words import duration, size
 from adaptor.protocol import naming
@@ -40,6 +42,10 @@ _ASK_S, _LONGEST_ASK_S = 1.0, 3.0
 _TURNS = 3
 # Of the newest checkpoints: node 0 may be at work on the one before the newest.
 _ASKED = 2
+_REMOVED = (
+    "the step was removed before all of it was sent: with --save-retain-interval let TTP_STORE_EVERY be a"
+    " multiple of that interval, so that what is sent stays"
+)
 
 Tell = Callable[[str], None]
 
@@ -188,8 +194,11 @@ class Uploader:
         except manifest.UnreadableError:
             raise  # the disk may answer the next time
         except CheckpointError as error:
-            self._handle(one)  # it will not get better
-            self._fail(str(error))
+            if self._is_removed(one):  # it does not count for TTP_STORE_EVERY: the next one may stay
+                self._handled.update(self._seen.until(one))
+            else:
+                self._handle(one)  # it will not get better
+            self._fail(self._why_not(error, one))
             return
         self._handle(one)
         self._committed = one
@@ -281,7 +290,18 @@ class Uploader:
         except manifest.UnreadableError:
             raise
         except CheckpointError as error:
-            self._fail(str(error))
+            self._fail(self._why_not(error, one))
+
+    def _why_not(self, error: CheckpointError, one: Saved) -> str:
+        return f"{error}; {_REMOVED}" if self._is_removed(one) else str(error)
+
+    def _is_removed(self, one: Saved) -> bool:
+        """Return whether a checkpoint is not in the folder any more, or not all of it."""
+        folder = self._root / naming.final_name(one.step)
+        with contextlib.suppress(CheckpointError):
+            files = push.read_folder(self._root, one.step).files
+            return not all(os.path.lexists(folder / file.path) for file in files)
+        return not saved_steps.has_manifest(self._root, one.step)
 
     def _joint(self, store: Store, one: Saved, pace: Callable[[int], None]) -> JointPush:
         return JointPush(

@@ -29,6 +29,7 @@ def missing(folder: Path, paths: Iterable[str]) -> str:
         paths: of files, below it.
 
     Raises:
+        CheckpointError: what says it is not there any more.
         UnreadableError: the disk does not answer as it should.
     """
     have = set(paths)
@@ -85,7 +86,8 @@ def _named(folder: Path) -> set[str]:
     try:
         return {name.decode() for name in _NAMED.findall(disk.read(path, _LARGEST))}
     except OSError as error:
-        raise UnreadableError(f"{path}: cannot be read ({error.strerror or error})") from None
+        kind = CheckpointError if disk.is_wrong(error) else UnreadableError
+        raise kind(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def _folders(folder: Path) -> set[str]:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -279,6 +280,31 @@ def test_what_a_job_saves_after_it_has_gone_back_is_sent_by_the_next_process_too
     assert f"holds step 40, later than step 25 of {root}" in later
     assert "step 25 is in" in sent
     assert choose.steps(store) == [10, 20, 25, 30, 40]
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_sent_does_not_count(
+    url: str, server: str, faults: FaultProxy, root: Path, start: Callable[..., Sender]
+) -> None:
+    """As with --save-retain-interval, by which Megatron removes a step when it has saved the next one."""
+    faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
+    folder = save(root, 10)
+    sender = start(url, faults.url, root, every=20)
+    assert faults.held.wait(60)
+    shutil.rmtree(folder)
+    for step in (20, 30):
+        save(root, step)
+    faults.fault = lambda number, method, path: ""
+    faults.release.set()
+    removed = f"{folder}/mp_rank_02/{naming.MODEL_FILE}: cannot be read (No such file or directory)"
+    assert sender.line() == (
+        f"[ttp] no step of this job is in {url} so far: {removed}; the step was removed before all of it was"
+        " sent: with --save-retain-interval let TTP_STORE_EVERY be a multiple of that interval, so that what"
+        " is sent stays"
+    )
+    assert "step 20 is in" in sender.line(), "20 steps after one that is in the store 30 would be due"
+    sender.tell({"within_s": None})
+    assert "step 30 is in" in sender.line()
+    assert sender.ends() == ""
 
 
 def test_what_was_sent_before_is_found_when_the_store_answers_again(
