@@ -7,20 +7,35 @@ and a destructor drop what they cannot handle), the agent raises it again when i
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
 
-# A scheduler tells a job more than once that it is to end: at a time limit Slurm's daemons and its srun send
-# SIGTERM, some hundredths of a second apart. A person who repeats it has waited longer, or presses Ctrl-C.
-SAME_SIGTERM_S = 5.0
+# These may come twice for one request. At a time limit Slurm's daemons and its srun send SIGTERM, some
+# hundredths of a second apart. When a terminal is closed its shell sends SIGHUP, and at the end of that shell
+# the kernel does; systemd sends SIGHUP after SIGTERM. A person who asks again has waited longer, or presses
+# Ctrl-C.
+SAME_REQUEST_S = 5.0
+_SENT_TWICE = {signal.SIGTERM, signal.SIGHUP}
 # A signal that the agent has not taken within this time was lost on its way to it, and the next one counts.
 # torch writes a log line in between.
 TAKEN_S = 1.0
 
-_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# They end a job whatever torch handles.
+BY_HAND = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+# Where torch notes for which signals it sets handlers (--signals-to-handle).
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_NAMES = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that end a job: those of `BY_HAND`, and those that torch handles."""
+    names = [name.strip() for name in os.environ.get(HANDLED, "SIGHUP").split(",")]
+    handled = [signal.Signals[name] for name in names if name in _NAMES]
+    return list(dict.fromkeys([*BY_HAND, *handled]))
 
 
 class EndRequests:
@@ -41,7 +56,7 @@ class EndRequests:
         """Stand before the handlers that are set now; signals that are ignored stay so."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in _NUMBERS:
+        for number in ending_signals():
             handler = signal.getsignal(number)
             if callable(handler) and handler != self.hear:
                 self._handlers[number] = handler
@@ -71,8 +86,8 @@ class EndRequests:
             return False
         first, at = self._first
         since = self._clock() - at
-        if number == first == signal.SIGTERM:
-            return since < SAME_SIGTERM_S
+        if {first, number} <= _SENT_TWICE:
+            return since < SAME_REQUEST_S
         return not self._taken and since < TAKEN_S
 
     def _call(self, number: int, frame: FrameType | None) -> None:

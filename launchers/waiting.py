@@ -16,6 +16,7 @@ from typing import TypeVar
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from adaptor import output
+from adaptor.launchers.end_requests import BY_HAND, ending_signals
 
 # The first line comes after this time: nodes that are started together meet faster.
 FIRST_S = 1.5
@@ -23,10 +24,6 @@ FIRST_S = 1.5
 AGAIN_S = 10.0
 
 T = TypeVar("T")
-
-
-# Those with which somebody ends a job by hand; SIGHUP is ignored under nohup, and stays so.
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT)
 
 
 class Interrupted(BaseException):
@@ -98,15 +95,19 @@ def ignore_signals() -> None:
     timeout(1) and some schedulers do, and the second one would end this process before it has said why.
     """
     if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
+        for number in ending_signals():
             signal.signal(number, signal.SIG_IGN)
 
 
 def hear_signals() -> None:
-    """Let the next signal raise SignalException, and none after it."""
+    """Let the next signal raise SignalException, and none after it.
+
+    SIGHUP stays ignored where it is: by nohup, or because the job has come to its end meanwhile.
+    """
     if threading.current_thread() is threading.main_thread():
-        for number in _SIGNALS:
-            signal.signal(number, _raise_once)
+        for number in ending_signals():
+            if number in BY_HAND or signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, _raise_once)
 
 
 def _raise_once(number: int, frame: FrameType | None) -> None:

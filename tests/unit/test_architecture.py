@@ -80,6 +80,7 @@ READS_ENVIRONMENT = {
     "adaptor.launchers.doctor": "misspelt settings",
     "adaptor.launchers.doctor_machine": "torch's GLOO_SOCKET_IFNAME; whether this is a job of Slurm",
     "adaptor.launchers.doctor_nodes": "torch's GLOO_SOCKET_IFNAME",
+    "adaptor.launchers.end_requests": "which signals torch handles",
     "adaptor.launchers.spare_imports": "what modules ask of it while a spare imports them",
     "adaptor.launchers.starter": "that of a worker, for the worker that takes its place",
     "adaptor.launchers.ttprun": "misspelt settings, torch's GLOO_SOCKET_IFNAME, variables of platforms",

@@ -187,6 +187,42 @@ def test_ttprun_is_stopped_for_a_time(launcher: Launcher) -> None:
     job.restarts()
 
 
+PUBLISH_WAITS = """
+import signal
+from adaptor.checkpoint import publish
+from adaptor.launchers import end_requests
+from tests import waiting
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests themselves run under nohup it would be ignored
+end_requests.SAME_REQUEST_S = 600.0  # for machines that stop meanwhile
+publishes = publish.publish
+def waits(*args, **kwargs):
+    Path("publishing").touch()
+    waiting.exist(Path("go-on").absolute())
+    return publishes(*args, **kwargs)
+publish.publish = waits
+"""
+
+
+@pytest.mark.robustness(
+    "A4",
+    "ttprun gets Ctrl-C, Ctrl-\\ (SIGQUIT), SIGTERM, or its terminal is closed (SIGHUP)",
+    "a last line, exit code 128 + N, no process stays",
+)
+def test_a_terminal_that_is_closed_does_not_end_the_save(launcher: Launcher) -> None:
+    """Its shell sends SIGHUP, and the kernel sends another one when that shell has ended."""
+    job = Training(launcher, before=PUBLISH_WAITS, TTP_GRACE="600")
+    job.begins()
+    os.kill(job.agent, signal.SIGHUP)
+    waiting.exist(job.folder / "publishing")
+    os.kill(job.agent, signal.SIGHUP)
+    (job.folder / "go-on").touch()
+    ended = launcher.wait(job.agent)
+    assert ended.code == 128 + signal.SIGHUP, ended.log
+    assert ended.last_line.startswith("[ttp] ttprun was told to end by SIGHUP; step 13 is saved, "), ended.log
+    assert (job.folder / "save/latest_checkpointed_iteration.txt").read_text() == "13"
+    assert job.gone
+
+
 # What waits for the test, then ends rank 1 or both.
 ON_GO = """
 from tests import waiting

@@ -7,15 +7,18 @@ from collections.abc import Iterator
 from types import FrameType
 
 import pytest
+from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from adaptor.launchers.end_requests import SAME_SIGTERM_S, TAKEN_S, EndRequests
+from adaptor.launchers import waiting
+from adaptor.launchers.end_requests import HANDLED, SAME_REQUEST_S, TAKEN_S, EndRequests
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 @pytest.fixture(autouse=True)
-def _handlers_of_before() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in ALL}
+def _handlers_of_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(HANDLED, raising=False)
+    before = {number: signal.getsignal(number) for number in (*ALL, signal.SIGUSR1)}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -24,10 +27,10 @@ def _handlers_of_before() -> Iterator[None]:
 class Heard:
     """What the handlers before which ours stand have heard: the time, at each signal."""
 
-    def __init__(self) -> None:
+    def __init__(self, *more: signal.Signals) -> None:
         self.at: list[float] = []
         self.now = 100.0
-        for number in ALL:
+        for number in (*ALL, *more):
             signal.signal(number, self._hear)
         self.requests = EndRequests(lambda: self.now)
         self.requests.install()
@@ -45,8 +48,27 @@ def test_a_sigterm_soon_after_the_first_is_the_same_request() -> None:
     heard = Heard()
     heard.send(signal.SIGTERM, 100.0)
     heard.requests.take()
-    heard.send(signal.SIGTERM, 100.04, 100.0 + SAME_SIGTERM_S / 2, 100.0 + SAME_SIGTERM_S, 200.0)
-    assert heard.at == [100.0, 100.0 + SAME_SIGTERM_S]
+    heard.send(signal.SIGTERM, 100.04, 100.0 + SAME_REQUEST_S / 2, 100.0 + SAME_REQUEST_S, 200.0)
+    assert heard.at == [100.0, 100.0 + SAME_REQUEST_S]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (signal.SIGHUP, signal.SIGHUP),  # a terminal is closed: by its shell, then by the kernel
+        (signal.SIGTERM, signal.SIGHUP),  # systemd, with SendSIGHUP
+        (signal.SIGHUP, signal.SIGTERM),
+    ],
+    ids=lambda number: number.name,
+)
+def test_a_terminal_that_is_closed_asks_once(first: signal.Signals, second: signal.Signals) -> None:
+    heard = Heard()
+    heard.send(first, 100.0)
+    heard.requests.take()
+    heard.send(second, 100.002)
+    assert heard.at == [100.0]
+    heard.send(second, 100.0 + SAME_REQUEST_S)
+    assert heard.at == [100.0, 100.0 + SAME_REQUEST_S]
 
 
 def test_a_second_ctrl_c_counts_once_the_first_is_taken() -> None:
@@ -63,6 +85,17 @@ def test_ctrl_c_counts_after_sigterm() -> None:
     heard.requests.take()
     heard.send(signal.SIGINT, 100.01)
     assert heard.at == [100.0, 100.01]
+
+
+def test_signals_that_the_user_has_named_are_requests_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By --signals-to-handle; the third one does not interrupt the end."""
+    monkeypatch.setenv(HANDLED, "SIGTERM, SIGUSR1")
+    heard = Heard(signal.SIGUSR1)
+    heard.send(signal.SIGUSR1, 100.0, 100.01)
+    heard.requests.take()
+    heard.send(signal.SIGTERM, 160.0)
+    heard.send(signal.SIGUSR1, 160.01)
+    assert heard.at == [100.0, 160.0]
 
 
 def test_a_signal_that_was_lost_on_its_way_is_raised_again() -> None:
@@ -94,3 +127,25 @@ def test_an_ignored_signal_stays_ignored() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     EndRequests().install()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+
+
+def test_no_signal_interrupts_the_last_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards the next one ends what is left at once; SIGHUP may have been ignored by nohup."""
+    monkeypatch.setenv(HANDLED, "SIGHUP,SIGUSR1,SIGKILL,SIGNAL")
+    heard = Heard(signal.SIGUSR1)
+    waiting.ignore_signals()
+    for number in (*ALL, signal.SIGUSR1):
+        heard.send(number, 100.0)
+    waiting.hear_signals()
+    heard.send(signal.SIGHUP, 101.0)
+    with pytest.raises(SignalException) as raised:
+        signal.raise_signal(signal.SIGTERM)
+    heard.send(signal.SIGINT, 102.0)
+    assert (raised.value.sigval, heard.at) == (signal.SIGTERM, [])
+
+
+def test_a_terminal_that_is_closed_after_the_last_line_ends_what_is_left() -> None:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
+    waiting.hear_signals()
+    with pytest.raises(SignalException):
+        signal.raise_signal(signal.SIGHUP)
