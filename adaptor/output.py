@@ -138,12 +138,12 @@ def tell(text: str, to: Literal["stderr", "stdout"] = "stderr") -> None:
     if stream is None:  # closed before Python started
         return
     data = encodable(text, PAGE) + "\n"
-    descriptor = _descriptor(stream, getattr(sys, f"__{to}__"))
+    descriptor = descriptor_of(stream)
     if descriptor is None:
         _streams[to].submit(partial(_write_to_stream, stream, data))
         return
     # Where too much waits already, its thread is about to fill the pipe, and who writes beside it may hang.
-    taken = _streams[to].submit(partial(_write_all, descriptor, data.encode()))
+    taken = _streams[to].submit(partial(write_all, descriptor, data.encode()))
     if not taken and not _streams[to].has_thread:
         _write_if_ready(descriptor, data.encode())
 
@@ -211,9 +211,9 @@ class _Told(io.TextIOBase):
 _TOLD = _Told()
 
 
-def _descriptor(stream: TextIO, original: TextIO | None) -> int | None:
-    """Of the process's own stream; None where somebody has put another one in its place."""
-    if stream is not original:
+def descriptor_of(stream: TextIO) -> int | None:
+    """Return that of the process's own stdout or stderr; None where `stream` is another one."""
+    if stream is not sys.__stdout__ and stream is not sys.__stderr__:
         return None
     try:
         return int(stream.fileno())
@@ -226,7 +226,8 @@ def _write_to_stream(stream: TextIO, text: str) -> None:
     stream.flush()
 
 
-def _write_all(descriptor: int, data: bytes) -> None:
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write `data` past Python's own buffers: it may wait for a reader for ever."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]

@@ -239,6 +239,7 @@ def _run_with_survivors(
     load: store_load.Load | None,
     ends: Callable[[int], None],
 ) -> int:
+    from torch.distributed.elastic.multiprocessing import api as processes
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher import api
 
@@ -248,8 +249,11 @@ def _run_with_survivors(
     from adaptor.launchers.rendezvous import Registry
     from adaptor.launchers.run_record import RunRecord
     from adaptor.launchers.store_resume import StoreResume
+    from adaptor.launchers.tee import Tee
 
-    output.divert_logging()  # torch's, too: a pipe that nobody reads must not keep a job from starting again
+    # A pipe that nobody reads must not keep a job from starting again: what torch logs, and what it copies.
+    output.divert_logging()
+    processes.TailLog = Tee  # type: ignore[misc]
     record = RunRecord()
     if _may_have_spares(parsed):
         record.common = spare_node.about_this_node(parsed)

@@ -244,10 +244,15 @@ OUTPUTS = {
 @pytest.mark.robustness(
     "B6", "stdout and stderr cannot be written when every rank raises", "saved, restarted"
 )
-@pytest.mark.parametrize("to", OUTPUTS)
-def test_nobody_can_read_what_is_said(to: str, launcher: Launcher) -> None:
+@pytest.mark.parametrize(
+    ("to", "flags"),
+    [*((to, ()) for to in OUTPUTS), ("a pipe that nobody reads", ("--tee", "3"))],
+    ids=[*OUTPUTS, "a pipe that nobody reads, with --tee"],
+)
+def test_nobody_can_read_what_is_said(to: str, flags: Sequence[str], launcher: Launcher) -> None:
     before = f"import os\n{OUTPUTS[to]}\nos.dup2(there, 1)\nos.dup2(there, 2)\n"
-    job = Training(launcher, then=ON_GO + "raise ValueError('told to raise')", before=before)
+    then = ON_GO + "raise ValueError('told to raise')"
+    job = Training(launcher, then=then, before=before, flags=[*TWO, *flags])
     job.begins()
     (job.folder / "go").touch()
     job.restarts()

@@ -1,0 +1,102 @@
+"""Copies on the terminal of what workers write (`--tee`)."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from adaptor import output, threads
+from adaptor.launchers.tee import Tee
+from tests.unit.launching import ONE, Launcher, launcher, zygote
+from tests.unit.threads import LONG_S
+
+__all__ = ["launcher", "zygote"]
+
+COPIED = "[default0]:one\n[default0]:two\n[default0]:three\n"
+
+
+class Reader(io.StringIO):
+    """A stream that takes a line when the test says so; `asked` counts the lines that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = threading.Semaphore(0)
+        self.takes = threading.Semaphore(0)
+        self.has_all = threading.Event()
+
+    def write(self, text: str) -> int:
+        self.asked.release()
+        assert self.takes.acquire(timeout=LONG_S)
+        count = super().write(text)
+        if self.getvalue() == COPIED:
+            self.has_all.set()
+        return count
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    file = tmp_path / "stdout.log"
+    file.write_text("one\ntwo\nthree\n")
+    return str(file)
+
+
+def test_what_a_worker_writes_is_copied(launcher: Launcher) -> None:
+    script = launcher.script("import os\nos.write(1, b'to stdout\\n')\nos.write(2, b'to stderr\\n')\n")
+    ended = launcher.run(*ONE, "--tee", "3", script)
+    assert ended.code == 0, ended.log
+    lines = ended.log.splitlines()
+    assert [lines.count(f"[default0]:to {stream}") for stream in ("stdout", "stderr")] == [1, 1], ended.log
+
+
+def test_lines_of_several_ranks_are_whole_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files have all lines already: of a line that is being written torch copies what is there."""
+    said = {rank: [str(rank) * (1 + 83 * n) for n in range(1000)] for rank in (0, 1)}  # 83 kB
+    for rank, lines in said.items():
+        (tmp_path / f"{rank}.log").write_text("".join(f"{line}\n" for line in lines))
+    copied = tmp_path / "copied"
+    with copied.open("w") as stream:
+        monkeypatch.setattr(sys, "__stdout__", stream)
+        tee = Tee("default", {rank: str(tmp_path / f"{rank}.log") for rank in said}, stream)
+        tee.start().stop()
+    lines = copied.read_text().splitlines()
+    for rank in said:
+        prefix = f"[default{rank}]:"
+        assert [line.removeprefix(prefix) for line in lines if line.startswith(prefix)] == said[rank]
+
+
+def test_who_does_not_read_is_not_waited_for(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the lines when it reads again."""
+    monkeypatch.setattr(output, "DRAIN_S", 0.01)
+    reader = Reader()
+    tee = Tee("default", {0: log}, reader, interval_sec=0.001).start()
+    assert reader.asked.acquire(timeout=LONG_S)
+    tee.stop()
+    assert reader.getvalue() == ""
+    reader.takes.release(3)
+    assert reader.has_all.wait(LONG_S)
+
+
+def test_who_reads_slowly_is_waited_for(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each wait takes too long; as long as a line is read in each there is another one."""
+    reader = Reader()
+    tee = Tee("default", {0: log}, reader, interval_sec=0.001).start()
+    assert reader.asked.acquire(timeout=LONG_S)
+    left = [1, 1, 0]  # lines that are asked for after one that is taken
+
+    def wait(end: threading.Event, limit_s: float) -> float:
+        reader.takes.release()
+        if left.pop(0):
+            assert reader.asked.acquire(timeout=LONG_S)
+            return -1.0
+        assert end.wait(LONG_S)
+        return limit_s
+
+    monkeypatch.setattr(threads, "wait", wait)
+    tee.stop()
+    assert (reader.getvalue(), left) == (COPIED, [])
