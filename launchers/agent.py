@@ -414,7 +414,11 @@ class SurvivorsAgent(LocalElasticAgent):
         # A worker that hung was told to exit, too, and may have done so.
         code = process.poll() or verdict.exit_code
         assert self._pcontext is not None
-        failure = ProcessFailure(local_rank, process.pid, code, self._pcontext.error_files[local_rank])
+        file = self._pcontext.error_files[local_rank]
+        try:
+            failure = ProcessFailure(local_rank, process.pid, code, file)
+        except Exception:  # torch has said that it is damaged: it is empty where the disk was full
+            failure = ProcessFailure(local_rank, process.pid, code, error_file="")
         if code > 0 and failure.error_file == _NO_FILE:
             failure.message = verdict.line
         return failure

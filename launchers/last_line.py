@@ -27,7 +27,7 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from adaptor.launchers import rendezvous_errors
+    from adaptor.launchers import log, rendezvous_errors
 
     try:
         run.run(parsed)  # type: ignore[no-untyped-call]
@@ -50,8 +50,12 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             why = text.describe(error)
             _conclude(f"{verdict.line}; the workers cannot be started again: {why}", verdict.save)
             return int(verdict.exit_code)
-        if verdict is None or not isinstance(error, rendezvous_errors.UNMET):
+        if verdict is None:
             raise
+        if not isinstance(error, rendezvous_errors.UNMET):
+            log.tell_error("an error in ttprun itself", error)
+            _conclude(f"{verdict.line}; ttprun has failed: {text.describe(error)}", verdict.save)
+            return 1
         why = rendezvous_errors.why_not_again(error, parsed)
         _conclude(f"{verdict.line}; nodes cannot meet again, {why}", verdict.save)
         return int(verdict.exit_code)

@@ -344,6 +344,32 @@ def test_the_control_thread_ends(launcher: Launcher) -> None:
     waiting.ended(job.pid(rank) for rank in (0, 1))
 
 
+def test_an_empty_file_of_torchs_for_an_error(launcher: Launcher) -> None:
+    """torch's `record` leaves it where the disk of temporary files is full."""
+    raises = "open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').close(); raise ValueError('told to raise')"
+    job = Training(launcher, then=RANK_1 + raises)
+    job.begins()
+    (job.folder / "go").touch()
+    ended = job.restarts(traceback=True)
+    assert "[ttp] rank 1 raised ValueError: told to raise; step 13 is saved, " in ended.log
+
+
+def test_an_error_of_ttprun_between_the_verdict_and_the_restart(launcher: Launcher) -> None:
+    before = (
+        "from adaptor.launchers.account import Account\n"
+        "def restart(self):\n    raise ValueError('odd')\nAccount.restart = restart\n"
+    )
+    job = Training(launcher, before=before)
+    job.begins()
+    job.kill(1)
+    ended = launcher.wait(job.agent)
+    assert ended.code == 1
+    assert ended.last_line.startswith("[ttp] rank 1 was ended by SIGKILL; step 13 is saved, "), ended.log
+    assert "; ttprun has failed: ValueError: odd; the newest checkpoint in " in ended.last_line
+    assert ended.log.count("an error in ttprun itself: Traceback") == 1
+    assert job.gone
+
+
 # Whoever looks into the save folder from the verdict on waits until the test says that the disk answers.
 DISK_HANGS = """
 from pathlib import Path
