@@ -12,6 +12,7 @@ import os
 import queue
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -130,8 +131,7 @@ class Node:
             place: of a spare node whose workers join others that train.
         """
         control = self.control
-        # An error that the line quotes may have a NUL in it, which no environment variable can hold.
-        os.environ[LAST_INCIDENT] = control.verdict.line.replace("\0", " ") if control.verdict else ""
+        os.environ[LAST_INCIDENT] = _for_environment(control.verdict.line) if control.verdict else ""
         control.begin(ranks, node, nodes, may_restart=may_restart, counts=counts, joins=place is not None)
         self._set_environment(ranks)
         if place is not None:
@@ -391,3 +391,12 @@ class Node:
         self._log.close()
         self._copies.close()
         self._scratch.cleanup()
+
+
+def _for_environment(line: str) -> str:
+    """Return `line` as an environment variable can hold it, whatever is in an error that it quotes.
+
+    That is without NUL, and in the encoding of the locale, which need not be UTF-8.
+    """
+    coding = sys.getfilesystemencoding()
+    return line.replace("\0", " ").encode(coding, "backslashreplace").decode(coding)

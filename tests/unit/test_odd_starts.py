@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from adaptor.launchers import ttprun
-from tests.unit.launching import ONE, Launcher, launcher, zygote
+from tests.unit.launching import ONE, Launcher, launcher, run_here, zygote
 from tests.unit.nodes import ROOT
 from tests.unit.other_user import NOBODY
 from tests.unit.threads import LONG_S
@@ -101,6 +101,22 @@ def test_a_bare_environment(tmp_path: Path) -> None:
     )
     assert ended.returncode == 0
     assert (tmp_path / "ran").exists()
+
+
+def test_a_locale_that_is_not_utf8(tmp_path: Path) -> None:
+    """Workers that start again are told of an error with a character that it does not have."""
+    (tmp_path / "script.py").write_text(
+        "import os\n"
+        "from pathlib import Path\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    raise ValueError('caf\\u00e9')\n"
+        "Path('told').write_text(os.environ['TTP_LAST_INCIDENT'])\n"
+    )
+    command = [sys.executable, "-m", "adaptor.launchers.ttprun", *ONE, "--max-restarts", "1", "script.py"]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = run_here(tmp_path, *command, PYTHONPATH=str(ROOT), TTP_LOG_PATH=str(tmp_path / "logs"), **locale)
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 0 raised ValueError: caf\\xe9; " in (tmp_path / "told").read_text()
 
 
 @pytest.mark.robustness("B6", "ttprun under nohup, and the terminal goes away (SIGHUP)", "the job goes on")
