@@ -133,6 +133,8 @@ class MegatronLoop(TrainingLoop):
         if record.step > self._start["iteration"]:  # else its line is in the log of the job before
             # A rank that was lost before it wrote the line may have let all others begin the next step.
             self.log.complete(record.step, self.everyone, self._optimizer, self._model)
+            # The line makes entries for what it has not found, of sizes that need not be those of the model.
+            megatron_settle.forget_auxiliary_losses()
         if self._tail.take_pending() is not None:
             self._make_tail(record)
         self._set_loop(record)

@@ -14,6 +14,24 @@ from typing import Any
 
 from adaptor.checkpoint import shards, step_record
 
+# What routers of experts add up in the forward passes of a step. The framework zeroes it when the gradients
+# are final, and saves none of it.
+_SUMS = (
+    "local_tokens_per_expert",  # for the expert bias
+    *("global_tokens_per_expert", "ga_steps"),  # for `global_aux_loss`, since 0.15
+    *("qb_beta_accum", "qb_beta_count"),  # for quantile balancing, since 0.20
+)
+_CORE = "megatron.core.transformer"
+# What forward passes add up for the line of a step: where it is kept, which differs between versions.
+_AUXILIARY_LOSSES = (
+    ("megatron.core.parallel_state", "_MOE_LAYER_WISE_LOGGING_TRACKER"),
+    (f"{_CORE}.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),  # since 0.13
+    (f"{_CORE}.moe.moe_logging", "_MOE_METRICS_TRACKER._metrics"),  # 0.20
+    (f"{_CORE}.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
+    (f"{_CORE}.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
+    ("mindspeed_llm.tasks.models.transformer.dsa_indexer", "DSAIndexerLossLoggingHelper.tracker"),
+)
+
 
 def settle(model: Sequence[Any]) -> None:
     """Put it away in the chunks of the model, and in what the framework has one of."""
@@ -28,9 +46,24 @@ def settle_core(model: Sequence[Any]) -> None:
             _settle_bucket_group(bucket_group)
         for param in chunk.parameters():
             param.grad = None
-    moe_utils = sys.modules.get("megatron.core.transformer.moe.moe_utils")  # else there is nothing to clear
-    if moe_utils is not None and hasattr(moe_utils, "clear_aux_losses_tracker"):
-        moe_utils.clear_aux_losses_tracker()
+        for module in chunk.modules():
+            for name in _SUMS:
+                if (added_up := module._buffers.get(name)) is not None:
+                    added_up.zero_()
+    forget_auxiliary_losses()
+
+
+def forget_auxiliary_losses() -> None:
+    """Forget what forward passes have added up for the line of a step, and over which groups that is summed.
+
+    A new process has nothing of it, and the line is made by collectives that depend on it.
+    """
+    for module, path in _AUXILIARY_LOSSES:
+        found: Any = sys.modules.get(module)
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        if found is not None:
+            found.clear()
 
 
 def settle_optimizer(optimizer: Any) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.faults.harness import (
     DP2_WHOLE,
     DP4,
     ITERATIONS,
+    MOE_DP2,
     MOE_EP2,
     MOE_EP2_MIRROR,
     PP2_DP2,
@@ -35,6 +37,18 @@ from tests.faults.library import train
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, ends, restarts
 
+# What forward passes add up over a step: for a router's bias, for a loss of routers, and for the log.
+MOE_DP2_SUMS = replace(
+    MOE_DP2,
+    name="moe-dp2-sums",
+    extra=(
+        *MOE_DP2.extra,
+        *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
+        *("--moe-router-bias-update-rate", "0.1"),
+        *("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", "0.1"),
+        *("--mtp-num-layers", "1", "--position-embedding-type", "rope"),
+    ),
+)
 # Where a rank is killed in step 4, and then the process in its place in step 6. The step is made again, but
 # for `gather` and `between`, in which all have made its update.
 PHASES = (
@@ -61,12 +75,17 @@ def online(tmp_path: Path, layout: Layout, faults: Sequence[str], **given: Any) 
 
 
 def trains_on(
-    job: Job, baseline: Baseline, incidents: int = 1, log_interval: int = 1, lost_nodes: int = 0
+    job: Job,
+    baseline: Baseline,
+    incidents: int = 1,
+    log_interval: int = 1,
+    lost_nodes: int = 0,
+    written: Collection[int] = (),
 ) -> Ended:
     """The job ends well, without a restart; what it trained is, bit for bit, what the baseline trained.
 
-    The framework's own log has a line for each `log_interval` steps, as that of the baseline. So many
-    `lost_nodes` are killed.
+    The framework's own log has a line for each `log_interval` steps, as that of the baseline; what those of
+    the steps `written` lack says `framework_log`. So many `lost_nodes` are killed.
     """
     assert job.save is not None
     ended = harness.run(job)
@@ -82,7 +101,7 @@ def trains_on(
     # The line of a step that all had finished when the rank was killed is written nowhere.
     steps = set(range(1, ITERATIONS + 1)) - saved
     outcome.assert_same_training(ended, baseline.records, steps=steps)
-    framework_log.assert_same(ended, baseline, log_interval)
+    framework_log.assert_same(ended, baseline, log_interval, written=written)
     assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
     told = [
         line for line in ended.said if re.search(r" training goes on with step \d+, 0 steps lost, ", line)
@@ -217,6 +236,17 @@ LAYOUTS = (
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_layouts(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
     trains_on(online(tmp_path, layout, ["rank=1,step=6,phase=backward,kind=sigkill"]), baseline_of(layout))
+
+
+def test_what_forward_passes_add_up_is_that_of_one_step(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """In step 4 the survivor makes its forward passes twice, the new process once. The line of step 6 is
+    written in the recovery, by collectives over the groups of what was added up."""
+    faults = [
+        "rank=1,step=4,phase=reduction,kind=sigkill",
+        "rank=1,step=6,phase=gather,kind=sigkill,restart=-1",
+    ]
+    job = online(tmp_path, MOE_DP2_SUMS, faults)
+    trains_on(job, baseline_of(MOE_DP2_SUMS), incidents=2, written=(6,))
 
 
 def test_with_a_local_copy(tmp_path: Path, baseline_of: BaselineOf) -> None:

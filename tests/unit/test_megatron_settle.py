@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from adaptor.frameworks.megatron_settle import settle_core, settle_optimizer
 
@@ -21,6 +23,19 @@ class Work:
         raise RuntimeError("Connection closed by peer")
 
 
+class Router(torch.nn.Module):
+    """A router of experts in the middle of a step, as Megatron-core has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("local_tokens_per_expert", "global_tokens_per_expert", "qb_beta_accum"):
+            self.register_buffer(name, torch.ones(4), persistent=False)
+        for name in ("ga_steps", "qb_beta_count"):
+            self.register_buffer(name, torch.tensor(3), persistent=False)
+        for name in ("expert_bias", "qb_beta"):
+            self.register_buffer(name, torch.ones(4))
+
+
 @pytest.mark.parametrize("several", [False, True], ids=["Megatron-LM", "MindSpeed"])
 def test_broken_work_is_waited_for_and_forgotten(several: bool) -> None:
     """Megatron-LM has one handle for all buckets of a group, MindSpeed a list of them."""
@@ -31,11 +46,56 @@ def test_broken_work_is_waited_for_and_forgotten(several: bool) -> None:
         param_gather_dispatched=True,
         reset=lambda: None,
     )
-    chunk = SimpleNamespace(bucket_groups=[group], parameters=lambda: iter(()))
+    chunk = SimpleNamespace(bucket_groups=[group], parameters=lambda: iter(()), modules=lambda: iter(()))
     settle_core([chunk])
     assert [work.waited for work in works] == [1] * len(works)
     assert group.param_gather_handle is None
     assert group.param_gather_dispatched is False
+
+
+def test_what_a_router_has_added_up_in_the_abandoned_step_is_not_added_up_again() -> None:
+    """What is saved of it stays: that is put back from the record of the step."""
+    router = Router()
+    without = torch.nn.Linear(2, 2)
+    without.register_buffer("ga_steps", None)  # of a loss that the job does not have
+    settle_core([torch.nn.Sequential(torch.nn.ModuleList([router]), without)])
+    left = {name for name, buffer in router.named_buffers() if buffer.any()}
+    assert left == {"expert_bias", "qb_beta"}
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("megatron.core.parallel_state", "_MOE_LAYER_WISE_LOGGING_TRACKER"),
+        ("megatron.core.transformer.moe.moe_utils", "_MOE_LAYER_WISE_LOGGING_TRACKER"),
+        ("megatron.core.transformer.moe.moe_logging", "_MOE_METRICS_TRACKER._metrics"),
+        ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
+    ],
+    ids=["0.12", "0.13 to 0.16", "0.20", "further tokens"],
+)
+def test_what_was_added_up_for_the_log_is_forgotten(
+    name: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So are the groups over which it is summed: a new process knows none, and would not come to them."""
+    added_up = {"values": torch.ones(2), "reduce_group": object()}
+    module: Any = ModuleType(name)
+    *holders, last = path.split(".")
+    place = module
+    for holder in holders:
+        setattr(place, holder, SimpleNamespace())
+        place = getattr(place, holder)
+    setattr(place, last, added_up)
+    monkeypatch.setitem(sys.modules, name, module)
+    settle_core([])
+    assert added_up == {}
+
+
+def test_a_tracker_that_does_not_exist_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since 0.20 it is made by the first loss that it is told."""
+    module: Any = ModuleType("megatron.core.transformer.moe.moe_logging")
+    module._MOE_METRICS_TRACKER = None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    settle_core([])
 
 
 def test_what_all_ranks_were_asked_once_is_asked_again() -> None:
