@@ -36,6 +36,22 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 
 @newcomer.patch(
+    "megatron.core.optimizer:_get_param_groups",
+    why="a rank with empty param groups has learned of them from others, which a new process cannot ask",
+    accepts="(...)",
+    optional=True,
+)
+def aligned_groups_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor import context
+    from adaptor.frameworks.megatron_online_support import ParamGroups
+
+    groups = wrapped(*args, **kwargs)
+    if any(not group["params"] for group in groups):
+        context.part(ParamGroups).are_aligned = True
+    return groups
+
+
+@newcomer.patch(
     "megatron.training.training:build_train_valid_test_data_iterators",
     why="survivors do not enter the collectives about data again: one of them tells the new process",
     accepts="(...)",

@@ -9,6 +9,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from adaptor import context
+from adaptor.context import Context
 from adaptor.devices.cuda import is_detailed
 from adaptor.online import group_books
 from adaptor.online.groups import Groups
@@ -25,6 +26,17 @@ _OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
 _LLM = "mindspeed_llm"
 
 
+class ParamGroups:
+    """The param groups of the optimizers that this process has made.
+
+    Attributes:
+        are_aligned: some are empty; the framework has added them, since other ranks have them
+    """
+
+    def __init__(self, _context: Context) -> None:
+        self.are_aligned = False
+
+
 def why_not(args: Any, call: Mapping[str, Any]) -> str:
     """Return why a job of Megatron-LM is not recovered online; empty: it is.
 
@@ -32,7 +44,8 @@ def why_not(args: Any, call: Mapping[str, Any]) -> str:
         args: of the framework.
         call: the arguments of its training loop, by their names.
     """
-    return of_process_groups() or of_framework() or of_data(call) or of_options(args) or of_torch()
+    found = of_data(call) or of_options(args) or of_param_groups()
+    return of_process_groups() or of_framework() or found or of_torch()
 
 
 def why_not_on_core(*configs: Any) -> str:
@@ -41,8 +54,8 @@ def why_not_on_core(*configs: Any) -> str:
     Args:
         configs: of the model, of its gradients' reduction, of the optimizer.
     """
-    found = map(of_options, configs)
-    return of_process_groups() or of_framework() or next(filter(None, found), "") or of_torch()
+    found = next(filter(None, map(of_options, configs)), "") or of_param_groups()
+    return of_process_groups() or of_framework() or found or of_torch()
 
 
 def of_process_groups() -> str:
@@ -136,6 +149,13 @@ def of_options(given: Any) -> str:
         if getattr(given, name, None) == value:
             return meaning
     return ""
+
+
+def of_param_groups() -> str:
+    """Return why a new process would make other param groups than this rank has; empty: the same."""
+    if not context.part(ParamGroups).are_aligned:
+        return ""
+    return "a rank has param groups of other ranks, empty ones, and a new process would have its own alone"
 
 
 def of_torch() -> str:

@@ -25,6 +25,7 @@ from tests.faults.harness import (
     ITERATIONS,
     MOE_DP2,
     MOE_EP2,
+    MOE_EP2_DP2,
     MOE_EP2_MIRROR,
     PP2_DP2,
     TP2_DP2,
@@ -48,6 +49,14 @@ MOE_DP2_SUMS = replace(
         *("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", "0.1"),
         *("--mtp-num-layers", "1", "--position-embedding-type", "rope"),
     ),
+)
+# The first stage has no experts.
+MOE_DENSE_STAGE = replace(
+    MOE_EP2_DP2,
+    name="moe-pp2-dp2-ep2-dense-stage",
+    processes=4,
+    pp=2,
+    extra=(*MOE_EP2_DP2.extra, "--moe-layer-freq", "[0,1]"),
 )
 # Where a rank is killed in step 4, and then the process in its place in step 6. The step is made again, but
 # for `gather` and `between`, in which all have made its update.
@@ -177,6 +186,15 @@ def test_a_loop_of_ones_own_says_at_its_start_that_it_is_not_recovered_online(tm
     assert ended.said.count(line) == 1
     assert "not recovered online" not in ended.log, "it was said"
     assert "restart 1 of 1: from step 5, 0 steps lost" in ended.log
+
+
+def test_a_stage_without_experts_says_at_its_start_that_it_is_not_recovered_online(tmp_path: Path) -> None:
+    """Its ranks have empty param groups, because others have such groups for experts."""
+    job = online(tmp_path, MOE_DENSE_STAGE, [], arguments=("--exit-interval", "1"))
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    why = "a rank has param groups of other ranks, empty ones, and a new process would have its own alone"
+    assert ended.said.count(f"[ttp] online recovery: no ({why}); a fault restarts all ranks") == 1
 
 
 def test_two_faults_one_after_the_other(tmp_path: Path, baseline_of: BaselineOf) -> None:
