@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
+import socket
 import subprocess
 import time
 from collections import Counter
@@ -43,6 +45,9 @@ from adaptor.protocol.peer import is_same_user
 
 # The time for the answer to a busy probe: a worker answers at once, or hangs.
 LOOKED_S = 1.0
+# After so many turns of the loop the connection of a process that has died is accepted, its hello read. Six
+# or so are enough. Turns, not seconds: the kernel has all that it had sent.
+_HELLO_TURNS = 100
 
 
 class Workers:
@@ -57,11 +62,14 @@ class Workers:
         self._loop = loop
         self._up = up
         self.address = f"ttp-{os.getpid()}-{secrets.token_hex(8)}"
-        self.alive: set[int] = set()
+        self.alive: set[int] = set()  # ranks of whose deaths nobody has been told
         self.boards: BoardMemory | None = None
         self._server: asyncio.AbstractServer | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._deaths: dict[int, int] = {}  # ranks, and the descriptors that tell of their deaths
+        # Ranks whose process has ended, and what tells of it once all is read that the process had said.
+        self._untold: dict[int, Callable[[], None]] = {}
+        self._heard_out: set[int] = set()  # ranks whose connection has ended
         self._ended: dict[int, asyncio.Future[None]] = {}  # done when the process of a rank has ended
         self._orders_to_replace: Counter[int] = Counter()  # so many have come for each rank
         self._lifelines = WorkerLifelines(loop, self._on_dying)
@@ -142,6 +150,7 @@ class Workers:
         if connection is not None:
             connection.close()
         boards.reset(rank)
+        self._heard_out.discard(rank)
         process = start()
         if process is not None:
             self._watch_process(rank, process)
@@ -209,7 +218,7 @@ class Workers:
     @property
     def _living(self) -> dict[int, int]:
         """Return the processes that are alive, by rank."""
-        return {rank: process.pid for rank, process in self._processes.items() if rank in self.alive}
+        return {rank: process.pid for rank, process in self._processes.items() if rank in self._deaths}
 
     def end_incident(self) -> None:
         """End an incident after which all ranks train on: the stacks of the next one are read anew."""
@@ -231,7 +240,7 @@ class Workers:
     def end_the_living(self, ranks: Collection[int] | None = None) -> None:
         """Kill the workers that are still alive; only those of `ranks`, if given."""
         for rank, process in self._processes.items():
-            if rank in self.alive and (ranks is None or rank in ranks):
+            if rank in self._deaths and (ranks is None or rank in ranks):
                 procfs.end_group(process.pid)
 
     async def end(self) -> None:
@@ -244,6 +253,8 @@ class Workers:
         self._connections.clear()
         for rank in list(self._deaths):
             self._forget(rank)
+        self._untold = {}
+        self._heard_out = set()
         self._ended = {}
         self._processes = {}
         self.alive = set()
@@ -271,6 +282,8 @@ class Workers:
                 return
             rank = hello.rank
             self._connections[rank] = writer
+            if rank in self._untold:
+                _end_reading(writer)
             self._lifelines.watch(rank, hello.pid)
             message: FromWorker = hello
             while message.rank == rank and self._connections.get(rank) is writer:
@@ -284,6 +297,9 @@ class Workers:
         finally:
             if self._connections.get(rank) is writer:
                 del self._connections[rank]
+                self._heard_out.add(rank)
+                if rank in self._untold:
+                    self._loop.call_soon(self._tell_when_heard, rank)
             writer.close()
             self._hearing.discard(writer)
 
@@ -306,13 +322,33 @@ class Workers:
         # The children of the worker, such as data loaders.
         procfs.end_group(process.pid)
         status = process.wait()  # at once; poll() knows nothing while torch's thread is in it
+        self._untold[rank] = functools.partial(self._tell_of_death, rank, process.pid, status, at)
+        if rank in self._connections:
+            _end_reading(self._connections[rank])
+        self._tell_when_heard(rank)
+
+    def _tell_when_heard(self, rank: int, turns: int = _HELLO_TURNS) -> None:
+        """Tell of a death once all is read that the process had said.
+
+        The kernel has it before it tells of the end; the loop may see both at once, and reads it later.
+        """
+        if rank not in self._untold or rank in self._connections:  # its end comes here again
+            return
+        assert self.boards is not None
+        # A process connects before it writes to its board.
+        if turns and rank not in self._heard_out and self.boards.read(rank).pid:
+            self._loop.call_soon(self._tell_when_heard, rank, turns - 1)
+            return
+        self._untold.pop(rank)()
+
+    def _tell_of_death(self, rank: int, pid: int, status: int, at: float) -> None:
         # A small process may be seen to exit before its lifeline breaks.
         if status == 0 and rank in self._lifelines.held:
-            self._on_dying(rank, process.pid, at)
+            self._on_dying(rank, pid, at)
         self.alive.discard(rank)
-        self._up(Died(rank, status, at, self._last_board(rank, process.pid)))
+        self._up(Died(rank, status, at, self._last_board(rank, pid)))
         self._ended[rank].set_result(None)
-        self._loop.call_soon(self._sweep, (process.pid,))
+        self._loop.call_soon(self._sweep, (pid,))
 
     def _sweep(self, leaders: Iterable[int]) -> None:
         """End the processes that are left in the sessions of dead workers, in other process groups."""
@@ -326,3 +362,11 @@ class Workers:
         descriptor = self._deaths.pop(rank)
         self._loop.remove_reader(descriptor)
         os.close(descriptor)
+
+
+def _end_reading(writer: asyncio.StreamWriter) -> None:
+    """Let a connection end behind what has been sent: a child of the worker may hold the other side of it."""
+    try:
+        writer.get_extra_info("socket").shutdown(socket.SHUT_RD)
+    except OSError:  # it is broken: nothing more comes of it
+        writer.transport.abort()

@@ -60,6 +60,40 @@ threading.Event().wait()
 """
 
 
+# What a script does that starts a process and notes its number.
+CHILD = (
+    "import subprocess; pid = subprocess.Popen(['sleep', '600']).pid;"
+    " note.with_suffix('.child').write_text(str(pid))"
+)
+
+# Speaks as a worker does, and ends once it is told to; a process that it has started has its connection, too.
+LEAVES = """
+import os, signal, socket, sys
+from pathlib import Path
+from adaptor.protocol import environment, wire
+from adaptor.protocol.board import Board
+from adaptor.protocol.messages import Hello, Layout, Share
+folder, rank = Path(sys.argv[2]), int(os.environ["RANK"])
+connection = socket.socket(socket.AF_UNIX)
+connection.connect("\\0" + os.environ[environment.AGENT])
+board = Board(rank, os.environ[environment.BOARD], os.environ[environment.BOARD_RANKS])
+board.hold_lifeline()
+connection.sendall(wire.frame(Hello(rank, os.getpid())))
+hears, tells = os.pipe()
+child = os.fork()
+if child == 0:
+    os.setsid()
+    os.write(tells, b"!")
+    signal.alarm(600)
+    signal.pause()
+os.read(hears, 1)
+(folder / "child").write_text(str(child))
+os.read(os.open(folder / "go", os.O_RDONLY), 1)
+connection.sendall(wire.frame(Layout(rank, (Share("g", 0, 1),), str(folder), 10, "same", online="")))
+board.end()
+"""
+
+
 class Node:
     """The workers of a node, and those that replace them, without what speaks to the controller."""
 
@@ -97,7 +131,8 @@ class Node:
     async def until(self, done: Callable[[], Any], what: str) -> None:
         await asyncio.to_thread(waiting.until, done, what)
 
-    async def begin(self, *ranks: int) -> None:
+    async def start_workers(self, *ranks: int) -> None:
+        """Start them, and watch them; nothing is heard of them before the loop turns."""
         await self.workers.serve()
         boards = self.workers.begin(ranks)
         os.environ.update({BOARD: boards.path, BOARD_RANKS: boards.slots, AGENT: self.workers.address})
@@ -105,6 +140,9 @@ class Node:
             self.processes[rank] = self._popen(rank, {})
         self.workers.watch(self.processes, self.folder, self.folder)
         self.replacements.begin(self)
+
+    async def begin(self, *ranks: int) -> None:
+        await self.start_workers(*ranks)
         await self.told(Layout, len(ranks))
 
     async def has_run(self, rank: int) -> str:
@@ -294,12 +332,33 @@ def test_of_two_orders_for_one_rank_the_newer_one_starts_its_process(tmp_path: P
     runs(tmp_path, act)
 
 
-def test_what_a_dead_worker_has_started_goes_before_the_new_one_comes(tmp_path: Path) -> None:
-    child = (
-        "import subprocess; pid = subprocess.Popen(['sleep', '600']).pid;"
-        " note.with_suffix('.child').write_text(str(pid))"
-    )
+@pytest.mark.parametrize("hello", ["is heard", "is not heard"])
+def test_the_last_words_of_a_process_are_told_before_its_death(tmp_path: Path, hello: str) -> None:
+    """The loop stands still until it has ended, and learns of all at once."""
+    os.mkfifo(tmp_path / "go")
+    go = os.open(tmp_path / "go", os.O_RDWR)
 
+    async def act(node: Node) -> None:
+        node.program = tmp_path / "leaves.py"
+        node.program.write_text(LEAVES)
+        await node.start_workers(0)
+        if hello == "is heard":
+            await node.told(Hello)
+        os.write(go, b"!")
+        os.waitid(os.P_PID, node.processes[0].pid, os.WEXITED | os.WNOWAIT)
+        child = int((tmp_path / "child").read_text())
+        try:
+            await node.told(Died)
+            assert [type(message) for message in node.heard] == [Hello, Layout, Died]
+            assert not is_gone(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+    runs(tmp_path, act)
+    os.close(go)
+
+
+def test_what_a_dead_worker_has_started_goes_before_the_new_one_comes(tmp_path: Path) -> None:
     async def act(node: Node) -> None:
         await node.begin(0)
         await node.has_run(0)
@@ -311,7 +370,7 @@ def test_what_a_dead_worker_has_started_goes_before_the_new_one_comes(tmp_path: 
         await node.has_run(0)
         assert not is_gone(int((tmp_path / f"0-{node.processes[0].pid}.child").read_text()))
 
-    runs(tmp_path, act, more=child)
+    runs(tmp_path, act, more=CHILD)
 
 
 def test_a_newcomer_that_ends_before_it_has_said_anything_tells_its_pid(tmp_path: Path) -> None:
