@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 # In /proc/PID/stat, behind the name, which is in parentheses and may hold anything.
-_STATE, _SESSION, _STARTED = 0, 3, 19
+_STATE, _PARENT, _SESSION, _STARTED = 0, 1, 3, 19
 # Each look finds what was forked during the one before; a process that is being killed forks nothing more.
 _LOOKS = 20
 
@@ -37,6 +37,9 @@ def end_sessions(leaders: Mapping[int, int]) -> None:
     The number of a session leader is not reused while a process is in its session. A process that has the
     number and began later leads a session of its own, which is left alone.
 
+    In a container of which this process is the first, the kernel hands what workers leave behind to it. Of
+    those nobody else takes the status, without which they stay and count as processes: it is taken here.
+
     Args:
         leaders: the start of each worker (ticks of the kernel), by its process number.
     """
@@ -56,15 +59,30 @@ def end_sessions(leaders: Mapping[int, int]) -> None:
 
 
 def _members(sessions: set[int]) -> Iterator[tuple[int, int]]:
-    """Yield number and start of each process of the sessions that has not ended."""
+    """Yield number and start of each process of the sessions that lives; take the status of orphans."""
     try:
         names = os.listdir("/proc")  # noqa: PTH208  (names are all that is wanted, of thousands)
     except OSError:  # no descriptors: the group has been ended at least
         return
     for name in names:
         fields = _stat(int(name)) if name.isdigit() else []
-        if fields and int(fields[_SESSION]) in sessions and fields[_STATE] not in (b"Z", b"X"):
+        if not fields or fields[_STATE] == b"X":
+            continue
+        if fields[_STATE] == b"Z":
+            _take_status(int(name), int(fields[_PARENT]), int(fields[_SESSION]))
+        elif int(fields[_SESSION]) in sessions:
             yield int(name), int(fields[_STARTED])
+
+
+def _take_status(pid: int, parent: int, session: int) -> None:
+    """Take the status of a process that has ended, where it was handed to this one.
+
+    Whoever has started a process takes its status. What this process starts is in its own session, or leads
+    one; so another one was handed to it, also one of an earlier generation of workers that took long to end.
+    """
+    if parent == os.getpid() and session not in (pid, os.getsid(0)):
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 def _end(pid: int, at: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ctypes
 import json
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +332,37 @@ def test_of_two_orders_for_one_rank_the_newer_one_starts_its_process(tmp_path: P
         assert [died.board.pid for died in await node.told(Died, 2)] == [before, new.pid]
 
     runs(tmp_path, act)
+
+
+@contextlib.contextmanager
+def is_given_orphans() -> Iterator[None]:
+    """Let the kernel hand orphans to this process, as to the first one of a container."""
+    set_subreaper, prctl = 36, ctypes.CDLL(None).prctl
+    prctl(set_subreaper, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(set_subreaper, 0, 0, 0, 0)
+
+
+@pytest.mark.robustness(
+    "B7", "ttprun is process 1 of a container, and a worker with children dies", "no zombie is left"
+)
+def test_what_a_dead_worker_has_started_is_no_zombie(tmp_path: Path) -> None:
+    children: list[int] = []
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        old = node.processes[0]
+        children.append(int((tmp_path / f"0-{old.pid}.child").read_text()))
+        old.kill()
+        await node.told(Died)
+        await node.until(lambda: is_gone(children[0]), "its child has ended, too")
+
+    with is_given_orphans():
+        runs(tmp_path, act, more=CHILD)
+        assert state_of(children[0]) == ""
 
 
 @pytest.mark.parametrize("hello", ["is heard", "is not heard"])
