@@ -85,7 +85,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._end_requests = EndRequests()
         self._ends = False  # by a verdict
         self._closed = False
-        self._broken_off = False
+        self._has_failed = False
         record.end_agent = self.end_control
 
     def end_control(self) -> bool:
@@ -95,9 +95,8 @@ class SurvivorsAgent(LocalElasticAgent):
         """
         if not self._closed:
             self._closed = True
-            self._broken_off = self._control.has_broken_off
-            self._control.close()
-        return self._broken_off
+            self._has_failed = self._control.close()
+        return self._has_failed
 
     def _rendezvous(self, worker_group: Any) -> None:
         handler: Any = worker_group.spec.rdzv_handler

@@ -7,13 +7,13 @@ which has the job saved, and a loop that has broken off is run once more for wha
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Coroutine
 from typing import TypeVar, cast
 
-from adaptor import output, text
+from adaptor import output, text, threads
 from adaptor.errors import AdaptorError
 from adaptor.launchers.agent_listener import EXHAUSTED
 from adaptor.launchers.log import tell_error
@@ -22,10 +22,12 @@ T = TypeVar("T")
 
 # How often a thread that waits for a result checks that the control thread lives.
 ALIVE_S = 1.0
+# A thread that does nothing for so long hangs: in the kernel, on a disk that does not answer, or in an error.
+HANGS_S = 2.0
 
 
 class ControlThreadError(AdaptorError):
-    """The control thread of the agent has ended before it was to."""
+    """The control thread of the agent has ended before it was to, or hangs."""
 
 
 class ControlThread:
@@ -57,22 +59,35 @@ class ControlThread:
         """Return whether the thread has ended by itself."""
         return not self._stopping and not self._thread.is_alive()
 
-    def wait_for(self, work: Coroutine[object, None, T]) -> T:
+    def hangs(self) -> bool:
+        """Return whether the thread is there and does nothing for `HANGS_S`; called from another one."""
+        if not self._thread.is_alive():
+            return False
+        answered = threading.Event()
+        self.loop.call_soon_threadsafe(answered.set)
+        return threads.wait(answered, HANGS_S) < 0.0
+
+    def wait_for(self, work: Coroutine[object, None, T], limit_s: float = math.inf) -> T:
         """Run `work` on the control thread, called from another one; return its result.
 
+        Args:
+            work: is done there; also after `limit_s`, where the thread goes on later.
+            limit_s: how long it is waited for, in seconds.
+
         Raises:
-            ControlThreadError: the thread has ended.
+            ControlThreadError: the thread has ended, or has not done it in time.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        while True:
-            try:
-                return future.result(ALIVE_S)
-            except concurrent.futures.TimeoutError:
-                if future.done():
-                    return future.result()
-                if not self._thread.is_alive():
-                    work.close()
-                    raise ControlThreadError("the control thread of ttprun has ended") from None
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        while threads.wait(done, min(ALIVE_S, limit_s)) < 0.0:
+            if not self._thread.is_alive() and not future.done():
+                work.close()
+                raise ControlThreadError("the control thread of ttprun has ended")
+            limit_s -= ALIVE_S
+            if limit_s <= 0.0:
+                raise ControlThreadError("the control thread of ttprun does not answer")
+        return future.result()
 
     def stop(self) -> None:
         """End the thread, called from another one."""

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,7 @@ from adaptor import output, text
 from adaptor.config import Config
 from adaptor.controller.recurrence import Recurrence
 from adaptor.errors import AdaptorError, ConfigError
-from adaptor.launchers import invitation, spare_node, tls
+from adaptor.launchers import control_thread, invitation, spare_node, tls
 from adaptor.launchers.agent_control import AgentControl
 from adaptor.launchers.control_thread import ControlThreadError
 from adaptor.launchers.controller_client import ControllerClient
@@ -328,13 +329,14 @@ class Node:
             signal: the name of the signal.
             grace_s: seconds to wait for the verdict.
         """
+        until = time.monotonic() + grace_s
         self.control.uploads.leave(grace_s)
         if self.running:
             with contextlib.suppress(ControlThreadError):
                 request = AgentTerminationRequested(self.control.node, signal)
-                self.control.thread.wait_for(self.control.say(request))
+                self.control.thread.wait_for(self.control.say(request), grace_s)
             self.mark_leaving()
-            self.control.reaped.wait(grace_s)
+            self.control.reaped.wait(max(0.0, until - time.monotonic()))
 
     def record_next_action(self, action: str) -> None:
         """Add to the report of the last incident what is done after its verdict."""
@@ -350,22 +352,19 @@ class Node:
     def dismiss(self, *, at_once: bool = False) -> None:
         """Stop reporting: the workers are about to be ended by this agent, and their deaths are no failures.
 
+        A control thread that hangs is not waited for: it may not keep this process from its end.
+
         Args:
             at_once: kill them now, whatever they are doing.
         """
         with contextlib.suppress(ControlThreadError):
-            self.control.thread.wait_for(self.control.stop_reporting())
+            self.control.thread.wait_for(self.control.stop_reporting(), control_thread.HANGS_S)
         if at_once:
-            self.control.thread.loop.call_soon_threadsafe(self.control.workers.end_the_living)
+            self.control.workers.end_the_living()
 
     def wait_until_reaped(self) -> None:
         """Wait, after a verdict, until every worker has gone, or was ended."""
         self.control.reaped.wait()
-
-    @property
-    def has_broken_off(self) -> bool:
-        """Return whether the control thread has ended by itself."""
-        return self.control.thread.has_broken_off
 
     def end(self) -> None:
         """Close the generation: every worker is dead."""
@@ -377,20 +376,27 @@ class Node:
         if keeper is not None:
             keeper.close()
 
-    def close(self) -> None:
-        """Stop the control thread."""
-        self.end()
-        with contextlib.suppress(ControlThreadError):
-            if self.control.gate is not None:
-                self.control.thread.wait_for(self.control.gate.close())
-            self.control.thread.wait_for(self.control.workers.close())
+    def close(self) -> bool:
+        """Stop the control thread; return whether it had failed: it had ended by itself, or hangs.
+
+        One that hangs is left behind, so this process has to be left without waiting for its threads.
+        """
+        thread = self.control.thread
+        has_broken_off, hangs = thread.has_broken_off, thread.hangs()
+        if not hangs:
+            self.end()
+            with contextlib.suppress(ControlThreadError):
+                if self.control.gate is not None:
+                    thread.wait_for(self.control.gate.close())
+                thread.wait_for(self.control.workers.close())
+            thread.stop()
         if self._at_gate is not None:
             self._at_gate.close()
-        self.control.thread.stop()
         self.control.close()
         self._log.close()
         self._copies.close()
         self._scratch.cleanup()
+        return has_broken_off or hangs
 
 
 def _for_environment(line: str) -> str:

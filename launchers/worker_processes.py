@@ -238,9 +238,11 @@ class Workers:
             await self._stack_collector.keep(self._living)
 
     def end_the_living(self, ranks: Collection[int] | None = None) -> None:
-        """Kill the workers that are still alive; only those of `ranks`, if given."""
-        for rank, process in self._processes.items():
-            if rank in self._deaths and (ranks is None or rank in ranks):
+        """Kill the workers that are still alive, only those of `ranks`, if given; from any thread."""
+        for rank, process in list(self._processes.items()):
+            if rank not in self._deaths or (ranks is not None and rank not in ranks):
+                continue
+            if process.returncode is None:  # else torch's thread knows of its end: the number is free
                 procfs.end_group(process.pid)
 
     async def end(self) -> None:

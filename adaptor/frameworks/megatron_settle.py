@@ -101,6 +101,9 @@ def _settle_bucket_group(one: Any) -> None:
     one.param_gather_dispatched = False
     if hasattr(one, "per_param_grad_ready_counts"):  # since 0.16 they are counted in the first batch
         one.per_param_grad_ready_counts = {}
+        # In a new process the next batch is the first one, in which buckets are reduced in another order.
+        one.is_first_batch = True
+        one.golden_per_param_grad_ready_counts = {}
     one.reset()
 
 

@@ -370,6 +370,48 @@ def test_an_error_of_ttprun_between_the_verdict_and_the_restart(launcher: Launch
     assert job.gone
 
 
+# The control thread waits for ever once there is `go`; `leaves` tells that the signal to end was taken.
+HANGS = """
+import threading
+from adaptor.controller.hang_detector import HangDetector
+from adaptor.launchers import control_thread
+from adaptor.launchers.node import Node
+control_thread.HANGS_S = 0.2
+def look(self, *args, **kwargs):
+    if Path("go").exists():
+        Path("hangs").touch()
+        threading.Event().wait()
+HangDetector.look = look
+leave = Node.leave
+def leaves(self, *args):
+    Path("leaves").touch()
+    leave(self, *args)
+Node.leave = leaves
+"""
+
+
+@pytest.mark.robustness(
+    "B1",
+    "the agent's control thread hangs; then ttprun is told to end, once or twice",
+    "the job ends after TTP_GRACE, or at once, and every worker",
+)
+@pytest.mark.parametrize("second", [None, signal.SIGINT], ids=["once", "twice"])
+def test_the_control_thread_hangs(second: signal.Signals | None, launcher: Launcher) -> None:
+    job = Training(launcher, before=HANGS, TTP_GRACE="1" if second is None else "3600")
+    job.begins()
+    (job.folder / "go").touch()
+    waiting.exist(job.folder / "hangs")
+    os.kill(job.agent, signal.SIGTERM)
+    waiting.exist(job.folder / "leaves")
+    if second is not None:
+        os.kill(job.agent, second)
+    ended = launcher.wait(job.agent)
+    by = second or signal.SIGTERM
+    assert (ended.code, job.gone) == (128 + by, True), ended.log
+    assert f"[ttp] ended by {by.name}, and the workers with it" in ended.log
+    assert ("[ttp] not saved within 1 s (TTP_GRACE) of SIGTERM" in ended.log) == (second is None)
+
+
 # Whoever looks into the save folder from the verdict on waits until the test says that the disk answers.
 DISK_HANGS = """
 from pathlib import Path
