@@ -98,6 +98,23 @@ def test_a_tracker_that_does_not_exist_yet(monkeypatch: pytest.MonkeyPatch) -> N
     settle_core([])
 
 
+def test_the_next_batch_is_the_first_one() -> None:
+    """Since Megatron-core 0.16 a new process reduces its first gradients in another order than later ones."""
+    group = SimpleNamespace(
+        grad_reduce_handle=None,
+        param_gather_handle=None,
+        per_param_grad_ready_counts={"weight": 1},
+        golden_per_param_grad_ready_counts={"weight": 2},
+        is_first_batch=False,
+        reset=lambda: None,
+    )
+    settle_core(
+        [SimpleNamespace(bucket_groups=[group], parameters=lambda: iter(()), modules=lambda: iter(()))]
+    )
+    assert group.is_first_batch
+    assert group.golden_per_param_grad_ready_counts == group.per_param_grad_ready_counts == {}
+
+
 def test_what_all_ranks_were_asked_once_is_asked_again() -> None:
     """Megatron-LM 0.20 asks all ranks in its first step whether any has parameters of another norm. A
     new process would ask alone."""
