@@ -46,7 +46,8 @@ def log(tmp_path: Path) -> str:
 
 def test_what_a_worker_writes_is_copied(launcher: Launcher) -> None:
     script = launcher.script("import os\nos.write(1, b'to stdout\\n')\nos.write(2, b'to stderr\\n')\n")
-    ended = launcher.run(*ONE, "--tee", "3", script)
+    patient = f"from adaptor import output\noutput.DRAIN_S = {LONG_S}"
+    ended = launcher.run(*ONE, "--tee", "3", script, before=patient)
     assert ended.code == 0, ended.log
     lines = ended.log.splitlines()
     assert [lines.count(f"[default0]:to {stream}") for stream in ("stdout", "stderr")] == [1, 1], ended.log
@@ -56,7 +57,8 @@ def test_lines_of_several_ranks_are_whole_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files have all lines already: of a line that is being written torch copies what is there."""
-    said = {rank: [str(rank) * (1 + 83 * n) for n in range(1000)] for rank in (0, 1)}  # 83 kB
+    monkeypatch.setattr(output, "DRAIN_S", LONG_S)
+    said = {rank: [str(rank) * (1 + 830 * n) for n in range(100)] for rank in (0, 1)}
     for rank, lines in said.items():
         (tmp_path / f"{rank}.log").write_text("".join(f"{line}\n" for line in lines))
     copied = tmp_path / "copied"
