@@ -1,4 +1,4 @@
-"""Where Megatron-core's optimizer instances, which `split` replicas are, train as one instance does.
+"""Tells in which jobs Megatron-core's optimizer instances (`split`) do not train as a single one does.
 
 The functions of the framework that is found are asked, not its version: forks differ.
 """
@@ -64,4 +64,5 @@ def wrong_with_options(given: Any, *, stages: int, aligned: bool) -> str:
 
 def _names_in(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of attributes and globals that a function uses."""
-    return inspect.unwrap(function).__code__.co_names
+    names: tuple[str, ...] = inspect.unwrap(function).__code__.co_names
+    return names
