@@ -289,6 +289,12 @@ class Board:
         self.phase = Phase.BROKEN
         self.write()
 
+    def changed(self, step: int) -> None:
+        """Say that the live state is on its way to `step`, without the door: it is that of no step."""
+        self.oldest = self.live = step
+        self.phase = Phase.BROKEN
+        self.write()
+
     def finish(self, step: int) -> None:
         """Say that `step` is done; after a step without an update the state of earlier steps is here, too."""
         self.finished = step

@@ -12,7 +12,7 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.protocol.board import Board
@@ -307,6 +307,22 @@ class Session:
         if self.trainee is not None and self.window.is_open and self.window.updated(self.trainee, optimizer):
             self._close_window()
 
+    def require_hooks(self, optimizer: object) -> None:
+        """Check, behind the hooks of an inner optimizer that has changed its state, that they have told.
+
+        Raises:
+            UnsupportedError: they have not.
+        """
+        if self._step >= 0 and not self.window.is_open and self.board.finished < self._step:
+            self._refuse_update([optimizer])
+
+    def _refuse_update(self, optimizers: Iterable[object]) -> NoReturn:
+        """Refuse an update that has passed no door: other ranks may not have been ready for it, and a copy
+        of a shard has not followed it."""
+        self.window.was_bypassed(self._step)
+        kinds = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+        raise step_checks.update_without_hooks(self._step, kinds)
+
     def update_nothing(self) -> None:
         """Pass the door with the others on a rank that trains nothing (its pipeline stage is frozen)."""
         if self.trainee is None or self._step < 0 or self.window.inner_count:
@@ -327,12 +343,18 @@ class Session:
         Args:
             inner_optimizers: the optimizers of that call; if they belong to another optimizer than the one
                 that is protected (as in a GAN), it is ignored.
+
+        Raises:
+            UnsupportedError: they have made the update of this step, and their hooks have not told of it.
         """
         if self.trainee is None or self._step < 0:
             return
         inner = list(inner_optimizers)
         if inner and not any(map(self.window.owns, inner)):
             return
+        # Of an older chain each optimizer tells, also while others have yet to make their update.
+        if updated and self.board.finished < self._step and self.window.has_all(inner):
+            self._refuse_update(inner)
         self.board.grad_norm = float(grad_norm or 0.0)
         if not updated and self.board.finished < self._step:
             if self._recorder is not None:

@@ -1,8 +1,8 @@
-"""Checks of a loop that numbers its steps by itself: each step has one update of all optimizers."""
+"""Checks of steps: their numbers, where a loop gives them by itself; one update of all optimizers in each."""
 
 from __future__ import annotations
 
-from adaptor.errors import StepError
+from adaptor.errors import StepError, UnsupportedError
 
 
 def require_next(step: int, last: int, origin: int, finished: int) -> None:
@@ -52,4 +52,13 @@ def part_of_an_update(step: int, missing: int, optimizers: int) -> StepError:
         f"step {step} has ended, and {missing} of {optimizers} optimizers that adaptor.protect "
         "was given made no update in it: what is saved is the state after the updates of all; "
         "let each make one in every step"
+    )
+
+
+def update_without_hooks(step: int, kinds: str) -> UnsupportedError:
+    """Return the error of an update in `step` that optimizers of these `kinds` made, and no hook told."""
+    return UnsupportedError(
+        f"step {step} has an update of {kinds} that no hook has told of, so it could not be saved: train "
+        "with what get_megatron_optimizer returned, and leave its optimizers, their `step` and their hooks "
+        "as they are; or set ENABLE_TTP=False"
     )

@@ -66,9 +66,13 @@ class Watch:
 
         Raises:
             StartError: it is not protected, and TTP_REQUIRE_PROTECTION forbids that.
+            UnsupportedError: it belongs to a step, and the optimizer's own hooks have not told of it.
         """
+        if os.getpid() != self._pid:
+            return
         session = self._worker.session
-        if (session.trainee is not None and session.window.owns(optimizer)) or os.getpid() != self._pid:
+        if session.trainee is not None and session.window.owns(optimizer):
+            session.require_hooks(optimizer)  # torch calls the hooks of all optimizers last
             return
         if session.window.is_open:  # a part of one that is known
             return

@@ -68,6 +68,10 @@ class UpdateWindow:
         """Return True if the updates of this optimizer belong to a step."""
         return id(optimizer) in self._inner
 
+    def has_all(self, optimizers: Iterable[object]) -> bool:
+        """Return True if an update of these optimizers is one of all inner optimizers; there are some."""
+        return bool(self._inner) and self._inner <= {id(optimizer) for optimizer in optimizers}
+
     def begin(self, trainee: Trainee, inner_optimizers: Iterable[object]) -> None:
         """Begin with a state that is whole: the next windows are of these inner optimizers."""
         self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
@@ -143,6 +147,11 @@ class UpdateWindow:
             self.door.leave()
         elif self._board.phase is Phase.READY:
             self._board.turn_back()
+
+    def was_bypassed(self, step: int) -> None:
+        """Note that inner optimizers have changed the state on its way to `step`, and not all came here."""
+        self.give_up()
+        self._board.changed(step)
 
     def wait_for_device(self, device: Device, until: float) -> bool:
         """Wait for the device, which may be behind the main thread; return whether its updates are over.

@@ -46,6 +46,7 @@ LENGTH = 32
 ROWS = 1000  # of a stream
 # What the script counts, and a checkpoint has besides.
 EXTRA = {"counted": 0}
+GIVEN = ("bare-model", "bare-optimizer", "other-adam", "twice")
 
 
 class ContextAttention(DotProductAttention):
@@ -241,7 +242,7 @@ def main() -> None:
     parser.add_argument("--freeze", action="store_true", help="do not train the embedding")
     parser.add_argument("--loop", choices=LOOPS, default="step", help="how the adaptor is told of steps")
     parser.add_argument("--uncopied", action="store_true", help="do not ask for copies in host memory")
-    parser.add_argument("--give", choices=["bare-model", "bare-optimizer", "twice"], help="to the adaptor")
+    parser.add_argument("--give", choices=GIVEN, help="to the adaptor")
     parser.add_argument("--record", type=Path, required=True, help="directory for the record of the run")
     parser.add_argument("--save", type=Path, help="directory of checkpoints")
     args = parser.parse_args()
@@ -280,6 +281,9 @@ def main() -> None:
             given["model"] = model.module
         elif args.give == "bare-optimizer":
             given["optimizer"] = torch.optim.Adam(model.parameters())
+        elif args.give == "other-adam":
+            (chained,) = optimizer.chained_optimizers
+            chained.optimizer = torch.optim.AdamW(chained.optimizer.param_groups)
         for _ in range(2 if args.give == "twice" else 1):
             protection = adaptor.protect(**given, save=args.save or "", step=step, extra=EXTRA)
 

@@ -238,6 +238,22 @@ def test_what_cannot_be_protected_is_named(give: str, words: str, tmp_path: Path
 
 
 @pytest.mark.robustness(
+    "A1",
+    "the optimizer that updates weights is replaced by another before protect()",
+    "refused at its first update, which no hook has told of",
+)
+def test_an_optimizer_whose_updates_pass_no_hook(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    ended = train(tmp_path / "job", "--save", str(save), "--give", "other-adam", layout=DP2)
+    assert ended.code == 2, ended.log[-3000:]
+    assert ended.last_line.startswith(
+        "ttprun: error: step 1 has an update of AdamW that no hook has told of, so it could not be saved"
+    )
+    assert not any("protected from step" in line for line in ended.said)
+    assert not outcome.steps_in(save)
+
+
+@pytest.mark.robustness(
     "A1", "adaptor.protect is called twice before the first step", "the job is protected as if it was once"
 )
 def test_protected_twice(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from adaptor.errors import StepError
+from adaptor.errors import StepError, UnsupportedError
 from adaptor.library import Protection
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.messages import BoardRecord, Phase
@@ -189,6 +189,49 @@ def test_the_step_of_someone_else_s_optimizer_ends_nothing(worker: Worker, froze
     worker.session.end_update(False, 1.5, worker.loop.inner)
     frozen.session.end_update(False, 1.5, [])
     assert worker.board.inside == frozen.board.inside == -1
+
+
+Tell = Callable[[Worker], None]
+TOLD: dict[str, Tell] = {
+    "by torch's hooks of all optimizers": lambda one: one.session.require_hooks(one.loop.inner[0]),
+    "by the framework": lambda one: one.session.end_update(True, 1.5, one.loop.inner),
+}
+
+
+@pytest.mark.robustness(
+    "A1",
+    "an optimizer's own `step` is replaced in the middle of training",
+    "one line; that rank is no holder",
+)
+@pytest.mark.parametrize("tell", TOLD.values(), ids=TOLD)
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_an_update_that_no_hook_has_told_of(optimizers: int, tell: Tell) -> None:
+    for worker in make(optimizers):
+        worker.trainee.has_local_copy = True
+        worker.loop.begin(4)
+        worker.loop.step(5)
+        worker.session.begin_step(6)
+        worker.trainee.weights = 6
+        with pytest.raises(UnsupportedError, match="step 6 has an update of object that no hook has told of"):
+            tell(worker)
+        assert worker.board.phase_name == "BROKEN"
+        assert worker.gives == [], "the state of step 5 is gone, and step 6 has passed no door"
+
+
+def test_one_of_two_optimizers_that_tells_of_no_update(chain_of_two: Worker) -> None:
+    worker, (first, last) = chain_of_two, chain_of_two.loop.inner
+    worker.loop.begin(4)
+    worker.session.begin_step(5)
+    worker.session.before_update(first)
+    worker.session.require_hooks(last)
+    worker.session.after_update(first)
+    worker.session.require_hooks(first)
+    worker.session.end_update(True, 1.5, [first])  # as in older chains: the other one may come
+    assert worker.stands == ("UPDATING", 5, 4)
+    with pytest.raises(UnsupportedError, match="no hook has told of"):
+        worker.session.end_update(True, 1.5, [first, last])
+    assert worker.gives == []
+    assert not worker.session.window.is_open
 
 
 def test_a_skipped_step_leaves_the_state_of_the_one_before(worker: Worker) -> None:
