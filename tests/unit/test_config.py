@@ -220,6 +220,10 @@ def test_any_text_is_a_value_or_one_line(setting: Setting, text: str) -> None:
         ("TTP_LOGPATH", "TTP_LOG_PATH"),
         ("TTP_LOCAL_COPYS", "TTP_LOCAL_COPY"),
         ("TTP_TLS_CRT", "TTP_TLS_CERT"),
+        ("TTP_HOSTCOPY", "TTP_HOST_COPY"),
+        ("ttp_requireprotection", "TTP_REQUIRE_PROTECTION"),
+        ("TTP_STORERATE", "TTP_STORE_RATE"),
+        ("TTP_TLSCERT", "TTP_TLS_CERT"),
     ],
 )
 def test_a_misspelt_variable_is_not_ignored(name: str, meant: str) -> None:
