@@ -53,7 +53,7 @@ __all__ = [
 # The modules of the public classes, which are imported when a class is first asked for.
 _MODULES = {"Outcome": "adaptor.patching", "Protection": "adaptor.library"}
 
-_enabled = False
+_enabled: bool | None = None  # None: nobody has enabled it, or called `disable`
 
 
 def enable(*, provide_mindio: bool = False) -> None:
@@ -92,24 +92,44 @@ def arm(*, provide_mindio: bool = False) -> bool:
     global _enabled
     if _enabled and not provide_mindio:
         return True
-    from adaptor import context, errors
+    if not _is_wanted():
+        return False
+    from adaptor import _start, context
 
-    try:
-        settings = context.get().settings
-        if not settings.enabled:
-            return False
-    except errors.ConfigError:
-        errors.say_in_one_line()
-        raise
-    errors.say_in_one_line()
-    from adaptor import _start
-
-    if provide_mindio or settings.provide_mindio:
+    if provide_mindio or context.get().settings.provide_mindio:
         _start.provide_mindio()
     else:
         _start.arm_patches()
     _enabled = True
     return True
+
+
+def _is_wanted() -> bool:
+    """Return ENABLE_TTP. Unless it is False, an error of the adaptor that leaves the script is one line."""
+    from adaptor import context, errors
+
+    try:
+        wanted = context.get().settings.enabled
+    except errors.ConfigError:
+        errors.say_in_one_line()
+        raise
+    if wanted:
+        errors.say_in_one_line()
+    return wanted
+
+
+def _is_on() -> bool:
+    """Return whether the adaptor is enabled.
+
+    Raises:
+        StartError: nobody has enabled it, nor said that it is to be off.
+    """
+    if _enabled is None and _is_wanted():
+        from adaptor import errors
+        from adaptor.protocol.environment import NOT_BY_TTPRUN
+
+        raise errors.StartError(NOT_BY_TTPRUN)
+    return bool(_enabled)
 
 
 def protect(
@@ -130,7 +150,7 @@ def protect(
     complete loop. The survivors of a failure write a checkpoint into `save`, and the tracker file. In
     Megatron's format `torch` it is `iter_N/mp_rank_XX/model_optim_rng.pt` (iteration, model, optimizer,
     opt_param_scheduler, rng_state, and the entries of `extra`), and `distrib_optim.pt` beside it. With
-    ENABLE_TTP=False the call does nothing.
+    ENABLE_TTP=False, and after `disable`, the call does nothing.
 
     Args:
         model: the `DistributedDataParallel` modules of this rank, one for each virtual pipeline stage.
@@ -150,10 +170,12 @@ def protect(
         UnsupportedError: the layout, or an option of the framework, cannot be protected.
         DriftError: a function of the framework does not have the signature that its patch expects.
         ConfigError: `save` cannot be written, is an object store, or holds a later step than `step`.
+        StartError: the process was not started by ttprun.
     """
+    is_on = _is_on()
     from adaptor import library
 
-    if not _enabled:
+    if not is_on:
         return library.Protection(None, step)
     return library.protect(
         model=model,
@@ -182,7 +204,7 @@ def write_host_copies(
     optimizer are built and right before the script looks into `save` for what to load; collective. After the
     loss of all ranks with a shard the newest step of which every rank has a copy is then a checkpoint in
     `save` like any other. It has the entries of `extra` as they were behind that step. At the first start,
-    without TTP_HOST_COPY and with ENABLE_TTP=False it does nothing.
+    without TTP_HOST_COPY, with ENABLE_TTP=False and after `disable` it does nothing.
 
     Args:
         model: the one that `protect` will be given; so are the others.
@@ -199,11 +221,12 @@ def write_host_copies(
     Raises:
         UnsupportedError: model or optimizer are not what Megatron-core makes; or this start of the workers is
             for the copies alone, because no restart is left.
+        StartError: the process was not started by ttprun.
     """
+    if not _is_on():
+        return None
     from adaptor import library
 
-    if not _enabled:
-        return None
     return library.write_host_copies(
         model=model, optimizer=optimizer, save=save, scheduler=scheduler, extra=extra, format=format
     )
@@ -240,6 +263,7 @@ def disable() -> None:
     """
     global _enabled
     if not _enabled:
+        _enabled = False
         return
     from adaptor import context, mindio, patching
     from adaptor.errors import StartError

@@ -164,6 +164,7 @@ class Job:
             "PYTHONWARNINGS": "ignore",
             # What a job does that is started again as a whole; measurements of online recovery ask for it.
             "TTP_ONLINE": "0",
+            **({} if adaptor else {"ENABLE_TTP": "False"}),
             **(environment or {}),
         }
         # Without bytecode each process would compile what it imports.

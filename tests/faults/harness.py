@@ -270,6 +270,8 @@ def run(job: Job) -> Ended:
     )
     # The bytecode of a framework is worth seconds in every process.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if job.launcher == "torchrun":  # the script may call the adaptor
+        environment["ENABLE_TTP"] = "False"
     if job.program is not None:
         environment.update(job.program.environment)
     if "torch_dist" in job.layout.extra:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -35,3 +36,42 @@ def test_importing_it_imports_nothing_else() -> None:
     script = "import sys, adaptor; print(*(n for n in sys.modules if n.startswith(('adaptor', 'torch'))))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["adaptor"]
+
+
+CALLS = {
+    "protect": "print(adaptor.protect(model=[], optimizer=None, save='save')._session)",
+    "write_host_copies": "print(adaptor.write_host_copies(model=[], optimizer=None, save='save'))",
+}
+
+
+@pytest.mark.robustness(
+    "A1", "a script that only calls protect() is started by torchrun", "one line that says to use ttprun"
+)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    ("before", "environment", "does_nothing"),
+    [
+        ("", {}, False),
+        ("", {"TTP_HANG": "-1"}, False),
+        ("", {"ENABLE_TTP": "False"}, True),
+        ("adaptor.disable()", {}, True),
+    ],
+    ids=["by torchrun", "a wrong setting", "off", "disabled"],
+)
+def test_nobody_has_enabled_it(
+    call: str, before: str, environment: dict[str, str], does_nothing: bool
+) -> None:
+    inherited = {name: text for name, text in os.environ.items() if "TTP" not in name}
+    script = f"import adaptor\n{before}\n{call}"
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=inherited | environment, capture_output=True, text=True, check=False)
+    if does_nothing:
+        assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
+        return
+    words = (
+        "TTP_HANG is '-1'" if environment else "this process was not started by ttprun: start the job with"
+    )
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("adaptor: error: ")
+    assert words in line
