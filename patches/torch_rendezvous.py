@@ -2,10 +2,14 @@
 
 The agent's store lives through a restart. Up to torch 2.3 its clients put the restart count before their
 keys; since then a restarted worker can read the address of a dead one, and its group never connects.
+
+Other stores are left as they are: a script may make a group with processes outside of the job, which know
+nothing of the prefix.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from adaptor import context, patching
@@ -23,4 +27,7 @@ def each_start_has_keys_of_its_own(wrapped: Any, instance: Any, args: Any, kwarg
     from torch.distributed import PrefixStore
 
     store = wrapped(*args, **kwargs)
+    port = args[1] if len(args) > 1 else kwargs["port"]
+    if str(port) != os.environ.get("MASTER_PORT"):  # not by host: it has several names
+        return store
     return PrefixStore(f"ttp/{context.part(Generation).name}", store)

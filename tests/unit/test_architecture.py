@@ -91,6 +91,7 @@ READS_ENVIRONMENT = {
     "adaptor.mindio.client.saving": "the store of torch elastic: MASTER_ADDR, MASTER_PORT",
     "adaptor.mindio.job": "a variable of MindIO; WORLD_SIZE",
     "adaptor.operations.otel": "the variables of OpenTelemetry for where incidents are sent",
+    "adaptor.patches.torch_rendezvous": "the store of torch elastic: MASTER_PORT",
     "adaptor.protocol.environment": "what torch elastic and ttprun tell",
     "adaptor.store.credentials": "credentials, and what leads to them",
     "adaptor.worker.runtime": "where the agent is; passed on to the engine",

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests import waiting
+from tests.ports import free_port
 from tests.unit.launching import (
     ONE,
     TWO,
@@ -385,6 +386,26 @@ def test_signals_that_come_again_and_again_are_one(launcher: Launcher) -> None:
     assert ended.last_line.startswith("[ttp] ")
     assert "Traceback" not in ended.log
     waiting.ended(workers)
+
+
+def test_a_group_with_a_process_outside_of_the_job_has_torch_s_keys(launcher: Launcher) -> None:
+    """The keys of the job's own groups have a prefix, which nobody else knows."""
+    script = launcher.script(
+        "import os\n"
+        "from torch.distributed import TCPStore, rendezvous\n"
+        "def has_prefix(url, host, port):\n"
+        "    store, _, _ = next(rendezvous(url, 0, 1))\n"
+        "    store.set('key', '')\n"
+        "    return not TCPStore(host, port, is_master=False).check(['key'])\n"
+        "own = has_prefix('env://', os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT']))\n"
+        "os.environ['TORCHELASTIC_USE_AGENT_STORE'] = 'False'\n"
+        "port = int(os.environ['ANOTHER_PORT'])\n"
+        "other = has_prefix(f'tcp://127.0.0.1:{port}', '127.0.0.1', port)\n"
+        "os.write(1, f'{own} {other}\\n'.encode())\n"
+    )
+    ended = launcher.run(*ONE, script, ANOTHER_PORT=str(free_port()))
+    assert ended.code == 0, ended.log
+    assert "True False" in ended.log.splitlines()
 
 
 def test_who_has_no_time_left_does_not_save(launcher: Launcher) -> None:
