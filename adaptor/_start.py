@@ -29,6 +29,8 @@ def arm_patches() -> None:
             f"adaptor.enable() was called after {late[0]} was imported{by};"
             " call it before, e.g. as the first line of the script"
         )
+    # A child of a worker has this variable, too. It is not refused here: multiprocessing imports the script
+    # again in each process that it spawns, for data loaders, too. `runtime.get` refuses one that trains.
     if "TTP_AGENT" not in os.environ:
         other = distributions.conflict()  # elsewhere ttprun has said it, once for all ranks
         raise StartError(f"{NOT_BY_TTPRUN}; {other}" if other else NOT_BY_TTPRUN)

@@ -87,7 +87,7 @@ def run(arguments: list[str]) -> None:
 
     output.start()
     try:
-        worker = runtime.get()
+        worker = runtime.begin()
     except ConnectionError:  # ttprun is gone already, and says why
         output.leave(EXIT_ORPHAN)
     except (OSError, RuntimeError) as error:  # no thread, no descriptor

@@ -12,6 +12,11 @@ NOT_BY_TTPRUN = (
     "the adaptor is enabled, but this process was not started by ttprun:"
     " start the job with ttprun instead of torchrun, or set ENABLE_TTP=False"
 )
+IN_A_CHILD = (
+    "this process was not started by ttprun itself, but by the script of a rank: a rank is protected in the"
+    " process that ttprun starts for it; let ttprun start all of them (--nproc-per-node), or set"
+    " ENABLE_TTP=False"
+)
 
 # Set by the agent for its workers, besides the variables of torch elastic.
 AGENT = "TTP_AGENT"

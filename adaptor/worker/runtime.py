@@ -1,4 +1,4 @@
-"""The runtime of a worker: its session and its processor, made when they are first needed."""
+"""The runtime of a worker: its session and its processor, made before its script begins."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from adaptor.protocol.environment import (
     BOARD,
     BOARD_RANKS,
     GENERATION,
+    IN_A_CHILD,
     NOT_BY_TTPRUN,
     SCRATCH,
     Generation,
@@ -233,22 +234,31 @@ def training() -> bool:
     return _runtime is not None and _runtime.session.is_training
 
 
-def get() -> WorkerRuntime:
-    """Return the runtime of this worker, made by TTP_ENGINE at the first call.
+def begin() -> WorkerRuntime:
+    """Make the runtime of this process, which ttprun has started as a worker, by TTP_ENGINE.
 
     Raises:
         StartError: the process was not started by `ttprun`.
     """
     global _runtime
-    if _runtime is None:
-        _runtime = _made()
-    return _runtime
-
-
-def _made() -> WorkerRuntime:
     if AGENT not in os.environ:
         raise StartError(NOT_BY_TTPRUN)
     settings = context.get().settings
     engine = engines.find(settings.engine)
     made: WorkerRuntime = pkgutil.resolve_name(engine.runtime)(settings, os.environ)
+    _runtime = made
     return made
+
+
+def get() -> WorkerRuntime:
+    """Return the runtime of this worker.
+
+    Raises:
+        StartError: the process was not started by `ttprun`, or is a child of one that was: that has its
+            environment, and its memory if it was forked, but board and connection are the parent's.
+    """
+    if _runtime is None:
+        raise StartError(IN_A_CHILD if AGENT in os.environ else NOT_BY_TTPRUN)
+    if _runtime.pid != os.getpid():
+        raise StartError(IN_A_CHILD)
+    return _runtime

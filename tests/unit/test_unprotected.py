@@ -92,6 +92,40 @@ def test_it_is_said_once(start: str, updates: str, by: str, request: pytest.Fixt
     assert line.endswith("or set ENABLE_TTP=False")
 
 
+# A child has the environment of the rank, a fork its memory, too.
+CHILD = """
+import adaptor, os
+adaptor.enable()  # multiprocessing runs the script's first line again in what it spawns
+from adaptor.errors import StartError
+from adaptor.worker import runtime
+try:
+    runtime.get()
+except StartError as error:
+    os.write(1, f"{error}\\n".encode())
+"""
+SPAWNS = """
+import os, subprocess, sys
+subprocess.run([sys.executable, "child.py"], check=True)
+"""
+FORKS = """
+import os, runpy
+child = os.fork()
+if not child:
+    runpy.run_path("child.py")
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+"""
+
+
+@pytest.mark.parametrize("script", [SPAWNS, FORKS], ids=["spawned", "forked"])
+def test_a_child_of_a_worker_does_not_take_its_place(script: str, launcher: Launcher) -> None:
+    """It would write on the rank's board, and wait for ever for the lock that says that the rank lives."""
+    launcher.script(CHILD, "child.py")
+    ended = launcher.run(*ONE, launcher.script(script))
+    assert ended.code == 0, ended.log
+    assert ended.log.count("this process was not started by ttprun itself, but by the script of a rank") == 1
+
+
 @pytest.mark.robustness(
     "A1", "enable() and no protect(), then a kill -9", "the last line says that it was not protected"
 )
