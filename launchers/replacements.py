@@ -151,7 +151,7 @@ class Replacements:
         """
         if self._starter is None or not self._spares.wanted:
             return None
-        imports = Import(told.path, told.origins, told.names, self._starter.of_a_rank)
+        imports = Import(told.path, told.origins, told.names, told.variables, self._starter.of_a_rank)
         self._spares.begin(self._starter.spare, imports)
         return msgspec.structs.replace(
             imports,

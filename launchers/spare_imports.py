@@ -4,7 +4,7 @@ Where workers train on its machine, it does so with the lowest priority.
 
 A spare has no rank yet, so a module that reads the rank from the environment while it is imported would get
 a wrong value. If one does, the spare is unfit to become a worker, and the agent starts cold processes
-instead.
+instead. So it does where a module reads what the script sets: in a spare the script runs after the imports.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ from adaptor.protocol import environment, wire
 from adaptor.protocol.spare_messages import Become, Import, Ready, to_spare
 from adaptor.worker import imported_names, modules
 from adaptor.worker.garbage import GarbageCollection
+from adaptor.worker.script_imports import code_of_variable
 
 # By how much a spare is nicer than the workers while it imports, where that can be taken back.
 NICER = 10
 _NAME = Path("/proc/self/comm")
 # Modules of Python by which others ask the environment.
 _BY = frozenset({"os", "collections.abc", "_collections_abc"})
+# Libraries read them when they are loaded, where nobody sees it.
+_BY_LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_CHANGED = ", and a worker changes it"
 _NOT_TO_IMPORT = frozenset({"__main__", "__mp_main__"})
 
 
@@ -67,10 +71,11 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
     """Return why this process cannot become a worker; empty: it can."""
     path = list(sys.path)
     os.environ.update(order.environment)
+    of_a_rank = frozenset(order.of_a_rank)
     context.part(GarbageCollection).put_off()
     with (
         contextlib.nullcontext() if order.is_alone else _standing_back(),
-        _reads_of(frozenset(order.of_a_rank)) as reads,
+        _reads_of(of_a_rank | frozenset(order.variables)) as reads,
     ):
         try:
             worker_main.arm(None)
@@ -79,6 +84,8 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
         sys.argv = arguments[1:] if arguments[0] == _script.MODULE_FLAG else list(arguments)
         sys.path[:] = order.path
         before = frozenset(sys.modules)
+        for name in reads.keys() - of_a_rank:  # by the adaptor, in a worker before the script, too
+            del reads[name]
         for name, origin in order.origins.items():
             if name not in sys.modules and name not in _NOT_TO_IMPORT:
                 # Whatever somebody else's module raises: one that another module has made, or that needs what
@@ -92,7 +99,17 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
         for name, origin in order.origins.items()
         if name in sys.modules and name not in _NOT_TO_IMPORT and modules.origin(name) != origin
     ]
-    unfit = [*(f"{module} reads {name} when it is imported" for name, module in reads.items()), *other]
+    # What has the value of a worker was changed by an import, here as there.
+    differ = {name for name, code in order.variables.items() if code_of_variable(name) != code}
+    unfit = [
+        f"{module} reads {name} when it is imported" + ("" if name in of_a_rank else _CHANGED)
+        for name, module in reads.items()
+        if name in of_a_rank or name in differ
+    ]
+    unfit += [
+        f"libraries read {name} when they are loaded{_CHANGED}" for name in _BY_LIBRARIES if name in differ
+    ]
+    unfit += other
     if not unfit:
         imported = [name for name in order.origins if name in sys.modules and name not in before]
         changed = imported_names.first_that_differs(order.names, imported)

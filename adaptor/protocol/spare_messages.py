@@ -15,6 +15,7 @@ class Import(Message, frozen=True):
         path: their `sys.path`
         origins: what they have imported, in that order: names, and the files
         names: what these have from each other (`imported_names.of_modules`)
+        variables: environment variables that a worker has changed (`script_imports.code_of_variable`)
         of_a_rank: environment variables that are another one's for each rank: none may be read meanwhile
         environment: variables of all workers that this process does not have yet
         is_alone: nobody trains on this machine, so there is nobody to leave the processors to
@@ -23,6 +24,7 @@ class Import(Message, frozen=True):
     path: tuple[str, ...]
     origins: dict[str, str]
     names: dict[str, bytes]
+    variables: dict[str, bytes]
     of_a_rank: tuple[str, ...]
     environment: dict[str, str] = msgspec.field(default_factory=dict)
     is_alone: bool = False

@@ -18,7 +18,8 @@ def of_this_process(rank: int) -> Modules:
     imports = context.part(ScriptImports)
     since = [name for name in names if name not in imports.before and name.isprintable()]
     codes = imported_names.of_modules(since, imports.end())
-    return Modules(rank, path, {encodable(name): origin(name) for name in names}, codes)
+    origins = {encodable(name): origin(name) for name in names}
+    return Modules(rank, path, origins, codes, imports.changed_variables())
 
 
 def origin(name: str) -> str:

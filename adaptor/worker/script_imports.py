@@ -9,7 +9,9 @@ the script.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+import zlib
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -32,6 +34,7 @@ class ScriptImports:
         # Names, and their objects. One worker of a node is asked, and the others keep them: two tuples for
         # each module are few objects, where pairs would be tens of thousands.
         self._had: dict[str, tuple[tuple[str, ...], tuple[object, ...]]] = {}
+        self._environment: dict[str, str] = {}
 
     def begin(self, *, watched: bool) -> None:
         """The script begins now.
@@ -42,6 +45,7 @@ class ScriptImports:
         self.before = frozenset(sys.modules)
         self.are_watched = watched
         if watched:
+            self._environment = dict(os.environ)
             sys.meta_path.insert(0, _Finder())
 
     def note(self, module: str) -> None:
@@ -49,6 +53,15 @@ class ScriptImports:
         if self.are_watched:
             objects = imported_names.objects_of(module)
             self._had[module] = tuple(name for name, _ in objects), tuple(value for _, value in objects)
+
+    def changed_variables(self) -> dict[str, bytes]:
+        """Return, by name, `code_of_variable` for what has another value than at the begin of the script."""
+        names = sorted({*self._environment, *os.environ})
+        return {
+            name: code_of_variable(name)
+            for name in names
+            if name.isprintable() and self._environment.get(name) != os.environ.get(name)
+        }
 
     def end(self) -> dict[str, list[tuple[str, object]]]:
         """Watch no longer, and keep no object.
@@ -66,6 +79,11 @@ class ScriptImports:
             if gone:
                 lost[module] = gone
         return lost
+
+
+def code_of_variable(name: str) -> bytes:
+    """Return four bytes for the value that an environment variable has now, which may be a secret."""
+    return zlib.crc32(repr(os.environ.get(name)).encode()).to_bytes(4, "big")
 
 
 class _Finder:

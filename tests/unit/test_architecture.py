@@ -95,6 +95,7 @@ READS_ENVIRONMENT = {
     "adaptor.protocol.environment": "what torch elastic and ttprun tell",
     "adaptor.store.credentials": "credentials, and what leads to them",
     "adaptor.worker.runtime": "where the agent is; passed on to the engine",
+    "adaptor.worker.script_imports": "what the script has changed, for spares",
     "adaptor.worker.watchdogs": "torch's own variables",
 }
 WRITES_ENVIRONMENT = {

@@ -447,7 +447,7 @@ def test_a_spare_that_cannot_be_started_ends_nothing(
     async def act(node: Node) -> None:
         await node.begin(0)
         node.broken = True
-        node.replacements.hear(Modules(0, (), {}, {}))
+        node.replacements.hear(Modules(0, (), {}, {}, {}))
         said = "[ttp] no spare process waits on this node"
         await node.until(lambda: said in capsys.readouterr().err, "it is said")
         node.replacements.end_incident()
@@ -640,6 +640,54 @@ def test_a_module_that_asks_for_the_rank_makes_spares_unfit(
 
     said = "of_a_rank reads RANK when it is imported"
     a_cold_process_takes_the_place(tmp_path, capsys, said, more="import of_a_rank")
+
+
+MODE = "import os\nMODE = os.environ.get('MODE')\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (
+            "os.environ['MODE'] = 'exact'; import mode",
+            "mode reads MODE when it is imported, and a worker changes it",
+        ),
+        (
+            "os.environ['OMP_NUM_THREADS'] = '77'",
+            "libraries read OMP_NUM_THREADS when they are loaded, and a worker changes it",
+        ),
+    ],
+    ids=["a module reads it", "a library"],
+)
+def test_a_variable_that_the_script_sets_for_its_imports_makes_spares_unfit(
+    more: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A spare has imported the module before the script sets it: the new rank would have another mode."""
+    (tmp_path / "mode.py").write_text(MODE)
+    a_cold_process_takes_the_place(tmp_path, capsys, said, more=more)
+
+
+@pytest.mark.parametrize(
+    "more",
+    ["import sets, mode; assert mode.MODE == 'exact'", "import mode; os.environ['OTHER_MODE'] = 'exact'"],
+    ids=["an import sets it", "nobody reads it"],
+)
+def test_a_variable_that_makes_no_difference_to_imports_leaves_spares_fit(more: str, tmp_path: Path) -> None:
+    (tmp_path / "sets.py").write_text("import os\nos.environ.setdefault('MODE', 'exact')\n")
+    (tmp_path / "mode.py").write_text(MODE)
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        spare = await node.waits()
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert node.processes[0] is spare.process
+        assert await node.has_run(0) == "1"
+
+    runs(tmp_path, act, spares=1, more=more)
 
 
 HERE = "def function(): pass\n"

@@ -85,12 +85,15 @@ class Modules(Message, frozen=True):
             is
         names: what those that the script has imported have from each other, and had at the end of their
             imports (`imported_names.of_modules`)
+        variables: environment variables that have changed since the script began
+            (`script_imports.code_of_variable`)
     """
 
     rank: Number
     path: tuple[str, ...]
     origins: dict[str, str]
     names: dict[str, bytes]
+    variables: dict[str, bytes]
 
 
 class Frozen(Message, frozen=True):
