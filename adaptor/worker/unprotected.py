@@ -169,6 +169,7 @@ def _unknown(session: Session, kind: str, framework: str) -> str:
     if session.trainee is not None:
         return (
             f"{kind} makes updates, and adaptor.protect was not given it, so its state is in no checkpoint; "
+            "if it takes the place of the optimizer that was given, call adaptor.protect again with it, else "
             f"put its state into `extra`, {_OFF}"
         )
     if framework:
