@@ -100,11 +100,14 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
         if name in sys.modules and name not in _NOT_TO_IMPORT and modules.origin(name) != origin
     ]
     # What has the value of a worker was changed by an import, here as there.
-    differ = {name for name, code in order.variables.items() if code_of_variable(name) != code}
+    differ = {name: one for name, one in order.variables.items() if code_of_variable(name) != one.code}
+    places = {name: place for place, name in enumerate(order.origins)}
     unfit = [
         f"{module} reads {name} when it is imported" + ("" if name in of_a_rank else _CHANGED)
         for name, module in reads.items()
-        if name in of_a_rank or name in differ
+        # A worker that changes it after the import has imported the module as this process has.
+        if name in of_a_rank
+        or (name in differ and places.get(module, len(places)) > places.get(differ[name].after, -1))
     ]
     unfit += [
         f"libraries read {name} when they are loaded{_CHANGED}" for name in _BY_LIBRARIES if name in differ

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from adaptor.protocol.messages import Message
+from adaptor.protocol.messages import ChangedVariable, Message
 from adaptor.protocol.wire import Decoder
 
 
@@ -15,7 +15,7 @@ class Import(Message, frozen=True):
         path: their `sys.path`
         origins: what they have imported, in that order: names, and the files
         names: what these have from each other (`imported_names.of_modules`)
-        variables: environment variables that a worker has changed (`script_imports.code_of_variable`)
+        variables: environment variables that a worker has changed
         of_a_rank: environment variables that are another one's for each rank: none may be read meanwhile
         environment: variables of all workers that this process does not have yet
         is_alone: nobody trains on this machine, so there is nobody to leave the processors to
@@ -24,7 +24,7 @@ class Import(Message, frozen=True):
     path: tuple[str, ...]
     origins: dict[str, str]
     names: dict[str, bytes]
-    variables: dict[str, bytes]
+    variables: dict[str, ChangedVariable]
     of_a_rank: tuple[str, ...]
     environment: dict[str, str] = msgspec.field(default_factory=dict)
     is_alone: bool = False

@@ -18,6 +18,8 @@ from types import ModuleType
 
 from adaptor import context
 from adaptor.context import Context
+from adaptor.protocol.messages import ChangedVariable
+from adaptor.text import encodable
 from adaptor.worker import imported_names
 
 
@@ -35,6 +37,8 @@ class ScriptImports:
         # each module are few objects, where pairs would be tens of thousands.
         self._had: dict[str, tuple[tuple[str, ...], tuple[object, ...]]] = {}
         self._environment: dict[str, str] = {}
+        self._seen = 0  # of the environment, a hash
+        self._changed: dict[str, str] = {}  # variables: the newest module when it was changed first
 
     def begin(self, *, watched: bool) -> None:
         """The script begins now.
@@ -46,6 +50,7 @@ class ScriptImports:
         self.are_watched = watched
         if watched:
             self._environment = dict(os.environ)
+            self._seen = _hash_of_environment()
             sys.meta_path.insert(0, _Finder())
 
     def note(self, module: str) -> None:
@@ -54,13 +59,20 @@ class ScriptImports:
             objects = imported_names.objects_of(module)
             self._had[module] = tuple(name for name, _ in objects), tuple(value for _, value in objects)
 
-    def changed_variables(self) -> dict[str, bytes]:
-        """Return, by name, `code_of_variable` for what has another value than at the begin of the script."""
-        names = sorted({*self._environment, *os.environ})
+    def note_variables(self) -> None:
+        """Note which variables have changed; an import begins."""
+        seen = _hash_of_environment()
+        if seen != self._seen:  # seldom: to read all of them takes longer
+            self._seen = seen
+            for name in {*self._environment, *os.environ}:
+                if name.isprintable() and self._environment.get(name) != os.environ.get(name):
+                    self._changed.setdefault(name, next(reversed(sys.modules)))
+
+    def changed_variables(self) -> dict[str, ChangedVariable]:
+        """Return, by name, what had changed since the script began when something was imported."""
         return {
-            name: code_of_variable(name)
-            for name in names
-            if name.isprintable() and self._environment.get(name) != os.environ.get(name)
+            name: ChangedVariable(encodable(newest), code_of_variable(name))
+            for name, newest in self._changed.items()
         }
 
     def end(self) -> dict[str, list[tuple[str, object]]]:
@@ -86,6 +98,11 @@ def code_of_variable(name: str) -> bytes:
     return zlib.crc32(repr(os.environ.get(name)).encode()).to_bytes(4, "big")
 
 
+def _hash_of_environment() -> int:
+    # As it is kept: it is looked at in each import, and to decode it takes 30 times as long.
+    return hash(tuple(os.environ._data.items()))  # type: ignore[attr-defined]
+
+
 class _Finder:
     """The first finder: it finds what the others find, and lets the end of the import be noted."""
 
@@ -93,8 +110,10 @@ class _Finder:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return the spec of a module, or None where this one has no part in it."""
-        if not context.part(ScriptImports).are_watched:
+        imports = context.part(ScriptImports)
+        if not imports.are_watched:
             return None
+        imports.note_variables()
         finders = list(sys.meta_path)
         if self not in finders:
             return None

@@ -653,7 +653,7 @@ MODE = "import os\nMODE = os.environ.get('MODE')\n"
             "mode reads MODE when it is imported, and a worker changes it",
         ),
         (
-            "os.environ['OMP_NUM_THREADS'] = '77'",
+            "os.environ['OMP_NUM_THREADS'] = '77'; import colorsys",
             "libraries read OMP_NUM_THREADS when they are loaded, and a worker changes it",
         ),
     ],
@@ -669,12 +669,17 @@ def test_a_variable_that_the_script_sets_for_its_imports_makes_spares_unfit(
 
 @pytest.mark.parametrize(
     "more",
-    ["import sets, mode; assert mode.MODE == 'exact'", "import mode; os.environ['OTHER_MODE'] = 'exact'"],
-    ids=["an import sets it", "nobody reads it"],
+    [
+        "import sets, mode; assert mode.MODE == 'exact'",
+        "import mode; os.environ['OTHER_MODE'] = 'exact'",
+        "import mode; os.environ['MODE'] = 'exact'; import later",
+    ],
+    ids=["an import sets it", "nobody reads it", "it is set after the import"],
 )
 def test_a_variable_that_makes_no_difference_to_imports_leaves_spares_fit(more: str, tmp_path: Path) -> None:
     (tmp_path / "sets.py").write_text("import os\nos.environ.setdefault('MODE', 'exact')\n")
     (tmp_path / "mode.py").write_text(MODE)
+    (tmp_path / "later.py").touch()
 
     async def act(node: Node) -> None:
         await node.begin(0)

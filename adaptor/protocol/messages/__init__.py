@@ -29,6 +29,7 @@ from adaptor.protocol.messages.from_agent import (
 )
 from adaptor.protocol.messages.from_worker import (
     BusyReport,
+    ChangedVariable,
     Copied,
     FromWorker,
     Frozen,
@@ -101,6 +102,7 @@ __all__ = [
     "BoardRecord",
     "BusyProbe",
     "BusyReport",
+    "ChangedVariable",
     "ControllerToAgent",
     "Copied",
     "Count",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages.parts import BoardRecord, Message, Number, Origin, Share, Standing
 
@@ -76,6 +78,18 @@ class BusyReport(Message, frozen=True):
     busy: bool
 
 
+class ChangedVariable(msgspec.Struct, frozen=True):
+    """An environment variable that a script changes.
+
+    Attributes:
+        after: the module that was imported last, when it was changed for the first time
+        code: of its value in the end (`script_imports.code_of_variable`), which may be a secret
+    """
+
+    after: str
+    code: bytes
+
+
 class Modules(Message, frozen=True):
     """The answer to `ModulesProbe`.
 
@@ -85,15 +99,14 @@ class Modules(Message, frozen=True):
             is
         names: what those that the script has imported have from each other, and had at the end of their
             imports (`imported_names.of_modules`)
-        variables: environment variables that have changed since the script began
-            (`script_imports.code_of_variable`)
+        variables: environment variables that have changed since the script began, and before its last import
     """
 
     rank: Number
     path: tuple[str, ...]
     origins: dict[str, str]
     names: dict[str, bytes]
-    variables: dict[str, bytes]
+    variables: dict[str, ChangedVariable]
 
 
 class Frozen(Message, frozen=True):
