@@ -298,7 +298,6 @@ class Controller:
             store=self._store,
             awaited=self._awaited_nodes.awaited,
             term=self.term,
-            is_urgent=self._failures.is_urgent,
             recoveries=self._recoveries,
         )
         self._number += 1

@@ -107,11 +107,6 @@ class Failures:
         self.asked = Cause(-1, 1, words, kind=NODES_JOIN)
 
     @property
-    def is_urgent(self) -> bool:
-        """Return whether no rank may take long to answer: the job hangs, or is told to end."""
-        return bool(self.hang_s) or (self.asked is not None and self.asked.kind != NODES_JOIN)
-
-    @property
     def is_known(self) -> bool:
         """Return True if `first` will not change any more: all noticed deaths have a status."""
         return bool(self.asked or self.hang_s) or self.noticed.keys() <= self.dead.keys()

@@ -1,11 +1,13 @@
 """The freeze of an incident: which ranks are asked, and which have answered; pure, without a clock.
 
-A step is chosen only when every live rank has answered, or has run out of time. If training has only just
-begun, the layouts of some ranks may still be on their way, or lost with their node.
+A step is chosen only when every live rank has answered, or has run out of time. A rank that is in an update
+of its optimizer, or publishes a regular save, answers when that is done. If training has only just begun,
+the layouts of some ranks may still be on their way, or lost with their node.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 import msgspec
@@ -17,12 +19,12 @@ from adaptor.protocol.messages import BoardRecord, Phase
 
 # A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
 LAYOUT_WAIT_S = 2.0
-# How long a rank has for its answer where the job is told to end: the others have no time.
+# How long a rank that others can do without has for its answer when the job is told to end: time is short.
 ANSWER_S = 5.0
-# The same in a hang: it has stood still for long, is in no update that will end soon, and answers at once or
-# never. But before that its agent looks at its stacks (2 s, `launchers.stack_collector`), and it looks itself
-# (1 s, `worker.processor`) and asks its device (twice 1 s, `devices.accelerator`). On a busy machine each of
-# them takes all of its time, and a rank that is taken for silent is named as the cause.
+# How long any rank has in a hang: it has stood still for long, is in no update that ends soon, and answers
+# at once or never. But before that its agent looks at its stacks (2 s, `launchers.stack_collector`), and it
+# looks itself (1 s, `worker.processor`) and asks its device (twice 1 s, `devices.accelerator`). On a busy
+# machine each of them takes all of its time, and a rank that is taken for silent is named as the cause.
 HANG_ANSWER_S = 10.0
 
 
@@ -32,9 +34,8 @@ class FreezeState:
     Args:
         awaited: nodes that may yet come to a controller that has taken the place of another.
         took_over: every agent that is there has told all that it knows.
-        is_urgent: a rank has ANSWER_S for its answer, and not half of the time for the incident. Without one
-            it is no holder of a shard (`expire_unanswered`).
-        hangs: the job does not move; a rank has HANG_ANSWER_S.
+        hangs: the job does not move; a rank has HANG_ANSWER_S for its answer, and not half of the time for
+            the incident. Without one it is no holder of a shard (`leave_the_silent`).
     """
 
     def __init__(
@@ -44,7 +45,6 @@ class FreezeState:
         *,
         awaited: Collection[int],
         took_over: bool,
-        is_urgent: bool,
         hangs: bool,
     ) -> None:
         self._state = state
@@ -52,8 +52,8 @@ class FreezeState:
         self._awaited = awaited
         self._took_over = took_over
         half = state.timeout_s / 2  # the other half is left for the dump
-        limit = HANG_ANSWER_S if hangs else ANSWER_S if is_urgent else half
-        self._answers_by = state.opened_at + min(half, limit)
+        self._answers_by = state.opened_at + (min(half, HANG_ANSWER_S) if hangs else half)
+        self._hurries_at = math.inf
         self._explained_by = 0.0  # layouts are waited for
         self._newest = -1
 
@@ -98,9 +98,13 @@ class FreezeState:
         """Note that ranks are asked to freeze now."""
         self._explained_by = 0.0
 
-    def hurry(self, until: float) -> None:
-        """Wait for answers until `until` at the latest."""
-        self._answers_by = min(self._answers_by, until)
+    def hurry(self, now: float) -> None:
+        """Wait only ANSWER_S longer for ranks that others can do without."""
+        self._hurries_at = min(self._hurries_at, now + ANSWER_S)
+
+    def hurries(self, now: float) -> bool:
+        """Return whether only those ranks are still waited for that others cannot do without."""
+        return now >= self._hurries_at
 
     def is_late(self, now: float) -> bool:
         """Return whether layouts have been waited for long enough."""
@@ -111,15 +115,16 @@ class FreezeState:
         self._state.boards[rank] = board
         self._newest = max(self._newest, _newest(board))
 
-    def expire_unanswered(self, now: float) -> bool:
-        """Return True when the time for answers is over; a rank without an answer is then no holder."""
-        if now < self._answers_by:
-            return False
+    def is_over_time(self, now: float) -> bool:
+        """Return whether no answer is waited for any longer."""
+        return now >= self._answers_by
+
+    def leave_the_silent(self) -> None:
+        """Give up the ranks that have not answered: they are no holders."""
         silent = [rank for rank in self._state.nodes if rank not in self._state.boards]
         self._state.silent += silent
         for rank in silent:
             self._state.leave(rank)
-        return True
 
     def further(self, step: int) -> str:
         """Return a note for the verdict if `step` is saved and a rank had finished a later one, else empty.

@@ -50,7 +50,6 @@ class Incident:
         store: host, port and secret of the store over which ranks form groups.
         awaited: nodes that may yet come to a controller that has taken the place of another.
         term: of the controller, 0 for the first.
-        is_urgent: nobody has time to wait for a rank that does not answer (`FreezeState`).
         recoveries: the online recoveries before this incident.
     """
 
@@ -65,7 +64,6 @@ class Incident:
         store: tuple[str, int, bytes],
         awaited: Collection[int] = (),
         term: int = 0,
-        is_urgent: bool = False,
         recoveries: Recoveries | None = None,
     ) -> None:
         self.number = number
@@ -75,13 +73,10 @@ class Incident:
         self.state = IncidentState(opened_at, timeout_s, membership.alive)
         took_over = term > 0
         self.freeze_state = FreezeState(
-            self.state,
-            membership,
-            awaited=awaited,
-            took_over=took_over,
-            is_urgent=is_urgent,
-            hangs=self._hangs,
+            self.state, membership, awaited=awaited, took_over=took_over, hangs=self._hangs
         )
+        if failures.told_to_end:
+            self.freeze_state.hurry(opened_at)
         self.writing = Writing(membership)
         self.target = PublishTarget(membership.agents, recoveries.folders)
         reassignment = Reassignment(self.state, membership.agents, self.writing, self.target)
@@ -261,7 +256,7 @@ class Incident:
         if now >= self.state.deadline - self.finding.patience_s:
             return self._run_out_of_time()
         if self.state.stage is Stage.FREEZING:
-            return self._decide_when_frozen() if self.freeze_state.expire_unanswered(now) else []
+            return self._go_on_without_the_silent(now)
         return self.go_on(self.saving.on_tick(now))
 
     def _run_out_of_time(self) -> Orders:
@@ -271,11 +266,25 @@ class Incident:
         is_frozen = self.state.stage is Stage.FREEZING and self.freeze_state.is_over
         return self._save() if is_frozen else []
 
+    def _go_on_without_the_silent(self, now: float) -> Orders:
+        """Give up ranks that take too long; where time is short, only if others can do without them."""
+        hurries = self.freeze_state.hurries(now)
+        if not self.freeze_state.is_over_time(now) and (not hurries or self._needs_the_silent):
+            return []
+        self.freeze_state.leave_the_silent()
+        return self._decide_when_frozen()
+
+    @property
+    def _needs_the_silent(self) -> bool:
+        """Return whether ranks that have not answered may have what no other has."""
+        decision = choose(self.state, self.freeze_state, self.writing)
+        return not isinstance(decision, Plan) and decision.unheld
+
     def _go_on_without_layouts(self, now: float) -> Orders:
         """Ask those who are there: they know whether a step has finished."""
         if self.freeze_state.never_begun or not self._membership.layouts:
             return self._end(NEVER_BEGUN)
-        self.freeze_state.hurry(now + STUCK_S)
+        self.freeze_state.hurry(now)
         return self._freeze()
 
     def _save(self) -> Orders:
