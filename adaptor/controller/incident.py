@@ -232,7 +232,8 @@ class Incident:
         return self.go_on([])
 
     def on_told_to_end(self) -> Orders:
-        """Somebody wants a rank, or an agent, to end."""
+        """Somebody wants a rank, or an agent, to end: there is less time than was thought."""
+        self.freeze_state.hurry(self.state.now)
         return self.go_on(self.regrouping.cancel(self._failures.told_to_end))
 
     def on_joined(self, message: Joined) -> Orders:
