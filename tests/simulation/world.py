@@ -102,7 +102,10 @@ class World:
         self.step_s = draw.choice([0.02, 0.1, 0.3])
         self.update_s = draw.choice([0.001, 0.05])
         self._save_interval = draw.choice([0, 0, 0, 2])
-        self._pause_before = draw.choice(self.job.steps) if draw.random() < 0.1 else -1
+        chance = draw.random()
+        self._pause_before = draw.choice(self.job.steps) if chance < 0.1 else -1
+        if chance > 0.9:  # updates take longer than a rank has for its answer where others have its shards
+            self.timeout_s, self.hang_s, self.update_s = 30.0, 60.0, 6.0
         self.hubs: dict[tuple[int, int], ControllerHost] = {}
         self.filled: dict[int, int] = {}  # places that spare nodes have got for the next generation
         self.came: list[Agent] = []  # of spare nodes that were let in while others waited for them
@@ -193,10 +196,12 @@ class World:
     def moves_in(self, agent: Agent, hub: ControllerHost) -> None:
         """The controller has accepted the hello of `agent`, and with it that it has the place of its node.
 
-        It has no place in the job where both were cut off together, and others have their places.
+        It has no place in the job where both were cut off together, and others have its place; nor where its
+        hello was on its way when the controller's node was cut off.
         """
         before = self.agents[agent.node]
-        if before is agent or self.agents[hub.term] is not hub.agent:
+        apart = self.agents[hub.term] is not hub.agent or hub.agent.machine in self.network.cut
+        if before is agent or apart:
             return
         self.tell(f"-- machine {agent.machine} has the place of node {agent.node}")
         self.agents[agent.node] = agent
