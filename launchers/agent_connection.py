@@ -21,6 +21,9 @@ from adaptor.protocol.peer import is_same_user
 # How long an agent tries to connect. The controller listens before its address is published, so only a flood,
 # or a network that has just come up, can keep the agent out.
 CONNECT_TIMEOUT_S = 30.0
+# How long the process there has for TLS and its proof, once its kernel has taken the connection: in a large
+# job thousands of agents come to it at once.
+PROOF_S = 5.0
 
 
 async def connect(
@@ -41,7 +44,7 @@ async def connect(
         async with deadline(CONNECT_TIMEOUT_S):
             while True:
                 try:
-                    return await _connect_once(address, port, secret, tls)
+                    return await _prove(await _reach(address, port), address, secret, tls)
                 except (EOFError, ssl.SSLEOFError):
                     reason = "it shuts the connection"
                 except ssl.SSLError as error:
@@ -59,14 +62,17 @@ async def try_connect(
     """Connect like `connect` to `address` and `port`, of a node that may be lost.
 
     Returns:
-        The connection; None if nobody listens there, or after TRY_CONNECT_TIMEOUT_S of silence.
+        The connection; None if nobody listens there, or after TRY_CONNECT_TIMEOUT_S of silence of that
+        machine, or PROOF_S of silence of the process.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         async with deadline(CONNECT_TIMEOUT_S):
             while True:
                 try:
                     async with deadline(TRY_CONNECT_TIMEOUT_S):
-                        return await _connect_once(address, port, secret, tls)
+                        connection = await _reach(address, port)
+                    async with deadline(PROOF_S):
+                        return await _prove(connection, address, secret, tls)
                 except (EOFError, ConnectionResetError, BlockingIOError, ssl.SSLEOFError):
                     await asyncio.sleep(PAUSE_S)  # closed for a newer one: all nodes of a job come at once
                 except (OSError, asyncio.TimeoutError):  # errors of TLS are OSErrors, too
@@ -74,26 +80,34 @@ async def try_connect(
     return None
 
 
-async def _connect_once(
-    address: str, port: int, secret: bytes, tls: Tls | None
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _reach(address: str, port: int) -> socket.socket:
+    """Return a connection that the kernel of the other side has taken; its process may not know of it yet."""
     if port == 0:
-        reader, writer = await _connect_here(address)
-    else:
-        certificates = await tls.newest() if tls is not None else None
-        reader, writer = await asyncio.open_connection(
-            address, port, ssl=certificates and certificates.client
-        )
-        silence.notice(writer.get_extra_info("socket"))
-    try:
-        await authentication.answer(reader, writer, secret)
-    except BaseException:
-        writer.close()
-        raise
-    return reader, writer
+        return _reach_here(address)
+    loop = asyncio.get_running_loop()
+    failure: OSError | None = None
+    for family, kind, protocol, _, where in await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+        try:
+            connection = socket.socket(family, kind, protocol)
+        except OSError as error:  # a family that this machine does not have
+            failure = failure or error
+            continue
+        try:
+            connection.setblocking(False)
+            await loop.sock_connect(connection, where)
+            silence.notice(connection)
+        except OSError as error:
+            connection.close()
+            failure = failure or error
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+    raise failure or OSError(f"{address} has no address")
 
 
-async def _connect_here(name: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+def _reach_here(name: str) -> socket.socket:
     """Connect to the abstract unix socket `name` of an agent of the same user.
 
     Raises:
@@ -106,10 +120,32 @@ async def _connect_here(name: str) -> tuple[asyncio.StreamReader, asyncio.Stream
         connection.connect(f"\0{name}")  # not by asyncio, which takes a full queue for a connection
         if not is_same_user(connection):
             raise ConnectionError("another user listens there")
-        return await asyncio.open_unix_connection(sock=connection)
     except BaseException:
         connection.close()
         raise
+    return connection
+
+
+async def _prove(
+    connection: socket.socket, address: str, secret: bytes, tls: Tls | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Make streams of `connection`, to `address`, and have both sides prove the secret; else close it."""
+    context = None
+    if tls is not None and connection.family != socket.AF_UNIX:
+        try:
+            context = (await tls.newest()).client
+        except BaseException:
+            connection.close()
+            raise
+    reader, writer = await asyncio.open_connection(
+        sock=connection, ssl=context, server_hostname=address if context is not None else None
+    )
+    try:
+        await authentication.answer(reader, writer, secret)
+    except BaseException:
+        writer.close()
+        raise
+    return reader, writer
 
 
 def _reason_of(error: ssl.SSLError) -> str:

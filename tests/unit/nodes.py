@@ -261,5 +261,6 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", LONG_S)
     monkeypatch.setattr(failover, "RECONNECT_S", LONG_S)
     monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(agent_connection, "PROOF_S", LONG_S)
     yield made
     made.close()

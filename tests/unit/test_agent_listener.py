@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from adaptor import config
+from adaptor.controller import failover
 from adaptor.errors import StartError
 from adaptor.launchers import agent_connection, agent_listener, tls
 from adaptor.launchers import rejected_connections as rejected_module
@@ -194,8 +195,8 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent goes on to the next node, but not because all the others came at the same time."""
     monkeypatch.setattr(agent_connection, "PAUSE_S", 0.01)
-    limit_s = IN_VAIN_S if who == "silent" else LONG_S
-    monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", limit_s)
+    monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(agent_connection, "PROOF_S", IN_VAIN_S if who == "silent" else LONG_S)
     came: Arrivals[int] = Arrivals()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -222,6 +223,42 @@ def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.Monke
                 found[1].close()
 
     asyncio.run(act())
+
+
+@pytest.mark.parametrize("with_tls", [False, True], ids=["plain", "tls"])
+def test_the_gate_of_a_node_that_is_busy(with_tls: bool, request: pytest.FixtureRequest) -> None:
+    """Its kernel takes the connection; its process comes to it when a dead machine would be given up."""
+    certificates = request.getfixturevalue("ours") if with_tls else None
+
+    async def welcome(hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pass
+
+    async def act() -> None:
+        loop = asyncio.get_running_loop()
+        now, queued = [loop.time()], asyncio.Event()
+        loop.time = lambda: now[0]  # type: ignore[method-assign]  # nothing is too late but by this test
+        listeners = agent_listener.bind("127.0.0.1", 0)
+        coming = asyncio.ensure_future(
+            try_connect("127.0.0.1", listeners[0].getsockname()[1], SECRET, certificates)
+        )
+        loop.add_reader(listeners[0], queued.set)
+        await queued.wait()
+        loop.remove_reader(listeners[0])
+        for _ in range(10):  # the agent sees that the kernel has taken it
+            await asyncio.sleep(0)
+        now[0] += failover.TRY_CONNECT_TIMEOUT_S + 0.5
+        for _ in range(10):  # what is too late ends
+            await asyncio.sleep(0)
+        rejected = Rejected("the gate")
+        listener = AgentListener(SECRET, certificates, rejected, welcome, read_hello)
+        listener.serve(listeners)
+        found = await coming
+        assert found is not None
+        found[1].close()
+        await listener.close()
+        rejected.close()
+
+    asyncio.run(asyncio.wait_for(act(), LONG_S))
 
 
 def test_a_mirror_does_not_pass() -> None:

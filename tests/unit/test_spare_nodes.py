@@ -56,6 +56,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who answers may do so slowly, beside much other work; here each that does not has gone."""
     monkeypatch.setattr(spare_gate, "ANSWER_S", waiting.LONG_S)
     monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", waiting.LONG_S)
+    monkeypatch.setattr(agent_connection, "PROOF_S", waiting.LONG_S)
 
 
 def _gate(settings: config.Config) -> SpareGate:
