@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+from typing import Any
 
 from adaptor.controller.failover import TRY_CONNECT_TIMEOUT_S
 from adaptor.errors import StartError
@@ -86,7 +87,7 @@ async def _reach(address: str, port: int) -> socket.socket:
         return _reach_here(address)
     loop = asyncio.get_running_loop()
     failure: OSError | None = None
-    for family, kind, protocol, _, where in await loop.getaddrinfo(address, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, where in await _addresses(address, port):
         try:
             connection = socket.socket(family, kind, protocol)
         except OSError as error:  # a family that this machine does not have
@@ -105,6 +106,16 @@ async def _reach(address: str, port: int) -> socket.socket:
         else:
             return connection
     raise failure or OSError(f"{address} has no address")
+
+
+async def _addresses(address: str, port: int) -> list[tuple[Any, ...]]:
+    """Return what `address` means; a number needs no thread, all of which may wait for a disk."""
+    found: list[tuple[Any, ...]]
+    try:
+        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        found = await asyncio.get_running_loop().getaddrinfo(address, port, type=socket.SOCK_STREAM)
+    return found
 
 
 def _reach_here(name: str) -> socket.socket:
