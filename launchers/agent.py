@@ -222,18 +222,17 @@ class SurvivorsAgent(LocalElasticAgent):
             self._places.require_own()
 
     def _open_gate(self, worker_group: Any) -> None:
-        """Let spare nodes wait at node 0, from the first start of workers on; other nodes connect to it.
-
-        One that was a spare node has a connection there already.
-        """
-        if self._places is None or self._generations != 1 or self._record.place is not None:
+        """Let spare nodes wait at node 0, from the first start of workers on; other nodes connect to it."""
+        if self._places is None or self._record.has_started:
             return
         if worker_group.group_rank == 0:
             assert self._record.common is not None
             self._places.announce(self._control.open_gate(self._record.common, worker_group.master_addr))
         elif gate := self._places.gate():
             ranks = tuple(worker.global_rank for worker in worker_group.workers)
-            self._control.stay_at_gate(gate, worker_group.master_addr, worker_group.group_rank, ranks)
+            self._control.stay_at_gate(
+                gate, worker_group.master_addr, worker_group.group_rank, ranks, self._record.taken
+            )
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         # args[0] is the signal that this process got. A second one interrupts this, and comes without it.

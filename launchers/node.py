@@ -34,6 +34,7 @@ from adaptor.launchers.log import Log
 from adaptor.launchers.place_filling import fill_for_restart
 from adaptor.launchers.replacements import WorkerStarter
 from adaptor.launchers.spare_gate import SpareGate
+from adaptor.launchers.spare_node import Taken
 from adaptor.launchers.start_counts import NO_STARTS, StartCounts
 from adaptor.launchers.waiting import wait_for
 from adaptor.operations.job_folder import name_of
@@ -96,7 +97,7 @@ class Node:
         self._log = Log(config)
         self._recurrence = Recurrence(config.no_progress)
         self._copies = CopyFiles()
-        self._at_gate: socket.socket | None = None
+        self._at_gate: spare_node.Member | None = None
         self.only_writes_copies = False
         self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name), self._copies)
         self.control.thread.start()
@@ -226,7 +227,9 @@ class Node:
         )
         return self.control.thread.wait_for(gate.open(host)).encode()
 
-    def stay_at_gate(self, gate: bytes, host: str, node: int, ranks: tuple[int, ...]) -> None:
+    def stay_at_gate(
+        self, gate: bytes, host: str, node: int, ranks: tuple[int, ...], taken: Taken | None = None
+    ) -> None:
         """Keep a connection to the gate of node 0 as long as this process lives, by which its end is noticed.
 
         Args:
@@ -234,10 +237,16 @@ class Node:
             host: the address of node 0.
             node: this one.
             ranks: of its workers.
+            taken: the place that this node has taken as a spare, with its connection.
         """
         found = Invitation.decode(gate, invitation.kind_of(self._config))
-        me = MemberHello(node, ranks, socket.gethostname(), os.getpid())
-        self._at_gate = self.control.thread.wait_for(spare_node.stay_at_gate(found, host, self._tls, me))
+        owner = taken.place.owner if taken is not None else ""
+        me = MemberHello(node, ranks, socket.gethostname(), os.getpid(), owner)
+        self._at_gate = spare_node.Member(
+            lambda: spare_node.stay_at_gate(found, host, self._tls, me),
+            taken.connection if taken is not None else None,
+        )
+        self.control.thread.wait_for(self._at_gate.begin())
 
     def fill(self, lost: Sequence[int], counts: StartCounts) -> dict[int, str]:
         """Give the places of lost nodes to spare nodes, for a restart; the arguments: `fill_for_restart`."""
@@ -388,6 +397,8 @@ class Node:
             with contextlib.suppress(ControlThreadError):
                 if self.control.gate is not None:
                     thread.wait_for(self.control.gate.close())
+                if self._at_gate is not None:
+                    thread.wait_for(self._at_gate.end())
                 thread.wait_for(self.control.workers.close())
             thread.stop()
         if self._at_gate is not None:

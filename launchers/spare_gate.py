@@ -5,7 +5,9 @@ that have just answered, and only if there is one for each lost node; the owner 
 is written down before any worker starts again, so an agent that was taken for lost cannot come back to it.
 The connection of a spare lasts as long as its process, so the loss of one that has taken a place is noticed
 even before its agent has connected to the controller. The other agents of the job have a connection here for
-that, too: between two starts of the workers no controller would notice that one is lost.
+that, too: between two starts of the workers no controller would notice that one is lost. A connection may end
+alone, by a pause of the network that the one to the controller outlives: who lives comes again at once, and
+only the end of its newest connection counts.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ class SpareGate:
         self._rejected = RejectedConnections("the gate of spare nodes")
         self._listener: AgentListener[SpareHello | MemberHello] | None = None
         self._waiting: list[_Waiting] = []
-        self._owners: dict[int, _Waiting] = {}  # of places that were given away
+        self._owners: dict[int, str] = {}  # of places that were given away
+        self._newest: dict[int, asyncio.StreamReader] = {}  # by node, the connection whose end is its loss
         self._on_gone = on_gone
         self._imports: Import | None = None
         self.gone: dict[int, AgentHello] = {}
@@ -130,7 +133,8 @@ class SpareGate:
             owners[node] = secrets.token_hex(8)
             self._waiting.remove(spare)
             spare.agent = AgentHello(node, ranks, host=spare.host, pid=spare.pid)
-            self._owners[node] = spare
+            self._owners[node] = owners[node]
+            self._newest[node] = spare.reader
             self.gone.pop(node, None)
             place = TakePlace(node, counts.restarts, counts.generations, owners[node], incident)
             spare.writer.write(wire.frame(place))
@@ -165,8 +169,7 @@ class SpareGate:
         self, hello: SpareHello | MemberHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if isinstance(hello, MemberHello):
-            writer.write(wire.frame(SpareAccepted()))
-            await self._outlive(hello, reader)
+            await self._outlive(hello, reader, writer)
             return
         if reason := _difference(hello, self._mine):
             writer.write(wire.frame(SpareRefused(reason)))
@@ -177,7 +180,7 @@ class SpareGate:
             except (OSError, asyncio.TimeoutError):
                 pass
             return
-        spare = _Waiting(hello, writer)
+        spare = _Waiting(hello, reader, writer)
         self._waiting.append(spare)
         writer.write(wire.frame(SpareAccepted()))
         if self._imports is not None:
@@ -191,21 +194,28 @@ class SpareGate:
             if spare in self._waiting:
                 self._waiting.remove(spare)
                 output.tell(f"[ttp] {spare.where} is gone; {self._left}")
-            elif spare.agent is not None and self._owners[spare.agent.node] is spare:
-                self._lose(spare.agent)
+            elif spare.agent is not None:
+                self._end(spare.agent, reader)
 
-    async def _outlive(self, member: MemberHello, reader: asyncio.StreamReader) -> None:
-        """Wait for the end of an agent that has its place from the beginning."""
+    async def _outlive(
+        self, member: MemberHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Wait for the end of an agent that has a place."""
+        if member.owner == self._owners.get(member.node, ""):  # else a spare has it, as it was taken for lost
+            self._newest[member.node] = reader
+            self.gone.pop(member.node, None)
+        writer.write(wire.frame(SpareAccepted()))
         try:
             while True:
                 await wire.read(reader, from_spare_node, wire.SLOW_S)
         except (EOFError, OSError, msgspec.DecodeError):
-            if member.node not in self._owners:  # else a spare has its place, as it was taken for lost
-                self._lose(AgentHello(member.node, member.ranks, host=member.host, pid=member.pid))
+            self._end(AgentHello(member.node, member.ranks, host=member.host, pid=member.pid), reader)
 
-    def _lose(self, agent: AgentHello) -> None:
-        self.gone[agent.node] = agent
-        self._on_gone()
+    def _end(self, agent: AgentHello, reader: asyncio.StreamReader) -> None:
+        """Take `agent` for lost, as its connection has ended, unless it has a newer one."""
+        if self._newest.get(agent.node) is reader:
+            self.gone[agent.node] = agent
+            self._on_gone()
 
 
 class _Waiting:
@@ -216,8 +226,8 @@ class _Waiting:
         agent: what its agent says first, once it has a place
     """
 
-    def __init__(self, hello: SpareHello, writer: asyncio.StreamWriter) -> None:
-        self.writer = writer
+    def __init__(self, hello: SpareHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
         self.host, self.pid = hello.host, hello.pid
         self.agent: AgentHello | None = None
         self.where = f"the spare node {hello.host} (pid {hello.pid})"

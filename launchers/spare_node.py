@@ -10,7 +10,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +43,8 @@ FLAG = flags.SPARE
 # Keys of the rendezvous store, and what comes before them.
 PREFIX = "ttp/spare-nodes"
 GATE = "gate"
+# The pause between two attempts to come to the gate again.
+AGAIN_S = 1.0
 
 
 class Taken(NamedTuple):
@@ -51,7 +53,7 @@ class Taken(NamedTuple):
     Attributes:
         place: it
         connection: to the gate; nothing is said there any more. Node 0 learns by its end that this process
-            has ended, also before its agent has connected to the controller.
+            has ended, also before its agent has connected to the controller. `Member` keeps it from then on.
         warm: the processes that may be its first workers
     """
 
@@ -191,12 +193,75 @@ async def stay_at_gate(
         writer.write(wire.frame(me))
         async with deadline(CONNECT_TIMEOUT_S):
             await wire.read(reader, to_spare_node)  # accepted
+        connection: socket.socket = writer.get_extra_info("socket").dup()
     except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
-        writer.transport.abort()
         return None
-    connection: socket.socket = writer.get_extra_info("socket").dup()
-    writer.transport.abort()  # the streams end with their event loop, the connection with the last descriptor
+    finally:
+        writer.transport.abort()  # the connection ends with its last descriptor
     return connection
+
+
+class Member:
+    """A node of the job at the gate, as long as its process lives: it comes again if its connection ends.
+
+    All but `close` runs in an event loop; where that has broken off, the connection stays.
+
+    Args:
+        come: makes a connection, as `stay_at_gate`.
+        connection: the one of a spare node that has taken a place; None: there is none yet.
+    """
+
+    def __init__(
+        self,
+        come: Callable[[], Awaitable[socket.socket | None]],
+        connection: socket.socket | None = None,
+    ) -> None:
+        self._come = come
+        self._connection = connection
+        self._coming: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Come to the gate; where it cannot be reached, try again while the job trains all the same."""
+        self._watch(self._connection or await self._come())
+
+    async def end(self) -> None:
+        """Do not come again."""
+        if self._coming is not None:
+            self._coming.cancel()
+            await asyncio.wait([self._coming])
+        if self._connection is not None:
+            asyncio.get_running_loop().remove_reader(self._connection)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _watch(self, connection: socket.socket | None) -> None:
+        self._connection = connection
+        loop = asyncio.get_running_loop()
+        if connection is not None:
+            loop.add_reader(connection, self._look, connection)
+        else:
+            self._coming = loop.create_task(self._come_again())
+
+    def _look(self, connection: socket.socket) -> None:
+        """Come again if this has ended; what TLS itself may say here says nothing."""
+        try:
+            has_ended = not connection.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            has_ended = True
+        if has_ended:
+            asyncio.get_running_loop().remove_reader(connection)
+            connection.close()
+            self._watch(None)
+
+    async def _come_again(self) -> None:
+        while (connection := await self._come()) is None:
+            await asyncio.sleep(AGAIN_S)
+        self._watch(connection)
 
 
 async def wait_at_gate(

@@ -30,16 +30,20 @@ class SpareHello(Message, frozen=True):
 class MemberHello(Message, frozen=True):
     """node of the job -> node 0: all that it says; its connection ends with its `ttprun`.
 
+    Where only the connection has ended, that comes again, and says the same.
+
     Attributes:
         node: its number
         ranks: of its workers
         host, pid: the machine and the process of its `ttprun`
+        owner: of its place, as in `TakePlace`; '': it has that from the beginning
     """
 
     node: int
     ranks: tuple[int, ...]
     host: str
     pid: int
+    owner: str = ""
 
 
 class SpareAccepted(Message, frozen=True):

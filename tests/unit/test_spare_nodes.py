@@ -27,6 +27,8 @@ from adaptor.launchers import (
     ttprun,
 )
 from adaptor.launchers.agent_connection import connect
+from adaptor.launchers.agent_listener import AgentListener
+from adaptor.launchers.invitation import Invitation
 from adaptor.launchers.place_filling import COMES_S, fill_for_restart
 from adaptor.launchers.places import Places
 from adaptor.launchers.spare_gate import SpareGate
@@ -37,15 +39,21 @@ from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import (
     MemberHello,
+    SpareAccepted,
     SpareAsked,
     SpareHello,
     SpareReady,
     TakePlace,
+    from_spare_node,
     to_spare_node,
 )
 from tests import waiting
 from tests.certificates import Authority
 from tests.ports import free_port
+from tests.unit.arrivals import Arrivals, Rejected
+from tests.unit.nodes import Job, job
+
+__all__ = ["job"]
 
 MINE = SpareHello({"--nnodes": "2", "--save": "/shared/a"}, ("--lr", "0.1"), "node0", 1)
 PLACE = TakePlace(1, restarts=2, generations=3, owner="")
@@ -176,6 +184,92 @@ def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(settings: 
         await gate.close()
 
     _run(work())
+
+
+def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) -> None:
+    """Only its connection has ended: before it came again, or after; it may have been a spare node."""
+    lost: list[int] = []
+
+    async def work() -> None:
+        gate = SpareGate(
+            invitation.kind_of(settings),
+            free_port(),
+            tls.load(settings),
+            MINE,
+            lambda: lost.extend(hello.pid for hello in gate.gone.values()),
+        )
+        found = await gate.open("127.0.0.1")
+
+        async def stays(pid: int, owner: str = "") -> socket.socket:
+            me = MemberHello(1, (1,), "node1", pid, owner)
+            connection = await stay_at_gate(found, "127.0.0.1", tls.load(settings), me)
+            assert connection is not None
+            return connection
+
+        (await stays(11)).close()
+        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+        second = await stays(2)
+        assert gate.gone == {}
+        third = await stays(3)
+        second.close()
+        third.close()
+        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+        await _waits(gate, 1)
+        owners = await gate.fill({1: (1,)}, StartCounts(restarts=1, generations=1))
+        taken = await spare
+        assert taken is not None
+        other = await stays(4)  # it was taken for lost
+        again = await stays(5, owners[1])
+        taken.connection.close()
+        other.close()
+        again.close()
+        await asyncio.to_thread(waiting.until, lambda: gate.gone, "the gate knows")
+        await gate.close()
+        assert lost == [11, 3, 5]
+
+    _run(work())
+
+
+@pytest.mark.parametrize("kind", ["unix", "plain", "tls"])
+def test_a_node_comes_again_to_the_gate_when_its_connection_ends(kind: str, job: Job, tmp_path: Path) -> None:
+    """Node 0 would take it for lost at the next start of workers, if it came a moment after node 0's own."""
+    came: Arrivals[MemberHello] = Arrivals()
+
+    async def first(reader: asyncio.StreamReader) -> MemberHello:
+        hello = await wire.read(reader, from_spare_node)
+        assert isinstance(hello, MemberHello)
+        return hello
+
+    async def welcome(hello: MemberHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(wire.frame(SpareAccepted()))
+        came.append(hello)
+        if len(came) < 3:
+            writer.transport.abort()  # as it breaks: without a goodbye of TLS
+        await reader.read()
+
+    async def work() -> None:
+        given = {"unix": {}, "plain": {"TTP_TLS": "plain"}}.get(kind)
+        if given is None:
+            given = Authority(tmp_path / "signer").settings()
+        node, settings = job.node(**given), config.load(given)
+        made = Invitation.draw(invitation.kind_of(settings), False, "gate")
+        rejected = Rejected("the gate")
+        listener = AgentListener(made.secret, tls.load(settings), rejected, welcome, first)
+        if kind == "unix":
+            made = made._replace(name=listener.listen_here())
+        else:
+            made = made._replace(port=listener.listen("127.0.0.1", free_port()))
+        await asyncio.to_thread(node.stay_at_gate, made.encode(), "127.0.0.1", 1, (1,))
+        await came.changes.until(lambda: len(came) == 3)
+        assert came[0].node == 1
+        assert came[1:] == came[:1] * 2
+        job.nodes.remove(node)
+        await asyncio.to_thread(node.close)
+        await listener.close()
+        rejected.close()
+
+    asyncio.run(asyncio.wait_for(work(), waiting.LONG_S))
 
 
 def test_a_gate_that_cannot_be_reached_stops_no_node(settings: config.Config) -> None:
