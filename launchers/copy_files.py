@@ -7,6 +7,7 @@ left behind. What is in them: `adaptor.protocol.copy_file`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Collection, Sequence
@@ -60,6 +61,32 @@ class CopyFiles:
         if rank not in self._others:
             self._others[rank] = [_made() for _ in range(FILES)]
         return CopyFile(_path(self._others[rank][slot]))
+
+    def to_overwrite(self, rank: int, generation: str, step: int, beside: int) -> CopyFile:
+        """Open the file in which the copy of `step` of a rank of another node is to be kept.
+
+        The copy of the step `beside` is not overwritten, and else the older one is: a spare node that has
+        taken the place of a lost one has no copy, and these may be the only ones. What is not older than
+        `step` was sent before, or is of a step behind which the job has gone back.
+
+        Args:
+            rank: whose copy it is.
+            generation: the start of the workers in which it was made.
+            step: that was copied.
+            beside: the step of the other copy that the sender has; -1: it has none.
+
+        Raises:
+            OSError: no more files can be made or opened.
+        """
+
+        def worth(slot: int) -> int:
+            with contextlib.closing(self.other(rank, slot)) as file:
+                header = file.header
+            if header is None or header.generation != generation or header.step >= step:
+                return -1
+            return step if header.step == beside else header.step
+
+        return self.other(rank, min(range(FILES), key=worth))
 
     def newest(self, *, is_kept: bool) -> int | None:
         """Return the newest step of which each rank of this node has a whole copy; None: there is none.

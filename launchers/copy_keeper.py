@@ -225,11 +225,12 @@ class CopyKeeper:
         whole = [(header.step, slot, header) for slot, file in enumerate(files) if (header := file.header)]
         if not whole:
             return
-        step, slot, header = max(whole)
+        *others, (step, slot, header) = sorted(whole)
         file = files[slot]
         if file.kept == step:
             return
-        writer.write(wire.frame(CopyFollows(slot, *header)))
+        beside = others[0][0] if others else -1
+        writer.write(wire.frame(CopyFollows(beside, *header)))
         for start in range(0, header.size, PIECE):
             writer.write(file.read(start, min(PIECE, header.size - start)))
             async with deadline(SLOW_S):
@@ -268,7 +269,7 @@ class CopyKeeper:
         """Take the bytes of a copy, while their connection is the newest one; return why it is not kept."""
         reason, memory, file = "", None, None
         try:
-            file = self._files.other(message.rank, message.slot)
+            file = self._files.to_overwrite(message.rank, message.generation, message.step, message.beside)
             file.begin()
             file.reserve(message.size)
             memory = file.content

@@ -23,7 +23,7 @@ class CopyFollows(Message, frozen=True):
     """Sender to keeper: behind this message come `size` bytes, the content of a copy.
 
     Attributes:
-        slot: the number of its file among those of its rank
+        beside: the step of the other copy that the sender has of this rank, which stays; -1: it has none
         generation: the start of the workers in which it was made
         world_size: ranks of the job
         rank: whose copy it is
@@ -32,7 +32,7 @@ class CopyFollows(Message, frozen=True):
         digest: its xxh3_64
     """
 
-    slot: Annotated[int, msgspec.Meta(ge=0, le=1)]
+    beside: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
     generation: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{1,32}$")]
     world_size: Count
     rank: Number

@@ -376,6 +376,35 @@ def test_a_copy_that_was_damaged_on_its_way_does_not_count(
     assert _of_other(others, 0)[0] == first.header
 
 
+@pytest.mark.parametrize(
+    ("is_spare", "left"),
+    [
+        pytest.param(True, 4, id="a spare node has no copy, so the older one is overwritten"),
+        pytest.param(False, 2, id="the sender has overwritten its newer copy, and not the older one"),
+    ],
+)
+def test_a_copy_that_does_not_arrive_leaves_the_one_that_all_may_have(
+    is_spare: bool,
+    left: int,
+    keepers: list[tuple[CopyFiles, CopyKeeper]],
+    own: list[CopyFile],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    (_, giver), (others, _), _ = keepers
+    old, new = reversed(own)
+    for file, step in ((old, 2), (new, 4)):
+        _fill(file, step, b"whole")
+        giver.copied()
+        waiting.until(lambda file=file, step=step: file.kept == step, "the next node has it")  # type: ignore[misc]
+    if is_spare:
+        old.clear()
+    _fill(new, 6, b"other", digest=1)
+    giver.copied()
+    waiting.until(lambda: "checksum" in capfd.readouterr().err, "it is told")
+    kept = [header for header, _ in (_of_other(others, 0), _of_other(others, 1)) if header is not None]
+    assert [header.step for header in kept] == [left]
+
+
 def test_a_generation_that_ends_while_a_copy_is_sent(
     keepers: list[tuple[CopyFiles, CopyKeeper]], own: list[CopyFile], monkeypatch: pytest.MonkeyPatch
 ) -> None:
