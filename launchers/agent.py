@@ -249,7 +249,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._end_requests.take()
         self._control.leave(death_signal.name, self._config.grace_s)
         self._interrupted = False
-        in_time = self._control.verdict is not None or not self._control.running
+        in_time = self._control.verdict is not None or not self._control.is_needed
         if not in_time:
             say(f"not saved within {self._config.grace_s:g} s (TTP_GRACE) of {death_signal.name}")
         verdict = self._record.verdict = self._control.verdict

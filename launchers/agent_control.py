@@ -185,6 +185,13 @@ class AgentControl:
             return ""
         return self.records.report.path if reporter == self.node else f"on node {reporter}"
 
+    @property
+    def incident_is_open(self) -> bool:
+        """Return whether an incident is known here whose verdict has not come."""
+        host = self.controller_host
+        is_known = host.controller.incident is not None if host is not None else self.news.noticed > 0.0
+        return is_known and self.verdict is None
+
     def _newest_copy(self) -> int | None:
         return self._copies.newest(is_kept=self.keeper is not None) if self._config.host_copy else None
 

@@ -272,9 +272,12 @@ class Node:
         self.control.thread.wait_for(self.control.watch(processes, starter))
 
     @property
-    def running(self) -> bool:
-        """Return whether workers have been started and are alive."""
-        return self.control.workers.running
+    def is_needed(self) -> bool:
+        """Return whether workers of this node are alive, or an incident needs its agent.
+
+        That has the controller, or publishes what workers of other nodes write.
+        """
+        return self.control.workers.running or self.control.incident_is_open
 
     @property
     def verdict(self) -> Verdict | None:
@@ -340,7 +343,7 @@ class Node:
         """
         until = time.monotonic() + grace_s
         self.control.uploads.leave(grace_s)
-        if self.running:
+        if self.is_needed:
             with contextlib.suppress(ControlThreadError):
                 request = AgentTerminationRequested(self.control.node, signal)
                 self.control.thread.wait_for(self.control.say(request), grace_s)

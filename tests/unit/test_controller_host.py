@@ -348,6 +348,42 @@ def test_a_node_that_leaves_in_the_middle_of_an_incident(two_nodes: Job) -> None
     assert (verdict.outcome, verdict.step, verdict.incident) == ("saved", FIRST + 1, 2)
 
 
+@pytest.mark.parametrize("leaving", [0, 1])
+def test_a_node_without_workers_leaves_after_the_verdict(
+    leaving: int, two_nodes: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only worker there is dead, and the other node publishes what its worker has written."""
+    publishes, may_publish = threading.Event(), threading.Event()
+    publish_now = publish.publish
+
+    def held(*what: Any) -> None:
+        publishes.set()
+        assert may_publish.wait(LONG_S)
+        publish_now(*what)
+
+    monkeypatch.setattr(publish, "publish", held)
+    job = two_nodes
+    job.train("step", "step")
+    job.workers[leaving].process.kill()
+    assert publishes.wait(LONG_S)
+    node, failures = job.nodes[leaving], controller_host_of(job.nodes[0]).controller._failures
+    waiting.until(lambda: not node.control.workers.running, "the end of its worker is known")
+
+    def leave() -> Verdict | None:
+        node.leave("SIGTERM", LONG_S)
+        return node.verdict
+
+    with Thread(leave) as thread:
+        waiting.until(lambda: failures.told_to_end or not thread.running, "the controller knows of it")
+        assert thread.running
+        assert node.is_needed
+        may_publish.set()
+        verdict = thread.result()
+    assert not node.is_needed
+    assert verdict == job.verdict(1 - leaving)
+    assert (verdict.outcome, verdict.step, verdict.incident) == ("saved", FIRST + 1, 1)
+
+
 def test_a_second_generation_finds_the_new_controller(two_nodes: Job) -> None:
     job = two_nodes
     job.train("step")
