@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
-from typing import Any
+from collections.abc import Sequence
 
 from adaptor.controller.failover import TRY_CONNECT_TIMEOUT_S
 from adaptor.errors import StartError
@@ -25,6 +25,14 @@ CONNECT_TIMEOUT_S = 30.0
 # How long the process there has for TLS and its proof, once its kernel has taken the connection: in a large
 # job thousands of agents come to it at once.
 PROOF_S = 5.0
+# What Python says of an address: family, kind, protocol, the name of the host, and where that is.
+_Address = tuple[
+    socket.AddressFamily,
+    socket.SocketKind,
+    int,
+    str,
+    tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes],
+]
 
 
 async def connect(
@@ -108,14 +116,12 @@ async def _reach(address: str, port: int) -> socket.socket:
     raise failure or OSError(f"{address} has no address")
 
 
-async def _addresses(address: str, port: int) -> list[tuple[Any, ...]]:
+async def _addresses(address: str, port: int) -> Sequence[_Address]:
     """Return what `address` means; a number needs no thread, all of which may wait for a disk."""
-    found: list[tuple[Any, ...]]
     try:
-        found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+        return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
-        found = await asyncio.get_running_loop().getaddrinfo(address, port, type=socket.SOCK_STREAM)
-    return found
+        return await asyncio.get_running_loop().getaddrinfo(address, port, type=socket.SOCK_STREAM)
 
 
 def _reach_here(name: str) -> socket.socket:
