@@ -23,7 +23,10 @@ T = TypeVar("T")
 # How often a thread that waits for a result checks that the control thread lives.
 ALIVE_S = 1.0
 # A thread that does nothing for so long hangs: in the kernel, on a disk that does not answer, or in an error.
-HANGS_S = 2.0
+# In a large job it may be busy for seconds, for instance when all other agents end.
+HANGS_S = 30.0
+# The same where this process was told to end, which has no such time.
+HANGS_AT_END_S = 2.0
 
 
 class ControlThreadError(AdaptorError):
@@ -59,13 +62,13 @@ class ControlThread:
         """Return whether the thread has ended by itself."""
         return not self._stopping and not self._thread.is_alive()
 
-    def hangs(self) -> bool:
-        """Return whether the thread is there and does nothing for `HANGS_S`; called from another one."""
+    def hangs(self, limit_s: float) -> bool:
+        """Return whether the thread is there and does nothing for `limit_s`; called from another one."""
         if not self._thread.is_alive():
             return False
         answered = threading.Event()
         self.loop.call_soon_threadsafe(answered.set)
-        return threads.wait(answered, HANGS_S) < 0.0
+        return threads.wait(answered, limit_s) < 0.0
 
     def wait_for(self, work: Coroutine[object, None, T], limit_s: float = math.inf) -> T:
         """Run `work` on the control thread, called from another one; return its result.

@@ -98,6 +98,7 @@ class Node:
         self._recurrence = Recurrence(config.no_progress)
         self._copies = CopyFiles()
         self._at_gate: spare_node.Member | None = None
+        self._is_told_to_end = False
         self.only_writes_copies = False
         self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name), self._copies)
         self.control.thread.start()
@@ -342,6 +343,7 @@ class Node:
             grace_s: seconds to wait for the verdict.
         """
         until = time.monotonic() + grace_s
+        self._is_told_to_end = True
         self.control.uploads.leave(grace_s)
         if self.is_needed:
             with contextlib.suppress(ControlThreadError):
@@ -370,9 +372,14 @@ class Node:
             at_once: kill them now, whatever they are doing.
         """
         with contextlib.suppress(ControlThreadError):
-            self.control.thread.wait_for(self.control.stop_reporting(), control_thread.HANGS_S)
+            self.control.thread.wait_for(self.control.stop_reporting(), self._patience_s)
         if at_once:
             self.control.workers.end_the_living()
+
+    @property
+    def _patience_s(self) -> float:
+        """Return after how many seconds the control thread is taken for one that hangs."""
+        return control_thread.HANGS_AT_END_S if self._is_told_to_end else control_thread.HANGS_S
 
     def wait_until_reaped(self) -> None:
         """Wait, after a verdict, until every worker has gone, or was ended."""
@@ -394,7 +401,7 @@ class Node:
         One that hangs is left behind, so this process has to be left without waiting for its threads.
         """
         thread = self.control.thread
-        has_broken_off, hangs = thread.has_broken_off, thread.hangs()
+        has_broken_off, hangs = thread.has_broken_off, thread.hangs(self._patience_s)
         if not hangs:
             self.end()
             with contextlib.suppress(ControlThreadError):

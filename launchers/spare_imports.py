@@ -17,7 +17,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from adaptor import _script, context, text
@@ -35,6 +35,7 @@ _NAME = Path("/proc/self/comm")
 _BY = frozenset({"os", "collections.abc", "_collections_abc"})
 # Libraries read them when they are loaded, where nobody sees it.
 _BY_LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_LIBRARIES = ("numpy", "torch")
 _CHANGED = ", and a worker changes it"
 _NOT_TO_IMPORT = frozenset({"__main__", "__mp_main__"})
 
@@ -72,10 +73,18 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
     path = list(sys.path)
     os.environ.update(order.environment)
     of_a_rank = frozenset(order.of_a_rank)
+    places = {name: place for place, name in enumerate(order.origins)}
+    place = -1  # of the module that is imported now
+
+    def is_too_early(name: str) -> bool:
+        """Return whether a worker had another value when it imported what is imported now."""
+        # One that changes it after that import has imported the module as this process does.
+        return name in of_a_rank or place > places.get(order.variables[name].after, -1)
+
     context.part(GarbageCollection).put_off()
     with (
         contextlib.nullcontext() if order.is_alone else _standing_back(),
-        _reads_of(of_a_rank | frozenset(order.variables)) as reads,
+        _reads_of(of_a_rank | frozenset(order.variables), is_too_early) as reads,
     ):
         try:
             worker_main.arm(None)
@@ -84,9 +93,8 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
         sys.argv = arguments[1:] if arguments[0] == _script.MODULE_FLAG else list(arguments)
         sys.path[:] = order.path
         before = frozenset(sys.modules)
-        for name in reads.keys() - of_a_rank:  # by the adaptor, in a worker before the script, too
-            del reads[name]
         for name, origin in order.origins.items():
+            place = places[name]
             if name not in sys.modules and name not in _NOT_TO_IMPORT:
                 # Whatever somebody else's module raises: one that another module has made, or that needs what
                 # is not there yet. A worker imports it where it needs it.
@@ -100,17 +108,17 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
         if name in sys.modules and name not in _NOT_TO_IMPORT and modules.origin(name) != origin
     ]
     # What has the value of a worker was changed by an import, here as there.
-    differ = {name: one for name, one in order.variables.items() if code_of_variable(name) != one.code}
-    places = {name: place for place, name in enumerate(order.origins)}
+    differ = {name for name, one in order.variables.items() if code_of_variable(name) != one.code}
     unfit = [
         f"{module} reads {name} when it is imported" + ("" if name in of_a_rank else _CHANGED)
         for name, module in reads.items()
-        # A worker that changes it after the import has imported the module as this process has.
-        if name in of_a_rank
-        or (name in differ and places.get(module, len(places)) > places.get(differ[name].after, -1))
+        if name in of_a_rank or name in differ
     ]
+    loaded = max(places.get(name, -1) for name in _LIBRARIES)
     unfit += [
-        f"libraries read {name} when they are loaded{_CHANGED}" for name in _BY_LIBRARIES if name in differ
+        f"libraries read {name} when they are loaded{_CHANGED}"
+        for name in _BY_LIBRARIES
+        if name in differ and loaded > places.get(order.variables[name].after, -1)
     ]
     unfit += other
     if not unfit:
@@ -140,14 +148,14 @@ def _let_inspect_know_the_modules() -> None:
 
 
 @contextlib.contextmanager
-def _reads_of(names: frozenset[str]) -> Iterator[dict[str, str]]:
-    """Note who asks the environment for one of `names` meanwhile: a module, by the first variable."""
+def _reads_of(names: frozenset[str], counts: Callable[[str], bool]) -> Iterator[dict[str, str]]:
+    """Note who asks the environment for one of `names` meanwhile, if it counts: by name, the first module."""
     reads: dict[str, str] = {}
     kind = type(os.environ)
 
     class Watched(kind):  # type: ignore[valid-type, misc]
         def __getitem__(self, key: str) -> str:
-            if key in names:
+            if key in names and counts(key):
                 reads.setdefault(key, _asking_module())
             return str(super().__getitem__(key))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -43,8 +44,10 @@ FLAG = flags.SPARE
 # Keys of the rendezvous store, and what comes before them.
 PREFIX = "ttp/spare-nodes"
 GATE = "gate"
-# The pause between two attempts to come to the gate again.
+# The pause before a second attempt to come to the gate again. It doubles from one to the next, up to a
+# minute, and is another one on each node: thousands of them may not reach it.
 AGAIN_S = 1.0
+MOST_S = 60.0
 
 
 class Taken(NamedTuple):
@@ -259,8 +262,10 @@ class Member:
             self._watch(None)
 
     async def _come_again(self) -> None:
+        pause = AGAIN_S
         while (connection := await self._come()) is None:
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, MOST_S)
         self._watch(connection)
 
 

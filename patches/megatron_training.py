@@ -88,7 +88,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
         optimizer_instances.wrong_in_framework()
         or optimizer_instances.wrong_with_options(
             parsed,
-            stages=parsed.pipeline_model_parallel_size,
+            parsed.pipeline_model_parallel_size,
             aligned=getattr(parsed, "align_grad_reduce", True),
         )
     )

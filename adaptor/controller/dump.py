@@ -112,6 +112,11 @@ class Writing:
         """Return who holds what."""
         return self.membership.groups
 
+    def may_be_held(self, ranks: Collection[int]) -> bool:
+        """Return whether one of `ranks` may have each shard, and one may write each group."""
+        needed = (one for group in self.groups.values() for one in (*group.owners.values(), group.writers))
+        return all(any(rank in ranks for rank in one) for one in needed)
+
     def decide(
         self, boards: Mapping[int, BoardRecord], unable: Collection[int] = (), step: int | None = None
     ) -> Plan | NoPlan:

@@ -78,6 +78,8 @@ class Incident:
         if failures.told_to_end:
             self.freeze_state.hurry(opened_at)
         self.writing = Writing(membership)
+        # The answer of `_needs_the_silent`, and how much was known then.
+        self._needs = (-1, -1, -1), False
         self.target = PublishTarget(membership.agents, recoveries.folders)
         reassignment = Reassignment(self.state, membership.agents, self.writing, self.target)
         self._liveness = reassignment.liveness
@@ -277,9 +279,14 @@ class Incident:
 
     @property
     def _needs_the_silent(self) -> bool:
-        """Return whether ranks that have not answered may have what no other has."""
-        decision = choose(self.state, self.freeze_state, self.writing)
-        return not isinstance(decision, Plan) and decision.unheld
+        """Return whether ranks that have not answered have what is needed for a save, and no other has it."""
+        # It is asked at each tick, and with 100,000 ranks it takes as long as a tick to find out.
+        known = len(self.state.boards), len(self.state.nodes), len(self._membership.layouts)
+        if known != self._needs[0]:
+            decision = choose(self.state, self.freeze_state, self.writing)
+            is_unheld = not isinstance(decision, Plan) and decision.unheld
+            self._needs = known, is_unheld and self.writing.may_be_held(self.state.nodes)
+        return self._needs[1]
 
     def _go_on_without_layouts(self, now: float) -> Orders:
         """Ask those who are there: they know whether a step has finished."""

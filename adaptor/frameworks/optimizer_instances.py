@@ -30,7 +30,7 @@ def wrong_in_framework() -> str:
     return ""
 
 
-def wrong_with_options(given: Any, *, stages: int, aligned: bool) -> str:
+def wrong_with_options(given: Any, stages: int, *, aligned: bool) -> str:
     """Return why two optimizer instances would train otherwise than one with these options; empty: as one.
 
     Args:

@@ -113,7 +113,10 @@ class _Finder:
         imports = context.part(ScriptImports)
         if not imports.are_watched:
             return None
-        imports.note_variables()
+        with contextlib.suppress(
+            Exception
+        ):  # the script may have put something else in the place of os.environ
+            imports.note_variables()
         finders = list(sys.meta_path)
         if self not in finders:
             return None

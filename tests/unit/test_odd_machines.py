@@ -376,7 +376,7 @@ import threading
 from adaptor.controller.hang_detector import HangDetector
 from adaptor.launchers import control_thread
 from adaptor.launchers.node import Node
-control_thread.HANGS_S = 0.2
+control_thread.HANGS_AT_END_S = 0.2
 def look(self, *args, **kwargs):
     if Path("go").exists():
         Path("hangs").touch()

@@ -64,13 +64,13 @@ def test_a_reduction_that_overlaps_the_backward_pass(
     monkeypatch.setitem(sys.modules, buffers.__name__, buffers)
     context.begin({"TTP_DEVICE": device})
     overlaps, does_not = SimpleNamespace(overlap_grad_reduce=True), SimpleNamespace(overlap_grad_reduce=False)
-    found = optimizer_instances.wrong_with_options(overlaps, stages=stages, aligned=aligned)
+    found = optimizer_instances.wrong_with_options(overlaps, stages, aligned=aligned)
     assert why in found
     assert bool(why) == bool(found)
-    assert optimizer_instances.wrong_with_options(does_not, stages=stages, aligned=aligned) == ""
+    assert optimizer_instances.wrong_with_options(does_not, stages, aligned=aligned) == ""
 
 
 def test_sums_in_float32_allow_one_instance() -> None:
     given = SimpleNamespace(overlap_grad_reduce=False, reduce_scatter_with_fp32_accumulation=True)
-    found = optimizer_instances.wrong_with_options(given, stages=1, aligned=True)
+    found = optimizer_instances.wrong_with_options(given, 1, aligned=True)
     assert found.startswith("--reduce-scatter-with-fp32-accumulation")

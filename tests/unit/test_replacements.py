@@ -653,16 +653,21 @@ MODE = "import os\nMODE = os.environ.get('MODE')\n"
             "mode reads MODE when it is imported, and a worker changes it",
         ),
         (
-            "os.environ['OMP_NUM_THREADS'] = '77'; import colorsys",
+            "import early; os.environ['MODE'] = 'exact'; import mode",
+            "mode reads MODE when it is imported, and a worker changes it",
+        ),
+        (
+            "os.environ['OMP_NUM_THREADS'] = '77'; import numpy",
             "libraries read OMP_NUM_THREADS when they are loaded, and a worker changes it",
         ),
     ],
-    ids=["a module reads it", "a library"],
+    ids=["a module reads it", "one before the change, too", "a library"],
 )
 def test_a_variable_that_the_script_sets_for_its_imports_makes_spares_unfit(
     more: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A spare has imported the module before the script sets it: the new rank would have another mode."""
+    (tmp_path / "early.py").write_text(MODE)
     (tmp_path / "mode.py").write_text(MODE)
     a_cold_process_takes_the_place(tmp_path, capsys, said, more=more)
 
@@ -673,8 +678,14 @@ def test_a_variable_that_the_script_sets_for_its_imports_makes_spares_unfit(
         "import sets, mode; assert mode.MODE == 'exact'",
         "import mode; os.environ['OTHER_MODE'] = 'exact'",
         "import mode; os.environ['MODE'] = 'exact'; import later",
+        "os.environ['OMP_NUM_THREADS'] = '77'; import later",
     ],
-    ids=["an import sets it", "nobody reads it", "it is set after the import"],
+    ids=[
+        "an import sets it",
+        "nobody reads it",
+        "it is set after the import",
+        "no library is loaded after it",
+    ],
 )
 def test_a_variable_that_makes_no_difference_to_imports_leaves_spares_fit(more: str, tmp_path: Path) -> None:
     (tmp_path / "sets.py").write_text("import os\nos.environ.setdefault('MODE', 'exact')\n")
