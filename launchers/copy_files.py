@@ -67,7 +67,7 @@ class CopyFiles:
 
         The copy of the step `beside` is not overwritten, and else the older one is: a spare node that has
         taken the place of a lost one has no copy, and these may be the only ones. What is not older than
-        `step` was sent before, or is of a step behind which the job has gone back.
+        `step` was sent before, or is of a step from which the job has gone back.
 
         Args:
             rank: whose copy it is.

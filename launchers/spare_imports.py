@@ -4,7 +4,8 @@ Where workers train on its machine, it does so with the lowest priority.
 
 A spare has no rank yet, so a module that reads the rank from the environment while it is imported would get
 a wrong value. If one does, the spare is unfit to become a worker, and the agent starts cold processes
-instead. So it does where a module reads what the script sets: in a spare the script runs after the imports.
+instead. The same holds for a variable that the script sets before an import: in a spare the script runs after
+all imports.
 """
 
 from __future__ import annotations
@@ -74,17 +75,18 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
     os.environ.update(order.environment)
     of_a_rank = frozenset(order.of_a_rank)
     places = {name: place for place, name in enumerate(order.origins)}
+    # Where a worker had come with its imports when it changed a variable.
+    changed_at = {name: places.get(one.after, -1) for name, one in order.variables.items()}
     place = -1  # of the module that is imported now
 
-    def is_too_early(name: str) -> bool:
-        """Return whether a worker had another value when it imported what is imported now."""
-        # One that changes it after that import has imported the module as this process does.
-        return name in of_a_rank or place > places.get(order.variables[name].after, -1)
+    def is_unlike(name: str) -> bool:
+        """Return whether a worker may have had another value when it imported what is imported now."""
+        return name in of_a_rank or (name in changed_at and place > changed_at[name])
 
     context.part(GarbageCollection).put_off()
     with (
         contextlib.nullcontext() if order.is_alone else _standing_back(),
-        _reads_of(of_a_rank | frozenset(order.variables), is_too_early) as reads,
+        _reads_of(is_unlike) as reads,
     ):
         try:
             worker_main.arm(None)
@@ -118,7 +120,7 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
     unfit += [
         f"libraries read {name} when they are loaded{_CHANGED}"
         for name in _BY_LIBRARIES
-        if name in differ and loaded > places.get(order.variables[name].after, -1)
+        if name in differ and loaded > changed_at[name]
     ]
     unfit += other
     if not unfit:
@@ -148,14 +150,14 @@ def _let_inspect_know_the_modules() -> None:
 
 
 @contextlib.contextmanager
-def _reads_of(names: frozenset[str], counts: Callable[[str], bool]) -> Iterator[dict[str, str]]:
-    """Note who asks the environment for one of `names` meanwhile, if it counts: by name, the first module."""
+def _reads_of(counts: Callable[[str], bool]) -> Iterator[dict[str, str]]:
+    """Note which variables that count are read meanwhile: by name, the first module that does."""
     reads: dict[str, str] = {}
     kind = type(os.environ)
 
     class Watched(kind):  # type: ignore[valid-type, misc]
         def __getitem__(self, key: str) -> str:
-            if key in names and counts(key):
+            if counts(key):
                 reads.setdefault(key, _asking_module())
             return str(super().__getitem__(key))
 

@@ -44,10 +44,9 @@ FLAG = flags.SPARE
 # Keys of the rendezvous store, and what comes before them.
 PREFIX = "ttp/spare-nodes"
 GATE = "gate"
-# The pause before a second attempt to come to the gate again. It doubles from one to the next, up to a
-# minute, and is another one on each node: thousands of them may not reach it.
-AGAIN_S = 1.0
-MOST_S = 60.0
+# The first and the longest pause between two attempts to come to the gate again; each is twice as long as the
+# one before, and drawn on each node: thousands of them may fail to reach it at the same time.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class Taken(NamedTuple):
@@ -262,10 +261,10 @@ class Member:
             self._watch(None)
 
     async def _come_again(self) -> None:
-        pause = AGAIN_S
+        pause = FIRST_PAUSE_S
         while (connection := await self._come()) is None:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
-            pause = min(2 * pause, MOST_S)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
         self._watch(connection)
 
 

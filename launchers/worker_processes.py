@@ -367,7 +367,7 @@ class Workers:
 
 
 def _end_reading(writer: asyncio.StreamWriter) -> None:
-    """Let a connection end behind what has been sent: a child of the worker may hold the other side of it."""
+    """Let a connection end after what has been sent: a child of the worker may hold the other side of it."""
     try:
         writer.get_extra_info("socket").shutdown(socket.SHUT_RD)
     except OSError:  # it is broken: nothing more comes of it

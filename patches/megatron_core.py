@@ -91,12 +91,13 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
     if ddp_config.use_distributed_optimizer:
         choice = context.part(ReplicaChoice)
         choice.require_instances(size, instances)
-        # A loop of one's own says it only here, and in its pipeline all stages reduce as their gradients
-        # become ready, unless it says otherwise. What it has asked the framework for itself, it gets.
-        is_ours = getattr(ddp_config, INSTANCES) == 1 < instances and not choice.is_decided
-        stages = parallel_state.get_pipeline_model_parallel_world_size()
-        if is_ours and (why := optimizer_instances.wrong_with_options(ddp_config, stages, aligned=False)):
-            raise UnsupportedError(f"{why}: set TTP_REPLICA=mirror")
+        # A loop of one's own says it only here. In its pipeline all stages reduce as their gradients become
+        # ready, unless it says otherwise; and what it has asked the framework for itself, it gets.
+        asked = getattr(ddp_config, INSTANCES)
+        if instances > 1 and asked == 1 and not choice.is_decided:
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+            if why := optimizer_instances.wrong_with_options(ddp_config, stages, aligned=False):
+                raise UnsupportedError(f"{why}: set TTP_REPLICA=mirror")
         ddp_config.num_distributed_optimizer_instances = instances
         return wrapped(*args, **kwargs)
     if instances == 1:

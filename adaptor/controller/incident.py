@@ -78,8 +78,8 @@ class Incident:
         if failures.told_to_end:
             self.freeze_state.hurry(opened_at)
         self.writing = Writing(membership)
-        # The answer of `_needs_the_silent`, and how much was known then.
-        self._needs = (-1, -1, -1), False
+        # The last answer of `_needs_the_silent`, and how many boards, nodes and layouts were known then.
+        self._needs, self._needs_by = False, (-1, -1, -1)
         self.target = PublishTarget(membership.agents, recoveries.folders)
         reassignment = Reassignment(self.state, membership.agents, self.writing, self.target)
         self._liveness = reassignment.liveness
@@ -282,11 +282,11 @@ class Incident:
         """Return whether ranks that have not answered have what is needed for a save, and no other has it."""
         # It is asked at each tick, and with 100,000 ranks it takes as long as a tick to find out.
         known = len(self.state.boards), len(self.state.nodes), len(self._membership.layouts)
-        if known != self._needs[0]:
+        if known != self._needs_by:
             decision = choose(self.state, self.freeze_state, self.writing)
             is_unheld = not isinstance(decision, Plan) and decision.unheld
-            self._needs = known, is_unheld and self.writing.may_be_held(self.state.nodes)
-        return self._needs[1]
+            self._needs, self._needs_by = is_unheld and self.writing.may_be_held(self.state.nodes), known
+        return self._needs
 
     def _go_on_without_layouts(self, now: float) -> Orders:
         """Ask those who are there: they know whether a step has finished."""

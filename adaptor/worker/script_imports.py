@@ -113,9 +113,8 @@ class _Finder:
         imports = context.part(ScriptImports)
         if not imports.are_watched:
             return None
-        with contextlib.suppress(
-            Exception
-        ):  # the script may have put something else in the place of os.environ
+        # An import does not fail for a spare: the script may have replaced `os.environ`.
+        with contextlib.suppress(Exception):
             imports.note_variables()
         finders = list(sys.meta_path)
         if self not in finders:

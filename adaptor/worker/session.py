@@ -308,7 +308,7 @@ class Session:
             self._close_window()
 
     def require_hooks(self, optimizer: object) -> None:
-        """Check, behind the hooks of an inner optimizer that has changed its state, that they have told.
+        """Check, after the hooks of an inner optimizer that has changed its state, that they have told.
 
         Raises:
             UnsupportedError: they have not.

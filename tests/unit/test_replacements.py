@@ -614,6 +614,21 @@ def test_a_spare_that_ends_is_made_again_a_few_times(
     runs(tmp_path, act, spares=1)
 
 
+def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        node.replacements.hear((await node.told(Modules))[0])
+        spare = await node.waits()
+        node.processes[0].kill()
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        assert node.processes[0] is spare.process
+        assert await node.has_run(0) == "1"
+
+    runs(tmp_path, act, spares=1, more=more)
+
+
 def a_cold_process_takes_the_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, more: str
 ) -> None:
@@ -692,18 +707,7 @@ def test_a_variable_that_makes_no_difference_to_imports_leaves_spares_fit(more: 
     (tmp_path / "mode.py").write_text(MODE)
     (tmp_path / "later.py").touch()
 
-    async def act(node: Node) -> None:
-        await node.begin(0)
-        await node.has_run(0)
-        look(node)
-        node.replacements.hear((await node.told(Modules))[0])
-        spare = await node.waits()
-        node.processes[0].kill()
-        await node.replacements.replace(Replace(1, 1, 0), always)
-        assert node.processes[0] is spare.process
-        assert await node.has_run(0) == "1"
-
-    runs(tmp_path, act, spares=1, more=more)
+    a_spare_takes_the_place(tmp_path, more=more)
 
 
 HERE = "def function(): pass\n"
@@ -728,36 +732,15 @@ def test_a_spare_makes_the_changes_that_an_import_makes(tmp_path: Path) -> None:
     (tmp_path / "there.py").write_text(THERE)
     (tmp_path / "changes.py").write_text("import here\nhere.function = print\n")
 
-    async def act(node: Node) -> None:
-        await node.begin(0)
-        await node.has_run(0)
-        look(node)
-        node.replacements.hear((await node.told(Modules))[0])
-        await node.waits()
-        node.processes[0].kill()
-        await node.replacements.replace(Replace(1, 1, 0), always)
-        assert await node.has_run(0) == "1"
-
-    runs(tmp_path, act, spares=1, more="import changes, there; assert there.function is print")
+    a_spare_takes_the_place(tmp_path, more="import changes, there; assert there.function is print")
 
 
 def test_a_spare_makes_the_changes_that_the_script_makes_after_an_import(tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "there.py").write_text(THERE)
 
-    async def act(node: Node) -> None:
-        await node.begin(0)
-        await node.has_run(0)
-        look(node)
-        node.replacements.hear((await node.told(Modules))[0])
-        spare = await node.waits()
-        node.processes[0].kill()
-        await node.replacements.replace(Replace(1, 1, 0), always)
-        assert node.processes[0] is spare.process
-        assert await node.has_run(0) == "1"
-
     change = "import there; assert there.function.__module__ == 'here'; there.function = print"
-    runs(tmp_path, act, spares=1, more=change)
+    a_spare_takes_the_place(tmp_path, more=change)
 
 
 def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
