@@ -67,6 +67,8 @@ class Findings:
         layout: None where no framework has parsed the arguments.
         model: None where its sizes are not known.
         replica: `split`, `mirror`, `whole` (every rank has all) or `none`; '' where it is not known.
+        not_online: why a fault restarts all ranks, a line for each reason; empty: it is recovered online;
+            None where the options do not tell.
     """
 
     refusals: list[str] = field(default_factory=list)
@@ -74,6 +76,7 @@ class Findings:
     layout: Layout | None = None
     model: Model | None = None
     replica: str = ""
+    not_online: list[str] | None = None
 
     def plan(self, ranks_per_node: int | None, racks: Sequence[str] = ()) -> Plan | None:
         """Return what protection would take and give, None where the layout is not known.
@@ -135,13 +138,18 @@ class Preflight:
 
 
 def examine(
-    checks: Iterable[Callable[[], None]], layout: Callable[[], Layout], model: Callable[[], Model | None]
+    checks: Iterable[Callable[[], None]],
+    layout: Callable[[], Layout],
+    model: Callable[[], Model | None],
+    not_online: Callable[[], Iterable[str]],
 ) -> None:
     """Take down every refusal in place of the first, and the layout. In training it is never called.
 
     Args:
-        layout: describes the parallel layout.
         checks: each raises an AdaptorError for one reason to refuse the job.
+        layout: describes the parallel layout.
+        model: returns the sizes of the model, None where they are not known.
+        not_online: returns the reasons for which a fault would restart all ranks.
     """
     findings = context.part(Preflight).findings
     assert findings is not None
@@ -154,12 +162,11 @@ def examine(
     findings.refusals += [line for line in found if line not in findings.refusals]
     findings.layout = layout()
     findings.model = model()
+    findings.not_online = list(not_online())
 
 
 def run(script: list[str], world_size: int) -> Findings:
     """Run `script` (its path and arguments) until its arguments are known; what it prints is dropped."""
-    report = context.part(Preflight)
-    report.findings = result = Findings()
     os.environ.update(
         RANK="0",
         LOCAL_RANK="0",
@@ -168,6 +175,17 @@ def run(script: list[str], world_size: int) -> Findings:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="1",  # nothing listens there: no process group is made
     )
+    return findings_of(lambda: _script.run(script))
+
+
+def findings_of(begin: Callable[[], object]) -> Findings:
+    """Return the findings about a job.
+
+    Args:
+        begin: called here with training prevented; its framework's patches call `examine`.
+    """
+    report = context.part(Preflight)
+    report.findings = result = Findings()
     try:
         with (
             _no_training(),
@@ -175,7 +193,7 @@ def run(script: list[str], world_size: int) -> Findings:
             contextlib.redirect_stdout(nothing),
             contextlib.redirect_stderr(nothing),
         ):
-            _script.run(script)
+            begin()
         result.error = "the script ended without training"
     except BadArguments as error:
         result.error = f"the parser of the script's arguments: {error}"

@@ -65,7 +65,10 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
 
 def _examine(parsed: Any) -> None:
     """Take down for the report what would be refused, and what would be protected."""
-    from adaptor.frameworks import ascendspeed
+    from adaptor.frameworks import ascendspeed, ascendspeed_online
+
+    def not_online() -> list[str]:
+        return list(filter(None, (ascendspeed_online.of_options(parsed),)))
 
     def made() -> preflight.Layout:
         return preflight.Layout(
@@ -76,7 +79,8 @@ def _examine(parsed: Any) -> None:
             instances=1,
         )
 
-    preflight.examine([*_checks(parsed), lambda: folder.require_possible(parsed.save)], made, lambda: None)
+    checks = [*_checks(parsed), lambda: folder.require_possible(parsed.save)]
+    preflight.examine(checks, made, lambda: None, not_online)
 
 
 @training.patch(

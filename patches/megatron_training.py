@@ -101,6 +101,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
 
 def examine(parsed: Any) -> None:
     """Take down for the report what would be refused, and what would be protected."""
+    from adaptor.frameworks import megatron_online_support
 
     def made() -> preflight.Layout:
         return preflight.Layout(
@@ -113,7 +114,9 @@ def examine(parsed: Any) -> None:
 
     parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments
     checks = [*_checks(parsed), lambda: folder.require_possible(parsed.save)]
-    preflight.examine(checks, made, lambda: megatron_sizes.model_of(parsed))
+    preflight.examine(
+        checks, made, lambda: megatron_sizes.model_of(parsed), lambda: megatron_online_support.reasons(parsed)
+    )
 
 
 def _require_protected(parsed: Any) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -61,8 +62,8 @@ def why_not_on_core(*configs: Any) -> str:
 def of_process_groups() -> str:
     """Return why the backends of this worker's groups are not exchanged; empty: they are."""
     made = context.part(Groups)
-    if others := sorted(made.backends - EXCHANGED):
-        return f"process groups of {', '.join(others)} have not gone on bitwise on a device yet"
+    if reason := of_backends(made.backends):
+        return reason
     if is_detailed():
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL puts a group around each process group"
     if "nccl" in made.backends and not context.part(Watchdogs).are_off:
@@ -70,6 +71,23 @@ def of_process_groups() -> str:
     if made.is_bound:
         return "process groups that are bound to a device (`device_id`) are split from each other"
     return ""
+
+
+def of_backends(backends: Set[str]) -> str:
+    """Return why groups of these backends are not exchanged; empty: they are."""
+    others = ", ".join(sorted(backends - EXCHANGED))
+    return others and f"process groups of {others} have not gone on bitwise on a device yet"
+
+
+def reasons(args: Any) -> Iterator[str]:
+    """Return the reasons, known before a process group is made, why a job is not recovered online.
+
+    Args:
+        args: of the framework.
+    """
+    on_npu = context.get().settings.device != "cpu" and importlib.util.find_spec("torch_npu") is not None
+    yield from filter(None, (of_backends({"hccl" if on_npu else args.distributed_backend}), of_framework()))
+    yield from reasons_in_options(args)
 
 
 def of_framework() -> str:
@@ -83,7 +101,12 @@ def of_framework() -> str:
 
 
 def of_options(given: Any) -> str:
-    """Return which of the options in `given` keeps what a recovery does not put right; empty: none."""
+    """Return the first option in `given` that keeps what a recovery does not put right; empty: none."""
+    return next(reasons_in_options(given), "")
+
+
+def reasons_in_options(given: Any) -> Iterator[str]:
+    """Return a line for each option in `given` that keeps what a recovery does not put right."""
     for name, meaning in (
         ("tp_comm_overlap", "--tp-comm-overlap has buffers of its own between ranks"),
         ("enable_cuda_graph", "CUDA graphs hold the groups of the start"),
@@ -133,7 +156,7 @@ def of_options(given: Any) -> str:
         ("enable_share_memory", "--enable-share-memory has all ranks meet once in each process"),
     ):
         if getattr(given, name, False) not in (False, None, "none", []):
-            return meaning
+            yield meaning
     for name, value, meaning in (
         (
             "moe_token_dispatcher_type",
@@ -147,8 +170,7 @@ def of_options(given: Any) -> str:
         ),
     ):
         if getattr(given, name, None) == value:
-            return meaning
-    return ""
+            yield meaning
 
 
 def of_param_groups() -> str:

@@ -37,8 +37,10 @@ def model_of(parsed: Any) -> Model | None:
             # The formula divides them by the tensor-parallel size alone.
             apart = args.expert_model_parallel_size * _expert_tensor(args) / args.tensor_model_parallel_size
             of_experts = all_experts / apart
-    except (ArithmeticError, AttributeError, TypeError, ValueError, AssertionError):
-        return None  # of a model that the formula does not know
+    except (
+        Exception
+    ):  # a model that the formula does not know; a tokenizer whose package or files are not here
+        return None
     tensor, pipeline = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
     expert = getattr(args, "expert_model_parallel_size", 1)
     # The first and the last stage have embeddings, or a copy of them; those between have not.
@@ -70,9 +72,12 @@ def _positions(args: Any) -> float:
 def _padded_vocabulary(args: Any) -> int:
     if getattr(args, "padded_vocab_size", None):
         return int(args.padded_vocab_size)
-    if not args.vocab_size:
-        from megatron.training.tokenizer import build_tokenizer
+    size = args.vocab_size
+    if not size:
+        from megatron.training.global_vars import (
+            build_tokenizer,
+        )  # which has a module of its own in each version
 
-        return int(build_tokenizer(args).vocab_size)
+        size = build_tokenizer(args).vocab_size
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
-    return int(math.ceil(args.vocab_size / multiple) * multiple)
+    return int(math.ceil(size / multiple) * multiple)

@@ -1,0 +1,183 @@
+"""What becomes of training recipes: `python benchmarks/recipes.py RECIPES.jsonl`.
+
+A recipe is a line of JSON: `framework`, `version`, `world` (ranks, or null) and `args` (of the script). The
+parser of the Megatron-LM on PYTHONPATH, or else that of the tests, reads the arguments. Options and values
+that this version lacks are read by their form. Then the adaptor's own checks judge the arguments as
+`ttp plan` does. No script runs, and nothing is trained. The checks of the save folder and of the framework
+itself are left out: the paths in published recipes are somebody else's.
+
+A recipe without a number of ranks that its parallel sizes divide gets twice the fewest that they allow, as
+with `ttp plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import _bench
+
+from tests.frameworks import prepare
+from tests.pages import write_section
+
+SECTION = "What becomes of published recipes"
+# Frameworks whose training loop is patched: they call `megatron.training.pretrain`, or are MindSpeed-LLM.
+REACHED = frozenset({"megatron-lm", "mindspeed-llm", "pai"})
+OTHER_LOOP, UNREADABLE = "a loop that nothing here patches", "arguments that nothing parses"
+REFUSED, ONE_RANK = "refused before the first step", "survive exceptions only: one data-parallel rank"
+ONE_HOLDER = "survive exceptions only: experts on one rank alone"
+RESTART = "a second copy of everything, every fault restarts all"
+ONLINE = "a second copy of everything, and online recovery"
+CLASSES = (REFUSED, ONE_RANK, ONE_HOLDER, RESTART, ONLINE)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The class of a recipe, and the reasons why it is no better one."""
+
+    outcome: str
+    reasons: tuple[str, ...] = ()
+
+
+def verdicts(recipes: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+    """Return what becomes of each recipe. Megatron-LM is importable."""
+    from adaptor import context, patches, patching
+
+    context.begin()
+    patches.load("ttp")
+    patching.arm("ttp", raises=False)
+    with tempfile.TemporaryDirectory() as folder:
+        return [_verdict(recipe, folder) for recipe in recipes]
+
+
+def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
+    if recipe["framework"] not in REACHED:
+        return Verdict(OTHER_LOOP)
+    from adaptor import preflight
+    from adaptor.patches import megatron_training
+
+    fewest = preflight.least_world_size(recipe["args"])
+    ranks = recipe["world"] if recipe["world"] and recipe["world"] % fewest == 0 else 2 * fewest
+
+    def begin() -> None:
+        parsed = _parsed(recipe["args"])
+        parsed.rank, parsed.world_size, parsed.save = 0, ranks, f"{folder}/save"
+        megatron_training.examine(parsed)
+        raise preflight.Stop
+
+    findings = preflight.findings_of(begin)
+    if findings.error:
+        return Verdict(UNREADABLE, (findings.error,))
+    if findings.refusals:
+        return Verdict(REFUSED, tuple(sorted({line.partition(" is ")[0] for line in findings.refusals})))
+    assert findings.layout is not None
+    if findings.layout.data_parallel == 1:
+        return Verdict(ONE_RANK)
+    if findings.layout.experts == 1:
+        return Verdict(ONE_HOLDER)
+    reasons = (*_of_the_framework(recipe), *(findings.not_online or ()))
+    return Verdict(RESTART if reasons else ONLINE, reasons)
+
+
+def _of_the_framework(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """Return why the framework of a recipe, in place of the imported one, is not recovered online."""
+    from packaging.version import InvalidVersion, Version
+
+    from adaptor.frameworks import megatron_online_support
+
+    if recipe["framework"] == "mindspeed-llm":  # over HCCL, on NPUs
+        yield megatron_online_support.of_backends({"hccl"})
+        return
+    with contextlib.suppress(InvalidVersion):  # a branch, or a date
+        if reason := megatron_online_support.of_version(str(Version(recipe["version"]))):
+            yield reason
+
+
+def _parsed(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return what Megatron-LM's parser reads, and the options that it does not know by their form."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    for action in parser._actions:
+        if action.nargs != 0:
+            action.choices = None  # later versions have more
+    parsed, unknown = parser.parse_known_args(list(arguments))
+    names = [place for place, word in enumerate(unknown) if word.startswith("--")]
+    for place, end in pairwise([*names, len(unknown)]):
+        name, assigned, value = unknown[place].partition("=")
+        values = [value] if assigned else unknown[place + 1 : end]
+        name = name[2:].replace("-", "_")
+        if not hasattr(parsed, name):
+            setattr(parsed, name, _value(values))
+    return parsed
+
+
+def _value(words: Sequence[str]) -> Any:
+    if len(words) > 1:
+        return list(words)
+    (word,) = words or ("true",)
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    return int(word) if word.isdecimal() else word
+
+
+def tables(found: Sequence[Verdict]) -> str:
+    """Return the tables: how many recipes are of each class, and why."""
+    sizes = Counter(one.outcome for one in found)
+    judged = [one for one in found if one.outcome in CLASSES]
+    rows = [(name, sizes[name], f"{100 * sizes[name] / max(1, len(judged)):.0f} %") for name in CLASSES]
+    others = ", ".join(f"{sizes[name]} have {name}" for name in (OTHER_LOOP, UNREADABLE))
+    parts = [
+        f"Of {len(found)} recipes {others}. The other {len(judged)}:",
+        _bench.table(("", "recipes", "share"), rows),
+    ]
+    for outcome, words in ((REFUSED, "refused by"), (RESTART, "online recovery prevented by")):
+        reasons = Counter(reason for one in judged if one.outcome == outcome for reason in one.reasons)
+        head = (f"{words} (of {sizes[outcome]}; one recipe can have several)", "recipes", "alone")
+        alone = Counter(one.reasons for one in judged if one.outcome == outcome)
+        parts.append(_bench.table(head, [(one, count, alone[one,]) for one, count in reasons.most_common()]))
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    """Judge a list of recipes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipes", type=Path, metavar="RECIPES.jsonl")
+    parser.add_argument(
+        "--list", action="store_true", help="print the class and the reasons of each recipe, too"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="PAGE", help="write the tables into their section of a page"
+    )
+    given = parser.parse_args()
+    try:
+        lines = given.recipes.read_text(encoding="utf-8").splitlines()
+        recipes = [json.loads(line) for line in lines if line.strip()]
+    except (OSError, ValueError) as error:
+        parser.error(f"{given.recipes} cannot be read: {error}")
+    sys.path.append(str(prepare.megatron_lm()))  # behind PYTHONPATH
+    with Path(os.devnull).open("w") as nothing, contextlib.redirect_stderr(nothing):
+        found = verdicts(recipes)
+    for recipe, verdict in zip(recipes, found, strict=True) if given.list else ():
+        print(f"{recipe['name']}: {verdict.outcome}", *verdict.reasons, sep="\n    ")
+    print(text := tables(found))
+    if given.write:
+        command = f"    python benchmarks/recipes.py {given.recipes.name} --write docs/compatibility.md"
+        write_section(given.write, SECTION, f"{command}\n\nOn {time.strftime('%Y-%m-%d')}.\n\n{text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""`benchmarks/recipes.py`: what becomes of training recipes, judged by the adaptor's own checks."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.args import environment
+from tests.patches.conftest import Run
+
+ROOT = Path(__file__).parents[2]
+COMMAND = str(ROOT / "benchmarks" / "recipes.py")
+PUBLISHED = ROOT.parent / "shared" / "recipes" / "recipes.jsonl"
+# The largest share, in per cent, of published recipes in a class that says that something is missing.
+LARGEST = {"refused": 32, "experts on one rank alone": 8, "every fault restarts all": 46}
+
+
+def recipe(*args: str, framework: str = "megatron-lm", version: str = "0.20.0", world: int = 4) -> str:
+    given = ["--use-distributed-optimizer", "--bf16", *args]
+    return json.dumps(
+        {
+            "name": "r",
+            "framework": framework,
+            "version": version,
+            "world": world,
+            "per_node": 4,
+            "args": given,
+        }
+    )
+
+
+EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
+ASYNC = "an asynchronous save holds groups of the start"
+HCCL = "process groups of hccl have not gone on bitwise on a device yet"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (recipe(), ["a second copy of everything, and online recovery"]),
+        (recipe("--cuda-graph-impl", "none", "--new-option", "1", "2"), ["and online recovery"]),
+        (recipe("--use-megatron-fsdp", "--fp8-format", "e4m3"), ["refused", "--fp8", "--use-megatron-fsdp"]),
+        (recipe("--optimizer", "muon"), ["refused before the first step", "--optimizer"]),
+        (recipe("--reuse-fp32-param", framework="mindspeed-llm"), ["refused", "--reuse-fp32-param"]),
+        (recipe(world=1), ["survive exceptions only: one data-parallel rank"]),
+        (recipe(*EXPERTS), ["survive exceptions only: experts on one rank alone"]),
+        (recipe(*EXPERTS, world=6), ["a second copy of everything, and online recovery"]),
+        (recipe("--async-save", "--ckpt-format", "torch_dist"), ["every fault restarts all", ASYNC]),
+        (recipe(framework="mindspeed-llm", version="master"), ["every fault restarts all", HCCL]),
+        (recipe(version="0.18.0"), ["every fault restarts all", "Megatron-LM 0.18.0 has not been tested"]),
+        (recipe("--lr"), ["arguments that nothing parses", "argument --lr: expected one argument"]),
+        (recipe(framework="slime"), ["a loop that nothing here patches"]),
+    ],
+)
+def test_the_class_of_a_recipe(line: str, words: list[str], python: Run, tmp_path: Path) -> None:
+    """With its reasons; options and values that the installed version does not know are judged as well."""
+    (recipes := tmp_path / "recipes.jsonl").write_text(f"{line}\n")
+    done = python(COMMAND, str(recipes), "--list", env=environment())
+    assert done.returncode == 0, done.stderr
+    listed = done.stdout.partition("\nOf 1 recipes")[0].splitlines()
+    assert len(listed) == len(words), listed
+    assert all(word in said for word, said in zip(words, listed, strict=True)), listed
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="the published recipes are not beside this checkout")
+def test_published_recipes(python: Run) -> None:
+    """No more of them than before are refused, or lack something."""
+    done = python(COMMAND, str(PUBLISHED), env=environment())
+    assert done.returncode == 0, done.stderr
+    for words, largest in LARGEST.items():
+        (share,) = re.findall(rf"\| [^|]*{words}[^|]*\|[^|]*\| (\d+) % ", done.stdout)
+        assert int(share) <= largest, done.stdout
+
+
+def test_a_list_that_cannot_be_read(python: Run, tmp_path: Path) -> None:
+    done = python(COMMAND, str(tmp_path / "absent"), env=environment())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].endswith(
+        f"{tmp_path}/absent cannot be read: [Errno 2] No such file or directory: '{tmp_path}/absent'"
+    )
