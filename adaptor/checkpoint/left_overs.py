@@ -91,11 +91,18 @@ def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
 
     Under the lock, so that whoever is about to publish one has done so or finds nothing.
     """
-    found = []
+    folders: list[Path] = []
     for name in filter(lambda name: naming.is_regular(name, generation), saved_steps.names(root)):
         with contextlib.suppress(OSError, CheckpointError), _locked_on_a_full_disk(root):
-            found += abandon(root / name)
-    return found
+            folders += (abandoned := abandon(root / name))
+            if abandoned:
+                step = naming.step_of(name.partition("_saving")[0])
+                output.tell(
+                    f"[ttp] the regular save of step {step} was incomplete when the incident began; its files "
+                    "are removed",
+                    to="stdout",
+                )
+    return folders
 
 
 def remove_beside(folders: list[Path], remove: Callable[[Path], object], patience_s: float) -> bool:

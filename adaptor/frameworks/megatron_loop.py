@@ -13,11 +13,13 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from adaptor import context
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import FLOPS
 from adaptor.frameworks import megatron_lm, megatron_settle
 from adaptor.frameworks.megatron_log import MegatronLog
+from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.frameworks.training_loop import TrainingLoop
 from adaptor.online.replay import Replay
 
@@ -94,6 +96,8 @@ class MegatronLoop(TrainingLoop):
             setattr(self._config, name, value)
         megatron_settle.settle(self._model)
         megatron_settle.settle_optimizer(self._optimizer)
+        context.part(RegularSaves).abandon()
+        megatron_settle.abandon_async_saves(self._given.get("checkpointing_context"))
 
     def trainee(self, record: StepRecord) -> MegatronTrainee:
         return megatron_lm.trainee(

@@ -115,11 +115,6 @@ def reasons_in_options(given: Any) -> Iterator[str]:
         ("use_nccl_ub", "NCCL's user buffers are registered with the groups of the start"),
         ("nccl_ub", "NCCL's user buffers are registered with the groups of the start"),
         ("use_sharp", "SHARP is bound to the groups of the start"),
-        ("async_save", "an asynchronous save holds groups of the start"),
-        (
-            "ckpt_assume_constant_structure",
-            "--ckpt-assume-constant-structure keeps the plan of a save, which a new process does not have",
-        ),
         ("iterations_to_skip", "--iterations-to-skip reads data outside of steps"),
         ("delay_wgrad_compute", "--delay-wgrad-compute keeps work of a step in queues of its own"),
         (

@@ -8,8 +8,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib.util
+import inspect
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from adaptor.checkpoint import shards, step_record
@@ -30,6 +34,11 @@ _AUXILIARY_LOSSES = (
     (f"{_CORE}.multi_token_prediction", "MTPLossLoggingHelper.tracker"),
     (f"{_CORE}.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper.tracker"),
     ("mindspeed_llm.tasks.models.transformer.dsa_indexer", "DSAIndexerLossLoggingHelper.tracker"),
+)
+# The modules whose writers put the results of asynchronous saves into a queue.
+_WRITERS = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
 )
 
 
@@ -72,6 +81,53 @@ def settle_optimizer(optimizer: Any) -> None:
     for one in {id(one): one for one in (optimizer, *step_record.chain(optimizer))}.values():
         if getattr(one, "_has_grad_norm_group_cache", None) is not None:
             one._has_grad_norm_group_cache = None
+
+
+def abandon_async_saves(checkpointing_context: MutableMapping[str, Any] | None) -> None:
+    """End the asynchronous saves of this process, and forget the plan that saves share.
+
+    Invariant: survivors and new processes enter their next save with the same state: no pending call, call
+    index 0 next, no cached plan, and an empty queue of results. Otherwise ranks would enter different
+    collectives, or metadata would describe the files of another save.
+
+    Args:
+        checkpointing_context: what the framework keeps from one save to the next.
+    """
+    queue = getattr(sys.modules.get("megatron.training.async_utils"), "_async_calls_queue", None)
+    if queue is not None:
+        if queue.async_calls:
+            for caller in {id(call.async_caller): call.async_caller for call in queue.async_calls}.values():
+                _end_async_caller(caller)
+            # A persistent caller may keep a result of the call that was ended.
+            for owner in (queue, type(queue)):  # the class owns it since 0.17
+                for name in ("persistent_caller", "_persistent_caller"):
+                    if name in vars(owner):
+                        setattr(owner, name, None)
+            queue.async_calls.clear()
+        queue.call_idx = -1
+    for name in _WRITERS:
+        writers = sys.modules.get(name)
+        if (results := getattr(writers, "_results_queue", None)) is not None:
+            vars(writers)["_results_queue"] = results._manager.Queue()
+    if checkpointing_context is not None:
+        for name in ("save_strategy", "load_strategy"):
+            checkpointing_context.pop(name, None)
+
+
+def _end_async_caller(caller: Any) -> None:
+    """Kill the process that writes for a pending asynchronous save, and the processes that it has forked."""
+    if caller.process is None:
+        return
+    pid = caller.process.pid
+    with contextlib.suppress(OSError):  # the process has ended
+        os.kill(pid, signal.SIGSTOP)  # it forks no further process
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+    if "abort" in inspect.signature(caller.close).parameters:  # since 0.15
+        caller.close(abort=True)
+    else:
+        caller.process.kill()
+        caller.process = None
 
 
 def gather_weights(model: Sequence[Any], optimizer: Any) -> None:

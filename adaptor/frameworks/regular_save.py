@@ -99,7 +99,7 @@ class RegularSaves:
             yield
         finally:
             self._running.save = before
-            if not save.asynchronous:
+            if save not in self._written_on:
                 save.drop_draft()
         if not asynchronous:
             self._name_here(save)
@@ -222,6 +222,11 @@ class RegularSaves:
             # Where it is not found, the framework reads the 0, and removes nothing.
             request.finalize_fns.insert([*names, _WRITES_TRACKER].index(_WRITES_TRACKER), name)
         request.add_finalize_fn(end)
+
+    def abandon(self) -> None:
+        """Forget the saves that background processes were writing: the caller ends these processes."""
+        while self._written_on:
+            self._written_on.pop().drop_draft()
 
     def tell(self, path: str, tracker: str, listener: Callable[[str, str], Any]) -> None:
         """Tell `listener` of `path` in the folder of a save, and of its `tracker`, when both have names.

@@ -51,6 +51,7 @@ PHASES = {
     "save-barrier": "in a regular save, when this rank has written",
     "save-tracker": "in a regular save, when every rank has written (rank 0)",
     "save-named": "in a regular save, when its folder has its name and the tracker is old (rank 0)",
+    "save-background": "in the process that writes for an asynchronous save, before it writes",
     "save-apart": "in a regular save, when rank 0 has named it and this disk has not (rank 1)",
     "save-apart-named": "in a regular save, when it has its name here and the tracker is old (rank 1)",
     "freeze": "when this rank is asked where it stands",

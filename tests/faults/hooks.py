@@ -120,6 +120,11 @@ def install(injector: Injector) -> None:
         _watch_updates(injector)
     if injector.expects("copy"):
         _watch_copies(injector)
+    before(
+        "save-background",
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "FileSystemWriterAsync.write_preloaded_data_multiproc",
+    )
     _watch_saves(injector)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from adaptor.checkpoint import manifest
 from tests.faults import harness, keeping, outcome, scenario
 from tests.faults.harness import DP2, ITERATIONS, TP2_DP2, Job, Layout
+from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf
 from tests.integration.test_online import online, trains_on
 
+OPTIONS_OF_ASYNC_SAVES = re.compile(r"common\.pt/args\./(async_save|ckpt_assume_constant_structure): ")
 TORCH_DIST = ("--ckpt-format", "torch_dist")
 DIST = replace(DP2, name="dp2-torch-dist", extra=TORCH_DIST)
 RESHARDABLE = replace(
@@ -64,6 +67,31 @@ def test_saves_after_an_online_recovery(tmp_path: Path, baseline_of: BaselineOf)
     """A new process makes its first save where the others have made some: all communicate alike."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
     trains_on(online(tmp_path, DIST, faults, save_interval=2), baseline_of(DIST))
+
+
+def test_a_pending_asynchronous_save_is_abandoned_in_an_online_recovery(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """The survivor's writer of step 3 never ends. The saves of steps 6 and 8 need the new process, too."""
+    save, baseline = tmp_path / "save", baseline_of(DIST)
+    faults = [
+        "rank=0,step=3,phase=save-background,kind=deadlock",
+        "rank=1,step=5,phase=backward,kind=sigkill",
+    ]
+    arguments = ("--async-save", "--ckpt-assume-constant-structure")
+    job = online(tmp_path, DIST, faults, save_interval=3, arguments=arguments)
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-5000:]
+    assert "the regular save of step 3 was incomplete when the incident began" in ended.log
+    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
+    assert outcome.steps_in(save) == [4, 6, ITERATIONS]
+    for step in (4, 6, ITERATIONS):
+        name = f"iter_{step:07d}"
+        assert manifest.defects(save / name) == []
+        unlike = differences(save / name, baseline.checkpoints / name)
+        assert [line for line in unlike if not OPTIONS_OF_ASYNC_SAVES.search(line)] == []
+    outcome.assert_saved(save, ITERATIONS)
+    outcome.assert_same_training(ended, baseline.records, steps=set(range(1, ITERATIONS + 1)) - {4})
 
 
 def test_another_layout(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,8 @@ import pytest
 import torch
 
 from adaptor.frameworks.megatron_settle import settle_core, settle_optimizer
+from tests.faults import warm
+from tests.frameworks import prepare
 
 
 class Work:
@@ -127,3 +132,66 @@ def test_what_all_ranks_were_asked_once_is_asked_again() -> None:
     assert not hasattr(older, "_has_grad_norm_group_cache")
     settle_optimizer(one)
     settle_optimizer(older)
+
+
+ABANDON_ASYNC_SAVES = """
+import multiprocessing, os, sys, time, types
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+from adaptor.frameworks import megatron_settle
+
+FORK = multiprocessing.get_context("fork")
+
+def write(pids):
+    child = FORK.Process(target=time.sleep, args=(600,))
+    child.start()
+    pids.send(child.pid)
+    time.sleep(600)
+
+def is_alive(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for is_persistent in (False, True):
+    queue = async_utils.AsyncCallsQueue(persistent=is_persistent)
+    caller = queue._get_async_caller()
+    receiver, sender = FORK.Pipe(duplex=False)
+    caller.process = writer = FORK.Process(target=write, args=(sender,))
+    writer.start()
+    caller.start_time = time.time()
+    pids = [writer.pid, receiver.recv()]
+    request = async_utils.AsyncRequest(None, (), [])
+    queue.call_idx = 4
+    queue.async_calls.append(async_utils._ActiveAsyncRequest(4, caller, request))
+    sys.modules["megatron.training.async_utils"] = types.SimpleNamespace(_async_calls_queue=queue)
+    results = (getattr(filesystem_async, "_get_write_results_queue", None)
+               or filesystem_async.get_write_results_queue)
+    results().put("of the abandoned save")
+    context = {"save_strategy": object(), "load_strategy": object(), "local_checkpoint_manager": 1}
+    megatron_settle.abandon_async_saves(context)
+    writer.join()
+    while any(map(is_alive, pids)):  # the test has a limit of time
+        time.sleep(0.01)
+    assert results().empty()
+    assert context == {"local_checkpoint_manager": 1}
+    assert queue.get_num_unfinalized_calls() == 0
+    assert queue._get_async_caller() is not caller
+    assert queue.schedule_async_request(request) == 0
+    megatron_settle.abandon_async_saves(None)
+"""
+
+
+@pytest.mark.parametrize("find", [prepare.megatron_lm, prepare.megatron_core])
+def test_asynchronous_saves_are_abandoned(find: Callable[[], Path]) -> None:
+    """The framework's own queue, with a writer that has forked another process."""
+    try:
+        framework = find()
+    except prepare.NotPreparedError as error:
+        pytest.skip(str(error))
+    here = Path(__file__).resolve().parents[2]
+    path = f"{framework}{os.pathsep}{here}"
+    ended = warm.run([sys.executable, "-c", ABANDON_ASYNC_SAVES], env={**os.environ, "PYTHONPATH": path})
+    assert ended.returncode == 0, ended.stderr[-2000:]
