@@ -98,8 +98,8 @@ def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
             if abandoned:
                 step = naming.step_of(name.partition("_saving")[0])
                 output.tell(
-                    f"[ttp] the regular save of step {step} was incomplete when the incident began; its files "
-                    "are removed",
+                    f"[ttp] the regular save of step {step} was incomplete when the incident began; "
+                    "its files are removed",
                     to="stdout",
                 )
     return folders
