@@ -55,7 +55,7 @@ class Replacements:
     def __init__(self, workers: Workers, spares: int) -> None:
         self._workers = workers
         self._spares_alone = False
-        self._is_online = True
+        self._not_online: set[int] = set()  # ranks that cannot be recovered online, or have not decided yet
         self._spares = Spares(spares)
         self._starter: WorkerStarter | None = None
         self._newcomers: set[int] = set()  # ranks whose processes have not come to train yet
@@ -71,11 +71,14 @@ class Replacements:
         """
         self._starter = starter
         self._newcomers = set(newcomers)
-        self._spares_alone, self._is_online = spares_alone, True
+        self._spares_alone, self._not_online = spares_alone, set()
 
     def hear_layout(self, layout: Layout) -> None:
-        """A worker tells whether it can be recovered online; a job that cannot has no use for spares."""
-        self._is_online = self._is_online and not layout.online
+        """Note whether a rank can be recovered online; the newest layout of a rank counts."""
+        if layout.online:
+            self._not_online.add(layout.rank)
+        else:
+            self._not_online.discard(layout.rank)
 
     async def end(self) -> None:
         """The generation is over."""
@@ -134,10 +137,13 @@ class Replacements:
             self._workers.end_the_living(self._newcomers)
 
     def look(self, boards: Sequence[BoardRecord], origin: int) -> None:
-        """Ask a worker what it has imported, once it has finished a step after `origin`: then that is all."""
+        """Ask a worker for its modules, once it has finished a step after `origin`: its imports are complete.
+
+        A job that cannot be recovered online has no use for spares.
+        """
         if self._starter is None or not self._spares.wanted or not self._starter.may_spare:
             return
-        if not self._is_online:
+        if self._not_online:
             return
         for board in boards:
             if board.finished > origin:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from adaptor.launchers import spare_pool, stack_collector
@@ -34,10 +35,12 @@ from adaptor.protocol.messages import (
     Hello,
     Layout,
     Modules,
+    ModulesProbe,
     Phase,
     RegroupFailed,
     Replace,
 )
+from adaptor.worker.runtime import UNDECIDED
 from tests import waiting
 from tests.unit.nodes import ROOT, is_gone, state_of
 from tests.unit.threads import LONG_S
@@ -575,6 +578,27 @@ def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) -> Non
         look(node)
         await node.told(Modules)
         assert len(await node.told(Modules)) == 1
+
+    runs(tmp_path, act, spares=1)
+
+
+def test_the_newest_layout_of_a_rank_decides_whether_there_are_spares(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that calls `protection.run_steps` sends a layout before it knows that, and another one after."""
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        (layout,) = await node.told(Layout)
+        orders: list[Any] = []
+        monkeypatch.setattr(node.workers, "order", lambda rank, order: orders.append(order))
+        node.replacements.hear_layout(msgspec.structs.replace(layout, online=UNDECIDED))
+        look(node)
+        assert orders == []
+        node.replacements.hear_layout(msgspec.structs.replace(layout, online=""))
+        look(node)
+        assert orders == [ModulesProbe()]
 
     runs(tmp_path, act, spares=1)
 
