@@ -14,6 +14,7 @@ from adaptor import context, patching
 from adaptor.checkpoint import resume_check
 from adaptor.checkpoint.checked_files import CheckedFiles
 from adaptor.frameworks import adapter_base, megatron_restart
+from adaptor.frameworks.megatron_restart import ChosenStep
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
 from adaptor.protocol.environment import Generation
@@ -126,12 +127,23 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     if load_arg == "load" and given.load:
         _require_sizes(given)
     load = getattr(given, load_arg)
-    if not adapter_base.is_filtered(given):
+    if adapter_base.is_filtered(given):
+        adapter_base.settle(Path(load), Path(given.save))
+        loaded = wrapped(*args, **kwargs)
+        adapter_base.require_added()
+        return loaded
+    with context.part(ChosenStep).loading(given, load):
         return wrapped(*args, **kwargs)
-    adapter_base.settle(Path(load), Path(given.save))
-    loaded = wrapped(*args, **kwargs)
-    adapter_base.require_added()
-    return loaded
+
+
+@checkpointing.patch(
+    "megatron.training.checkpointing:read_metadata",
+    why="--ckpt-step names the step of the distributed optimizer too: the framework asks the tracker for it",
+    accepts="(tracker_filename)",
+)
+def the_chosen_step_is_loaded_whole(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    step = context.part(ChosenStep).instead_of(args[0] if args else kwargs["tracker_filename"])
+    return wrapped(*args, **kwargs) if step is None else (step, False)
 
 
 def _require_sizes(given: Any) -> None:

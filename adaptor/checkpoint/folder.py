@@ -12,6 +12,7 @@ from pathlib import Path
 from adaptor import context, output
 from adaptor.checkpoint import folder_rights, saved_steps, tracker
 from adaptor.errors import ConfigError
+from adaptor.protocol import naming
 from adaptor.protocol.environment import Place
 
 # The beginning of an object store's name, such as msc://profile/folder; pathlib turns `//` into `/`.
@@ -68,7 +69,7 @@ def _require_folder(save: str | Path | None) -> Path:
 
 
 def require_no_later_step(save: str | Path, step: int) -> None:
-    """Refuse a run whose save folder holds a step after `step`: a restart would resume from that one.
+    """Refuse a run whose save folder holds a step after `step`: a restart would resume from the later step.
 
     Raises:
         ConfigError: the tracker names a later step.
@@ -77,9 +78,12 @@ def require_no_later_step(save: str | Path, step: int) -> None:
     if saved is None and context.part(Place).rank == 0:
         _tell_of_untracked(Path(save), step)
     if saved is not None and saved > step:
+        back = ""
+        if os.path.lexists(Path(save) / naming.final_name(step)):
+            back = f"; to go back to step {step}, write {step} into {Path(save) / naming.TRACKER}"
         raise ConfigError(
             f"--save {save} holds step {saved}, but training begins at step {step}: "
-            "load from it, or choose another folder"
+            f"load step {saved}, or choose another folder{back}"
         )
 
 

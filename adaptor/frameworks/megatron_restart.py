@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,37 @@ def settle(args: Any, check: Callable[[], None], write: Callable[[], None]) -> N
     write()
     if agree(args) != before:
         check()
+
+
+class ChosenStep:
+    """The step that --ckpt-step names, while the framework loads it; a part of the context.
+
+    Megatron-LM loads the weights of that step (before 0.12 not even these), and then the distributed
+    optimizer of the step that the tracker names.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._trackers: dict[Path, int] = {}
+
+    @contextlib.contextmanager
+    def loading(self, args: Any, folder: str | None) -> Iterator[None]:
+        """Let the chosen step count as the step of the tracker in `folder` in this block.
+
+        Args:
+            args: of the framework. With checkpoints of ModelOpt the framework ignores the option.
+            folder: the folder that is loaded from.
+        """
+        step = getattr(args, "ckpt_step", None)
+        if step and folder is not None and not getattr(args, "load_model_opt_format", False):
+            self._trackers = {Path(folder) / TRACKER: step}
+        try:
+            yield
+        finally:
+            self._trackers = {}
+
+    def instead_of(self, file: str) -> int | None:
+        """Return the chosen step where `file` is the tracker of the folder that is loaded from."""
+        return self._trackers.get(Path(file))
 
 
 class _Said:

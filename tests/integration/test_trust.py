@@ -10,9 +10,9 @@ import pytest
 from adaptor.checkpoint import tracker
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP4, ITERATIONS, Job, Layout
+from tests.faults.harness import DP2, DP4, ITERATIONS, Ended, Job, Layout
 from tests.faults.same import differences
-from tests.faults.scenario import BaselineOf, assert_last_words, ends
+from tests.faults.scenario import Baseline, BaselineOf, assert_last_words, ends
 from tests.integration.test_formats import DIST
 
 
@@ -55,9 +55,21 @@ def test_a_byte_of_the_last_words_is_changed(
     last = (root / naming.final_name(ITERATIONS) for root in (save, baseline.checkpoints))
     # What a resumed run says of itself in its arguments.
     assert [line for line in differences(*last) if "/args." not in line] == []
-    steps = range(5, ITERATIONS + 1)
+    _assert_goes_on_from(4, ended, baseline)
+
+    # The tracker of what is loaded names a damaged step, and the user chooses an older one.
+    (save / naming.final_name(ITERATIONS) / name).write_bytes(b"damaged")
+    job = Job(tmp_path / "back", layout, save=tmp_path / "new", load=save, arguments=["--ckpt-step", "4"])
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    _assert_goes_on_from(4, ended, baseline)
+
+
+def _assert_goes_on_from(step: int, ended: Ended, baseline: Baseline) -> None:
+    """The job has made every later step, as the undisturbed one has, and no other."""
+    steps = range(step + 1, ITERATIONS + 1)
     outcome.assert_same_training(ended, baseline.records, steps=steps)
-    assert {entry["iteration"] for lines in ended.records.values() for entry in lines} == set(steps)
+    assert {line["iteration"] for lines in ended.records.values() for line in lines} == set(steps)
 
 
 def test_a_copy_that_is_not_finite_is_not_saved(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -91,7 +103,5 @@ def test_a_save_folder_that_somebody_has_been_in(tmp_path: Path, baseline_of: Ba
     assert "no checkpoint, and ignored: iter_00000015, iter_0000003_tmp_x" in ended.log
     (line,) = [line for line in ended.said if "missing beside checkpoints" in line]
     assert line.endswith("the newest intact checkpoint is step 6")
-    steps = range(7, ITERATIONS + 1)
-    outcome.assert_same_training(ended, baseline.records, steps=steps)
-    assert {entry["iteration"] for lines in ended.records.values() for entry in lines} == set(steps)
+    _assert_goes_on_from(6, ended, baseline)
     assert tracker.tracked_step(save) == ITERATIONS

@@ -46,8 +46,14 @@ def test_checkpoints_that_no_tracker_names_are_told(
     with HashingFile(written / "model.pt") as file:
         file.write(b"x")
     publish.publish(tmp_path, 30, [file.entry("model.pt")], {}, 1)
-    with pytest.raises(ConfigError, match="holds step 30, but training begins at step 0"):
-        folder.require_no_later_step(tmp_path, 0)
+    (tmp_path / naming.final_name(20)).mkdir()
+    refused = f"--save {tmp_path} holds step 30, but training begins at step"
+    remedy = "load step 30, or choose another folder"
+    back = f"; to go back to step 20, write 20 into {tmp_path / naming.TRACKER}"
+    for step, words in ((0, ""), (20, back)):
+        with pytest.raises(ConfigError) as caught:
+            folder.require_no_later_step(tmp_path, step)
+        assert str(caught.value) == f"{refused} {step}: {remedy}{words}"
     assert said(capsys) == ""
     (tmp_path / naming.TRACKER).unlink()
     folder.require_no_later_step(tmp_path, 0)
