@@ -18,6 +18,8 @@ from adaptor.threads import Background, reserve
 ABORT_S = 10.0
 # Threads beside those that abort: for all else that an incident does.
 _OTHER_THREADS = 8
+# torch's classes of NCCL backends; none is a subclass of another. "nccl" is the second one since torch 2.15.
+_NCCL_BACKENDS = ("ProcessGroupNCCL", "ProcessGroupNCCL2", "ProcessGroupNCCLLazy")
 
 
 class Cuda(Accelerator):
@@ -57,13 +59,14 @@ def _backends() -> list[Any]:
 
 
 def nccl_of(group: Any) -> Any:
-    """Return the NCCL backend of a process group; None: it has none."""
+    """Return the NCCL backend of a process group, or None if the group has none."""
     cuda = torch.device("cuda")
     if cuda not in group._device_types:
         return None
-    found = group._get_backend(cuda)
-    found = getattr(found, "wrapped_pg", found)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
-    return found if isinstance(found, getattr(dist, "ProcessGroupNCCL", ())) else None
+    backend = group._get_backend(cuda)
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    classes = (getattr(dist, name, None) for name in _NCCL_BACKENDS)
+    return backend if isinstance(backend, tuple(filter(None, classes))) else None
 
 
 def _abort(backend: Any) -> None:

@@ -141,6 +141,9 @@ class _Backend:
         self._said.append(self._name)
 
 
+_Backend2 = type("_Backend2", (), dict(vars(_Backend)))  # of torch 2.15: no subclass of the older one
+
+
 class _Gloo:
     pass
 
@@ -162,7 +165,7 @@ def released(kind: str, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> li
             )
         )
         return said
-    first, second = _Backend(said, "abort 1"), _Backend(said, "abort 2")
+    first, second = _Backend(said, "abort 1"), _Backend2(said, "abort 2")
     second.abort = lambda: (said.append("abort 2"), end())  # type: ignore[method-assign]
     wrapped = SimpleNamespace(wrapped_pg=first)
     in_groups(monkeypatch, ("cuda", wrapped), ("cpu", _Gloo()), ("cuda", _Gloo()), ("cuda", second))
@@ -175,7 +178,8 @@ def in_groups(monkeypatch: pytest.MonkeyPatch, *backends: tuple[str, Any]) -> No
         SimpleNamespace(_device_types=[torch.device(name)], _get_backend=lambda device, found=found: found)
         for name, found in backends
     ]
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", _Backend, raising=False)
+    for name, backend in (("ProcessGroupNCCL", _Backend), ("ProcessGroupNCCL2", _Backend2)):
+        monkeypatch.setattr(dist, name, backend, raising=False)
     monkeypatch.setattr(distributed_c10d, "_world", SimpleNamespace(pg_map=groups))  # its keys are asked for
 
 
