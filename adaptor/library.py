@@ -231,10 +231,10 @@ def protect(
             parallel_state.get_expert_model_parallel_world_size(),
         )
     context.part(Recorder).require_ranks(torch.distributed.get_world_size())
-    folder.require_writable(save)
     worker = rejoin.of_this_process()
     comes_new = worker is not None and worker.newcomer  # this job is in the middle of its training
     if not comes_new:
+        folder.require_writable(save)
         library_state.require_asked()
         folder.require_no_later_step(save, step)
     if torch.distributed.get_rank() == 0:

@@ -38,14 +38,15 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     for check in _checks(parsed):
         check()
     context.part(Watchdogs).switch_off()
+    from adaptor.online import rejoin  # torch, which is for the script to import
+
+    if rejoin.is_newcomer():  # this job is in the middle of its training, and has checked the folder
+        if parsed.rank == 0:
+            lease_claim.claim(parsed.save)
+        return parsed
     folder.require_writable(parsed.save)
     if parsed.rank == 0:
         lease_claim.claim(parsed.save)
-    from adaptor.online import rejoin  # torch, which is for the script to import
-
-    if rejoin.is_newcomer():  # this job is in the middle of its training
-        return parsed
-    if parsed.rank == 0:
         left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
     megatron_restart.resume_after_restart(parsed)
     return parsed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -9,9 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-# For the fault `disk`: what is to become of it, and its folder.
+# For the faults `disk` and `disk-mended`: what is to become of it, and its folder.
 VARIABLE = "TTP_TEST_DISK"
 _MIB = 1 << 20
+_INODES = 200  # of a disk in memory
+_FILLING = "filling-"
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,10 @@ class Disk:
     below: Path | None = None
 
     def will(self, what: str) -> Mapping[str, str]:
-        """The environment of a job in which the fault `disk` makes it `fail`, or `read-only`."""
+        """Return the environment of a job in which the fault `disk` makes it `fail`, `read-only` or `full`.
+
+        `full`: no file can be made on it, for want of inodes.
+        """
         return {VARIABLE: f"{what} {self.below if what == 'fail' else self.place}"}
 
 
@@ -35,7 +42,7 @@ class Disk:
 def memory(place: Path, size: int, *how: str) -> Iterator[Disk]:
     """A disk of `size` bytes; raises OSError where this user may not mount one. `how`: flags of umount."""
     place.mkdir()
-    _run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place))
+    _run("mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={_INODES}", "tmpfs", str(place))
     try:
         yield Disk(place)
     finally:
@@ -73,6 +80,11 @@ def worsen() -> None:
     if what == "read-only":
         _run("mount", "-o", "remount,ro", place)
         return
+    if what == "full":
+        with contextlib.suppress(OSError):
+            for number in itertools.count():
+                (Path(place) / f"{_FILLING}{number}").touch()
+        return
     # What the disk below has no room for, the device cannot take: that is known when it is synced.
     with (Path(place) / "other").open("wb", buffering=0) as other:
         try:
@@ -80,6 +92,16 @@ def worsen() -> None:
                 pass
         except OSError:
             pass
+
+
+def mend() -> None:
+    """From inside: the disk of the environment can be written again."""
+    what, _, place = os.environ[VARIABLE].partition(" ")
+    if what == "read-only":
+        _run("mount", "-o", "remount,rw", place)
+    else:
+        for path in Path(place).glob(f"{_FILLING}*"):
+            path.unlink()
 
 
 def _run(*command: str) -> str:

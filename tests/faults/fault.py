@@ -97,6 +97,8 @@ KINDS += ("forgotten", "unending")
 KINDS += ("cut", "unplugged")
 # Something happens to the disk, and at the same moment the process is killed.
 KINDS += ("disk", "slow-disk")
+# No fault: the disk of `disk` can be written again.
+KINDS += ("disk-mended",)
 # A device computes nonsense: the optimizer state of this rank is not finite any more, and then it raises.
 KINDS += ("nan",)
 # No fault: a rank that waits for an incident; something that takes long; a cut that is mended before anyone
@@ -291,6 +293,8 @@ class Injector:
             case "disk":
                 disks.worsen()
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "disk-mended":
+                disks.mend()
             case "slow-disk":
                 for process in _tree(os.getppid()):
                     with contextlib.suppress(ProcessLookupError):

@@ -101,6 +101,34 @@ def test_the_disk_gets_worse(
     _refused(job, baseline_of(DP2), words)
 
 
+@pytest.mark.parametrize("what", ["read-only", "full"])
+def test_a_rank_is_replaced_while_nothing_can_be_saved(
+    what: str, tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack
+) -> None:
+    """All state is alive, so the new process needs no save folder that can be written."""
+    baseline = baseline_of(DP2)
+    disk = _enter(stack, disks.memory, tmp_path / "disk", 64 * MIB)
+    faults = ["rank=1,step=4,phase=backward,kind=disk", "rank=0,step=4,phase=update,kind=disk-mended"]
+    options = ("--ttp-online", "60", "--ttp-spares", "0")
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=disk.place,
+        save_interval=2,
+        restarts=1,
+        faults=faults,
+        options=options,
+        environment=dict(disk.will(what)),
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-5000:]
+    assert "step 3 could not be saved meanwhile" in ended.log
+    assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
+    outcome.assert_same_training(ended, baseline.records)
+    assert outcome.steps_in(disk.place) == [2, 4, 6, 8]
+    assert_last_words(disk.place, 8, baseline)
+
+
 def test_the_disk_is_slow(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:
     """The save takes longer than an incident may last, 13 s, and moves: a block every 2.5 s."""
     disk = _enter(stack, disks.block, tmp_path / "disk", 64 * MIB)
