@@ -4,9 +4,9 @@ The first controller is on node 0; those of later terms are on the nodes that st
 agent tells a new controller all about its own ranks again. What it cannot tell is what the lost ranks held:
 `StandbyReplicator`, at the first controller, passes that on to the nodes that stand by beforehand.
 
-`Succession`, at each agent, knows where the controllers are to be found. When an agent has lost one, its
-`ControllerClient` (`launchers/controller_client.py`) goes to the next and repeats all that the agent had
-said, or runs the controller itself where `is_mine` says so. Invariants: an agent obeys one controller at a
+`Succession`, at each agent, has the addresses of the controllers. When an agent has lost its controller,
+`ControllerClient` (`launchers/controller_client.py`) connects to the next controller and repeats all
+messages of the agent, or runs the controller itself where `is_mine` is True. Invariants: an agent obeys one controller at a
 time, and after it none of an earlier term; it obeys one verdict, the first that it is given. All go through
 the same terms in the same order: an agent that does not know yet where those are goes nowhere, and no worker
 starts before.

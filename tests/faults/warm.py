@@ -365,7 +365,8 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
 
         _Fork.starter = ours
         subprocess_handler.Popen = _Fork  # type: ignore[misc]
-        sys.modules["wrapt"].register_post_import_hook(_let_spares_be_forks, "adaptor.launchers.spare_pool")
+        hook = sys.modules["wrapt"].register_post_import_hook
+        hook(_let_spares_be_forks, "adaptor.launchers.spare_pool")
         if plans:
             subprocess.Popen = _Fork  # type: ignore[misc]
         act()

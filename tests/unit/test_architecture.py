@@ -85,7 +85,7 @@ READS_ENVIRONMENT = {
     "adaptor.launchers.starter": "that of a worker, for the worker that takes its place",
     "adaptor.launchers.ttprun": "misspelt settings, torch's GLOO_SOCKET_IFNAME, variables of platforms",
     "adaptor.launchers.warm_start": "that of this process, for processes that may be workers",
-    "adaptor.launchers.worker_main": "RANK, for the line of a worker that cannot start; the scratch folder",
+    "adaptor.launchers.worker_main": "RANK, for the line of a worker that cannot start; scratch folder",
     "adaptor.mindio.client.engine": "the SDK's own variable",
     "adaptor.mindio.client.runtime": "the SDK's own variable; MASTER_ADDR",
     "adaptor.mindio.client.saving": "the store of torch elastic: MASTER_ADDR, MASTER_PORT",

@@ -101,7 +101,8 @@ def test_ctrl_c_does_not_wait_for_the_files_that_are_read(tmp_path: Path) -> Non
     (folder / "a").write_bytes(b"content")
     entry = FileEntry("a", 7, hashing.hash_file(folder / "a"))
     (folder / naming.MANIFEST).write_bytes(manifest.Manifest.now(3, [entry], {}, 1).encode())
-    program = f"{HEARS_CTRL_C}\n{LONG_FILE}\nfrom adaptor.launchers import ttp; raise SystemExit(ttp.main())"
+    command = "from adaptor.launchers import ttp; raise SystemExit(ttp.main())"
+    program = f"{HEARS_CTRL_C}\n{LONG_FILE}\n{command}"
     line = [sys.executable, "-c", program, "verify", str(tmp_path)]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as command:
         assert command.stdout is not None

@@ -283,7 +283,9 @@ def test_nodes_that_are_awaited(
 @pytest.mark.parametrize("place", ["account.conclude", "agent.SurvivorsAgent.end_control"])
 def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, launcher: Launcher) -> None:
     second = (
-        f"\nimport adaptor.launchers.agent as agent, adaptor.launchers.account as account\nbefore = {place}\n"
+        "\nimport adaptor.launchers.agent as agent\n"
+        "import adaptor.launchers.account as account\n"
+        f"before = {place}\n"
         "def interrupted(*arguments):\n"
         f"    signal.raise_signal({by:d})\n"
         "    return before(*arguments)\n"

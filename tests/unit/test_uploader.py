@@ -428,7 +428,8 @@ def test_an_uploader_that_is_killed_after_the_end_leaves_the_command_that_sends_
         "has ended by SIGKILL; the newest one may be on this machine only; this sends what the store does not"
         " have"
     )
-    command = f"TTP_STORE_ENDPOINT={command}".replace(" ttp ", f" {sys.executable} -m adaptor.launchers.ttp ")
+    ttp = f" {sys.executable} -m adaptor.launchers.ttp "
+    command = f"TTP_STORE_ENDPOINT={command}".replace(" ttp ", ttp)
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [one.known.step for one in choose.newest_first(open_store(url, server), None, [])] == [10]
