@@ -6,8 +6,9 @@ agent tells a new controller all about its own ranks again. What it cannot tell 
 
 `Succession`, at each agent, has the addresses of the controllers. When an agent has lost its controller,
 `ControllerClient` (`launchers/controller_client.py`) connects to the next controller and repeats all
-messages of the agent, or runs the controller itself where `is_mine` is True. Invariants: an agent obeys one controller at a
-time, and after it none of an earlier term; it obeys one verdict, the first that it is given. All go through
+messages of the agent, or runs the controller itself where `is_mine` is True.
+Invariants: an agent obeys one controller at a time, and no controller of an earlier term afterwards. An agent
+obeys the first verdict that it receives, and no other. All agents go through
 the same terms in the same order: an agent that does not know yet where those are goes nowhere, and no worker
 starts before.
 

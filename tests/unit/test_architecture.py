@@ -69,43 +69,6 @@ READS_SETTINGS = {
     "adaptor.operations.cli",
     "adaptor.store.command",
 }
-# What else is read from the environment of a process, and where. What torch elastic and ttprun tell a worker
-# is read in `adaptor.protocol.environment`.
-READS_ENVIRONMENT = {
-    "adaptor.commands": "WORLD_SIZE, for the report; misspelt settings",
-    "adaptor._start": "whether ttprun has started this process",
-    "adaptor.checkpoint.lease_claim": "who holds the lease of the job: the agent",
-    "adaptor.config": "the settings",
-    "adaptor.devices.cpu": "LOCAL_WORLD_SIZE, without anything else of the adaptor",
-    "adaptor.launchers.doctor": "misspelt settings",
-    "adaptor.launchers.doctor_machine": "torch's GLOO_SOCKET_IFNAME; whether this is a job of Slurm",
-    "adaptor.launchers.doctor_nodes": "torch's GLOO_SOCKET_IFNAME",
-    "adaptor.launchers.end_requests": "which signals torch handles",
-    "adaptor.launchers.spare_imports": "what modules ask of it while a spare imports them",
-    "adaptor.launchers.starter": "that of a worker, for the worker that takes its place",
-    "adaptor.launchers.ttprun": "misspelt settings, torch's GLOO_SOCKET_IFNAME, variables of platforms",
-    "adaptor.launchers.warm_start": "that of this process, for processes that may be workers",
-    "adaptor.launchers.worker_main": "RANK, for the line of a worker that cannot start; scratch folder",
-    "adaptor.mindio.client.engine": "the SDK's own variable",
-    "adaptor.mindio.client.runtime": "the SDK's own variable; MASTER_ADDR",
-    "adaptor.mindio.client.saving": "the store of torch elastic: MASTER_ADDR, MASTER_PORT",
-    "adaptor.mindio.job": "a variable of MindIO; WORLD_SIZE",
-    "adaptor.operations.otel": "the variables of OpenTelemetry for where incidents are sent",
-    "adaptor.patches.torch_rendezvous": "the store of torch elastic: MASTER_PORT",
-    "adaptor.protocol.environment": "what torch elastic and ttprun tell",
-    "adaptor.store.credentials": "credentials, and what leads to them",
-    "adaptor.worker.runtime": "where the agent is; passed on to the engine",
-    "adaptor.worker.script_imports": "what the script has changed, for spares",
-    "adaptor.worker.watchdogs": "torch's own variables",
-}
-WRITES_ENVIRONMENT = {
-    "adaptor.launchers.flags": "of the workers: what the user gave as flags",
-    "adaptor.launchers.node": "of the workers: where the agent is, and what it has decided",
-    "adaptor.launchers.spare_imports": "of a spare that becomes a worker",
-    "adaptor.launchers.ttprun": "of the workers: of another engine; without the variables of one card",
-    "adaptor.preflight": "of the script that is examined: what torch elastic would have set",
-    "adaptor.worker.watchdogs": "torch reads there whether its watchdogs are on",
-}
 # State of a whole process that stands in a module, and why it is no part of the context. All other state is a
 # part of it (`adaptor.context`).
 STATE = {
@@ -123,62 +86,6 @@ STATE = {
     "adaptor.replica.group._everyone": "a process group, as torch's own are the process's",
     "adaptor.threads.reserve": "threads, which last as long as the process",
     "adaptor.worker.runtime._runtime": "the connection to the agent",
-}
-# Where a value may be of a type that nobody can name (`Any`), and why. Objects of frameworks and of torch
-# elastic have no types; others are read by their owners alone. A name stands for the modules below it, too.
-USES_ANY = {
-    "adaptor": "model, optimizer and scheduler of the user's framework",
-    "adaptor.checkpoint.archive_layout": "whatever torch.save takes",
-    "adaptor.checkpoint.dcp": "the metadata of torch.distributed.checkpoint",
-    "adaptor.checkpoint.dcp_layout": "the plan of torch.distributed.checkpoint",
-    "adaptor.checkpoint.file_parts": "a framework's optimizer",
-    "adaptor.checkpoint.finite": "an entry of a state dict",
-    "adaptor.checkpoint.format_torch": "state dicts of Megatron",
-    "adaptor.checkpoint.format_torch_dist": "state dicts of Megatron",
-    "adaptor.checkpoint.in_place": "a framework's optimizer",
-    "adaptor.checkpoint.in_place_holder": "a framework's optimizer",
-    "adaptor.checkpoint.in_place_messages": "a message of any kind",
-    "adaptor.checkpoint.layout_of_job": "a framework's model and optimizer",
-    "adaptor.checkpoint.local_copy": "a framework's optimizer",
-    "adaptor.checkpoint.optimizer_stand_ins": "optimizers of Megatron",
-    "adaptor.checkpoint.placement": "a framework's model and optimizer",
-    "adaptor.checkpoint.planned_tensors": "a framework's optimizer",
-    "adaptor.checkpoint.rng": "Megatron's RNG tracker",
-    "adaptor.checkpoint.sequence_layout": "whatever torch.save takes",
-    "adaptor.checkpoint.shard_exchange": "optimizers of Megatron, and the process group of a dump",
-    "adaptor.checkpoint.shards": "a framework's optimizer",
-    "adaptor.checkpoint.state_writer": "state dicts of Megatron",
-    "adaptor.checkpoint.step_record": "state dicts of Megatron",
-    "adaptor.checkpoint.strided_parts": "a framework's optimizer",
-    "adaptor.checkpoint.trainee": "a framework's model, optimizer and scheduler",
-    "adaptor.checkpoint.training_state": "state dicts of Megatron",
-    "adaptor.checkpoint.weights": "a framework's model and optimizer",
-    "adaptor.config": "the values of all settings, before they are a Config",
-    "adaptor.devices": "what is replaced in torch; streams and events of accelerators",
-    "adaptor.frameworks": "the frameworks",
-    "adaptor.host_copy": "models and optimizers of frameworks, marks of a device",
-    "adaptor.launchers.agent": "the worker group of torch elastic",
-    "adaptor.launchers.c10d_store": "rendezvous handlers of torch elastic, and their parameters",
-    "adaptor.launchers.node_order": "rendezvous handlers of torch elastic",
-    "adaptor.launchers.rendezvous": "rendezvous handlers of torch elastic",
-    "adaptor.launchers.signs_of_life": "rendezvous handlers of torch elastic",
-    "adaptor.launchers.starter": "the command of a process that torch elastic has started",
-    "adaptor.library": "model, optimizer and scheduler of the user's framework",
-    "adaptor.mindio": "what scripts and the SDK of MindIO TTP hand over",
-    "adaptor.online": "process groups of torch, models and optimizers of frameworks",
-    "adaptor.patches": "the frameworks",
-    "adaptor.patching": "functions of frameworks",
-    "adaptor.preflight": "functions of torch that are replaced while a script is examined",
-    "adaptor.protocol.state_provider": "records and snapshots, which only the provider reads",
-    "adaptor.protocol.wire": "a message on its way into its encoder",
-    "adaptor.replica": "the state of optimizers of torch",
-    "adaptor.store.multipart": "clients of botocore, and what they answer",
-    "adaptor.store.s3": "clients of botocore",
-    "adaptor.transform": "state dicts and arguments of Megatron",
-    "adaptor.worker.dump_store": "what torch hands to a store",
-    "adaptor.worker.session": "records, which only their owner reads",
-    "adaptor.worker.step_history": "records, and marks of a device, which only their owners read",
-    "adaptor.worker.update_window": "marks of a device, which only it reads",
 }
 # The decisions depend on messages alone.
 PURE = {"adaptor.controller": ("adaptor.controller", "adaptor.protocol")}
@@ -269,53 +176,14 @@ def test_a_launcher_that_starts_loads_no_patches() -> None:
     assert [name for name in loaded if name in ("wrapt", "adaptor.worker", "adaptor.patching")] == []
 
 
-def _environment(path: Path) -> Iterator[tuple[str, ast.AST]]:
-    """Return each use of os.environ as `read`, `written` or `settings`, with its place."""
-    parents = {
-        child: node
-        for node in source_tree.nodes(path)
-        for child in ast.iter_child_nodes(node)
-        if isinstance(child, ast.Attribute)
-    }
-    for node in source_tree.nodes(path):
-        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
-            continue
-        name = f"{node.value.id}.{node.attr}"
-        if name == "config.load":
-            yield "settings", node
-        elif name in ("os.getenv", "os.putenv", "os.unsetenv"):
-            yield ("read" if name == "os.getenv" else "written"), node
-        elif name == "os.environ":
-            user = parents[node]
-            calls = isinstance(user, ast.Attribute) and user.attr in ("update", "setdefault", "pop", "clear")
-            stores = isinstance(user, ast.Subscript) and not isinstance(user.ctx, ast.Load)
-            yield ("written" if calls or stores else "read"), node
-
-
-def _uses_of_the_environment(kind: str) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
-    for module, path in source_tree.modules().items():
-        for what, node in _environment(path):
-            if what == kind:
-                found.setdefault(module, []).append(node.lineno)  # type: ignore[attr-defined]
-    return found
-
-
 def test_settings_are_read_once() -> None:
-    assert _uses_of_the_environment("settings").keys() == READS_SETTINGS
-
-
-def test_the_environment_is_read_in_few_places() -> None:
-    """Another one is a part of the context, as `adaptor.protocol.environment.Place`, or is declared above."""
-    found = _uses_of_the_environment("read")
-    assert {module: lines for module, lines in found.items() if module not in READS_ENVIRONMENT} == {}
-    assert READS_ENVIRONMENT.keys() - found.keys() == set(), "declared, and no longer there"
-
-
-def test_the_environment_is_written_for_others_alone() -> None:
-    found = _uses_of_the_environment("written")
-    assert {module: lines for module, lines in found.items() if module not in WRITES_ENVIRONMENT} == {}
-    assert WRITES_ENVIRONMENT.keys() - found.keys() == set(), "declared, and no longer there"
+    readers = {
+        module
+        for module, path in source_tree.modules().items()
+        for node in source_tree.nodes(path)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == "config.load"
+    }
+    assert readers == READS_SETTINGS
 
 
 def test_a_coroutine_that_is_cancelled_ends() -> None:
@@ -432,28 +300,6 @@ def test_arguments_are_named_and_not_grouped() -> None:
         if isinstance(argument, ast.Starred) and isinstance(argument.value, ast.Tuple)
     ]
     assert grouped == []
-
-
-def _uses_any() -> set[str]:
-    return {
-        module
-        for module, path in source_tree.modules().items()
-        for node in source_tree.nodes(path)
-        if isinstance(node, ast.Name) and node.id == "Any"
-    }
-
-
-def test_any_stands_where_types_end() -> None:
-    modules = _uses_any()
-    # "adaptor" itself stands for the one module.
-    names = {
-        module: [n for n in USES_ANY if n == module or (n != "adaptor" and _belongs(module, n))]
-        for module in modules
-    }
-    assert sorted(module for module, found in names.items() if not found) == [], "say the type"
-    assert USES_ANY.keys() - {name for found in names.values() for name in found} == set(), (
-        "declared, and not needed"
-    )
 
 
 def test_messages_are_imported_from_their_package(graph: dict[str, set[str]]) -> None:

@@ -389,7 +389,7 @@ def test_an_error_of_the_controller_s_own_ends_the_job(
         raise KeyError("a mistake")
 
     monkeypatch.setattr(controller_host.controller, "_on_deaths", broken)
-    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 0.1)  # it will not hear of the other deaths either
+    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 0.1)  # it hears of no other death either
     job.workers[0].process.kill()
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("lost", 1)
