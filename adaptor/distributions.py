@@ -1,4 +1,8 @@
-"""Another distribution with the import name of this one: each overwrites files of the other."""
+"""How to install the adaptor, and whether another distribution with the same import name is installed.
+
+The adaptor is on no package index, and anybody may register its name there. No message names it in a
+`pip install`.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,11 @@ OURS = "ttp-adaptor"
 _SAME_NAME = "adaptor"  # a project of the package index that has nothing to do with this one
 
 
+def install_command(extra: str) -> str:
+    """Return the words that tell a user how to install the packages of an extra."""
+    return f"run pip install '.[{extra}]' in the folder of the adaptor's sources"
+
+
 def conflict() -> str:
     """Return the line about the other distribution, '' where it is not installed.
 
@@ -21,7 +30,7 @@ def conflict() -> str:
         other = f"{_SAME_NAME} {metadata.version(_SAME_NAME)}"
     except metadata.PackageNotFoundError:
         other = ""
-    remedy = f"uninstall both, then install {OURS} again"
+    remedy = "uninstall both, then install the adaptor again: pip install . in the folder of its sources"
     if not hasattr(sys.modules["adaptor"], "enable"):
         who = (
             f"the distribution {other} has replaced it"

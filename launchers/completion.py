@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from adaptor import distributions
 from adaptor.errors import ConfigError
 from adaptor.launchers import flags
 from adaptor.operations import cli
@@ -48,7 +49,7 @@ def script(shell: str, ttp: argparse.ArgumentParser) -> str:
     try:
         import shtab
     except ModuleNotFoundError:
-        raise ConfigError("ttp completion needs shtab: pip install 'ttp-adaptor[ops]'") from None
+        raise ConfigError(f"ttp completion needs shtab: {distributions.install_command('ops')}") from None
     made = []
     for parser in (ttp, flags.whole_parser()):
         for action in _actions(parser):

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from adaptor import output, text
+from adaptor import distributions, output, text
 from adaptor.config import Config
 from adaptor.endpoints import Address
 from adaptor.errors import ConfigError
@@ -40,7 +40,7 @@ def require(config: Config) -> None:
     if missing:
         raise ConfigError(
             f"TTP_SERVE is {str(config.serve)!r}: {' and '.join(missing)} must be installed:"
-            " pip install 'ttp-adaptor[ops]'"
+            f" {distributions.install_command('ops')}"
         )
     try:
         clients_of(config.serve, config.serve_token, config.tls_cert, config.tls_key)

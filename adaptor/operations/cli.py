@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import config, output
+from adaptor import config, distributions, output
 from adaptor.endpoints import Address
 from adaptor.errors import AdaptorError
 from adaptor.operations import access, job_folder, records, verify
@@ -262,7 +262,7 @@ def _missing(error: ModuleNotFoundError, package: str, command: str, extra: str 
     """Return what to raise where a package is not installed that only a command of `ttp` needs."""
     if (error.name or "").partition(".")[0] != package:
         return error
-    return job_folder.JobFolderError(f"{command} needs {package}: pip install 'ttp-adaptor[{extra}]'")
+    return job_folder.JobFolderError(f"{command} needs {package}: {distributions.install_command(extra)}")
 
 
 def _otel(parsed: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adaptor import distributions
 from adaptor.errors import StoreError
 from adaptor.store import address, s3
 from adaptor.store.answers import Answers, plain
@@ -63,7 +64,7 @@ def open_store(
         if error.name != "obstore":
             raise
         raise StoreError(
-            f"{place}: object stores need the package obstore: pip install 'ttp-adaptor[store]'"
+            f"{place}: object stores need the package obstore: {distributions.install_command('store')}"
         ) from None
     if place.scheme == "file":
         _require_folder(Path(place.prefix), make)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adaptor import distributions
 from adaptor.errors import StoreError
 from adaptor.store import credentials
 from adaptor.store.credentials import Keys
@@ -91,8 +92,8 @@ def require_botocore(place: Address) -> None:
     """Refuse an installation that cannot send large files to such a store. Raises StoreError."""
     if importlib.util.find_spec("botocore") is None:
         raise StoreError(
-            f"{place}: uploads to {place.scheme}:// need the package botocore, too: pip install"
-            " 'ttp-adaptor[store]'"
+            f"{place}: uploads to {place.scheme}:// need the package botocore, too:"
+            f" {distributions.install_command('store')}"
         )
 
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import adaptor  # (ttp)
 
 adaptor.enable()  # (ttp)
+# They warn of packages for accelerators that are not installed, and of functions that torch will rename.
+warnings.filterwarnings("ignore", module="megatron|torch")
 
 import numpy  # noqa: E402
 import torch  # noqa: E402
@@ -109,8 +112,10 @@ def main() -> None:
         loss, grad_norm = train_step(next(batches), model, optimizer)
         scheduler.step(increment=BATCH * size)
         if torch.distributed.get_rank() == 0:
-            print(f"step {step} loss {loss.hex()} grad norm {float(grad_norm).hex()}", flush=True)
+            # Nine digits tell each float32 from all others: runs can be compared bit for bit.
+            print(f"step {step} loss {loss:.9g} grad norm {float(grad_norm):.9g}", flush=True)
 
+    print(f"rank {torch.distributed.get_rank()} is process {os.getpid()}", flush=True)
     protection.run_steps(one_step, args.iters, go_back)  # (ttp) in place of `for step in range(...)`
     torch.distributed.destroy_process_group()
 

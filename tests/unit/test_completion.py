@@ -70,5 +70,5 @@ def test_zsh_takes_it(tmp_path: Path) -> None:
 
 def test_shtab_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
-    with pytest.raises(ConfigError, match=r"pip install 'ttp-adaptor\[ops\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[ops\]'"):
         completion.script("bash", cli.parser_of(ttp._add))

@@ -195,3 +195,12 @@ def test_the_memory_of_usual_layouts() -> None:
         assert figures.split(" | ") == [f"{one:.1f}" for one in wanted]
     costs = (ROOT / "docs/costs.md").read_text()
     assert all(formula in costs for formula in ("12·N/d", "16·N/d", "24·N/d"))
+
+
+def test_nothing_tells_a_user_to_install_the_adaptor_from_an_index() -> None:
+    """The adaptor is on no index, and anybody may register its name there."""
+    by_name = r"(^|[^/\w])(ttp-adaptor\[|(install|add)( -[^ ]+)* +['\"]?(ttp-)?adaptor([^/\w]|$))"
+    files = [":!pyproject.toml", ":!tests/unit/test_docs.py"]
+    search = ["git", "grep", "-nIPi", by_name, "--", *files]
+    hits = subprocess.run(search, cwd=ROOT, capture_output=True, text=True)
+    assert (hits.returncode, hits.stdout) == (1, "")

@@ -652,9 +652,7 @@ def test_without_botocore_nothing_is_begun(url: str, server: str, monkeypatch: p
         monkeypatch.setenv(name, value)
     monkeypatch.setitem(sys.modules, "botocore", None)
     open_store(url, server)  # to read
-    with pytest.raises(
-        StoreError, match=r"uploads to s3:// need the package botocore, too: pip install 'ttp-"
-    ):
+    with pytest.raises(StoreError, match=r"uploads to s3:// need the package botocore, too: run pip install"):
         open_store(url, server, make=True)
 
 

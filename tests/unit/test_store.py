@@ -511,7 +511,7 @@ def test_a_store_without_its_package_is_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "pip install 'ttp-adaptor[store]'" in done.stderr
+    assert "pip install '.[store]' in the folder of the adaptor's sources" in done.stderr
 
 
 def test_ttp_has_the_same_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,7 +226,8 @@ def test_another_distribution_of_the_same_import_name(launcher: Launcher) -> Non
     (line,) = (line for line in ended.log.splitlines() if "distribution" in line)
     assert line == (
         "[ttp] the distribution adaptor 0.2.5 is installed, which has the import name of ttp-adaptor: each"
-        " overwrites files of the other; uninstall both, then install ttp-adaptor again"
+        " overwrites files of the other; uninstall both, then install the adaptor again: pip install . in the"
+        " folder of its sources"
     )
     replaced = launcher.run(*TWO, script, before=f"{before}; import adaptor; del adaptor.enable")
     assert (replaced.code, len(replaced.log.splitlines())) == (2, 1)
