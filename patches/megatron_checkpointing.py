@@ -7,6 +7,7 @@ An asynchronous save has its name when the framework finds that every rank has w
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +128,17 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     if load_arg == "load" and given.load:
         _require_sizes(given)
     load = getattr(given, load_arg)
-    if adapter_base.is_filtered(given):
+    is_filtered = adapter_base.is_filtered(given)
+    if is_filtered:
         adapter_base.settle(Path(load), Path(given.save))
+    scheduler = args[2] if len(args) > 2 else kwargs.get("opt_param_scheduler")
+    all_of_it = megatron_restart.load_what_is_saved(given, scheduler)
+    chosen = context.part(ChosenStep).loading(given, None if is_filtered else load)
+    with chosen, all_of_it if load_arg == "load" else nullcontext():
         loaded = wrapped(*args, **kwargs)
+    if is_filtered:
         adapter_base.require_added()
-        return loaded
-    with context.part(ChosenStep).loading(given, load):
-        return wrapped(*args, **kwargs)
+    return loaded
 
 
 @checkpointing.patch(
@@ -189,9 +194,11 @@ def _write_host_copies(args: Any, kwargs: Any) -> None:
 
 @checkpointing.patch(
     "megatron.training.checkpointing:_load_base_checkpoint",
-    why="a checkpoint that has adapters alone is loaded together with the base that it names",
+    why="adapters are loaded with the base that they name, and a save without optimizer without one",
     accepts="(load_dir, ...)",
-    optional=True,  # only with LoRA, and then missed where it is not there
+    optional=True,  # only with LoRA and --no-save-optim, and then missed where it is not there
 )
-def adapters_are_loaded_with_their_base(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return adapter_base.load_with_base(wrapped, args, kwargs)
+def incomplete_checkpoints_are_loaded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    loaded = adapter_base.load_with_base(wrapped, args, kwargs)
+    megatron_restart.accept_what_is_missing(loaded[0])
+    return loaded

@@ -178,6 +178,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     _require_protected(get_args())  # a checkpoint or a yaml file may have changed them
     folder.require_no_later_step(get_args().save, get_args().iteration)
     megatron_nodes.count_iterations(get_args())
+    megatron_restart.tell_of_last_words(get_args())
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     state = (given["model"], given["optimizer"], given["opt_param_scheduler"])

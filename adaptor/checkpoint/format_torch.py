@@ -44,7 +44,7 @@ class TorchFormat:
             for world, (optimizer, _, saved) in zip(gathered, state.chained, strict=True)
         ]
         archives: dict[str, Any] = {}
-        if any(world is not None for world in stored) and state.saves("optim"):
+        if any(world is not None for world in stored):
             archives[f"{state.folder}/{OPTIMIZER_FILE}"] = stored[0] if len(stored) == 1 else stored
         archives[f"{state.folder}/{MODEL_FILE}"] = body
         return archives

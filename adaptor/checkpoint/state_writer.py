@@ -37,6 +37,7 @@ from adaptor.checkpoint.training_state import (
 )
 from adaptor.checkpoint.weights import Weights
 from adaptor.errors import CheckpointError
+from adaptor.protocol import start_options
 from adaptor.protocol.file_entry import FileEntry
 
 
@@ -308,16 +309,14 @@ def _body(
             for key, saved in model.items()
         }
     body.update(model)
-    if state.saves("optim"):
-        if not shards.is_stub(state.optimizer):
-            states = _optimizers_of(state, record, exchange)
-            body["optimizer"] = _format(state).optimizer(state, model, states, gathered)
-        if record.scheduler is not None:
-            body["opt_param_scheduler"] = dict(record.scheduler)
+    if not shards.is_stub(state.optimizer):
+        states = _optimizers_of(state, record, exchange)
+        body["optimizer"] = _format(state).optimizer(state, model, states, gathered)
+    if record.scheduler is not None:
+        body["opt_param_scheduler"] = dict(record.scheduler)
     if record.rerun is not None:
         body["rerun_state_machine"] = dict(record.rerun) or None
-    if state.saves("rng"):
-        body["rng_state"] = _format(state).rng([dict(states) for states in record.rng])
+    body["rng_state"] = _format(state).rng([dict(states) for states in record.rng])
     if FLOPS in record.counters:
         body[FLOPS] = record.counters[FLOPS]
     body.update(state.extra)
@@ -342,6 +341,9 @@ def _args_of(state: TrainingState, record: StepRecord) -> Any:
         args.curr_iteration = record.step - 1
     for name, value in state.args_overrides.items():
         setattr(args, name, value)
+    for name in start_options.LEFT_OUT:  # of regular saves; a loader looks for what these say was saved
+        if getattr(args, name, None):
+            setattr(args, name, None)
     return args
 
 

@@ -142,10 +142,6 @@ class TrainingState:
         """The saved buffers of the model."""
         return Buffers(self.model)
 
-    def saves(self, what: str) -> bool:
-        """Tell whether the framework was asked to save `what`: `optim` or `rng`."""
-        return not getattr(self.args, f"no_save_{what}", False)
-
 
 def unwrapped(chunk: Any) -> Any:
     """Return a model chunk without the framework's wrappers (DDP, Float16Module)."""

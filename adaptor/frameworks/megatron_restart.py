@@ -13,7 +13,7 @@ from adaptor.checkpoint import tracker
 from adaptor.context import Context
 from adaptor.protocol.environment import Generation, Nodes
 from adaptor.protocol.naming import TRACKER
-from adaptor.protocol.start_options import START_ONLY
+from adaptor.protocol.start_options import LEFT_OUT, START_ONLY
 
 
 def resume_after_restart(args: Any) -> None:
@@ -167,6 +167,76 @@ class ChosenStep:
     def instead_of(self, file: str) -> int | None:
         """Return the chosen step where `file` is the tracker of the folder that is loaded from."""
         return self._trackers.get(Path(file))
+
+
+class _Loading:
+    """A load of the framework, a part of the context.
+
+    Attributes:
+        args: of the framework, while its `load_checkpoint` is running; else None
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.args: Any = None
+
+
+@contextlib.contextmanager
+def load_what_is_saved(args: Any, scheduler: Any) -> Iterator[None]:
+    """Let the framework load all of a checkpoint, also of last words in a job whose regular saves have less.
+
+    The framework expects no optimizer in a checkpoint where --no-save-optim is given.
+
+    Args:
+        args: of the framework; within, what is left out of saves is not left out of loads.
+        scheduler: of the optimizer, or None; it begins at the step of a checkpoint that lacks its state.
+    """
+    loading = context.part(_Loading)
+    names = [name for name in (*LEFT_OUT, *LEFT_OUT.values()) if hasattr(args, name)]
+    given = {name: getattr(args, name) for name in names}
+    loading.args = args
+    try:
+        for name in LEFT_OUT:
+            if given.get(name):
+                setattr(args, name, None)
+        yield
+        if scheduler is not None and getattr(args, "no_load_optim", None) and not given["no_load_optim"]:
+            scheduler.step(args.consumed_train_samples - scheduler.num_steps)
+    finally:
+        loading.args = None
+        for name, value in given.items():
+            setattr(args, name, value)
+
+
+def accept_what_is_missing(saved: Any) -> None:
+    """Let a restarted job load a regular save without the state that the job leaves out of them.
+
+    Args:
+        saved: what the framework has read of the checkpoint, or None.
+    """
+    args = context.part(_Loading).args
+    if args is None or not context.part(Generation).is_restart or not saved:
+        return
+    missing = [name for name in LEFT_OUT if getattr(saved.get("args"), name, None)]
+    for name in missing:
+        setattr(args, LEFT_OUT[name], True)
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        step = saved.get("iteration", "the newest")
+        _say_once(
+            args,
+            f"the save of step {step} was made with {flags}: the job goes on from it without that state, and"
+            " so not bitwise; last words would have it",
+        )
+
+
+def tell_of_last_words(args: Any) -> None:
+    """Say at the first start what last words have that the regular saves of the job do not."""
+    if not context.part(Generation).is_restart and getattr(args, "no_save_optim", None):
+        _say_once(
+            args,
+            "--no-save-optim: last words have the optimizer's state all the same, with Adam 12 bytes for each"
+            " parameter more than a regular save",
+        )
 
 
 class _Said:

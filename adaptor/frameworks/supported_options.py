@@ -32,8 +32,6 @@ ALLOWED_VALUES: Values = (
     ("fp4", (None,), "fp4"),
     ("optimizer", ("adam", "sgd"), "an optimizer other than adam and sgd"),
     ("non_persistent_save_interval", (None,), "non-persistent checkpoints"),
-    ("no_save_optim", (False, None), "--no-save-optim, without which nothing can go on from a checkpoint,"),
-    ("no_save_rng", (False, None), "--no-save-rng, without which nothing can go on bitwise,"),
     ("inprocess_restart", (False, None), "a second start of training in the same process"),
     ("perform_rl_step", (False, None), "reinforcement learning, which moves weights between two steps,"),
     ("vision_pretraining_type", ("classify", "inpaint"), "DINO, whose teacher changes after the update,"),

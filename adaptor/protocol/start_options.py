@@ -1,8 +1,9 @@
-"""The frameworks' options that say how a run begins from a checkpoint, not how it goes on from one."""
+"""The frameworks' options that say what a run takes from a checkpoint, or leaves out of it."""
 
 from __future__ import annotations
 
-# By their names in the parsed arguments, with the values of those that are not given.
+# Options that say how a run begins from a checkpoint, not how it goes on from one: by their names in the
+# parsed arguments, with the values of those that are not given.
 START_ONLY: dict[str, bool | None] = {
     "finetune": False,
     "no_load_optim": None,
@@ -16,3 +17,6 @@ START_ONLY: dict[str, bool | None] = {
     "lora_load": None,
     "enable_hf2mg_convert": False,
 }
+
+# Options that leave something out of regular saves, and those with which a checkpoint without it is loaded.
+LEFT_OUT = {"no_save_optim": "no_load_optim", "no_save_rng": "no_load_rng"}

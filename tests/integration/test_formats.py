@@ -63,6 +63,45 @@ def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
     assert min(spent[use] for use in ("data", "save", "other", "startup", "load", "recovery")) > 0
 
 
+LESS = ("--no-save-optim", "--no-save-rng")
+
+
+def test_last_words_have_more_than_regular_saves(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The last words are what the framework saves without these options, and the job goes on bitwise."""
+    job = Job(
+        tmp_path / "job",
+        DIST,
+        save=tmp_path / "save",
+        save_interval=4,
+        restarts=1,
+        arguments=LESS,
+        faults=["rank=1,step=7,phase=backward,kind=sigkill"],
+    )
+    ended = scenario.restarts(job, baseline_of(DIST), saved={6})
+    assert ended.log.count("[ttp] --no-save-optim: last words have the optimizer's state all the same") == 1
+
+
+def test_a_restart_from_a_save_without_optimizer(tmp_path: Path) -> None:
+    """Nobody is left to save the newest step: the job goes on from the regular save."""
+    faults = [f"rank={rank},step=7,phase=backward,kind=sigkill" for rank in (0, 1)]
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        save_interval=4,
+        restarts=1,
+        arguments=LESS,
+        faults=faults,
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    line = "[ttp] the save of step 4 was made with --no-save-optim, --no-save-rng: the job goes on from it"
+    assert ended.log.count(line) == 1
+    assert outcome.steps_in(job.save) == [4, ITERATIONS]
+    rates = re.findall(r"iteration +(5|6)/.*learning rate: (\S+) ", ended.log)
+    assert (len(rates), len(set(rates))) == (4, 2), "both times, the scheduler goes on from step 4"
+
+
 def test_saves_after_an_online_recovery(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """A new process makes its first save where the others have made some: all communicate alike."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill"]

@@ -14,8 +14,8 @@ from tests.patches.conftest import Run
 ROOT = Path(__file__).parents[2]
 COMMAND = str(ROOT / "benchmarks" / "recipes.py")
 PUBLISHED = ROOT.parent / "shared" / "recipes" / "recipes.jsonl"
-# The largest share, in per cent, of published recipes in a class that says that something is missing.
-LARGEST = {"refused": 32, "experts on one rank alone": 8, "every fault restarts all": 46}
+# The share of published recipes in a class, in per cent: the largest, and the smallest.
+SHARES = {"refused": (0, 26), "experts on one rank alone": (0, 8), "and online recovery": (9, 100)}
 
 
 def recipe(*args: str, framework: str = "megatron-lm", version: str = "0.20.0", world: int = 4) -> str:
@@ -70,9 +70,9 @@ def test_published_recipes(python: Run) -> None:
     """No more of them than before are refused, or lack something."""
     done = python(COMMAND, str(PUBLISHED), env=environment())
     assert done.returncode == 0, done.stderr
-    for words, largest in LARGEST.items():
+    for words, (smallest, largest) in SHARES.items():
         (share,) = re.findall(rf"\| [^|]*{words}[^|]*\|[^|]*\| (\d+) % ", done.stdout)
-        assert int(share) <= largest, done.stdout
+        assert smallest <= int(share) <= largest, done.stdout
 
 
 def test_a_list_that_cannot_be_read(python: Run, tmp_path: Path) -> None:

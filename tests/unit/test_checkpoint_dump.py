@@ -310,12 +310,16 @@ def test_a_library_user_has_no_args_and_may_add_entries(tmp_path: Path) -> None:
     assert body["iteration"] == 12
 
 
-def test_what_the_framework_would_not_save_is_left_out(tmp_path: Path) -> None:
+def test_last_words_have_all_that_regular_saves_leave_out(tmp_path: Path) -> None:
+    """And their arguments say so: a loader looks there."""
     args = types.SimpleNamespace(no_save_optim=True, no_save_rng=True)
     written = _alone(Rank(0, 1), tmp_path, args=args)
-    assert [entry.path for entry in written.files] == ["mp_rank_00/model_optim_rng.pt"]
+    files = ["mp_rank_00/model_optim_rng.pt", "mp_rank_00/distrib_optim.pt"]
+    assert sorted(entry.path for entry in written.files) == sorted(files)
     body = load(tmp_path / "mp_rank_00/model_optim_rng.pt")
-    assert not {"optimizer", "opt_param_scheduler", "rng_state"} & set(body)
+    assert {"optimizer", "opt_param_scheduler", "rng_state"} <= set(body)
+    assert (body["args"].no_save_optim, body["args"].no_save_rng) == (None, None)
+    assert (args.no_save_optim, args.no_save_rng) == (True, True)
 
 
 @pytest.mark.parametrize(("rerun", "saved"), [({"mode": "disabled"},) * 2, ({}, None)])

@@ -33,8 +33,6 @@ PROTECTED = {
     "overlap_param_gather": False,
     "async_save": None,
     "non_persistent_save_interval": None,
-    "no_save_optim": None,
-    "no_save_rng": None,
     "ckpt_format": "torch",
     "inprocess_restart": False,
     "perform_rl_step": False,
@@ -57,8 +55,6 @@ REFUSED = [
     ("fp4", "e2m1"),
     ("optimizer", "muon"),
     ("non_persistent_save_interval", 100),
-    ("no_save_optim", True),
-    ("no_save_rng", True),
     ("ckpt_format", "zarr"),
     ("inprocess_restart", True),
     ("perform_rl_step", True),
@@ -100,7 +96,7 @@ def test_a_second_system_that_saves_the_job(switch: str, words: str) -> None:
 def test_what_is_protected_is_accepted() -> None:
     supported_options.require_protected(args())
     supported_options.require_protected(args(ckpt_format="torch_dist", tensor_model_parallel_size=2))
-    supported_options.require_protected(args(async_save=False, no_save_rng=False))
+    supported_options.require_protected(args(async_save=False, no_save_optim=True, no_save_rng=True))
     supported_options.require_protected(args(pipeline_model_parallel_size=2, sequence_parallel=True))
 
 
