@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptor.errors import StepError, UnsupportedError
+from adaptor.protocol.messages import ScriptStage
 from adaptor.worker.session import Session
 
 if TYPE_CHECKING:
@@ -61,11 +62,13 @@ class Protection:
         self._has_run = True
         if self._recovery is not None and self._session is not None:
             self._recovery.run(one_step, _whole_number(last), go_back)
-            return
-        for number in range(self._done + 1, _whole_number(last) + 1):
-            with self.step(number):
-                if one_step(number) is False:
-                    return
+        else:
+            for number in range(self._done + 1, _whole_number(last) + 1):
+                with self.step(number):
+                    if one_step(number) is False:
+                        break
+        if self._session is not None:
+            self._session.board.reach(ScriptStage.TRAINED)
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -128,10 +131,12 @@ class Protection:
     def end_training(self) -> None:
         """The training loop is over: what comes, as a last evaluation or save, may take any time.
 
-        Where a process fails after that, the last step is saved as ever.
+        If a process dies after that, the last step is saved, and all ranks start again. After an exception
+        the last step is saved, and the job ends.
         """
         if self._session is not None:
             self._session.end_training()
+            self._session.board.reach(ScriptStage.TRAINED)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Mark a phase that takes a time of its own: `with protection.phase("evaluation"):`.

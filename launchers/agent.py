@@ -358,6 +358,10 @@ class SurvivorsAgent(LocalElasticAgent):
             self._ends = self._remaining_restarts <= 0
             if self._ends:
                 self._control.mark_leaving()
+        if verdict.exit_code == 0:
+            say(verdict.line)
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
         return RunResult(state=WorkerState.FAILED, failures=self._failures(worker_group, verdict))
 
     def _may_have_copies(self, verdict: Verdict) -> bool:

@@ -22,6 +22,7 @@ from adaptor.frameworks import (
 from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import inner_optimizers
+from adaptor.protocol.messages import ScriptStage
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
 from adaptor.worker.incident_marks import IncidentMarks
@@ -151,6 +152,18 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
         trained = megatron_online.train(wrapped, args, kwargs, begins)
     runtime.get().session.end_training()
     return trained
+
+
+@training.patch(
+    "megatron.training.training:pretrain",
+    why="behind it the last evaluation and the last save are done, and no death costs a step",
+    accepts="(...)",
+    optional=True,
+)
+def training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    runtime.get().session.board.reach(ScriptStage.FINISHED)
+    return result
 
 
 def attach_copier() -> None:

@@ -83,6 +83,17 @@ def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: An
 
 
 @llm.patch(
+    "mindspeed_llm.training.training:pretrain",
+    why="behind it the last evaluation and the last save are done, and no death costs a step",
+    accepts="(...)",
+    optional=True,
+    unless_imported=True,
+)
+def its_training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return megatron_training.training_is_finished(wrapped, instance, args, kwargs)
+
+
+@llm.patch(
     "mindspeed_llm.training.training:training_log",
     why="ranks that write logs may hang while the others wait for them; incidents are marked in the logs",
     accepts="(...)",

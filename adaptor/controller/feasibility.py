@@ -82,6 +82,8 @@ class Feasibility:
             raise CannotRegroupError(reason)
         if failures.ended:
             raise CannotRegroupError(f"the script of rank {min(failures.ended)} had come to its end")
+        if trained := [rank for rank, board in self.state.boards.items() if board.stage]:
+            raise CannotRegroupError(f"the training loop of rank {min(trained)} had come to its end")
         if self.recoveries.count >= MAX_RECOVERED:
             raise CannotRegroupError(f"{MAX_RECOVERED} faults were recovered online since the last start")
         for rank, layout in membership.layouts.items():

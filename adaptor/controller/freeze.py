@@ -15,9 +15,10 @@ import msgspec
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.membership import Membership
 from adaptor.controller.plan import may_have_begun
-from adaptor.protocol.messages import BoardRecord, Phase
+from adaptor.protocol.messages import BoardRecord, Phase, ScriptStage
 
 # A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
+# Ranks that finish together differ by less.
 LAYOUT_WAIT_S = 2.0
 # How long a rank that others can do without has for its answer when the job is told to end: time is short.
 ANSWER_S = 5.0
@@ -66,6 +67,23 @@ class FreezeState:
     def waits(self) -> bool:
         """Return True while no rank has been asked, because layouts are waited for."""
         return self._explained_by > 0
+
+    @property
+    def stage(self) -> int:
+        """Return the stage that the scripts of all ranks have reached, dead ranks included."""
+        boards = {**self._membership.boards, **self._state.boards}
+        if not self.knows_all or len(boards) < self._membership.world_size:
+            return ScriptStage.TRAINING
+        return min(board.stage for board in boards.values())
+
+    @property
+    def dead_had_finished(self) -> bool:
+        """Return whether the scripts of all ranks that have died had finished."""
+        membership = self._membership
+        boards = [membership.boards.get(rank) for rank in (*membership.dead, *membership.dying)]
+        return bool(boards) and all(
+            board is not None and board.stage == ScriptStage.FINISHED for board in boards
+        )
 
     @property
     def never_begun(self) -> bool:

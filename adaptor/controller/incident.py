@@ -36,7 +36,7 @@ from adaptor.controller.publish_target import PublishTarget
 from adaptor.controller.reassignment import STUCK_S, Reassignment
 from adaptor.controller.regrouping import Regrouping
 from adaptor.controller.saving import STAGES, Saving
-from adaptor.controller.step_choice import NEVER_BEGUN, choose
+from adaptor.controller.step_choice import FINISHED, NEVER_BEGUN, choose
 from adaptor.protocol.messages import BoardRecord, Joined, Phase, PlacesFilled, RegroupFailed
 
 
@@ -124,7 +124,12 @@ class Incident:
         Where training has only just begun, another node's word of it may still be on its way.
         """
         if self.freeze_state.knows_all:
-            return self._freeze()
+            has_other_cause = self._failures.asked or self._hangs or not by_death
+            if has_other_cause or not self.freeze_state.dead_had_finished:
+                return self._freeze()
+            # Other ranks leave their last collective at the same time, and are asked when they have finished.
+            self.freeze_state.wait()
+            return self._freeze_where_nobody_lives()
         if by_death and self.freeze_state.never_begun:
             return self._end(NEVER_BEGUN)
         self.freeze_state.wait()
@@ -147,6 +152,10 @@ class Incident:
     def _freeze(self) -> Orders:
         self.freeze_state.ask()
         return self.orders.freeze(self.state.nodes, stacks=self._hangs) + self._decide_when_frozen()
+
+    def _freeze_where_nobody_lives(self) -> Orders:
+        """End the wait before the freeze where no live rank is left to ask."""
+        return self._freeze() if self.freeze_state.knows_all and not self.state.nodes else []
 
     def on_hello(self, rank: int, node: int) -> Orders:
         """A rank that was not known to be there when others were asked to freeze."""
@@ -179,7 +188,9 @@ class Incident:
         for rank in ranks:
             self.state.leave(rank)
         if self._waits:
-            return self._end(NEVER_BEGUN) if self.freeze_state.never_begun else []
+            if self.freeze_state.never_begun:
+                return self._end(NEVER_BEGUN)
+            return self._freeze_where_nobody_lives()
         if self.state.stage is Stage.FREEZING:
             return self._decide_when_frozen()
         orders = self.saving.on_deaths(ranks)
@@ -327,7 +338,7 @@ class Incident:
         return orders
 
     def _end(self, outcome: IncidentOutcome) -> Orders:
-        if outcome.kind != "saved" and outcome != NEVER_BEGUN and self.finding.may_find:
+        if outcome.kind != "saved" and outcome not in (NEVER_BEGUN, FINISHED) and self.finding.may_find:
             self.state.move(Stage.FINDING)
             self.finding.otherwise = outcome
             self.target.number += 1

@@ -7,7 +7,9 @@ from adaptor.controller.freeze import FreezeState
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.outcome import IncidentOutcome, cannot_be_read, do_not_answer
 from adaptor.controller.plan import NoPlan, Plan
+from adaptor.protocol.messages import ScriptStage
 
+FINISHED = IncidentOutcome("nothing", -1, "the training was over")
 NEVER_BEGUN = IncidentOutcome("nothing", -1, "no step has finished: training had not begun on every rank")
 
 
@@ -22,6 +24,8 @@ def choose(state: IncidentState, freeze_state: FreezeState, writing: Writing) ->
             return NEVER_BEGUN
         who = ", ".join(map(str, freeze_state.unknown))
         return IncidentOutcome("lost", -1, f"what rank {who} held is not known: its message was lost")
+    if freeze_state.stage == ScriptStage.FINISHED:
+        return FINISHED
     decision = writing.decide(state.boards)
     if isinstance(decision, NoPlan):
         if state.boards and freeze_state.newest_begun <= origin:

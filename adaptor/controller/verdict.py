@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from adaptor.controller.failures import Cause, Failures
 from adaptor.controller.incident import Incident
 from adaptor.controller.membership import Membership
-from adaptor.controller.outcome import IncidentOutcome, Orders
+from adaptor.controller.outcome import Orders
+from adaptor.controller.step_choice import FINISHED
 from adaptor.protocol.messages import (
     Addressed,
     BoardRecord,
@@ -16,6 +17,7 @@ from adaptor.protocol.messages import (
     Phase,
     Proceed,
     Recovered,
+    ScriptStage,
     Verdict,
 )
 
@@ -29,7 +31,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
     cause = failures.first(incident.state.silent)
     if outcome.kind == "lost" and cause.rank in failures.ended and not failures.hang_s:
         # Others have ended well before, and their states with them; but who hangs is in the middle.
-        outcome = IncidentOutcome("nothing", -1, "the training was over")
+        outcome = FINISHED
     match outcome.kind:
         case "saved":
             kept = outcome.reason or "no finished step is lost"
@@ -44,7 +46,13 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
             line += f"; {membership.advice}" if outcome.unheld else ""
     if incident.regrouping.why_not and not failures.asked:
         line += f"; not recovered online: {incident.regrouping.why_not}"
-    mistake = cause.mistake and outcome.kind == "nothing"
+    stop, exit_code = "", cause.exit_code
+    if cause.mistake and outcome.kind == "nothing":
+        stop = "another start would fail in the same way"
+    elif _is_trained(incident, cause, outcome.kind):
+        stop = "nothing is left to train"
+        if cause.kind in ("signal", "exit"):
+            exit_code = max(0, cause.status or 0)
     newest = incident.freeze_state.newest_told if outcome.kind == "lost" else outcome.step
     return Verdict(
         incident=incident.number,
@@ -52,14 +60,28 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
         step=outcome.step,
         line=f"{cause.words}; {line}",
         cause_rank=cause.rank,
-        exit_code=cause.exit_code,
+        exit_code=exit_code,
         save=membership.save,
         leaves=tuple(sorted(failures.leaving | ({0} & failures.lost.keys()))),
         lost=tuple(sorted(failures.lost.keys() & membership.lost)),
         fault=_fault(cause, failures, membership, incident.state.boards),
         newest=newest,
-        stop="another start would fail in the same way" if mistake else "",
+        stop=stop,
     )
+
+
+def _is_trained(incident: Incident, cause: Cause, outcome: str) -> bool:
+    """Return whether all ranks have trained to the end, so that another start would train nothing.
+
+    Behind a training loop of one's own the script still evaluates and saves. An exception in that comes
+    again; a process that was killed there is started again.
+    """
+    if outcome == "lost":
+        return False
+    if incident.freeze_state.stage == ScriptStage.TRAINED:
+        return cause.kind == "exception"
+    is_finished = incident.freeze_state.stage == ScriptStage.FINISHED
+    return is_finished and cause.kind in ("exception", "signal", "exit")
 
 
 def recovered_of(incident: Incident, failures: Failures, membership: Membership) -> Recovered:

@@ -20,13 +20,13 @@ from collections.abc import Sequence
 from adaptor import descriptors
 from adaptor.protocol.lifeline import SIZE as LIFELINE_SIZE
 from adaptor.protocol.lifeline import Lifeline
-from adaptor.protocol.messages import BoardRecord, Phase
+from adaptor.protocol.messages import BoardRecord, Phase, ScriptStage
 
 SLOT = 4096  # a page each, so that a worker maps its own alone
 # The sequence number is written through a view of 64-bit integers, at once. struct.pack_into clears its
 # target first: a writer that is put off its core in between would show a number that it never had.
 _SEQUENCE_BYTES = 8
-_RECORD = struct.Struct("<qqqqqqqqdddq256s")
+_RECORD = struct.Struct("<qqqqqqqqdddqq256s")
 # What the main thread spends its time on, as far as it tells: finished steps, and what it is not in steps
 # for; "other" are phases of other names.
 USES = ("steps", "data", "evaluation", "save", "load", "other")
@@ -86,7 +86,7 @@ class BoardMemory:
         if sequence == 0:
             return BoardRecord(rank=rank)
         rank, pid, phase, oldest, finished, ahead, inside, progress, *rest = fields
-        grad_norm, slowest, usual, turns, error = rest
+        grad_norm, slowest, usual, turns, stage, error = rest
         text = error.rstrip(b"\0").decode("utf-8", "replace")
         return BoardRecord(
             rank=rank,
@@ -102,6 +102,7 @@ class BoardMemory:
             slowest=slowest,
             usual=usual,
             turns=turns,
+            stage=stage,
         )
 
     def newest_step(self) -> int:
@@ -158,6 +159,7 @@ class Board:
         self.turns = 0
         self.progress = 0
         self.grad_norm = 0.0
+        self.stage = ScriptStage.TRAINING
         self._error = b""
         self._sequence = 0
         self._writing = threading.Lock()  # a dump counts its progress beside the main thread
@@ -195,6 +197,7 @@ class Board:
                 self.slowest,
                 self.usual,
                 self.turns,
+                self.stage,
                 self._error,
             )
             self._sequence_there[0] = self._sequence
@@ -231,6 +234,7 @@ class Board:
         """Say that the training state is that of step `origin`."""
         self.oldest = self.live = self.finished = self.ahead = origin
         self.phase = Phase.RUNNING
+        self.stage = ScriptStage.TRAINING
         self.write()
 
     def go_back(self, step: int) -> None:
@@ -241,6 +245,7 @@ class Board:
     def enter(self, step: int) -> None:
         """Say that `step` begins."""
         self.inside = step
+        self.stage = ScriptStage.TRAINING  # also where the script has told before that its loop was over
         self.write()
 
     def leave(self, slowest: float) -> None:
@@ -306,9 +311,15 @@ class Board:
         self.progress += amount
         self.write()
 
+    def reach(self, stage: ScriptStage) -> None:
+        """Say that the script has come to `stage`."""
+        self.stage = stage
+        self.write()
+
     def end(self) -> None:
         """Say that the script has come to its end, so that the end of this process is no fault."""
         self.phase = Phase.ENDED
+        self.stage = ScriptStage.FINISHED
         self.write()
 
     def fail(self, error: str) -> None:
@@ -331,4 +342,5 @@ class Board:
             self.slowest,
             self.usual,
             self.turns,
+            self.stage,
         )

@@ -28,6 +28,7 @@ def main() -> None:
     sys.argv = [given.script, *given.arguments]
     sys.path[0] = str(Path(given.script).resolve().parent)
     runpy.run_path(given.script, run_name="__main__")
+    armed_faults.injector.reach("finished")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Without a fault the adaptor changes nothing: neither the training nor what the framework saves."""
+"""Without a fault in its training the adaptor changes nothing, and neither does a fault behind it."""
 
 from __future__ import annotations
 
@@ -39,3 +39,19 @@ def test_no_fault(layout: Layout, options: tuple[str, ...], tmp_path: Path, base
     for step in (4, ITERATIONS):
         name = f"iter_{step:07d}"
         assert differences(save / name, baseline.checkpoints / name) == []
+
+
+def test_a_death_behind_the_training_starts_nothing_again(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        save=tmp_path / "save",
+        save_interval=4,
+        restarts=1,
+        faults=["rank=1,phase=finished,kind=sigsegv"],
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    outcome.assert_saved(tmp_path / "save", ITERATIONS)
+    assert ended.said[-2] == "[ttp] rank 1 was ended by SIGSEGV; nothing to save: the training was over"
+    assert ended.last_line.split("; ")[0].endswith(" 1 incident, 0 steps lost"), ended.last_line

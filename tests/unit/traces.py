@@ -95,6 +95,7 @@ from adaptor.protocol.messages import (
     Renamed,
     Replace,
     ReplayComplete,
+    ScriptStage,
     Share,
     Standing,
     TerminationRequested,
@@ -211,7 +212,7 @@ class Trace:
         match name:
             case "died":
                 phase = Phase.ENDED if "ended" in words else Phase.STARTING
-                return Died(rank, int(words[1]), 0.0, BoardRecord(rank, phase=phase))
+                return Died(rank, int(words[1]), 0.0, BoardRecord(rank, phase=phase, stage=_stage(words)))
             case "told":
                 return TerminationRequested(rank, "SIGTERM")
             case "leave":
@@ -219,7 +220,7 @@ class Trace:
             case "nodes-wait":
                 return NodesWaiting(rank, int(words[1]))
             case "dying":
-                return Dying(rank, 0.0, BoardRecord(rank))
+                return Dying(rank, 0.0, BoardRecord(rank, stage=_stage(words)))
             case "raised":
                 return Raised(rank, text, int(settings.get("code", 1)))
             case "refused":
@@ -272,7 +273,8 @@ class Trace:
                 way = bytes(words[4].zfill(3), "ascii") if words[4:] else b""
                 where = f"wait (script.py:{words[4] if words[4:] else rank})"
                 standing = Standing(words[3] == "waits", where, b"main" + way) if words[3:] else None
-                return Frozen(rank, number, board(rank, words[1], int(words[2]), self._copies), standing)
+                there = board(rank, words[1], int(words[2]), self._copies)
+                return Frozen(rank, number, msgspec.structs.replace(there, stage=_stage(words)), standing)
             case "still":
                 inside, between = int(settings.get("inside", 6)), int(settings.get("between", -1))
                 return NodeStalled(rank, float(words[1]), inside, between)
@@ -303,6 +305,12 @@ class Trace:
                 which = int(settings.get("number", incident.target.number if incident else 0))
                 return PublishFailed(self._asked(settings), number, " ".join(words), which)
         raise ValueError(f"no such line: {name}")
+
+
+def _stage(words: list[str]) -> ScriptStage:
+    if "finished" in words or "ended" in words:
+        return ScriptStage.FINISHED
+    return ScriptStage.TRAINED if "trained" in words else ScriptStage.TRAINING
 
 
 def _lines(orders: Orders) -> Iterator[str]:

@@ -20,6 +20,14 @@ class Phase(IntEnum):
     UNREADABLE = 6  # its device has failed, or does not answer: nothing can be read from it
 
 
+class ScriptStage(IntEnum):
+    """The stage of a rank's script; a rank in any stage still holds its training state."""
+
+    TRAINING = 0  # the script trains, or does something before or between its steps
+    TRAINED = 1  # its training loop is over; the script may still evaluate and save
+    FINISHED = 2  # training, last evaluation and last save are done: a death costs nothing any more
+
+
 # No job has as many ranks, nodes or shards; who says so would have the controller count for hours.
 _MANY = 1 << 20
 # The bounds are those of what comes over a connection, where a message outside of them is refused.
@@ -28,6 +36,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=_MANY)]
 # The status of a process that has ended: its exit code, or minus the signal.
 Status = Annotated[int, msgspec.Meta(ge=-128, le=255)]
 PhaseNumber = Annotated[int, msgspec.Meta(ge=0, le=int(max(Phase)))]
+StageNumber = Annotated[int, msgspec.Meta(ge=0, le=int(max(ScriptStage)))]
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, gc=False):
@@ -65,6 +74,7 @@ class BoardRecord(Message, frozen=True):
     slowest: float = 0.0
     usual: float = -1.0
     turns: int = 0
+    stage: StageNumber = ScriptStage.TRAINING
 
     @property
     def phase_name(self) -> str:

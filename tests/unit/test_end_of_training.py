@@ -1,0 +1,76 @@
+"""The end of a job whose training is over: what fails after that starts nothing again."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.launching import TWO, Launcher, launcher, starts, zygote
+
+__all__ = ["launcher", "zygote"]
+
+# Two ranks that hold the same shard; what a script does behind its training comes last.
+TRAINS = """
+import atexit, os, signal, sys, threading
+from pathlib import Path
+from adaptor.protocol.messages import Share, ScriptStage
+from adaptor.worker import runtime
+from tests import waiting
+from tests.unit.trainee import CountingTrainee, Loop
+
+print("start", flush=True)
+here, rank = Path.cwd(), os.environ["RANK"]
+session = runtime.get().session
+loop = Loop(session, CountingTrainee(str(here), (Share("g", 0, 1),)))
+loop.begin(0)
+for step in range(1, 4):
+    loop.step(step)
+"""
+# As behind `pretrain`: the last save is done on every rank.
+FINISHED = """
+session.end_training()
+session.board.reach(ScriptStage.FINISHED)
+(here / f"finished{rank}").touch()
+waiting.exist(here / "finished0", here / "finished1")
+"""
+
+
+@pytest.mark.parametrize(
+    ("after", "cause"),
+    [
+        ("if rank == '1': atexit.register(os.kill, os.getpid(), signal.SIGSEGV)", "SIGSEGV after its script"),
+        ("if rank == '1': os.abort()", "SIGABRT"),
+        ("if rank == '1': os._exit(0)", "exited with code 0 before its script had ended"),
+    ],
+    ids=["teardown", "last-call", "left-by-itself"],
+)
+def test_a_death_behind_a_finished_training(after: str, cause: str, launcher: Launcher) -> None:
+    ended = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + after))
+    assert (ended.code, starts(ended)) == (0, 2), ended.log
+    (line,) = [line for line in ended.log.splitlines() if line.startswith("[ttp] rank 1 ")]
+    assert cause in line
+    assert line.endswith("; nothing to save: the training was over")
+    assert "the job has come to its end, 1 incident, 0 steps lost" in ended.last_line
+
+
+def test_an_exception_behind_a_finished_training(launcher: Launcher) -> None:
+    after = "if rank == '1': sys.exit(7)\nthreading.Event().wait(600)"
+    ended = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + after))
+    assert (ended.code, starts(ended)) == (7, 2), ended.log
+    assert ended.last_line.startswith(
+        "[ttp] rank 1 raised SystemExit: 7; nothing to save: the training was over;"
+        " not started again: nothing is left to train"
+    ), ended.log
+
+
+def test_a_death_while_another_rank_still_saves(launcher: Launcher) -> None:
+    """The last save of the framework may not be whole: all ranks start again, and find what was saved."""
+    after = """
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if rank == "1":
+        session.board.reach(ScriptStage.FINISHED)
+        os.abort()
+    threading.Event().wait(600)
+"""
+    ended = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
+    assert (ended.code, starts(ended)) == (0, 4), ended.log
+    assert "rank 1 was ended by SIGABRT; step 3 is saved, no finished step is lost" in ended.log
