@@ -27,6 +27,7 @@ from adaptor.setting_values import (
     path,
     pulls,
     rate,
+    require_one_kind_of_connection,
     reshape,
     store_url,
     truth,
@@ -85,6 +86,8 @@ class Setting:
 
     Attributes:
         repeats: the flag may be given several times; the variable has its values with a line break between
+        same_on_all_nodes: it decides for the whole job: nodes with different values are refused before
+            workers start (launchers/agreement.py)
     """
 
     field: str
@@ -94,6 +97,7 @@ class Setting:
     parse: Callable[[str], object]
     help: str
     repeats: bool = False
+    same_on_all_nodes: bool = False
 
     @property
     def flag(self) -> str:
@@ -119,6 +123,7 @@ SETTINGS = (
         "a number of seconds from 10 to 3600",
         number(10, 3600, float),
         "how long an incident may last, besides the time in which the save makes progress",
+        same_on_all_nodes=True,
     ),
     Setting(
         "grace_s",
@@ -136,6 +141,7 @@ SETTINGS = (
         zero_or(number(1, 86400, float)),
         "a step that takes longer than these seconds, and longer than 3 times the slowest recent step, is a"
         " hang (the first steps of a process may take 15 times as long); 0: never",
+        same_on_all_nodes=True,
     ),
     Setting(
         "online_s",
@@ -146,6 +152,7 @@ SETTINGS = (
         "online recovery: after a fault only the failed ranks are replaced and the job goes on without a"
         " restart, where that takes no more than these seconds, and no more than half of TTP_OT; 0: all ranks"
         " are started again",
+        same_on_all_nodes=True,
     ),
     Setting(
         "spares",
@@ -164,6 +171,7 @@ SETTINGS = (
         number(0, 1000, int),
         "the job ends, with exit code 79, when the same fault comes this many times at the same step without"
         " a newer checkpoint; 0: never",
+        same_on_all_nodes=True,
     ),
     Setting(
         "port",
@@ -196,6 +204,7 @@ SETTINGS = (
         "cpu, a device of a plug-in, or nothing for the accelerator that the framework finds",
         str,
         "cpu runs the framework's torch.cuda calls on the CPU and its collectives on gloo",
+        same_on_all_nodes=True,
     ),
     Setting(
         "engine",
@@ -204,6 +213,7 @@ SETTINGS = (
         "builtin, mindio or an engine of a plug-in",
         str,
         "what notices faults and chooses what is saved; mindio: the installed mindio_ttp, see docs/mindio.md",
+        same_on_all_nodes=True,
     ),
     Setting(
         "replica",
@@ -213,6 +223,7 @@ SETTINGS = (
         one_of("auto", "split", "mirror", "none"),
         "where second copies of optimizer shards live; auto is split with an even data-parallel size, where "
         "the framework has optimizer instances, else mirror",
+        same_on_all_nodes=True,
     ),
     Setting(
         "local_copy",
@@ -221,6 +232,7 @@ SETTINGS = (
         "True, 1, False or 0",
         truth,
         "True: each rank copies its optimizer state before an update, in place of a barrier of all ranks",
+        same_on_all_nodes=True,
     ),
     Setting(
         "host_copy",
@@ -230,6 +242,7 @@ SETTINGS = (
         number(0, 10**9, int),
         "every so many steps each rank copies its state to memory of its host, beside the next step; where"
         " all holders of a shard are lost, the next start goes on from the newest copy; 0: never",
+        same_on_all_nodes=True,
     ),
     Setting(
         "require_protection",
@@ -239,6 +252,7 @@ SETTINGS = (
         truth_or_auto,
         "True: a script that trains without being protected is ended; False: it is told so; auto: True in "
         "Megatron-LM's, ModelLink's and MindSpeed-LLM's scripts, False in others",
+        same_on_all_nodes=True,
     ),
     Setting(
         "provide_mindio",
@@ -248,6 +262,7 @@ SETTINGS = (
         truth,
         "True: for a script that was adapted to MindIO TTP by hand; importing mindio_ttp, which is not "
         "installed, finds the adaptor's, and no framework is patched",
+        same_on_all_nodes=True,
     ),
     Setting(
         "platform",
@@ -266,6 +281,7 @@ SETTINGS = (
         store_url,
         "the checkpoints that are saved are also sent to this object store (s3://bucket/run7, obs://, gs://, "
         "az://, file://), beside the training",
+        same_on_all_nodes=True,
     ),
     Setting(
         "store_every",
@@ -275,6 +291,7 @@ SETTINGS = (
         number(1, 10**9, int),
         "the smallest number of steps between two checkpoints that are sent to TTP_STORE; last words, and the"
         " newest one at the end of the job, are always sent",
+        same_on_all_nodes=True,
     ),
     Setting(
         "store_keep",
@@ -283,6 +300,7 @@ SETTINGS = (
         "a number from 0 to 1000000",
         number(0, 10**6, int),
         "how many checkpoints stay in TTP_STORE: older ones are removed; 0: all",
+        same_on_all_nodes=True,
     ),
     Setting(
         "store_rate",
@@ -388,6 +406,7 @@ SETTINGS = (
         new_file,
         "a file: the job builds its model and its optimizer, writes there what each rank has of them, and"
         " ends before its first step; `python -m adaptor transform --layout` reads it",
+        same_on_all_nodes=True,
     ),
     Setting(
         "batch",
@@ -398,6 +417,7 @@ SETTINGS = (
         "with --nnodes MIN:MAX: what happens if the nodes that are there cannot divide the global batch;"
         " keep: the job saves and ends; nearest: it takes the nearest size that they can divide (needs"
         " --train-samples)",
+        same_on_all_nodes=True,
     ),
     Setting(
         "reshape",
@@ -408,6 +428,7 @@ SETTINGS = (
         "a checkpoint in --save that has other tensor, pipeline or expert parallel sizes than this start is"
         " transformed first; with --nnodes MIN:MAX a model that does not fit the nodes that are there gets"
         " these sizes; auto: sizes with which a rank holds about as much as before",
+        same_on_all_nodes=True,
     ),
 )
 
@@ -431,34 +452,14 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         except ValueError:
             raise ConfigError(f"{setting.variable} is {text!r}: it must be {setting.allowed}") from None
     made = Config(**values)
-    _require_one_kind_of_connection(made)
-    if made.provide_mindio and (made.profile or made.dump):
-        name = "TTP_PROFILE" if made.profile else "TTP_DUMP"
-        raise ConfigError(
-            f"{name} is set, and TTP_PROVIDE_MINDIO is True: steps of a script that was adapted to MindIO "
-            "TTP by hand cannot be recorded; leave out one of them"
-        )
-    if made.provide_mindio and made.host_copy:
-        raise ConfigError(
-            f"TTP_HOST_COPY is {made.host_copy}, and TTP_PROVIDE_MINDIO is True: a script that was adapted "
-            "to MindIO TTP by hand loads by itself, and cannot go on from copies in host memory; leave out "
-            "one of them"
-        )
+    require_one_kind_of_connection(
+        made.tls,
+        {"TTP_TLS_CERT": made.tls_cert, "TTP_TLS_KEY": made.tls_key, "TTP_TLS_CA": made.tls_ca},
+    )
+    for name, value in {"PROFILE": made.profile, "DUMP": made.dump, "HOST_COPY": made.host_copy}.items():
+        if made.provide_mindio and value:
+            raise ConfigError(
+                f"TTP_{name} is set, and TTP_PROVIDE_MINDIO is True: a script that was adapted to MindIO TTP"
+                " by hand has neither recordings nor copies in host memory; leave out one of them"
+            )
     return made
-
-
-def _require_one_kind_of_connection(made: Config) -> None:
-    files = {"TTP_TLS_CERT": made.tls_cert, "TTP_TLS_KEY": made.tls_key, "TTP_TLS_CA": made.tls_ca}
-    given = [name for name, path in files.items() if path]
-    missing = [name for name, path in files.items() if not path]
-    if given and missing:
-        raise ConfigError(
-            f"{given[0]} is {files[given[0]]!r}, but {' and '.join(missing)} "
-            f"{'is' if len(missing) == 1 else 'are'} not set: "
-            f"TLS needs all three of {', '.join(files)}"
-        )
-    if given and made.tls == "plain":
-        raise ConfigError(
-            f"TTP_TLS is 'plain', but {given[0]} is {files[given[0]]!r}: "
-            "leave out TTP_TLS, or the certificates"
-        )

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor import endpoints
+from adaptor.errors import ConfigError
 
 
 def truth(text: str) -> bool:
@@ -158,3 +159,28 @@ def reshape(text: str) -> Reshape | None:
     if match is None:
         raise ValueError
     return Reshape(int(match[1]), int(match[2]))
+
+
+def require_one_kind_of_connection(tls: str, files: Mapping[str, str]) -> None:
+    """Refuse some of the three files of TLS, and all of them with TTP_TLS=plain.
+
+    Args:
+        tls: the value of TTP_TLS.
+        files: their variables and paths; '' where there is none.
+
+    Raises:
+        ConfigError: names the variables.
+    """
+    given = [name for name, path in files.items() if path]
+    missing = [name for name, path in files.items() if not path]
+    if given and missing:
+        raise ConfigError(
+            f"{given[0]} is {files[given[0]]!r}, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not set: "
+            f"TLS needs all three of {', '.join(files)}"
+        )
+    if given and tls == "plain":
+        raise ConfigError(
+            f"TTP_TLS is 'plain', but {given[0]} is {files[given[0]]!r}: "
+            "leave out TTP_TLS, or the certificates"
+        )

@@ -19,6 +19,7 @@ from adaptor.config import Config
 from adaptor.controller.recurrence import EXIT_NO_PROGRESS
 from adaptor.launchers import invitation
 from adaptor.launchers.account import Account, say
+from adaptor.launchers.agreement import Agreement
 from adaptor.launchers.elastic_events import ElasticEvents
 from adaptor.launchers.end_requests import EndRequests
 from adaptor.launchers.later_nodes import LaterNodes
@@ -76,6 +77,7 @@ class SurvivorsAgent(LocalElasticAgent):
         handler: Any = spec.rdzv_handler
         self._handler: Rendezvous = handler  # by our registry
         nodes = self._handler.nodes
+        self._agreement = Agreement(self._handler, record.facts)
         self._control = Node(self._config, job, spec.max_restarts, nodes)
         self._later_nodes = LaterNodes(self._handler, self._control) if nodes else None
         self._generations = place.generations if place else 0
@@ -99,13 +101,16 @@ class SurvivorsAgent(LocalElasticAgent):
         return self._has_failed
 
     def _rendezvous(self, worker_group: Any) -> None:
-        handler: Any = worker_group.spec.rdzv_handler
-        handler.meet(lambda: super(SurvivorsAgent, self)._rendezvous(worker_group))
+        if not self._record.has_started:
+            self._agreement.require_as_job()
+        self._handler.meet(lambda: super(SurvivorsAgent, self)._rendezvous(worker_group))
 
     def _start_workers(self, worker_group: Any) -> dict[int, Any]:
         workers = worker_group.workers
         place = self._joined_place
         store = self._store_of_this_generation(worker_group)
+        if place is None:  # else node 0 has compared this spare node with itself
+            self._agreement.require(worker_group.group_rank, worker_group.group_world_size, store)
         self._keep_place(worker_group, joins=place is not None)
         self._share_restarts(worker_group.group_rank, store)
         if self._resume is not None and place is None:  # else others give these workers their state

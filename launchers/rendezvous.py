@@ -107,6 +107,11 @@ class Rendezvous:
         return self._static is None and holder is not None and holder.state.round > 0
 
     @property
+    def store_of_all_rounds(self) -> Any:
+        """Return the store that a node can read before it joins (c10d); None: there is none of that kind."""
+        return getattr(self._handler, "_store", None) if self._handler.get_backend() == "c10d" else None
+
+    @property
     def nodes_that_wait(self) -> int:
         """Return how many nodes wait to be taken in."""
         try:

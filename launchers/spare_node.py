@@ -11,8 +11,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from importlib import metadata
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,21 +93,23 @@ def require(parsed: argparse.Namespace, given: Iterable[str], settings: Config) 
         raise ConfigError(f"{FLAG} and --node-rank: a spare node has no place; leave one of them out")
 
 
-def about_this_node(parsed: argparse.Namespace) -> SpareHello:
-    """Return what a spare and the nodes of its job must have in common; before ttprun changes `parsed`."""
+def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> SpareHello:
+    """Return what a spare and the nodes of its job must have in common; before ttprun changes `parsed`.
+
+    Args:
+        parsed: torchrun's arguments.
+        facts: of this node, which all nodes of a job have in common.
+    """
     from torch.distributed import run
 
     arguments = tuple(parsed.training_script_args)
-    facts = {
-        "the version of ttp-adaptor": metadata.version("ttp-adaptor"),
-        "the version of torch": metadata.version("torch"),
+    more = {
         "--nnodes": str(parsed.nnodes).strip(),
         "--nproc-per-node": str(run.determine_local_world_size(parsed.nproc_per_node)),
-        "--max-restarts": str(parsed.max_restarts),
         "the script": Path(parsed.training_script).name,
         "--save": _value_of("--save", arguments),
     }
-    return SpareHello(facts, arguments, socket.gethostname(), os.getpid())
+    return SpareHello({**facts, **more}, arguments, socket.gethostname(), os.getpid())
 
 
 def _value_of(flag: str, arguments: tuple[str, ...]) -> str:

@@ -20,6 +20,7 @@ from adaptor import _script, config, devices, distributions, engines, misspelt, 
 from adaptor.diagnostics import requests
 from adaptor.errors import ConfigError, StartError
 from adaptor.launchers import (
+    agreement,
     data_pull,
     flags,
     job_server,
@@ -254,9 +255,9 @@ def _run_with_survivors(
     # A pipe that nobody reads must not keep a job from starting again: what torch logs, and what it copies.
     output.divert_logging()
     processes.TailLog = Tee  # type: ignore[misc]
-    record = RunRecord()
+    record = RunRecord(facts=agreement.facts_of_this_node(parsed, settings))
     if _may_have_spares(parsed):
-        record.common = spare_node.about_this_node(parsed)
+        record.common = spare_node.about_this_node(parsed, record.facts)
     _insert_program(parsed, WORKER)
     _keep_ignoring_hangups(parsed)
     if engine.has_own_agent:

@@ -344,3 +344,8 @@ def test_the_page_has_every_setting_with_its_flag_and_default() -> None:
         if line.startswith("| `")
     ]
     assert sorted(rows) == sorted([one.variable, one.flag, one.default] for one in config.SETTINGS)
+
+
+def test_the_page_has_the_settings_that_must_be_the_same_on_all_nodes() -> None:
+    (listed,) = re.findall(r"same on all nodes, or no worker starts: (.*?)\n\(", PAGE.read_text(), re.DOTALL)
+    assert set(re.findall(r"`(\w+)`", listed)) == {s.variable for s in SETTINGS if s.same_on_all_nodes}

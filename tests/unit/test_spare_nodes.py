@@ -369,7 +369,8 @@ def test_the_flag_after_the_script_is_the_script_s() -> None:
 
 def test_what_node_0_compares() -> None:
     parsed = flags.parse(["--nnodes", "2", "--nproc-per-node", "4", "a/x.py", "--save", "/s", "--save=/t"])
-    mine = spare_node.about_this_node(parsed)
+    mine = spare_node.about_this_node(parsed, {"TTP_REPLICA": "split"})
+    assert mine.facts["TTP_REPLICA"] == "split"
     assert mine.facts["--save"] == "/t"
     assert mine.facts["the script"] == "x.py"
     assert mine.facts["--nproc-per-node"] == "4"

@@ -1,0 +1,141 @@
+"""Nodes with different versions or settings are refused before workers start, on every node."""
+
+from __future__ import annotations
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.distributed import HashStore
+
+from adaptor import config
+from adaptor.launchers import agreement, flags
+from adaptor.launchers.agreement import NodeFacts
+from tests import waiting
+from tests.ports import free_ports
+from tests.unit.launching import Launcher, clean, says_all, zygote
+
+__all__ = ["clean", "zygote"]
+
+
+def _compare(*nodes: dict[str, str]) -> list[str]:
+    store = HashStore()
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        asked = [
+            threads.submit(agreement.compare, store, node, len(nodes), facts)
+            for node, facts in enumerate(nodes)
+        ]
+        return [each.result() for each in asked]
+
+
+def test_all_nodes_are_told_the_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement.socket, "gethostname", lambda: "a")
+    split, mirror = ({"TTP_REPLICA": replica, "TTP_OT": "5"} for replica in ("split", "mirror"))
+    line = (
+        "the nodes of this job differ: TTP_REPLICA is 'split' on nodes 0 (a), 1 (a) and 'mirror' on node 2"
+        " (a); give all nodes the same"
+    )
+    assert _compare(split, split, mirror) == [line] * 3
+    assert _compare({"TTP_OT": "5"}, {"TTP_OT": "5"}) == ["", ""]
+
+
+def test_a_fact_that_a_node_does_not_know_is_not_compared() -> None:
+    assert _compare({"the version of Megatron-core": "0.15.0", "TTP_OT": "5"}, {"TTP_OT": "5"}) == ["", ""]
+
+
+def test_a_large_job_is_told_in_one_short_line() -> None:
+    nodes = [NodeFacts(f"h{n}", {f"S{k}": str(min(n, 1)) for k in range(6)}) for n in range(1000)]
+    line = agreement.difference(nodes)
+    assert "S0 is '0' on node 0 (h0) and '1' on nodes 1 (h1), 2 (h2), 3 (h3), 4 (h4) and 995 more; S1" in line
+    assert line.endswith("; and 2 more; give all nodes the same")
+    assert len(line) < 500
+
+
+@pytest.mark.parametrize("said", [None, "", '{"host": 1}'], ids=["nothing", "empty", "something else"])
+def test_a_node_without_facts(said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs plain torchrun, or something else writes to the store."""
+    monkeypatch.setattr(agreement, "ANSWER_S", 0.05)
+    store = HashStore()
+    if said is not None:
+        store.set("ttp/facts/1", said)
+    told = agreement.compare(store, 0, 2, {})
+    assert told.startswith("node 1 has not said its version and settings: ")
+    assert agreement.compare(store, 2, 3, {}) == told, "it has the answer of node 0"
+    assert agreement.compare(HashStore(), 1, 2, {}).startswith("node 0 has not said its version")
+
+
+@pytest.mark.usefixtures("clean")
+def test_the_facts_of_a_node(tmp_path: Path) -> None:
+    core = tmp_path / "megatron" / "core"
+    core.mkdir(parents=True)
+    (core / "package_info.py").write_text("MAJOR = 0\nMINOR = 15\nPATCH = 0\nPRE_RELEASE = 'rc5'\n")
+    arguments = ["--ttp-replica", "split", "--ttp-local-copy", "1", str(tmp_path / "pretrain_gpt.py")]
+    facts = agreement.facts_of_this_node(flags.parse(arguments), config.load())
+    assert facts["TTP_REPLICA (--ttp-replica)"] == "split"
+    assert facts["TTP_LOCAL_COPY (--ttp-local-copy)"] == "True"
+    assert facts["TTP_OT (--ttp-ot)"] == "120"
+    assert facts["the version of Megatron-core"] == "0.15.0rc5"
+    assert {"the version of torch", "the version of ttp-adaptor", "--max-restarts"} <= facts.keys()
+    # Paths, ports and names of a node are its own.
+    assert not any(name.startswith(("TTP_PORT", "TTP_LOG", "TTP_TLS_KEY", "TTP_NOTIFY")) for name in facts)
+
+
+@pytest.mark.robustness(
+    "A3",
+    "two nodes with different values of a setting that must be the same (--ttp-replica split and mirror)",
+    "both end at once, before workers start; one line names the setting, the values and the nodes",
+)
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_nodes_with_different_settings(
+    backend: str, zygote: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    port, store = free_ports(2)
+    nodes, started = [], []
+    for number, replica in enumerate(["split", "mirror"]):
+        (tmp_path / f"node{number}").mkdir()
+        nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
+        where = {
+            "static": ("--node-rank", str(number), "--master-port", str(store)),
+            "c10d": ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}"),
+        }[backend]
+        options = ("--ttp-replica", replica, "--ttp-port", str(port))
+        started.append(node.start("--nnodes", "2", *where, *options, node.script("print('started')")))
+    ended = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
+    for each in ended:
+        assert each.code == 2, each.log
+        assert each.last_line.startswith(
+            "ttprun: error: the nodes of this job differ: TTP_REPLICA (--ttp-replica) is "
+        )
+        assert "started" not in each.log
+        assert "Traceback" not in each.log
+        assert [line for line in each.log.splitlines() if not line.startswith("[ttp] waiting for ")] == [
+            each.last_line
+        ]
+    assert len({each.last_line for each in ended}) == 1
+
+
+def test_a_node_with_other_settings_ends_no_job_that_trains(
+    zygote: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    port, store = free_ports(2)
+    where = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}")
+    options = ("--rdzv-conf", "last_call_timeout=1", "--ttp-port", str(port), "--monitor-interval", "0.05")
+    nodes = []
+    for number in (0, 1):
+        (tmp_path / f"node{number}").mkdir()
+        nodes.append(Launcher(zygote, tmp_path / f"node{number}"))
+    script = (
+        "from pathlib import Path\nfrom tests import waiting\n"
+        "Path('here').write_text(' ')\nwaiting.exist(Path('../go'))\n"
+    )
+    job = nodes[0].start(*where, *options, nodes[0].script(script))
+    waiting.written(tmp_path, lambda: says_all(nodes[0].folder / "here"), "the job trains")
+    other = nodes[1].run(*where, *options, "--ttp-local-copy", "1", nodes[1].script(script))
+    assert other.code == 2, other.log
+    assert (
+        "the job that trains and this node differ: TTP_LOCAL_COPY (--ttp-local-copy) is 'False' there ("
+        in (other.last_line)
+    )
+    (tmp_path / "go").touch()
+    assert nodes[0].wait(job).code == 0, nodes[0].log
