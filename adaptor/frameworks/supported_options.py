@@ -18,11 +18,6 @@ from adaptor.errors import ConfigError, UnsupportedError
 Values = tuple[tuple[str, tuple[Any, ...], str], ...]
 
 ALLOWED_VALUES: Values = (
-    (
-        "overlap_param_gather_with_optimizer_step",
-        (False,),
-        "a parameter gathering inside the update, which needs other ranks,",
-    ),
     ("use_megatron_fsdp", (False,), "Megatron FSDP"),
     ("use_custom_fsdp", (False,), "Megatron FSDP"),  # its name up to 0.13
     ("use_torch_fsdp2", (False,), "torch FSDP2"),

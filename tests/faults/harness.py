@@ -113,6 +113,13 @@ VPP2_DP2 = Layout(
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3")
 DP2_OVERLAP = Layout("dp2-overlap", 2, extra=OVERLAP)
 DP3_OVERLAP = Layout("dp3-overlap", 3, extra=(*OVERLAP, "--global-batch-size", "9"))
+# The first of two optimizers gathers its parameters while the other one makes its update.
+VPP2_DP2_OVERLAP = Layout(
+    "vpp2-dp2-overlap-step",
+    4,
+    pp=2,
+    extra=(*VPP2_DP2.extra, *OVERLAP, "--overlap-param-gather-with-optimizer-step"),
+)
 EXPERTS = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2")
 MOE_DP2 = Layout("moe-dp2", 2, extra=EXPERTS)
 MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*EXPERTS, "--expert-model-parallel-size", "2"))

@@ -27,6 +27,7 @@ from tests.faults.harness import (
     TP2_DP2_SP,
     TP2_DP3,
     VPP2_DP2,
+    VPP2_DP2_OVERLAP,
     Layout,
 )
 
@@ -80,6 +81,7 @@ LAYOUTS = (
     Layout("pp2-dp3", 6, pp=2, extra=DP3.extra),
     VPP2_DP2,
     Layout("vpp2-dp2-overlap", 4, pp=2, extra=(*VPP2_DP2.extra, *OVERLAP)),
+    VPP2_DP2_OVERLAP,
     PP2_TP2_DP2,
     MOE_DP2,
     Layout("moe-dp3", 3, extra=(*EXPERTS, *DP3.extra)),

@@ -22,6 +22,7 @@ from tests.faults.harness import (
     TP2_DP2,
     TP2_DP2_SP,
     VPP2_DP2,
+    VPP2_DP2_OVERLAP,
     Job,
     Layout,
 )
@@ -40,6 +41,7 @@ KILLED = [
     (PP2_DP2, 3, "update", {6}),
     (PP2_TP2_DP2, 5, "reduction", {5}),
     (VPP2_DP2, 1, "backward", {5}),
+    (VPP2_DP2_OVERLAP, 3, "update", {6}),
     (DP2_OVERLAP, 0, "backward", {5}),
     (DP2_OVERLAP, 1, "update", {6}),
     (DP3_OVERLAP, 1, "between", {6}),

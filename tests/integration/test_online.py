@@ -29,7 +29,7 @@ from tests.faults.harness import (
     MOE_EP2_MIRROR,
     PP2_DP2,
     TP2_DP2,
-    VPP2_DP2,
+    VPP2_DP2_OVERLAP,
     Ended,
     Job,
     Layout,
@@ -240,7 +240,7 @@ def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, base
 
 LAYOUTS = (
     TP2_DP2,
-    VPP2_DP2,
+    VPP2_DP2_OVERLAP,
     MOE_EP2,
     MOE_EP2_MIRROR,
     DP2_MIRROR,

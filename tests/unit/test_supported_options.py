@@ -20,7 +20,6 @@ PROTECTED = {
     "expert_model_parallel_size": 1,
     "num_experts": None,
     "expert_tensor_parallel_size": None,
-    "overlap_param_gather_with_optimizer_step": False,
     "sequence_parallel": False,
     "use_megatron_fsdp": False,
     "use_torch_fsdp2": False,
@@ -45,7 +44,6 @@ PROTECTED = {
 }
 
 REFUSED = [
-    ("overlap_param_gather_with_optimizer_step", True),
     ("use_megatron_fsdp", True),
     ("use_custom_fsdp", True),
     ("use_torch_fsdp2", True),
