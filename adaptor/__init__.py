@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     )
     from adaptor.library import Protection
     from adaptor.patching import Outcome
+    from adaptor.transform.functions import (
+        merge_layouts,
+        ranks_needed,
+        transform_checkpoint,
+        transform_rank,
+    )
 
 __version__ = "0.1.0"
 
@@ -45,13 +51,24 @@ __all__ = [
     "enable",
     "format_report",
     "is_newcomer",
+    "merge_layouts",
     "protect",
+    "ranks_needed",
     "report",
+    "transform_checkpoint",
+    "transform_rank",
     "write_host_copies",
 ]
 
-# The modules of the public classes, which are imported when a class is first asked for.
-_MODULES = {"Outcome": "adaptor.patching", "Protection": "adaptor.library"}
+# The modules of public names, which are imported when a name is first asked for.
+_MODULES = {
+    "Outcome": "adaptor.patching",
+    "Protection": "adaptor.library",
+    **dict.fromkeys(
+        ("merge_layouts", "ranks_needed", "transform_checkpoint", "transform_rank"),
+        "adaptor.transform.functions",
+    ),
+}
 
 _enabled: bool | None = None  # None: nobody has enabled it, or called `disable`
 

@@ -58,7 +58,7 @@ def _plain(value: Any, files: Files) -> Any:
 
 def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:
     """Return for each optimizer what it saves besides its groups, and these, in any order."""
-    saved = body["optimizer"]
+    saved = body.get("optimizer", [])
     return [
         (
             {key: value for key, value in one.items() if key != "optimizer"},

@@ -98,13 +98,14 @@ def _cannot_be(path: Path, name: str, value: Any, right: str) -> CheckpointError
     return CheckpointError(f"{path}: its arguments {given} {what}; it must be {right}")
 
 
-def require_supported(args: Namespace, folder: Path, *, described: bool) -> None:
+def require_supported(args: Namespace, folder: Path, *, described: bool, weights_only: bool = False) -> None:
     """Refuse a checkpoint that was saved in a way that is not transformed.
 
     Args:
         args: the framework's, as they are in the checkpoint.
         folder: of the checkpoint, for messages.
         described: it has a layout file.
+        weights_only: its optimizer is not transformed.
 
     Raises:
         UnsupportedError: names the option.
@@ -115,7 +116,7 @@ def require_supported(args: Namespace, folder: Path, *, described: bool) -> None
                 f"{folder}: was saved with {option} and has no {naming.LAYOUT}, without which it is not"
                 " transformed"
             )
-    if why := untransformable(args, described=True):
+    if why := untransformable(args, described=True, weights_only=weights_only):
         raise UnsupportedError(f"{folder}: was saved {why}, which is not transformed")
     sizes = Sizes.of(args)
     if sizes.lack:
@@ -134,12 +135,13 @@ def require_supported(args: Namespace, folder: Path, *, described: bool) -> None
         )
 
 
-def untransformable(args: Namespace, *, described: bool) -> str:
+def untransformable(args: Namespace, *, described: bool, weights_only: bool = False) -> str:
     """Return with which option a checkpoint is not transformed, whatever its sizes are; empty: with none.
 
     Args:
         args: the framework's.
         described: a layout file says what each rank has; False: also that of the target is made by rules.
+        weights_only: the optimizer is not transformed.
 
     Returns:
         Words that stand behind `a job` or `was saved`.
@@ -147,6 +149,8 @@ def untransformable(args: Namespace, *, described: bool) -> str:
     for name, option in {**_REFUSED, **({} if described else UNEVEN)}.items():
         if getattr(args, name, None):
             return f"with {option}"
+    if weights_only:
+        return ""
     if not args.use_distributed_optimizer:
         return "without --use-distributed-optimizer"
     optimizer = getattr(args, "optimizer", None)

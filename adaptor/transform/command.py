@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
-from adaptor.errors import AdaptorError, CheckpointError, UnsupportedError
-from adaptor.protocol import naming
-from adaptor.transform import targets
-from adaptor.transform.opening import open_source
-from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import SourceCheckpoint
+from adaptor.errors import AdaptorError, UnsupportedError
+from adaptor.transform import functions
+from adaptor.transform.sizes import Rank
 from adaptor.transform.target import TargetCheckpoint
 
 
@@ -24,7 +19,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     parser = commands.add_parser(
         "transform",
         allow_abbrev=False,
-        help="write a checkpoint of Megatron-LM in other parallel sizes, with its optimizer",
+        help="write a checkpoint of Megatron-LM in other parallel sizes",
     )
     parser.add_argument("source", metavar="SRC", type=Path, help="the folder with iter_* and the tracker")
     parser.add_argument("target", metavar="DST", type=Path, help="the folder to write to; empty or not there")
@@ -54,7 +49,10 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="tensor-parallel size of experts; default: that of SRC where it is not --tp, else --tp",
     )
     parser.add_argument(
-        "--format", choices=("torch", "torch_dist"), default="torch", help="of the target (default torch)"
+        "--format", choices=functions.FORMATS, default="torch", help="of the target (default torch)"
+    )
+    parser.add_argument(
+        "--weights-only", action="store_true", help="leave out the optimizer, as for inference"
     )
     parser.add_argument("--step", type=int, metavar="N", help="the step; default: what the tracker names")
     parser.add_argument(
@@ -119,125 +117,55 @@ def _failed(why: str, code: int = 2) -> int:
 
 
 def _run(parsed: argparse.Namespace) -> None:
-    for name in ("tp", "pp", "vpp", "ep", "etp", "dp", "workers", "vocab_size"):
-        value = getattr(parsed, name)
-        if value is not None and value < 1:
-            raise UnsupportedError(f"--{name.replace('_', '-')} is {value}: it must be a number from 1 on")
-    if parsed.step is not None and parsed.step < 0:
-        raise UnsupportedError(f"--step is {parsed.step}: it must be a number from 0 on")
-    _require_places(parsed.source, parsed.target)
-    source = open_source(parsed.source, parsed.step)
-    target = _target(source, parsed)
+    if parsed.workers < 1:
+        raise UnsupportedError(f"--workers is {parsed.workers}: it must be a number from 1 on")
+    options = {name: getattr(parsed, name) for name in functions.TransformOptions.__annotations__}
+    target = functions.open_target(parsed.source, parsed.target, options)
+    source, all_ranks = target.source, target.sizes.ranks
     if parsed.needs is not None:
-        rank = _rank("--needs", parsed.needs, target.sizes)
-        for path in target.needs(rank):
+        needs = target.needs(functions.rank_of("--needs", parsed.needs, target.sizes))
+        for path in sorted(set[Path]().union(*needs.values())):
             print(path.relative_to(source.folder).as_posix())
         return
-    ranks = [_rank("--rank", parsed.rank, target.sizes)] if parsed.rank is not None else target.sizes.ranks
+    rank = functions.rank_of("--rank", parsed.rank, target.sizes) if parsed.rank is not None else None
+    ranks = all_ranks if rank is None else [rank]
     target.require_parts()
-    total = sum(target.bytes(rank) for rank in ranks)
+    total = sum(target.bytes(one) for one in ranks)
+    without = ", without optimizer" if source.weights_only else ""
     print(
-        f"step {source.step}: {source.sizes} to {target.sizes},"
-        f" {len(ranks)} of {len(target.sizes.ranks)} ranks, {total / 1e9:.3f} GB"
+        f"step {source.step}: {source.sizes} to {target.sizes}{without},"
+        f" {len(ranks)} of {len(all_ranks)} ranks, {total / 1e9:.3f} GB"
     )
     if target.rows != source.model.rows:
-        print(
-            f"vocabulary: {source.model.rows} rows with padding, now {target.rows};"
-            " moments of new rows are zero"
-        )
+        moments = "" if source.weights_only else "; moments of new rows are zero"
+        print(f"vocabulary: {source.model.rows} rows with padding, now {target.rows}{moments}")
     if parsed.dry_run:
-        for rank in ranks:
-            size, files = target.bytes(rank) / 1e9, len(target.needs(rank))
-            print(f"{target.sizes.folder(rank)}: {size:.3f} GB from {files} files")
+        for one in ranks:
+            size, files = target.bytes(one) / 1e9, len(set[Path]().union(*target.needs(one).values()))
+            print(f"{target.sizes.folder(one)}: {size:.3f} GB from {files} files")
         return
-    _write(parsed, target, ranks)
+    _write(parsed, target, rank)
 
 
-def _target(source: SourceCheckpoint, parsed: argparse.Namespace) -> TargetCheckpoint:
-    given = {name: getattr(parsed, name) for name in ("tp", "pp", "vpp", "ep", "etp", "dp")}
-    if parsed.layout is not None:
-        return targets.described_by(source, parsed.layout, given, parsed.format)
-    sizes = replace(
-        source.sizes,
-        tp=parsed.tp or source.sizes.tp,
-        pp=parsed.pp or source.sizes.pp,
-        vpp=parsed.vpp or 1,
-        ep=parsed.ep or source.sizes.ep,
-    )
-    # Where it was that of all else, it still is.
-    kept = source.sizes.etp if source.sizes.expert_tensor != source.sizes.tp else None
-    sizes = replace(sizes, etp=parsed.etp or kept)
-    apart = sizes.expert_tensor * sizes.ep // sizes.tp
-    sizes = replace(sizes, dp=parsed.dp or max(source.sizes.dp, apart))
-    return targets.by_rules(source, sizes, parsed.format, parsed.vocab_size)
-
-
-def _write(parsed: argparse.Namespace, target: TargetCheckpoint, ranks: list[Rank]) -> None:
+def _write(parsed: argparse.Namespace, target: TargetCheckpoint, rank: Rank | None) -> None:
     # Imported here: a dry run is quick without numpy.
-    from adaptor.transform import agreement, random_states, run
-    from adaptor.transform.copying import Files
+    from adaptor.transform import random_states, run
 
-    source, root = target.source, parsed.target
-    problems = run.defects(source.folder, checksums=parsed.verify)
-    if problems:
-        raise CheckpointError(problems[0])
-    with Files() as files:
-        agreement.require_common(source, files)
-        agreement.require_replicas(source, files, everything=parsed.verify)
-    folder = run.temporary_folder(root, source.step)
-    _require_free(root, folder, go_on=parsed.resume or parsed.rank is not None)
-    if not folder.exists():
-        run.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks))
-    folder.mkdir(parents=True, exist_ok=True)
-    order = run.TransformOrder(
-        parsed.source, source.step, target.sizes, target.rows, folder, parsed.format, target.layout
+    written = functions.write(
+        target,
+        parsed.target,
+        rank,
+        workers=parsed.workers,
+        verify=parsed.verify,
+        resume=parsed.resume,
+        say=run.say,
     )
-    done = run.run(target, order, ranks, parsed.workers, run.say)
-    if parsed.rank is not None:
+    if rank is not None:
         print(
-            f"{folder / target.sizes.folder(ranks[0])}: written; when all ranks are, the same command with"
+            f"{written / target.sizes.folder(rank)}: written; when all ranks are, the same command with"
             " --resume and without --rank gives the checkpoint its name"
         )
         return
-    run.finish(target, order, root, done, verify=parsed.verify)
-    final = root / naming.final_name(source.step)
-    line = random_states.line(source, target.sizes)
-    if line:
+    if line := random_states.line(target.source, target.sizes):
         print(line)
-    print(f"{final}: written{', and verified' if parsed.verify else ''}")
-
-
-def _require_places(source: Path, target: Path) -> None:
-    if not source.is_dir():
-        raise CheckpointError(f"SRC {source}: there is no such folder")
-    next(source.iterdir(), None)  # tells of a folder that may not be read
-    ours, theirs = target.resolve(), source.resolve()
-    if ours == theirs or theirs in ours.parents:
-        raise CheckpointError(f"DST {target}: is inside SRC {source}; give a folder outside of it")
-    if target.exists() and not target.is_dir():
-        raise CheckpointError(f"DST {target}: is not a folder")
-
-
-def _require_free(root: Path, folder: Path, *, go_on: bool) -> None:
-    """Refuse a folder that has anything but what an earlier run of the same transform has left."""
-    there = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    others = [name for name in there if name != folder.name]
-    if others:
-        raise CheckpointError(
-            f"DST {root}: is not empty, it has {others[0]}; give another folder, or empty it"
-        )
-    if there and not go_on:
-        raise CheckpointError(
-            f"DST {root}: has a transform that was interrupted; go on with --resume, or empty it"
-        )
-
-
-def _rank(option: str, text: str, sizes: Sizes) -> Rank:
-    parts = [part.partition("=") for part in text.split(",")]
-    given = {name: int(number) for name, _, number in parts if re.fullmatch(r"[0-9]{1,9}", number)}
-    if len(given) != len(parts) or not given.keys() <= {"tp", "pp", "ep"}:
-        raise UnsupportedError(f"{option} is {text!r}: it must be like tp=1,pp=0, with ep=0 for experts")
-    rank = Rank(given.get("tp", 0), given.get("pp", 0), given.get("ep", 0))
-    if rank not in sizes.ranks:
-        raise UnsupportedError(f"{option} is {text}: the target has {sizes}, so there is no such rank")
-    return rank
+    print(f"{written}: written{', and verified' if parsed.verify else ''}")

@@ -12,6 +12,9 @@ from adaptor.transform.model import Buffer
 from adaptor.transform.records import StoredTensor
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
+# The entries of a model's file that are of the optimizer.
+OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
+WITHOUT_OPTIMIZER = "give --weights-only for a checkpoint without an optimizer"
 _LAYER = "decoder.layers."
 _GENERATORS = ("torch_rng_state", "cuda_rng_state")  # as tensors; the other two are tuples
 
@@ -35,7 +38,7 @@ def require_model_file(body: Any, path: Path, optimizers: int) -> None:
     """Refuse the `body` of a model's file that is not laid out as the framework does it.
 
     Args:
-        optimizers: how many it has: two where there are experts.
+        optimizers: how many it has: two where there are experts; 0: its optimizer is not transformed.
 
     Raises:
         CheckpointError: names the file and what is wrong.
@@ -45,12 +48,13 @@ def require_model_file(body: Any, path: Path, optimizers: int) -> None:
             raise _wrong(path, f"key {key!a}", "a name")
         if re.fullmatch(r"model\d*", key):
             _require_chunk(value, f"{path}: {key}")
-    saved = body.get("optimizer")
-    each = saved if isinstance(saved, list) else [saved]
-    if len(each) != optimizers:
-        raise _wrong(path, "optimizer", f"a list of {optimizers}")
-    for one in each:
-        _require_groups(one, path)
+    if optimizers:
+        saved = body.get("optimizer")
+        each = saved if isinstance(saved, list) else [saved]
+        if len(each) != optimizers:
+            raise _wrong(path, "optimizer", f"a list of {optimizers}")
+        for one in each:
+            _require_groups(one, path)
     states = body.get("rng_state")
     if states is not None:
         if not isinstance(states, list):
@@ -73,7 +77,7 @@ def _require_groups(optimizer: Any, path: Path) -> None:
     inner = optimizer.get("optimizer") if isinstance(optimizer, dict) else None
     groups = inner.get("param_groups") if isinstance(inner, dict) else None
     if not isinstance(groups, list):
-        raise _wrong(path, "optimizer", "there with its groups of params, as --no-save-optim leaves it")
+        raise CheckpointError(f"{path}: has no optimizer with groups of params; {WITHOUT_OPTIMIZER}")
     for group in groups:
         if not isinstance(group, dict):
             raise _wrong(path, "a group of params", "a dict")

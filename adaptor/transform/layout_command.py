@@ -33,8 +33,7 @@ def main(parsed: argparse.Namespace) -> int:
         The exit code: 0, 2 for what is refused or fails.
     """
     try:
-        found = merged(parsed.folder)
-        disk.replace(parsed.out.absolute().parent, parsed.out.name, _content(found))
+        found = merge(parsed.folder, parsed.out)
     except AdaptorError as error:
         return _failed(str(error))
     except OSError as error:
@@ -49,12 +48,8 @@ def _failed(why: str) -> int:
     return 2
 
 
-def _content(ranks: list[RankLayout]) -> bytes:
-    return layout_file.join(map(layout_file.encode, ranks))
-
-
-def merged(folder: Path) -> list[RankLayout]:
-    """Return the layouts of all ranks in the files of a folder, in the order of stages.
+def merge(folder: Path, out: Path) -> list[RankLayout]:
+    """Join the layout files in a folder to the file `out`; return the layouts of all ranks.
 
     Raises:
         CheckpointError: there is no layout file, one is damaged, two say different things of a rank or are
@@ -77,4 +72,5 @@ def merged(folder: Path) -> list[RankLayout]:
                 raise CheckpointError(f"{path}: is of another job than {origin}: other sizes or arguments")
     ranks = [one for _, (one, _) in sorted(found.items(), key=lambda item: item[0])]
     layout_file.require_complete(ranks, folder)
+    disk.replace(out.absolute().parent, out.name, layout_file.join(map(layout_file.encode, ranks)))
     return ranks

@@ -62,8 +62,13 @@ def _model_files(folder: Path) -> list[Path]:
     return found
 
 
-def open_source(root: Path, step: int | None) -> SourceCheckpoint:
+def open_source(root: Path, step: int | None, *, weights_only: bool = False) -> SourceCheckpoint:
     """Open the checkpoint of `step` below `root`; no tensor is read.
+
+    Args:
+        root: the folder with the checkpoints and the tracker.
+        step: None: the step that the tracker names.
+        weights_only: leave out the optimizer; the checkpoint need not have one.
 
     Raises:
         CheckpointError: a rank is missing, ranks are of different steps, a file is damaged.
@@ -71,15 +76,15 @@ def open_source(root: Path, step: int | None) -> SourceCheckpoint:
     """
     folder, number = find(root, step)
     if is_sharded(folder):
-        return _open_sharded(folder, number)
+        return _open_sharded(folder, number, weights_only)
     first = _model_files(folder)
     args = arguments.of(archive.read(first[0]), first[0])
     layout = layout_file.read(path) if (path := folder / naming.LAYOUT).exists() else None
-    arguments.require_supported(args, folder, described=layout is not None)
+    arguments.require_supported(args, folder, described=layout is not None, weights_only=weights_only)
     sizes = Sizes.of(args)
     if layout is not None:
         _require_sizes(layout, sizes, folder)
-    optimizers = _optimizers(args, sizes)
+    optimizers = 0 if weights_only else _optimizers(args, sizes)
     bodies: dict[Rank, dict[str, Any]] = {}
     states: dict[Rank, Sequence[dict[Any, Any] | ByParam | None]] = {}
     for rank in sizes.ranks:
@@ -96,23 +101,27 @@ def open_source(root: Path, step: int | None) -> SourceCheckpoint:
             raise CheckpointError(f"{path / MODEL_FILE}: was saved with {said}, {first[0]} with {sizes}")
         contents.require_model_file(body, path / MODEL_FILE, optimizers)
         bodies[rank] = body
+        if weights_only:
+            for key in contents.OF_OPTIMIZER:
+                body.pop(key, None)
+            continue
         if not (path / OPTIMIZER_FILE).is_file():
-            raise CheckpointError(f"{path / OPTIMIZER_FILE}: missing")
+            raise CheckpointError(f"{path / OPTIMIZER_FILE}: missing; {contents.WITHOUT_OPTIMIZER}")
         content = archive.read(path / OPTIMIZER_FILE)
         states[rank] = contents.optimizer_states(content, path / OPTIMIZER_FILE, optimizers)
-    return SourceCheckpoint(folder, number, sizes, args, bodies, states, layout)
+    return SourceCheckpoint(folder, number, sizes, args, bodies, states, layout, weights_only)
 
 
-def _open_sharded(folder: Path, number: int) -> SourceCheckpoint:
-    sharded = ShardedCheckpoint(folder, number)
+def _open_sharded(folder: Path, number: int, weights_only: bool) -> SourceCheckpoint:
+    sharded = ShardedCheckpoint(folder, number, weights_only=weights_only)
     args, sizes, layout = sharded.args, sharded.sizes, sharded.layout
-    arguments.require_supported(args, folder, described=True)
+    arguments.require_supported(args, folder, described=True, weights_only=weights_only)
     _require_sizes(layout, sizes, folder)
     bodies = {rank: sharded.body(rank) for rank in sizes.ranks}
     for body in bodies.values():
-        contents.require_model_file(body, folder, _optimizers(args, sizes))
-    states = {rank: sharded.states(rank) for rank in sizes.ranks}
-    return SourceCheckpoint(folder, number, sizes, args, bodies, states, layout)
+        contents.require_model_file(body, folder, 0 if weights_only else _optimizers(args, sizes))
+    states = {} if weights_only else {rank: sharded.states(rank) for rank in sizes.ranks}
+    return SourceCheckpoint(folder, number, sizes, args, bodies, states, layout, weights_only)
 
 
 def _optimizers(args: Namespace, sizes: Sizes) -> int:

@@ -44,6 +44,7 @@ class TransformOrder:
 
     Attributes:
         layout: of the target; None: by the rules
+        weights_only: the optimizer is left out
     """
 
     source: Path
@@ -53,6 +54,7 @@ class TransformOrder:
     folder: Path
     format: str
     layout: JobLayout | None = None
+    weights_only: bool = False
 
     @cached_property
     def mark(self) -> str:
@@ -60,7 +62,8 @@ class TransformOrder:
         folder = self.source / naming.final_name(self.step)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        text = repr((stamps, self.step, self.sizes, self.rows, self.format)).encode()
+        what = stamps, self.step, self.sizes, self.rows, self.format, self.weights_only
+        text = repr(what).encode()
         return hashlib.sha256(text + msgspec.json.encode(self.layout)).hexdigest()
 
 
@@ -123,10 +126,12 @@ def _write_torch(
 ) -> list[FileEntry]:
     below = folder / target.sizes.folder(rank)
     below.mkdir(parents=True, exist_ok=True)
-    states, model = target.optimizer_state(rank, files), target.model_state(rank, files)
+    contents = {naming.OPTIMIZER_FILE: target.optimizer_state, naming.MODEL_FILE: target.model_state}
+    if target.source.weights_only:
+        del contents[naming.OPTIMIZER_FILE]
     return [
-        _written(below / naming.OPTIMIZER_FILE, states, folder, files, progress),
-        _written(below / naming.MODEL_FILE, model, folder, files, progress),
+        _written(below / name, content(rank, files), folder, files, progress)
+        for name, content in contents.items()
     ]
 
 

@@ -24,7 +24,7 @@ from adaptor.checkpoint.layout_file import Entry, JobLayout, OptimizerLayout, Ra
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.transform import archive, arguments, described, sharded_index, sharded_names
-from adaptor.transform.contents import STATES, ByParam
+from adaptor.transform.contents import OF_OPTIMIZER, STATES, WITHOUT_OPTIMIZER, ByParam
 from adaptor.transform.records import SIZES, Archive, DType, ScatteredTensor, Stretch
 from adaptor.transform.rules import Cut
 from adaptor.transform.sharded_index import Chunk
@@ -51,14 +51,16 @@ class ShardedCheckpoint:
     Args:
         folder: of the step.
         step: its number.
+        weights_only: leave out the optimizer; the checkpoint need not have one.
 
     Raises:
         CheckpointError: a file is missing or damaged, or is of another step.
         UnsupportedError: its kind is not supported.
     """
 
-    def __init__(self, folder: Path, step: int) -> None:
+    def __init__(self, folder: Path, step: int, *, weights_only: bool = False) -> None:
         self._folder = folder
+        self._weights_only = weights_only
         _require_backend(folder)
         common = archive.read(_existing(folder / COMMON))
         if not isinstance(common, dict) or common.get("iteration") != step:
@@ -74,7 +76,7 @@ class ShardedCheckpoint:
         # Versions before 0.13 do not say the kind.
         parallel = getattr(self.args, "ckpt_fully_parallel_save", False)
         self._kind = said.get("distrib_optim_sharding_type", FLAT if parallel else _GATHERED)
-        if self._kind not in (RESHARDABLE, FLAT, _BUCKETS, _GATHERED):
+        if not weights_only and self._kind not in (RESHARDABLE, FLAT, _BUCKETS, _GATHERED):
             raise UnsupportedError(
                 f"{folder}: has optimizer state of the kind {str(self._kind)[:60]}, which is not transformed"
             )
@@ -89,20 +91,21 @@ class ShardedCheckpoint:
             CheckpointError: the checkpoint has no optimizer.
         """
         layout = described.by_rank(self.layout)[rank]
+        chunks = {chunk: self._chunk(layout, entries) for chunk, entries in layout.chunks.items()}
+        common = {key: value for key, value in self.common.items() if key != "content_metadata"}
+        if self._weights_only:
+            rest = {key: value for key, value in common.items() if key not in OF_OPTIMIZER}
+            return {**rest, **chunks, "rng_state": self._random_states(rank)}
+        if "optimizer" not in common:
+            raise CheckpointError(f"{self._folder / COMMON}: has no optimizer; {WITHOUT_OPTIMIZER}")
         body: dict[str, Any] = {}
-        for key, value in self.common.items():
-            if key == "content_metadata":
-                continue
+        for key, value in common.items():
             if key == "optimizer":
-                body |= {chunk: self._chunk(layout, entries) for chunk, entries in layout.chunks.items()}
+                body |= chunks
                 value = self._optimizer(rank, layout)
             body[key] = value
             if key == "opt_param_scheduler":
                 body["rng_state"] = self._random_states(rank)
-        if "optimizer" not in self.common:
-            raise CheckpointError(
-                f"{self._folder / COMMON}: optimizer is not there, as --no-save-optim leaves it"
-            )
         return body
 
     def states(self, rank: Rank) -> Sequence[Any]:

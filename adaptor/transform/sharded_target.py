@@ -126,13 +126,13 @@ def write_rest(
         body = target.model_state(target.sizes.ranks[0], files)
         chunks = target.views[target.sizes.ranks[0]].chunks
         common = {key: value for key, value in body.items() if key not in chunks and key != "rng_state"}
-        saved = common["optimizer"]
-        kind = {"param_state_sharding_type": RESHARDABLE}
-        common["optimizer"] = (
-            {number: {**one, **kind} for number, one in enumerate(saved)}
-            if isinstance(saved, list)
-            else {**saved, **kind}
-        )
+        if (saved := common.get("optimizer")) is not None:
+            kind = {"param_state_sharding_type": RESHARDABLE}
+            common["optimizer"] = (
+                {number: {**one, **kind} for number, one in enumerate(saved)}
+                if isinstance(saved, list)
+                else {**saved, **kind}
+            )
         common["content_metadata"] = dict(_CONTENT)
         with writing.Stream(folder / COMMON, folder, lambda count: None) as stream:
             writing.save(common, stream, "common", files)
@@ -159,7 +159,7 @@ def _tensors(target: TargetCheckpoint, rank: Rank) -> Iterator[_Tensor]:
         if not slot.item.dtype:
             continue
         kinds = [("", WEIGHT)]
-        if slot.is_param:
+        if slot.is_param and not target.source.weights_only:
             kinds += [(f"{STATE}{kind}.", kind) for kind in STATES]
         for front, kind in kinds:
             for part, region in _parts(target, slot):

@@ -42,6 +42,7 @@ class SourceCheckpoint:
         bodies: of the model's files
         states: of the optimizer's files, a list for each rank: of the optimizer, and with experts of theirs
         layout: that the framework has said when it was saved; None: the rules say it
+        weights_only: its optimizer, if it has one, is left out
     """
 
     folder: Path
@@ -51,6 +52,7 @@ class SourceCheckpoint:
     bodies: Mapping[Rank, dict[str, Any]]
     states: Mapping[Rank, Sequence[dict[Any, Any] | ByParam | None]]
     layout: JobLayout | None = None
+    weights_only: bool = False
     _parts: dict[tuple[str, str], list[StoredPart]] = field(default_factory=dict)
 
     @cached_property
@@ -126,6 +128,8 @@ class SourceCheckpoint:
             for slot in slots:
                 if slot.item.dtype:
                     yield slot, WEIGHT, self.bodies[rank][key][slot.name]
+        if self.weights_only:
+            return
         path = self.file(rank, OPTIMIZER_FILE)
         for expected, state in zip(view.optimizers, self.states[rank], strict=True):
             if state is None:

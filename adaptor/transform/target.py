@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
@@ -60,7 +60,7 @@ class TargetCheckpoint:
         """Return the size of a rank's files, about."""
         if self.format != "torch":
             each = [(prod(slot.shape), slot) for slot in self.own(rank) if slot.item.dtype]
-            state = len(STATES) * SIZES["float32"]
+            state = 0 if self.source.weights_only else len(STATES) * SIZES["float32"]
             return _REST + sum(
                 count * (SIZES[slot.item.dtype] + (state if slot.is_param else 0)) for count, slot in each
             )
@@ -68,13 +68,16 @@ class TargetCheckpoint:
         model = sum(
             prod(s.shape) * SIZES[s.item.dtype] for own in view.chunks.values() for s in own if s.item.dtype
         )
-        states = sum(
-            len(STATES) * SIZES["float32"] * buffer.numel
-            for number, buffers in enumerate(view.optimizers)
-            if view.stored[number]
-            for buffer in buffers
-        )
+        buffers = [buffer for stored in self._optimizers_of(rank) for buffer in stored or ()]
+        states = sum(len(STATES) * SIZES["float32"] * buffer.numel for buffer in buffers)
         return model + states + 2 * _REST
+
+    def _optimizers_of(self, rank: Rank) -> list[Sequence[Buffer] | None]:
+        """Return the buffers of each optimizer of a rank; None where another rank has its state."""
+        if self.source.weights_only:
+            return []
+        view = self.views[rank]
+        return [own if view.stored[number] else None for number, own in enumerate(view.optimizers)]
 
     @property
     def has_integrity(self) -> bool:
@@ -95,14 +98,14 @@ class TargetCheckpoint:
                 if not (is_copy or is_shared or (self.sizes.replica(rank) > 0 and not of_expert)):
                     yield slot
 
-    def needs(self, rank: Rank) -> list[Path]:
-        """Return the files of the source that a rank is made from."""
-        found: set[Path] = set()
+    def needs(self, rank: Rank) -> dict[Rank, set[Path]]:
+        """Return the ranks of the source that a rank is made from, and the files with their parts."""
+        found: dict[Rank, set[Path]] = {}
         for slot, kind in self._wanted(rank):
             parts = one_of_each(slot, self.source.parts(slot.item.name, kind))
             for part, *_ in needed(slot, parts):
-                found |= part.stored.paths
-        return sorted(found)
+                found.setdefault(part.rank, set()).update(part.stored.paths)
+        return found
 
     def _wanted(self, rank: Rank) -> Iterator[tuple[Slot, str]]:
         view = self.views[rank]
@@ -110,11 +113,10 @@ class TargetCheckpoint:
             for slot in own:
                 if slot.item.dtype:
                     yield slot, WEIGHT
-        for number, buffers in enumerate(view.optimizers):
-            if view.stored[number]:
-                for buffer in buffers:
-                    for slot, _ in buffer.slots:
-                        yield from ((slot, kind) for kind in STATES)
+        for buffers in self._optimizers_of(rank):
+            for buffer in buffers or ():
+                for slot, _ in buffer.slots:
+                    yield from ((slot, kind) for kind in STATES)
 
     def require_parts(self) -> None:
         """Refuse a source that lacks a part. Raises CheckpointError."""
@@ -127,8 +129,8 @@ class TargetCheckpoint:
     def optimizer_state(self, rank: Rank, files: Files) -> Any:
         """Return the content of a rank's OPTIMIZER_FILE."""
         saved: list[Any] = []
-        for number, buffers in enumerate(self.views[rank].optimizers):
-            if not self.views[rank].stored[number]:
+        for buffers in self._optimizers_of(rank):
+            if buffers is None:
                 saved.append(None)
                 continue
             state: dict[Any, Any] = {"buckets_coalesced": True}
@@ -191,7 +193,7 @@ class TargetCheckpoint:
         from adaptor.transform.rounding import rounds_to
 
         pieces = self._pieces(slot, WEIGHT, files)
-        if not slot.is_param:
+        if not slot.is_param or self.source.weights_only:
             yield from pieces
             return
         mains = self._pieces(slot, "param", files)
@@ -240,6 +242,7 @@ class TargetCheckpoint:
         said |= {name: False if getattr(args, name, None) is False else None for name in UNEVEN}
         said |= {} if self.layout is None else self.layout.ranks[0].args
         said |= {"ckpt_format": self.format, "use_dist_ckpt": self.format != "torch"}
+        said |= {"no_save_optim": True} if self.source.weights_only else {}
         for name, value in said.items():
             if hasattr(args, name):
                 setattr(args, name, value)

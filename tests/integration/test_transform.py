@@ -69,11 +69,11 @@ def _train(tmp_path: Path, name: str, layout: Layout, *arguments: str, **more: A
     return ended
 
 
-def _converted(tmp_path: Path, layout: Layout, load: Path) -> Path:
+def _converted(tmp_path: Path, layout: Layout, load: Path, *more: str) -> Path:
     """The framework loads in the sizes of `layout`, and saves in the format `torch`."""
     save = tmp_path / f"framework-{layout.name}"
     options = ("--ckpt-convert-format", "torch", "--ckpt-convert-save", str(save))
-    _train(tmp_path, f"convert-{layout.name}", layout, *options, load=load)
+    _train(tmp_path, f"convert-{layout.name}", layout, *options, *more, load=load)
     return save / "torch"
 
 
@@ -121,6 +121,19 @@ def test_tensor_ranks_become_an_interleaved_pipeline(tmp_path: Path) -> None:
     back = _train(tmp_path, "back", PP2_VPP2, *_NO_DROPOUT, load=sharded)
     for one in (mine, back):
         outcome.assert_same_training(one, theirs.records, steps=range(STEP + 1, harness.ITERATIONS + 1))
+    # Without the optimizer, as the framework saves it, and the first loss that it finds with the weights.
+    options = ("--tp", "1", "--pp", "2", "--vpp", "2", "--weights-only")
+    weights = _transform(saved, tmp_path / "weights", *options)
+    without = _converted(tmp_path / "no-optim", PP2_VPP2, saved, "--no-save-optim", "--no-load-optim")
+    assert _content(weights, without) == []
+    for name, layout, more in (("torch", as_torch, ()), ("torch_dist", PP2_VPP2, ("--format", "torch_dist"))):
+        load = _transform(saved, tmp_path / f"weights-{name}", *options, *more)
+        only = (*_NO_DROPOUT, "--no-load-optim", "--exit-interval", str(STEP + 1))
+        ended = _train(tmp_path, f"from-weights-{name}", layout, *only, load=load)
+        firsts = [
+            {rank: lines[0]["losses"] for rank, lines in one.records.items()} for one in (ended, theirs)
+        ]
+        assert firsts[0] == firsts[1]
 
 
 def test_each_kind_of_optimizer_state_in_the_sharded_format(tmp_path: Path) -> None:
