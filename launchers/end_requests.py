@@ -7,12 +7,13 @@ and a destructor drop what they cannot handle), the agent raises it again when i
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+
+from adaptor.protocol.environment import ending_signals
 
 # These may come twice for one request. At a time limit Slurm's daemons and its srun send SIGTERM, some
 # hundredths of a second apart. When a terminal is closed its shell sends SIGHUP, and at the end of that shell
@@ -23,19 +24,6 @@ _SENT_TWICE = {signal.SIGTERM, signal.SIGHUP}
 # A signal that the agent has not taken within this time was lost on its way to it, and the next one counts.
 # torch writes a log line in between.
 TAKEN_S = 1.0
-
-# They end a job whatever torch handles.
-BY_HAND = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-# Where torch notes for which signals it sets handlers (--signals-to-handle).
-HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-_NAMES = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
-
-
-def ending_signals() -> list[signal.Signals]:
-    """Return the signals that end a job: those of `BY_HAND`, and those that torch handles."""
-    names = [name.strip() for name in os.environ.get(HANDLED, "SIGHUP").split(",")]
-    handled = [signal.Signals[name] for name in names if name in _NAMES]
-    return list(dict.fromkeys([*BY_HAND, *handled]))
 
 
 class EndRequests:

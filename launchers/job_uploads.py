@@ -20,6 +20,7 @@ from adaptor import output, text
 from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.launchers.programs import STORE
+from adaptor.protocol.environment import ending_signals
 from adaptor.store.upload_order import End, UploadSettings
 
 # Before it is started again: longer each time.
@@ -141,7 +142,7 @@ class JobUploads:
     def _keep(self, save: Path) -> None:
         """Run the process, again and again, until the job or this node's part in it ends."""
         # A signal for all processes of the job may come before the new one ignores it: it inherits this mask.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, *ending_signals()})
         config, wait_s = self._config, FIRST_WAIT_S
         order = UploadSettings(
             config.store,

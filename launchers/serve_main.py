@@ -30,9 +30,10 @@ def main() -> None:
     from adaptor.endpoints import Address
     from adaptor.launchers.job_server import clients_of
     from adaptor.operations import serve
+    from adaptor.protocol.environment import ending_signals
 
     # What tells a whole job to end, as Slurm does, is for ttprun: it saves first, and is watched meanwhile.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGHUP, *ending_signals()):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(_NICE)

@@ -31,9 +31,10 @@ def main() -> None:
     import traceback
 
     from adaptor.errors import AdaptorError
+    from adaptor.protocol.environment import ending_signals
 
     # What tells a whole job to end, as Slurm does, is for ttprun: it saves first, and that is sent.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGHUP, *ending_signals()):
         signal.signal(number, signal.SIG_IGN)
     what, *arguments = sys.argv[1:]
     try:

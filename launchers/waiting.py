@@ -16,7 +16,7 @@ from typing import TypeVar
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from adaptor import output
-from adaptor.launchers.end_requests import BY_HAND, ending_signals
+from adaptor.protocol.environment import BY_HAND, ending_signals
 
 # The first line comes after this time: nodes that are started together meet faster.
 FIRST_S = 1.5

@@ -1,9 +1,10 @@
-"""Names of the environment variables by which an agent tells its workers what torch elastic does not."""
+"""The environment variables by which an agent tells its workers something; and those of torch elastic's."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 from adaptor.context import Context
@@ -17,6 +18,12 @@ IN_A_CHILD = (
     " process that ttprun starts for it; let ttprun start all of them (--nproc-per-node), or set"
     " ENABLE_TTP=False"
 )
+
+# These end a job whatever torch handles.
+BY_HAND = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+# Where torch notes for which signals it sets handlers (--signals-to-handle).
+HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+_NAMES = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
 
 # Set by the agent for its workers, besides the variables of torch elastic.
 AGENT = "TTP_AGENT"
@@ -117,3 +124,10 @@ class Place:
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         self.node = int(os.environ.get("GROUP_RANK", "0"))
+
+
+def ending_signals() -> list[signal.Signals]:
+    """Return the signals that end a job: those of `BY_HAND`, and those that torch handles."""
+    names = [name.strip() for name in os.environ.get(HANDLED, "SIGHUP").split(",")]
+    handled = [signal.Signals[name] for name in names if name in _NAMES]
+    return list(dict.fromkeys([*BY_HAND, *handled]))

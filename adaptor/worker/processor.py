@@ -46,10 +46,10 @@ from adaptor.protocol.messages import (
     ToWorker,
 )
 from adaptor.worker import abort_gloo, dump_order, flight_recorder, modules, stacks
+from adaptor.worker.end_signals import EndSignals
 from adaptor.worker.incident_marks import IncidentMarks
 from adaptor.worker.open_run import OpenRun
 from adaptor.worker.session import Session
-from adaptor.worker.sigterm import SigtermReports
 
 T = TypeVar("T")
 
@@ -122,8 +122,8 @@ class Processor:
         self._store_port = store_port
         self._outbox: queue.SimpleQueue[tuple[FromWorker, ...]] = queue.SimpleQueue()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._sigterm = SigtermReports(
-            lambda: self.say(TerminationRequested(self._rank, "SIGTERM")), self._wake_writer
+        self._end_signals = EndSignals(
+            lambda name: self.say(TerminationRequested(self._rank, name)), self._wake_writer
         )
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect("\0" + address)
@@ -148,8 +148,8 @@ class Processor:
         threading.Thread(target=self._serve, name="ttp-processor", daemon=True).start()
 
     def hear_signals(self) -> None:
-        """Report SIGTERM to the agent, and do not end this process by it; call it on the main thread."""
-        self._sigterm.install()
+        """Report the signals that end a job, and live on; call it on the main thread."""
+        self._end_signals.install()
 
     def say(self, *messages: FromWorker) -> None:
         """Queue messages for the agent, which go out as one; from any thread."""
@@ -178,7 +178,7 @@ class Processor:
             ready = {key.fileobj for key, _ in selector.select()}
             if self._wake_reader in ready:
                 woken_by = os.read(self._wake_reader, 4096)
-                self._sigterm.hear(woken_by)
+                self._end_signals.hear(woken_by)
                 self._send_queued()
             if self._connection in ready:
                 self._obey(wire.receive(self._connection, wire.to_worker))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import signal
 from collections.abc import Sequence
@@ -219,6 +220,26 @@ def test_a_terminal_that_is_closed_does_not_end_the_save(launcher: Launcher) -> 
     ended = launcher.wait(job.agent)
     assert ended.code == 128 + signal.SIGHUP, ended.log
     assert ended.last_line.startswith("[ttp] ttprun was told to end by SIGHUP; step 13 is saved, "), ended.log
+    assert (job.folder / "save/latest_checkpointed_iteration.txt").read_text() == "13"
+    assert job.gone
+
+
+def test_a_signal_that_ttprun_handles_ends_no_worker(launcher: Launcher) -> None:
+    """Slurm's --signal=USR1 reaches all processes, here workers first: a dead one takes its shard along."""
+    job = Training(
+        launcher, before=PUBLISH_WAITS, flags=[*TWO, "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    )
+    job.begins()
+    for rank in (0, 1):
+        os.kill(job.pid(rank), signal.SIGUSR1)
+    waiting.exist(job.folder / "publishing")
+    os.kill(job.agent, signal.SIGUSR1)
+    (job.folder / "go-on").touch()
+    ended = launcher.wait(job.agent)
+    assert ended.code == 128 + signal.SIGUSR1, ended.log
+    assert re.match(r"\[ttp\] rank [01] was told to end by SIGUSR1; step 13 is saved, ", ended.last_line), (
+        ended.log
+    )
     assert (job.folder / "save/latest_checkpointed_iteration.txt").read_text() == "13"
     assert job.gone
 

@@ -65,7 +65,7 @@ class Unprotected(Message, frozen=True):
 
 
 class TerminationRequested(Message, frozen=True):
-    """A request to end this process (`signal`: SIGTERM); its state is intact."""
+    """A request to end this process, by `signal`; its state is intact."""
 
     rank: Number
     signal: str
