@@ -2,10 +2,10 @@
 
 Where workers train on its machine, it does so with the lowest priority.
 
-A spare has no rank yet, so a module that reads the rank from the environment while it is imported would get
-a wrong value. If one does, the spare is unfit to become a worker, and the agent starts cold processes
-instead. The same holds for a variable that the script sets before an import: in a spare the script runs after
-all imports.
+In a spare the script runs after the imports, and a spare has no rank yet. So a module may get other functions
+or variables in a spare than in a worker. After each import the spare compares. It starts again where they
+differ, and imports only the modules before that import; the script imports the others when the spare is a
+worker.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from adaptor import _script, context, text
@@ -27,7 +27,7 @@ from adaptor.protocol import environment, wire
 from adaptor.protocol.spare_messages import Become, Import, Ready, to_spare
 from adaptor.worker import imported_names, modules
 from adaptor.worker.garbage import GarbageCollection
-from adaptor.worker.script_imports import code_of_variable
+from adaptor.worker.script_imports import ScriptImports, code_of_variable
 
 # By how much a spare is nicer than the workers while it imports, where that can be taken back.
 NICER = 10
@@ -37,7 +37,7 @@ _BY = frozenset({"os", "collections.abc", "_collections_abc"})
 # Libraries read them when they are loaded, where nobody sees it.
 _BY_LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _LIBRARIES = ("numpy", "torch")
-_CHANGED = ", and a worker changes it"
+_SET_BEFORE = "and the script sets it before; to avoid this, set it in the environment of ttprun"
 _NOT_TO_IMPORT = frozenset({"__main__", "__mp_main__"})
 
 
@@ -47,11 +47,15 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
     Args:
         arguments: `[--module] script [its arguments]`
     """
+    environment_at_start = dict(os.environ)
     with socket.socket(fileno=os.dup(0)) as agent:
         try:
             order = wire.receive(agent, to_spare)
             assert isinstance(order, Import)
-            agent.sendall(wire.frame(Ready(_import_as_a_worker(order, arguments))))
+            ready = _import_as_a_worker(order, arguments)
+            agent.sendall(wire.frame(ready))
+            if ready.stop_before:  # what is imported stays; stdin, the pid and the parent do, too
+                os.execve(sys.executable, sys.orig_argv, environment_at_start)
             name = _NAME.read_bytes()
             _NAME.write_bytes(b"ttp-spare")  # for people, in ps and top
             become = wire.receive(agent, to_spare)
@@ -69,66 +73,124 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
         context.get().discard(kind)
 
 
-def _import_as_a_worker(order: Import, arguments: list[str]) -> str:
-    """Return why this process cannot become a worker; empty: it can."""
+def _import_as_a_worker(order: Import, arguments: list[str]) -> Ready:
+    """Import what the workers have imported, up to the first module that would be another one here."""
     path = list(sys.path)
     os.environ.update(order.environment)
-    of_a_rank = frozenset(order.of_a_rank)
-    places = {name: place for place, name in enumerate(order.origins)}
-    # Where a worker had come with its imports when it changed a variable.
-    changed_at = {name: places.get(one.after, -1) for name, one in order.variables.items()}
-    place = -1  # of the module that is imported now
-
-    def is_unlike(name: str) -> bool:
-        """Return whether a worker may have had another value when it imported what is imported now."""
-        return name in of_a_rank or (name in changed_at and place > changed_at[name])
-
+    imports = _ImportsAsAWorker(order)
     context.part(GarbageCollection).put_off()
     with (
         contextlib.nullcontext() if order.is_alone else _standing_back(),
-        _reads_of(is_unlike) as reads,
+        _reads_of(imports.is_unlike) as imports.reads,
     ):
         try:
             worker_main.arm(None)
         except Exception as error:  # a worker would say it, and be refused
-            return text.describe(error)
+            return Ready(text.describe(error))
+        difference = imports.difference_at_start()
+        if difference:
+            return Ready(difference)
         sys.argv = arguments[1:] if arguments[0] == _script.MODULE_FLAG else list(arguments)
         sys.path[:] = order.path
-        before = frozenset(sys.modules)
-        for name, origin in order.origins.items():
-            place = places[name]
-            if name not in sys.modules and name not in _NOT_TO_IMPORT:
-                # Whatever somebody else's module raises: one that another module has made, or that needs what
-                # is not there yet. A worker imports it where it needs it.
-                with contextlib.suppress(Exception, SystemExit):
-                    _import(name, origin)
+        ready = imports.run()
         _let_inspect_know_the_modules()
         sys.path[:] = path
-    other = [
-        f"{name} is {modules.origin(name)} here, {origin} in a worker"
-        for name, origin in order.origins.items()
-        if name in sys.modules and name not in _NOT_TO_IMPORT and modules.origin(name) != origin
-    ]
-    # What has the value of a worker was changed by an import, here as there.
-    differ = {name for name, one in order.variables.items() if code_of_variable(name) != one.code}
-    unfit = [
-        f"{module} reads {name} when it is imported" + ("" if name in of_a_rank else _CHANGED)
-        for name, module in reads.items()
-        if name in of_a_rank or name in differ
-    ]
-    loaded = max(places.get(name, -1) for name in _LIBRARIES)
-    unfit += [
-        f"libraries read {name} when they are loaded{_CHANGED}"
-        for name in _BY_LIBRARIES
-        if name in differ and loaded > changed_at[name]
-    ]
-    unfit += other
-    if not unfit:
-        imported = [name for name in order.origins if name in sys.modules and name not in before]
-        changed = imported_names.first_that_differs(order.names, imported)
-        if changed:
-            unfit.append(f"{changed} is another one in a worker, where the script changes what is imported")
-    return "; ".join(unfit)
+    return ready
+
+
+class _ImportsAsAWorker:
+    """The imports of a spare, compared with those of a worker.
+
+    Attributes:
+        reads: environment variables that are read while a worker may have had another value: the first module
+            that reads each.
+    """
+
+    def __init__(self, order: Import) -> None:
+        self.reads: dict[str, str] = {}
+        self._order = order
+        self._of_a_rank = frozenset(order.of_a_rank)
+        places = {name: place for place, name in enumerate(order.origins)}
+        # How many imports a worker had begun when it changed a variable.
+        self._changed_at = {name: places.get(each.after, -1) for name, each in order.variables.items()}
+        self._place = -1  # of the module that is imported now
+        self._recorder = context.part(ScriptImports)
+
+    def is_unlike(self, name: str) -> bool:
+        """Return whether an environment variable may have another value in a worker during this import."""
+        if name in self._of_a_rank:
+            return True
+        # A variable that has the value of a worker was set by an import, in both processes.
+        return (
+            self._place > self._changed_at.get(name, len(self._order.origins))
+            and code_of_variable(name) != self._order.variables[name].code
+        )
+
+    def difference_at_start(self) -> str:
+        """Return why this process cannot be a worker, although it has imported nothing yet; empty: it can."""
+        return self._difference(name for name in self._order.origins if name in sys.modules)
+
+    def run(self) -> Ready:
+        """Import one module after the other, and stop after the first difference."""
+        self._recorder.begin()
+        imported_by: dict[str, str] = {}  # modules: the module whose import has imported each
+        for place, (name, origin) in enumerate(self._order.origins.items()):
+            self._place = place
+            if name == self._order.stop_before:
+                break
+            if name in sys.modules or name in _NOT_TO_IMPORT:
+                continue
+            # Whatever somebody else's module raises: one that another module has made, or that needs what
+            # is not there yet. A worker imports it where it needs it.
+            with contextlib.suppress(Exception, SystemExit):
+                _import(name, origin)
+            imported = list(self._recorder.names)[len(imported_by) :]
+            imported_by.update(dict.fromkeys(imported, name))
+            difference = self._difference(imported)
+            if difference:
+                return Ready(difference, name)
+        # A later import may have changed a module, here as in a worker.
+        for module in self._recorder.end():
+            difference = self._changed_name(module, imported_names.codes_of(module))
+            if difference:
+                return Ready(difference, imported_by[module])
+        return Ready()
+
+    def _difference(self, modules_to_compare: Iterable[str]) -> str:
+        """Return the first difference to a worker, and how the user avoids it; empty: there is none."""
+        for variable, module in self.reads.items():
+            if variable in self._of_a_rank:
+                return f"{module} reads {variable} while it is imported; to avoid this, read it in a function"
+            return f"{module} reads {variable} while it is imported, {_SET_BEFORE}"
+        for name in modules_to_compare:
+            if name not in sys.modules:  # its import has failed
+                continue
+            origin = self._order.origins.get(name)
+            if name not in _NOT_TO_IMPORT and origin not in (None, modules.origin(name)):
+                return (
+                    f"{name} is {modules.origin(name) or 'not a file'} here, {origin or 'not a file'} in a"
+                    " worker; to avoid this, let one folder of sys.path have it"
+                )
+            if name in _LIBRARIES:
+                for variable in filter(self.is_unlike, _BY_LIBRARIES):
+                    return f"{name} reads {variable} when it is loaded, {_SET_BEFORE}"
+            difference = self._changed_name(name, self._recorder.names.get(name, b""))
+            if difference:
+                return difference
+        return ""
+
+    def _changed_name(self, module: str, codes: bytes) -> str:
+        """Return as `_difference` that a function or a class of a module differs, of which it has `codes`."""
+        worker_codes = self._order.names.get(module)
+        if worker_codes is None:
+            return ""
+        name = imported_names.first_difference(module, codes, worker_codes)
+        if not name:
+            return ""
+        return (
+            f"{module}.{name} is another one in a worker, where the script changes it before the import of"
+            f" {module}; to avoid this, make the change in a module that it imports"
+        )
 
 
 def _import(name: str, origin: str) -> None:
@@ -151,7 +213,7 @@ def _let_inspect_know_the_modules() -> None:
 
 @contextlib.contextmanager
 def _reads_of(counts: Callable[[str], bool]) -> Iterator[dict[str, str]]:
-    """Note which variables that count are read meanwhile: by name, the first module that does."""
+    """Note which variables that count are read meanwhile: by name, the first module that reads each."""
     reads: dict[str, str] = {}
     kind = type(os.environ)
 

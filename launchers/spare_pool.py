@@ -20,7 +20,7 @@ from adaptor import output
 from adaptor.launchers import procfs
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
-from adaptor.protocol.spare_messages import Become, Import, from_spare
+from adaptor.protocol.spare_messages import Become, Import, Ready, from_spare
 
 _Stream = IO[str] | IO[bytes]
 
@@ -62,21 +62,30 @@ class Spare:
         self.told = False
         self.ready = False
 
-    async def imports(self, what: Import) -> str:
-        """Let it import, and return when it has: why it is unfit, or nothing.
+    async def imports(self, what: Import) -> Ready:
+        """Let it import `what`, and return when it has.
+
+        Returns:
+            What is left out, if anything, and why; or why this process cannot become a worker.
 
         Raises:
             EOFError, OSError: it has ended.
         """
         self.told = True
+        first = Ready()
         reader, writer = await asyncio.open_unix_connection(sock=self._ours.dup())
         try:
-            writer.write(wire.frame(what))
-            unfit = (await wire.read(reader, from_spare)).unfit
+            while True:  # each time it imports fewer modules
+                writer.write(wire.frame(what))
+                ready = await wire.read(reader, from_spare)
+                if not ready.stop_before:
+                    break
+                first = first if first.unfit else ready
+                what = msgspec.structs.replace(what, stop_before=ready.stop_before)
         finally:
             writer.transport.abort()
-        self.ready = not unfit
-        return unfit
+        self.ready = not ready.unfit
+        return first if self.ready else ready
 
     def become(
         self, environment: Mapping[str, str], stdout: _Stream | None, stderr: _Stream | None
@@ -189,8 +198,12 @@ class Spares:
         assert self._imports is not None
         unfit = ""
         try:
-            unfit = await spare.imports(self._imports)
-            if not unfit:
+            ready = await spare.imports(self._imports)
+            if not spare.ready:
+                unfit = ready.unfit
+            else:
+                if ready.unfit:
+                    self._tell_once(partial_imports(ready))
                 await spare.ended()
         except (EOFError, OSError, msgspec.DecodeError):
             pass
@@ -213,13 +226,24 @@ class Spares:
             self._tell(why)
 
     def _tell(self, why: str) -> None:
-        """Say how many there are, once for each reason."""
-        there, when = "no spare process waits", ""
+        """Print how many spares there are, once for each reason."""
+        count, when = "no spare process waits", ""
         if self._waiting:
-            there = f"only {len(self._waiting)} of {self._count} spare processes wait"
+            count = f"only {len(self._waiting)} of {self._count} spare processes wait"
             when = "once they are used up, "
-        if self._told != why:
-            self._told = why
-            output.tell(
-                f"[ttp] {there} on this node: {why}; {when}a rank that fails is replaced by a new process"
-            )
+        self._tell_once(
+            f"{count} on this node: {why}; {when}a rank that fails is replaced by a new process", why
+        )
+
+    def _tell_once(self, line: str, why: str = "") -> None:
+        if self._told != (why or line):
+            self._told = why or line
+            output.tell(f"[ttp] {line}")
+
+
+def partial_imports(ready: Ready) -> str:
+    """Return the line for the user about modules that a spare does not import."""
+    return (
+        f"spare processes import no module from {ready.stop_before} on, so a replacement takes longer:"
+        f" {ready.unfit}"
+    )

@@ -19,9 +19,9 @@ import msgspec
 
 from adaptor import output
 from adaptor.launchers.programs import SPARE, WORKER
-from adaptor.launchers.spare_pool import Spare
+from adaptor.launchers.spare_pool import Spare, partial_imports
 from adaptor.protocol.environment import AGENT
-from adaptor.protocol.spare_messages import Import
+from adaptor.protocol.spare_messages import Import, Ready
 
 
 class WarmProcesses:
@@ -47,15 +47,16 @@ class WarmProcesses:
         await asyncio.gather(*(self._have_import(spare, what) for spare in untold))
 
     async def _have_import(self, spare: Spare, what: Import) -> None:
-        unfit = ""
+        ready = Ready()
         with contextlib.suppress(EOFError, OSError, msgspec.DecodeError):  # it has ended
-            unfit = await spare.imports(what)
-        if unfit and not self._told:
-            self._told = unfit
-            output.tell(
-                "[ttp] this spare node has no spare processes: if it takes a place, its workers start from"
-                f" the beginning, which takes longer: {unfit}"
+            ready = await spare.imports(what)
+        if ready.unfit and not self._told:
+            self._told = ready.unfit
+            without = (
+                "this spare node has no spare processes: if it takes a place, its workers start from the"
+                f" beginning, which takes longer: {ready.unfit}"
             )
+            output.tell(f"[ttp] {partial_imports(ready) if spare.ready else without}")
 
     @contextlib.contextmanager
     def become_workers(self) -> Iterator[None]:

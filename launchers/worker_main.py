@@ -101,7 +101,8 @@ def run(arguments: list[str]) -> None:
     try:
         leave = arm(worker)
         settings = context.get().settings
-        context.part(ScriptImports).begin(watched=bool(settings.online_s and settings.spares))
+        if settings.online_s and settings.spares:
+            context.part(ScriptImports).begin()
         _script.run(arguments)
     except (ConfigError, DriftError, UnsupportedError, ResumeError, StartError) as error:
         if worker.session.may_have_finished_a_step:  # what the job has trained so far is saved

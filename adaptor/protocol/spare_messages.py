@@ -14,11 +14,12 @@ class Import(Message, frozen=True):
     Attributes:
         path: their `sys.path`
         origins: what they have imported, in that order: names, and the files
-        names: what these have from each other (`imported_names.of_modules`)
+        names: the functions and classes of these at the end of their imports (`imported_names.codes_of`)
         variables: environment variables that a worker has changed
         of_a_rank: environment variables that are another one's for each rank: none may be read meanwhile
         environment: variables of all workers that this process does not have yet
         is_alone: nobody trains on this machine, so there is nobody to leave the processors to
+        stop_before: the first module that is not to be imported; empty: import all
     """
 
     path: tuple[str, ...]
@@ -28,12 +29,20 @@ class Import(Message, frozen=True):
     of_a_rank: tuple[str, ...]
     environment: dict[str, str] = msgspec.field(default_factory=dict)
     is_alone: bool = False
+    stop_before: str = ""
 
 
 class Ready(Message, frozen=True):
-    """spare -> agent: all is imported; or `unfit` says why this process cannot become a worker."""
+    """spare -> agent: this process can become a worker, unless `unfit` says why it cannot.
+
+    Attributes:
+        unfit: why an imported module differs from a worker's; empty: none does
+        stop_before: the module whose import has made this process unfit. The spare starts again, and reads
+            another `Import`. Empty: nothing that this process leaves out would help.
+    """
 
     unfit: str = ""
+    stop_before: str = ""
 
 
 class Become(Message, frozen=True):

@@ -1,9 +1,9 @@
-"""Tells what modules have imported by name, for a process that is to have the same: a spare.
+"""Compares the functions and classes of a module in two processes, at the end of its import.
 
-A spare imports what the workers have imported, and runs the script only when it takes a place. Where a
-script replaces a function before it imports a module that does `from there import function`, that module has
-the replacement in a worker and the original in a spare, and the new rank would compute something else than
-the others.
+A spare imports the modules of a worker before the script runs. A function that the script replaces before
+`from there import function` is executed would be the original in a spare. A mark identifies a function by
+its module, its qualified name and its wrappers, and not by its code: some libraries replace the code of a
+function at its first call.
 """
 
 from __future__ import annotations
@@ -12,113 +12,88 @@ import functools
 import sys
 import types
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import wrapt
 
-# Wrappers of a function, one around the other.
-_MOST_LAYERS = 16
-_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, functools._lru_cache_wrapper, wrapt.ObjectProxy)
-# In the place of a mark: the object of this name was defined in another module.
-_FOREIGN = "*"
-# Objects, each with the name under which a module has it.
-Objects = Iterable[tuple[str, object]]
+_MOST_WRAPPERS = 16
+_FUNCTIONS: tuple[type, ...] = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    functools._lru_cache_wrapper,
+    wrapt.FunctionWrapper,
+)
+# Bytes of the code of a name, and of the code of a mark.
+_CODE = 4
+# Attributes of a class, past its metaclass, which may be somebody else's code.
+_attribute_of_class = type.__getattribute__
 
 
-def of_modules(names: Iterable[str], lost: Mapping[str, Objects]) -> dict[str, bytes]:
-    """Return, by module, four bytes for each function that it has from another module, and for each class.
+def codes_of(module: str) -> bytes:
+    """Return eight bytes for each function and class that a module has by name."""
+    return b"".join(_code(name) + _code(mark) for name, mark in _marks(module))
+
+
+def with_current_codes(module: str, codes: bytes) -> bytes:
+    """Return `codes`, and those that `codes_of` the module has now besides."""
+    current = codes_of(module)
+    return codes if current == codes else codes + b"".join(_split(current) - _split(codes))
+
+
+def first_difference(module: str, codes: bytes, worker_codes: bytes) -> str:
+    """Return the name of a function or class that a worker does not have in a module; empty: there is none.
 
     Args:
-        names: of the modules.
-        lost: what modules had when their import had finished, and have no longer: a process that has imported
-            them alone has it.
+        module: imported in this process.
+        codes: `codes_of` the module in this process.
+        worker_codes: those of a worker.
     """
-    return {
-        name: b"".join(sorted({*_codes(name, objects_of(name)), *_codes(name, lost.get(name, ()))}))
-        for name in names
-    }
+    if codes == worker_codes:
+        return ""
+    differ = {code[:_CODE] for code in _split(codes) - _split(worker_codes)}
+    return next((name for name in sorted(names_of(module)) if _code(name) in differ), "")
 
 
-def first_that_differs(told: Mapping[str, bytes], names: Iterable[str]) -> str:
-    """Return the first `module.name` that another process has not, or nothing.
-
-    Args:
-        told: what `of_modules` has returned there.
-        names: the modules that are compared.
-    """
-    for module in names:
-        if module not in told:
-            continue
-        codes = {told[module][at : at + 4] for at in range(0, len(told[module]), 4)}
-        for name, mark, is_foreign in _marks(module, objects_of(module)):
-            if _code(name, mark) in codes:
-                continue
-            # A function or a class of its own that was replaced since is replaced here, too, by the script.
-            if is_foreign or _code(name, _FOREIGN) not in codes:
-                return f"{module}.{name}"
-    return ""
+def _split(codes: bytes) -> set[bytes]:
+    return {codes[at : at + 2 * _CODE] for at in range(0, len(codes), 2 * _CODE)}
 
 
 def names_of(module: str) -> Mapping[str, object]:
-    """Return what a module has, by name, past whatever it has to load its parts late."""
+    """Return the attributes of a module, without loading the parts that it loads late."""
     try:
-        found: Mapping[str, object] = object.__getattribute__(sys.modules[module], "__dict__")
+        attributes: Mapping[str, object] = object.__getattribute__(sys.modules[module], "__dict__")
     except Exception:  # a module may be any object
         return {}
-    return found
+    return attributes
 
 
-def objects_of(module: str) -> list[tuple[str, object]]:
-    """Return the classes and functions that a module has, by name, without looking into any."""
-    return [
-        (name, value)
-        for name, value in list(names_of(module).items())
-        if issubclass(type(value), type) or issubclass(type(value), _FUNCTIONS)
-    ]
+def _code(text: str) -> bytes:
+    return zlib.crc32(text.encode(errors="replace")).to_bytes(_CODE, "big")
 
 
-def _codes(module: str, objects: Objects) -> Iterator[bytes]:
-    for name, mark, is_foreign in _marks(module, objects):
-        yield _code(name, mark)
-        if is_foreign:
-            yield _code(name, _FOREIGN)
-
-
-def _code(name: str, mark: str) -> bytes:
-    return zlib.crc32(f"{name} {mark}".encode(errors="replace")).to_bytes(4, "big")
-
-
-def _marks(module: str, objects: Objects) -> Iterator[tuple[str, str, bool]]:
-    """Yield name, mark and whether another module has defined it: equal marks are equal objects.
-
-    Left out: functions of its own. Whoever calls them looks them up, or has them imported by name.
-    """
-    for name, value in objects:
+def _marks(module: str) -> Iterator[tuple[str, str]]:
+    """Yield name and mark of each function and class of a module. No code of these objects is called."""
+    for name, value in list(names_of(module).items()):
         try:
-            is_foreign = value.__module__ != module
             if issubclass(type(value), type):
-                mark = _classes(cast(type, value))  # what type(value) says, not the object
-            elif is_foreign:
-                mark = _layers(value)
-            else:
-                continue
-        except BaseException:  # whatever an object of somebody else's answers
+                classes = _attribute_of_class(value, "__mro__")
+                yield name, " ".join(map(_class_name, classes))
+            elif type(value) in _FUNCTIONS:
+                yield name, _function_mark(value)
+        except Exception:  # a namespace may have keys that are no strings
             continue
-        yield name, mark, is_foreign
 
 
-def _classes(value: type) -> str:
-    return " ".join(f"{each.__module__}.{each.__qualname__}" for each in value.__mro__)
+def _class_name(value: type) -> str:
+    return f"{_attribute_of_class(value, '__module__')}.{_attribute_of_class(value, '__qualname__')}"
 
 
-def _layers(value: object) -> str:
-    """Return a mark of a function and of what is wrapped in it."""
-    layers: list[str] = []
-    while value is not None and len(layers) < _MOST_LAYERS:
-        place = type(value).__qualname__
-        if type(value) is types.FunctionType:
-            place = f"{value.__code__.co_filename}:{value.__code__.co_firstlineno}"
-        layers.append(f"{place} {getattr(value, '__qualname__', '')}")
+def _function_mark(value: object) -> str:
+    """Return the names of a function and of the functions that are wrapped in it."""
+    names: list[str] = []
+    while type(value) in _FUNCTIONS and len(names) < _MOST_WRAPPERS:
+        function = cast(types.FunctionType, value)
+        names.append(f"{type(value).__name__} {function.__module__} {function.__qualname__}")
         value = getattr(value, "__wrapped__", None)
-    return " ".join(layers)
+    return " ".join(names)

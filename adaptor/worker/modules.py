@@ -14,12 +14,9 @@ from adaptor.worker.script_imports import ScriptImports
 def of_this_process(rank: int) -> Modules:
     """Return the modules of the worker of `rank`, in the order in which they were imported; called once."""
     path = tuple(folder for folder in list(sys.path) if isinstance(folder, str))
-    names = list(sys.modules)
     imports = context.part(ScriptImports)
-    since = [name for name in names if name not in imports.before and name.isprintable()]
-    codes = imported_names.of_modules(since, imports.end())
-    origins = {encodable(name): origin(name) for name in names}
-    return Modules(rank, path, origins, codes, imports.changed_variables())
+    origins = {encodable(name): origin(name) for name in list(sys.modules)}
+    return Modules(rank, path, origins, imports.end(), imports.changed_variables())
 
 
 def origin(name: str) -> str:

@@ -1,9 +1,7 @@
-"""Notes what each module has by name when its import has finished, in a worker that runs its script.
+"""Records the names of each module at the end of its import, in a worker and in a spare.
 
-What a module has from others later on is not enough to tell what a spare would have in its place. A function
-that the script replaces before the import comes from the import itself, and a spare that imports the module
-first has the original. One that the script replaces afterwards is replaced in a spare as well, when that runs
-the script.
+Both import the same modules in the same order, so a module has the same names at the end of its import in
+both, unless the script has changed something before. The names that it has later depend on the training.
 """
 
 from __future__ import annotations
@@ -24,40 +22,43 @@ from adaptor.worker import imported_names
 
 
 class ScriptImports:
-    """The imports of the script of this process.
+    """The imports of this process since `begin`.
 
     Attributes:
-        before: the modules that were there before the script, which has changed nothing of what they imported
+        is_watching: whether the imports are recorded.
+        names: by module, in the order in which their imports finished, `imported_names.codes_of` it then.
     """
 
     def __init__(self, _context: Context) -> None:
-        self.before: frozenset[str] = frozenset()
-        self.are_watched = False
-        # Names, and their objects. One worker of a node is asked, and the others keep them: two tuples for
-        # each module are few objects, where pairs would be tens of thousands.
-        self._had: dict[str, tuple[tuple[str, ...], tuple[object, ...]]] = {}
+        self.is_watching = False
+        self.names: dict[str, bytes] = {}
         self._environment: dict[str, str] = {}
         self._seen = 0  # of the environment, a hash
         self._changed: dict[str, str] = {}  # variables: the newest module when it was changed first
 
-    def begin(self, *, watched: bool) -> None:
-        """The script begins now.
-
-        Args:
-            watched: whether a spare may ask what is imported.
-        """
-        self.before = frozenset(sys.modules)
-        self.are_watched = watched
-        if watched:
-            self._environment = dict(os.environ)
-            self._seen = _hash_of_environment()
+    def begin(self) -> None:
+        """Record the imports from now on, for a spare or in a spare."""
+        self.is_watching = True
+        self.names = {}
+        self._environment, self._changed = dict(os.environ), {}
+        self._seen = _hash_of_environment()
+        if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
 
+    def end(self) -> dict[str, bytes]:
+        """Record nothing any more, and return `names`, with what the modules have now besides.
+
+        An import may change another module. The finder stays: another thread may be going through
+        `sys.meta_path`.
+        """
+        self.is_watching = False
+        names, self.names = self.names, {}  # a thread may still add a module
+        return {module: imported_names.with_current_codes(module, codes) for module, codes in names.items()}
+
     def note(self, module: str) -> None:
-        """Note what `module` has, whose import has finished."""
-        if self.are_watched:
-            objects = imported_names.objects_of(module)
-            self._had[module] = tuple(name for name, _ in objects), tuple(value for _, value in objects)
+        """Record the names of `module`, whose import has finished or failed."""
+        if self.is_watching and module in sys.modules and module.isprintable():
+            self.names[module] = imported_names.codes_of(module)
 
     def note_variables(self) -> None:
         """Note which variables have changed; an import begins."""
@@ -69,33 +70,17 @@ class ScriptImports:
                     self._changed.setdefault(name, next(reversed(sys.modules)))
 
     def changed_variables(self) -> dict[str, ChangedVariable]:
-        """Return, by name, what had changed since the script began when something was imported."""
+        """Return, by name, the variables that the script had changed before its last import."""
         return {
             name: ChangedVariable(encodable(newest), code_of_variable(name))
             for name, newest in self._changed.items()
         }
 
-    def end(self) -> dict[str, list[tuple[str, object]]]:
-        """Watch no longer, and keep no object.
-
-        Returns:
-            By module, the objects that it had, and has lost since.
-        """
-        self.are_watched = False
-        had, self._had = self._had, {}
-        lost = {}
-        for module, (names, values) in had.items():
-            now = imported_names.names_of(module)
-            pairs = zip(names, values, strict=True)
-            gone = [(name, value) for name, value in pairs if now.get(name) is not value]
-            if gone:
-                lost[module] = gone
-        return lost
-
 
 def code_of_variable(name: str) -> bytes:
     """Return four bytes for the value that an environment variable has now, which may be a secret."""
-    return zlib.crc32(repr(os.environ.get(name)).encode()).to_bytes(4, "big")
+    # Not of os.environ: what reads that is recorded in a spare.
+    return zlib.crc32(repr(os.environb.get(os.fsencode(name))).encode()).to_bytes(4, "big")
 
 
 def _hash_of_environment() -> int:
@@ -111,7 +96,7 @@ class _Finder:
     ) -> ModuleSpec | None:
         """Return the spec of a module, or None where this one has no part in it."""
         imports = context.part(ScriptImports)
-        if not imports.are_watched:
+        if not imports.is_watching:
             return None
         # An import does not fail for a spare: the script may have replaced `os.environ`.
         with contextlib.suppress(Exception):

@@ -307,6 +307,7 @@ def _show(mark: str) -> None:
 
 def _run(words: list[str]) -> None:
     """As `python` with these words would."""
+    sys.orig_argv = [sys.executable, "-u", *words]
     if words[0] == "-m":
         sys.argv = words[1:]
         sys.path[0] = str(Path.cwd())

@@ -1,4 +1,4 @@
-"""What a script changes before it imports a module is found; what it changes afterwards is no difference."""
+"""A change of the script before an import is a difference to a spare; a change afterwards is none."""
 
 from __future__ import annotations
 
@@ -41,19 +41,22 @@ from adaptor import context
 from adaptor.worker import modules
 from adaptor.worker.script_imports import ScriptImports
 sys.path.insert(0, sys.argv[1])
-context.part(ScriptImports).begin(watched=True)
+context.part(ScriptImports).begin()
 exec(sys.argv[2], {})
-told = modules.of_this_process(0)
-print(json.dumps({name: code.hex() for name, code in told.names.items()}))
+names = modules.of_this_process(0).names
+print(json.dumps({name: code.hex() for name, code in names.items()}))
 """
 SPARE = """
-import importlib, json, sys
-from adaptor.worker import imported_names
+import contextlib, json, sys
+from adaptor import context
+from adaptor.launchers import spare_imports
+from adaptor.protocol.spare_messages import Import
 sys.path.insert(0, sys.argv[1])
-told = {name: bytes.fromhex(code) for name, code in json.loads(sys.argv[2]).items()}
-for name in told:
-    importlib.import_module(name)
-print(imported_names.first_that_differs(told, told))
+worker = {name: bytes.fromhex(code) for name, code in json.loads(sys.argv[2]).items()}
+from importlib.util import find_spec
+origins = {name: find_spec(name).origin for name in worker}
+imports = spare_imports._ImportsAsAWorker(Import((), origins, worker, {}, ()))
+print(imports.run().unfit.partition(" is another one")[0])
 """
 
 
@@ -106,17 +109,19 @@ def test_a_change_before_an_import_by_name_is_found(change: str, differs: str, t
         ("import there; there.Kept = type('Kept', (), {})", ""),
         ("import there; there.Own = type('Own', (), {})", ""),
         ("import there; del there.function", ""),
+        # As networkx does at the first call.
+        ("import there; there.function.__code__ = (lambda: None).__code__", ""),
         # A spare imports both, and only then runs the script.
         ("import there; there.function = lambda: None; import third", "third.function"),
         ("import there; there.function = lambda: None; import wraps", "there.function"),
         ("import here; here.function = lambda: None; import there, wraps", "there.function"),
         # A module makes the change, in a spare as well.
         ("import there, changes", ""),
-        ("import here; here.function = lambda: None; import there, changes", ""),
+        ("import here; here.function = lambda: None; import there, changes", "there.function"),
         ("import here; here.function = lambda: None; import there; there.Kept = None", "there.function"),
     ],
     ids=[
-        *("function", "everywhere", "class", "own class", "gone"),
+        *("function", "everywhere", "class", "own class", "gone", "code"),
         *("imported from there", "wrapped there", "wrapped what was changed before"),
         *("by a module", "by a module, and before", "before, and another one"),
     ],
@@ -139,8 +144,9 @@ spec.loader.exec_module(module)
 def test_looking_loads_no_module_that_loads_late(tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "late.py").write_text(THIRD.replace("there", "here"))
-    assert json.loads(run(WORKER, tmp_path, LAZY))["late"] == ""
-    assert json.loads(run(WORKER, tmp_path, f"{LAZY}\nmodule.function"))["late"]
+    check = "assert 'here' not in sys.modules, 'it was loaded'"
+    assert json.loads(run(WORKER, tmp_path, f"{LAZY}\n{check}")) == {}
+    assert "here" in json.loads(run(WORKER, tmp_path, f"{LAZY}\nmodule.function"))
 
 
 def test_the_traceback_of_an_import_is_that_of_python(tmp_path: Path) -> None:

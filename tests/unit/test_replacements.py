@@ -639,6 +639,8 @@ def test_a_spare_that_ends_is_made_again_a_few_times(
 
 
 def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
+    """`more` of the script raises no error in it."""
+
     async def act(node: Node) -> None:
         await node.begin(0)
         await node.has_run(0)
@@ -653,62 +655,66 @@ def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
     runs(tmp_path, act, spares=1, more=more)
 
 
-def a_cold_process_takes_the_place(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], said: str, more: str
+def a_spare_imports_a_part(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: str, *, without: str, why: str
 ) -> None:
-    """What a script that does `more` has imported makes spares unfit, as is `said`; a killed rank gets a new
-    process all the same."""
+    """A spare imports `fractions`, and no module from `without` on, for the reason `why`.
 
-    async def act(node: Node) -> None:
-        await node.begin(0)
-        await node.has_run(0)
-        look(node)
-        node.replacements.hear((await node.told(Modules))[0])
-        await node.until(lambda: said in capsys.readouterr().err, "it is said")
-        node.processes[0].kill()
-        await node.replacements.replace(Replace(1, 1, 0), always)
-        assert await node.has_run(0) == "1"
-
-    runs(tmp_path, act, spares=1, more=more)
+    The script, which does `more`, imports the others when the spare is a worker.
+    """
+    imports = (
+        "import sys; EARLY = set(sys.modules); import fractions; {more}; "
+        "assert ('fractions' in EARLY, '{without}' in EARLY) == ('TTP_NEWCOMER' in os.environ, False)"
+    )
+    a_spare_takes_the_place(tmp_path, more=imports.format(more=more, without=without))
+    line = f"[ttp] spare processes import no module from {without} on, so a replacement takes longer: {why}"
+    assert line in capsys.readouterr().err
 
 
-def test_a_module_that_asks_for_the_rank_makes_spares_unfit(
+def test_a_spare_imports_no_module_that_reads_the_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "of_a_rank.py").write_text("import os\nDEVICE = int(os.environ.get('RANK', '0'))\n")
+    (tmp_path / "of_a_rank.py").write_text("import os\nDEVICE = int(os.environ.get('RANK', '9'))\n")
 
-    said = "of_a_rank reads RANK when it is imported"
-    a_cold_process_takes_the_place(tmp_path, capsys, said, more="import of_a_rank")
+    a_spare_imports_a_part(
+        *(tmp_path, capsys, "import of_a_rank; assert of_a_rank.DEVICE == 0"),
+        without="of_a_rank",
+        why="of_a_rank reads RANK while it is imported; to avoid this, read it in a function",
+    )
 
 
 MODE = "import os\nMODE = os.environ.get('MODE')\n"
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "without", "why"),
     [
         (
-            "os.environ['MODE'] = 'exact'; import mode",
-            "mode reads MODE when it is imported, and a worker changes it",
+            "os.environ['MODE'] = 'exact'; import mode; assert mode.MODE == 'exact'",
+            "mode",
+            "mode reads MODE while it is imported",
         ),
         (
-            "import early; os.environ['MODE'] = 'exact'; import mode",
-            "mode reads MODE when it is imported, and a worker changes it",
+            "import early; os.environ['MODE'] = 'exact'; import mode; assert mode.MODE == 'exact'",
+            "mode",
+            "mode reads MODE while it is imported",
         ),
         (
             "os.environ['OMP_NUM_THREADS'] = '77'; import numpy",
-            "libraries read OMP_NUM_THREADS when they are loaded, and a worker changes it",
+            "numpy",
+            "numpy reads OMP_NUM_THREADS when it is loaded",
         ),
     ],
     ids=["a module reads it", "one before the change, too", "a library"],
 )
-def test_a_variable_that_the_script_sets_for_its_imports_makes_spares_unfit(
-    more: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_spare_imports_no_module_that_reads_a_variable_of_the_script(
+    more: str, without: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A spare has imported the module before the script sets it: the new rank would have another mode."""
+    """It would have another mode than in a worker, where the script sets the variable before."""
     (tmp_path / "early.py").write_text(MODE)
     (tmp_path / "mode.py").write_text(MODE)
-    a_cold_process_takes_the_place(tmp_path, capsys, said, more=more)
+    remedy = ", and the script sets it before; to avoid this, set it in the environment of ttprun"
+    a_spare_imports_a_part(tmp_path, capsys, more, without=without, why=why + remedy)
 
 
 @pytest.mark.parametrize(
@@ -738,16 +744,23 @@ HERE = "def function(): pass\n"
 THERE = "from here import function\n"
 
 
-def test_a_script_that_changes_what_a_module_imports_has_no_spares(
+def test_a_spare_imports_no_module_with_a_function_that_the_script_has_replaced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A spare has imported both modules before it runs the script: the new rank would have the original."""
+    """A spare that had imported it before the script ran would have the original."""
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "there.py").write_text(THERE)
 
-    said = "there.function is another one in a worker, where the script changes what is imported"
-    more = "import here; here.function = print; import there"
-    a_cold_process_takes_the_place(tmp_path, capsys, said, more=more)
+    a_spare_imports_a_part(
+        *(
+            tmp_path,
+            capsys,
+            "import here; here.function = print; import there; assert there.function is print",
+        ),
+        without="there",
+        why="there.function is another one in a worker, where the script changes it before the import of"
+        " there; to avoid this, make the change in a module that it imports",
+    )
 
 
 def test_a_spare_makes_the_changes_that_an_import_makes(tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ class Modules(Message, frozen=True):
         path: `sys.path`
         origins: by the name of each module that has been imported, in that order: its file, or what else it
             is
-        names: what those that the script has imported have from each other, and had at the end of their
-            imports (`imported_names.of_modules`)
+        names: by the name of each module that the script has imported, its functions and classes at the end
+            of its import (`imported_names.codes_of`)
         variables: environment variables that have changed since the script began, and before its last import
     """
 
