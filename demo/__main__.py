@@ -6,6 +6,7 @@ import argparse
 import shutil
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from demo import corpus, report
@@ -71,12 +72,13 @@ def prepare_text(megatron: Path, progress: Progress) -> Path:
     return data
 
 
-def print_table(rows: list[tuple[str, str]]) -> None:
-    width = max(len(name) for name, _ in rows)
-    line = "─" * (width + 2 + max(len(value) for _, value in rows))
-    print(f"\n{line}")
-    for name, value in rows:
-        print(f"{name.ljust(width)}  {value}")
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print rows of equally many cells as a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = "─" * (sum(widths) + 2 * (len(widths) - 1))
+    print(line)
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     print(line)
 
 
@@ -109,6 +111,8 @@ def demo(chosen: argparse.Namespace) -> bool:
     page = OUT / "report.html"
     report.write_page(page, found, runs, [online, restart])
     progress.done(str(page))
+    print()
+    print_table([("", "online recovery", "save and restart"), *found.incidents])
     print_table(found.rows)
     for sentence in found.sentences:
         print(sentence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from demo.records import Incident, Step, compare
@@ -12,7 +13,8 @@ ONLINE, SAVED = "recovered", "saved"
 
 @dataclass(frozen=True)
 class Findings:
-    rows: list[tuple[str, str]]  # name and value
+    incidents: list[tuple[str, str, str]]  # name, value of the online run, value of the run with a restart
+    rows: list[tuple[str, str]]  # of all runs together: name and value
     sentences: list[str]  # how each killed run went on
     kept: bool  # no finished step and no bit of a loss was lost, and each run went on in its own way
 
@@ -84,34 +86,27 @@ def examine(reference: Run, calm: Run, online: Survival, restart: Survival) -> F
         ),
     }
 
-    def pair(values: list[str]) -> str:
-        return " / ".join(values)
-
-    rows = [
-        (
-            "killed with SIGKILL, in the online run / in the run with a restart",
-            pair([_killed(one) for one in both]),
-        ),
-        ("how it went on", pair([_way(one) for one in both])),
-        ("from the kill to its detection", pair([one.since_kill("fault-noticed") for one in both])),
-        (
-            "from the kill to the next step finished by all ranks",
-            pair([_seconds(one.goes_on) for one in both]),
-        ),
-        ("steps lost", pair([str(one.lost) for one in both])),
-    ]
+    values: dict[str, Callable[[Survival], str]] = {
+        "killed with SIGKILL": _killed,
+        "how it went on": _way,
+        "from the kill to its detection": lambda one: one.since_kill("fault-noticed"),
+        "from the kill to the next step finished by all ranks": lambda one: _seconds(one.goes_on),
+        "steps lost": lambda one: str(one.lost),
+    }
+    incidents = [(name, value(online), value(restart)) for name, value in values.items()]
+    rows = []
     for title, result in compared.items():
         verdict = f"yes ({result.compared} of them)" if result.equal else f"NO: {result.difference}"
         rows.append((f"losses equal, bit for bit: {title}", verdict))
     runs = (reference, calm, online.run, restart.run)
-    rows.append(("seconds of the four runs", pair([f"{run.seconds:.0f}" for run in runs])))
+    rows += [(f"seconds of the run: {run.title}", f"{run.seconds:.0f}") for run in runs]
     kept = (
         (online.incident.verdict, online.restarts) == (ONLINE, 0)
         and (restart.incident.verdict, restart.restarts) == (SAVED, 1)
         and all(one.lost == 0 and one.goes_on is not None for one in both)
         and all(result.equal for result in compared.values())
     )
-    return Findings(rows, [one.sentence for one in both], kept)
+    return Findings(incidents, rows, [one.sentence for one in both], kept)
 
 
 def _first_after(steps: list[Step], rank: int, iteration: int, moment: float) -> float | None:

@@ -79,6 +79,7 @@ class SurvivorsAgent(LocalElasticAgent):
         nodes = self._handler.nodes
         self._agreement = Agreement(self._handler, record.facts)
         self._control = Node(self._config, job, spec.max_restarts, nodes)
+        self._control.control.records.name_script(record.script)
         self._later_nodes = LaterNodes(self._handler, self._control) if nodes else None
         self._generations = place.generations if place else 0
         self._remaining_restarts -= place.restarts if place else 0

@@ -48,6 +48,10 @@ class JobRecords:
         self.server = JobServer(config, lambda: self.files.folder)
         self._status = JobStatus(self.files, self.report, max_restarts, newest_copy)
 
+    def name_script(self, script: str) -> None:
+        """Name the script of the job in the status from now on."""
+        self._status.script = script
+
     def begin(self, generation: int) -> None:
         """A generation of workers begins, of this number."""
         self.report.begin(generation)

@@ -59,6 +59,7 @@ class JobStatus:
         self._timer = StepTimer()
         self._uses = TimeUses()
         self._save = ""  # the save folder; ranks that are started again say it when they begin to train
+        self.script = ""
         self._holders: tuple[object, int | None] = (None, None)  # of which members, and how many
         self._trains = 0  # the newest generation whose ranks were all seen to train
 
@@ -130,6 +131,7 @@ class JobStatus:
             incidents=self._report.incidents,
             last_incident=self._report.last_id,
             save=self._save,
+            script=self.script,
             lost_nodes=sorted(members.lost),
             shard_holders=self._count_holders(members, generation) if state == "training" else None,
             step_times=self._timer.times(),

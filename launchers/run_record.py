@@ -29,6 +29,7 @@ class RunRecord:
         end_agent: ends the agent's control thread; returns whether that had failed. It keeps the agent to
             the end: torch's rendezvous must not be dropped while a thread of its own uses it
         facts: of this node, which must be the same on all nodes of the job
+        script: the script or module of the job, as the command names it
         common: what a spare node must have in common with this one; None: the job takes no spare nodes
         taken: the place that this node has taken as a spare; None: it has one of its own
     """
@@ -41,6 +42,7 @@ class RunRecord:
     account: Account = field(default_factory=lambda: Account(0))
     end_agent: Callable[[], bool] = _nothing
     facts: dict[str, str] = field(default_factory=dict)
+    script: str = ""
     common: SpareHello | None = None
     taken: Taken | None = None
 

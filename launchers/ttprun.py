@@ -255,7 +255,8 @@ def _run_with_survivors(
     # A pipe that nobody reads must not keep a job from starting again: what torch logs, and what it copies.
     output.divert_logging()
     processes.TailLog = Tee  # type: ignore[misc]
-    record = RunRecord(facts=agreement.facts_of_this_node(parsed, settings))
+    facts = agreement.facts_of_this_node(parsed, settings)
+    record = RunRecord(script=parsed.training_script, facts=facts)
     if _may_have_spares(parsed):
         record.common = spare_node.about_this_node(parsed, record.facts)
     _insert_program(parsed, WORKER)

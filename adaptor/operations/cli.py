@@ -19,7 +19,7 @@ import msgspec
 from adaptor import config, distributions, output
 from adaptor.endpoints import Address
 from adaptor.errors import AdaptorError
-from adaptor.operations import access, job_folder, records, verify
+from adaptor.operations import access, job_folder, newest_checkpoint, records, verify
 from adaptor.operations.ctrl_c import CtrlC
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.job_reader import JobReader
@@ -223,7 +223,8 @@ def _report(parsed: argparse.Namespace) -> int:
         from adaptor.operations.page import Pages
     except ModuleNotFoundError as error:
         raise _missing(error, "jinja2", "ttp report") from None
-    html = Pages().page(JobReader(job))
+    save = job_folder.status(job).save
+    html = Pages().page(JobReader(job), newest_checkpoint.newest(Path(save)) if save else None)
     out = parsed.out or Path("report.html")
     _write(out, html, what := f"the page of {job.name}")
     return _say_written(parsed, out, what, {"job": job.name})

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
+from collections.abc import Sequence
+from importlib import resources
 from typing import NamedTuple
 
 import jinja2
@@ -12,7 +15,7 @@ from markupsafe import Markup
 from adaptor.operations import charts, timeline
 from adaptor.operations.incident_stacks import Stacks
 from adaptor.operations.records import Event, Incident, unix
-from adaptor.operations.timeline import Span
+from adaptor.operations.timeline import Lane, Span
 from adaptor.operations.words import duration
 
 # More events of an incident than these are left to its file: with thousands of ranks a browser would stall.
@@ -63,6 +66,14 @@ class Section(NamedTuple):
     html: Markup
 
 
+class View(NamedTuple):
+    """Lanes on one scale; `kinds` has the kinds of their spans with words for the key."""
+
+    lanes: list[Lane]
+    ticks: Sequence[float]
+    kinds: dict[str, str]
+
+
 def section(
     environment: jinja2.Environment,
     one: Incident,
@@ -89,10 +100,12 @@ def section(
     verdict_s = max(0.0, unix(one.ended) - fault_at)
     again = _first_step_again(one, fault_at)
     until = published if published is not None else verdict_s
-    _, ticks = timeline.scale(until)
+    recovery = _recovery(one, verdict_s, published)
+    _, save_ticks = timeline.scale(until)
+    _, recovery_ticks = timeline.scale(sum(recovery.values()))
     cause, more = _sentence(one)
-    lanes = timeline.lanes_of(one, fault_at, verdict_s)
-    kinds = {span.kind for lane in lanes.lanes for span in lane.spans if span.begin <= ticks[-1]}
+    lanes, left_out = timeline.lanes_of(one, fault_at, verdict_s)
+    later = [lane for lane in lanes if any(at > save_ticks[-1] for _, at in lane.words)]
     fields = {
         "one": one,
         "name": name,
@@ -104,10 +117,11 @@ def section(
         "again": again,
         "origin": origin,
         "until": until,
-        "ticks": ticks,
-        "lanes": lanes,
-        "kinds": {kind: word for kind, word in _KINDS.items() if kind in kinds},
-        "recovery": _recovery(one, verdict_s, published),
+        "save_view": _view(lanes, -math.inf, save_ticks),
+        "left_out": left_out,
+        "recovery": recovery,
+        "recovery_view": _view(later, save_ticks[-1], recovery_ticks),
+        "advice": _advice(one),
         "recovery_words": _RECOVERY,
         "stacks": stacks,
         "most": MOST_EVENTS,
@@ -132,6 +146,33 @@ def section(
         lost="not known" if one.steps_lost is None else str(one.steps_lost),
         html=Markup(html.replace('data-mark=""', f'data-mark="{mark}"', 1)),
     )
+
+
+def _view(lanes: Sequence[Lane], begin: float, ticks: Sequence[float]) -> View:
+    """Return lanes as a chart with the scale of `ticks`.
+
+    Args:
+        lanes: of the incident.
+        begin: events up to this time, in seconds, have no words.
+        ticks: the scale; events behind its end have no words.
+    """
+    kinds = {span.kind for lane in lanes for span in lane.spans if span.begin <= ticks[-1]}
+    shown = [
+        lane._replace(words=[(word, at) for word, at in lane.words if begin < at <= ticks[-1]])
+        for lane in lanes
+    ]
+    return View(shown, ticks, {kind: word for kind, word in _KINDS.items() if kind in kinds})
+
+
+def _advice(one: Incident) -> str:
+    """Return the section of the runbook on the cause of an incident, as text; "" if there is none."""
+    runbook = resources.files("adaptor.operations").joinpath("runbook.txt").read_text(encoding="utf-8")
+    heading = one.runbook.partition("#")[2]
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", runbook, re.MULTILINE | re.DOTALL)
+    if section is None:
+        return ""
+    lines = re.sub(r"\n +|(?<!\n)\n(?!\n|- )", " ", section[1].strip())
+    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", lines).replace("`", "")
 
 
 def _sentence(one: Incident) -> tuple[str, str]:

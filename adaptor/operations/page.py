@@ -8,6 +8,7 @@ from pathlib import Path
 from adaptor.operations import history, incident_stacks, job_folder, page_frame
 from adaptor.operations.incident_section import Section, section
 from adaptor.operations.job_reader import JobReader
+from adaptor.operations.newest_checkpoint import Checkpoint
 from adaptor.operations.records import Incident, Status, unix
 from adaptor.operations.words import duration, protection
 
@@ -35,11 +36,12 @@ class Pages:
         self._sections: dict[str, tuple[tuple[int, int], Section]] = {}
         self._lock = threading.Lock()
 
-    def page(self, reader: JobReader, *, refresh_s: int = 0) -> str:
+    def page(self, reader: JobReader, checkpoint: Checkpoint | None, *, refresh_s: int = 0) -> str:
         """Return the page of a job, as HTML.
 
         Args:
             reader: of the job.
+            checkpoint: the newest one of the job; None: none is known.
             refresh_s: after so many seconds a browser asks for it again; 0: never.
 
         Raises:
@@ -55,10 +57,13 @@ class Pages:
         spent = reader.spent()
         return self._environment.get_template("job.html.j2").render(
             status=status,
+            trained=Path(status.script).name,
             state=f"silent for {duration(silent_s)}, last {status.state}" if silent_s else status.state,
             colour="bad" if bad else "" if waits else "good",
             protection=protection(status),
-            step_age=_step_age(status),
+            step_age=_age(status, unix(status.step_time) if status.step_time else None),
+            checkpoint=checkpoint,
+            checkpoint_age=_age(status, checkpoint.at if checkpoint else None),
             spent=spent,
             used={colour: spent.seconds.get(state, 0.0) for colour, (state, _) in _USED.items()},
             used_words={colour: words for colour, (_, words) in _USED.items()},
@@ -87,7 +92,6 @@ class Pages:
         return section(self._environment, one, stacks)
 
 
-def _step_age(status: Status) -> str:
-    if status.step_time is None:
-        return ""
-    return duration(max(0.0, unix(status.time) - unix(status.step_time)))
+def _age(status: Status, at: float | None) -> str:
+    """Return the time from `at`, in Unix seconds, to the status; "" for None."""
+    return "" if at is None else duration(max(0.0, unix(status.time) - at))

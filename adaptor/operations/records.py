@@ -216,6 +216,7 @@ class Status(msgspec.Struct, kw_only=True):
         why_not: why the job is not protected
         incidents: in this job; `last_incident` is the id of the newest one's file
         save: the folder of checkpoints
+        script: the script or module that is trained, as the command names it
         shard_holders: how many ranks hold that shard of the state which the fewest hold; None while not all
             ranks train
         step_times: durations of steps
@@ -250,6 +251,7 @@ class Status(msgspec.Struct, kw_only=True):
     incidents: int
     last_incident: str | None
     save: str
+    script: str = ""
     lost_nodes: list[int] = []
     shard_holders: int | None = None
     step_times: StepTimes | None = None

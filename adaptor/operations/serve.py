@@ -197,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _made(self, path: str, query: dict[str, list[str]]) -> tuple[HTTPStatus, str, bytes]:
         server = self.server
         if path == "/":
-            html = server.pages.page(server.reader(), refresh_s=_REFRESH_S)
+            html = server.pages.page(server.reader(), server.newest.found, refresh_s=_REFRESH_S)
             return HTTPStatus.OK, "text/html; charset=utf-8", html.encode(errors="replace")
         if path == "/healthz":
             return HTTPStatus.OK, _TEXT, b"ok\n"

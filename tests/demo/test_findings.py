@@ -44,6 +44,8 @@ def test_each_way_is_told_with_the_seconds_until_all_ranks_have_finished_the_nex
         "Save and restart: step 2 was saved, all 4 processes started again; the next step, 3, was finished"
         " 7.0 s after the kill."
     )
+    took = "from the kill to the next step finished by all ranks"
+    assert (took, "1.0 s", "7.0 s") in found.incidents
 
 
 def without(survival: Survival, rank: int) -> Survival:

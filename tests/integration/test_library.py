@@ -70,6 +70,7 @@ def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path) -> None
     assert f"replaced by pid {spare}, " in ended.log
     status = job_folder.status(job_folder.find(tmp_path / "job/logs"))
     assert (status.state, status.step) == ("ended", ITERATIONS)
+    assert Path(status.script).suffix == ".py"
     assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5)] == [4, 4]
     assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
     outcome.assert_same_training(ended, undisturbed())

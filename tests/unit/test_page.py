@@ -16,10 +16,12 @@ import pytest
 from adaptor.launchers import ttp
 from adaptor.operations import history, incident_section, job_folder, page, page_frame, timeline
 from adaptor.operations.job_reader import JobReader
+from adaptor.operations.newest_checkpoint import Checkpoint
 from adaptor.operations.records import Phases, utc
 from tests.unit.test_serve import BEGAN, EVENTS, event, incident, status
 
 JOB = "j"
+CHECKPOINT = Checkpoint(16, BEGAN + 100, 3_000_000)
 
 
 class Text(HTMLParser):
@@ -60,7 +62,7 @@ def write(folder: Path, one: object, *, state: object = None) -> Path:
 
 
 def html_of(job: Path) -> str:
-    return page.Pages().page(JobReader(job))
+    return page.Pages().page(JobReader(job), CHECKPOINT)
 
 
 def test_an_incident_in_figures(tmp_path: Path) -> None:
@@ -110,6 +112,38 @@ def test_a_job_without_an_incident_and_without_a_step(tmp_path: Path) -> None:
     assert "None." in text
 
 
+def test_the_page_names_the_script_the_save_folder_and_the_newest_checkpoint(tmp_path: Path) -> None:
+    now = status(time=utc(BEGAN + 160), script="/megatron/pretrain_gpt.py", save="/shared/run7")
+    html = html_of(write(tmp_path, None, state=now))
+    assert "<h1>pretrain_gpt.py</h1>" in html
+    text = str(Text(html))
+    assert f"Checkpoints in /shared/run7. Job {JOB}." in text
+    assert "Newest checkpoint step 16 3.0 MB, 60.0 s before this was written" in text
+
+
+def test_the_page_has_the_advice_of_the_runbook(tmp_path: Path) -> None:
+    one = incident()
+    one.runbook = "docs/runbook.md#signal"
+    text = str(Text(html_of(write(tmp_path, one))))
+    assert (
+        "What to do A process was ended by a signal (cause.signal). - SIGKILL: look for the kernel's" in text
+    )
+    assert "A process left with an exit code" not in text, "the next section"
+
+
+def test_captions_end_with_their_lanes(tmp_path: Path) -> None:
+    """The lanes of the save end with its scale; events behind it have lanes on the scale of the recovery."""
+    one = incident()
+    one.verdict, one.ended = "recovered", utc(BEGAN + 64)
+    one.phases = Phases(detect=0.02, freeze=0.03, write=0.04, publish=0.01, first_step=0.5)
+    one.events += [event(50.01, "freeze"), event(50.1, "published", 8), event(63.7, "joined")]
+    text = str(Text(html_of(write(tmp_path, one))))
+    save, recovery = re.split("The whole recovery: ", text)
+    assert "told to stop 10 ms, checkpoint has its name 100 ms 0 " in save
+    assert "has met the others" not in save
+    assert "controller, agents has met the others 13.7 s 0 5.0 s 10.0 s 15.0 s" in recovery
+
+
 def test_a_job_that_writes_nothing_any_more(tmp_path: Path) -> None:
     html = html_of(write(tmp_path, None, state=status(time=utc(BEGAN))))
     assert re.search(r'class="pill bad">silent for [\d.]+ h, last training', html)
@@ -138,11 +172,11 @@ def test_an_incident_with_more_events_than_a_browser_takes(tmp_path: Path) -> No
 def test_a_page_is_made_again_of_what_has_changed(tmp_path: Path) -> None:
     job = write(tmp_path, incident())
     pages, reader = page.Pages(), JobReader(job)
-    assert "Steps lost 2" in str(Text(pages.page(reader)))
+    assert "Steps lost 2" in str(Text(pages.page(reader, None)))
     changed = incident(lost=12)
     changed.reason = "another reason"
     (job / "incidents" / "1.json").write_bytes(msgspec.json.encode(changed))
-    text = str(Text(pages.page(reader)))
+    text = str(Text(pages.page(reader, None)))
     assert ("Another reason" in text, "SIGKILL" in text, "Steps lost 12" in text) == (True, False, True)
 
 
@@ -205,22 +239,20 @@ def test_lanes_of_those_that_have_a_part(tmp_path: Path) -> None:
         msgspec.structs.replace(event(at, what), rank=rank) for rank in range(20) for what, at in told
     ]
     one.events += [msgspec.structs.replace(event(50.03, "dump-ordered", 8), rank=19)]
-    found = timeline.lanes_of(one, BEGAN + 50, 1.0)
-    assert [(lane.name, lane.note) for lane in found.lanes[:5]] == [
+    lanes, left_out = timeline.lanes_of(one, BEGAN + 50, 1.0)
+    assert [(lane.name, lane.note) for lane in lanes[:5]] == [
         ("controller, agents", ""),
         ("rank 1", "blamed"),
         ("rank 2", "did not answer"),
         ("rank 19", "writes"),
         ("rank 0", ""),
     ]
-    assert (len(found.lanes), found.left_out) == (timeline.MOST_LANES + 1, 20 - timeline.MOST_LANES)
-    spans = [
-        [(span.kind, round(span.begin, 3), round(span.end, 3)) for span in lane.spans] for lane in found.lanes
-    ]
+    assert (len(lanes), left_out) == (timeline.MOST_LANES + 1, 20 - timeline.MOST_LANES)
+    spans = [[(span.kind, round(span.begin, 3), round(span.end, 3)) for span in lane.spans] for lane in lanes]
     assert spans[1] == [("gone", 0.0, 1.0), ("stop", 0.01, 0.02)]
     assert spans[2] == [("silent", 0.01, 0.02)]
     assert spans[3] == [("stop", 0.01, 0.02), ("write", 0.03, 1.0)]
-    assert [(word, round(at, 2)) for word, at in found.lanes[3].words] == [
+    assert [(word, round(at, 2)) for word, at in lanes[3].words] == [
         ("told to stop", 0.01),
         ("stopped", 0.02),
         ("told to write", 0.03),

@@ -86,6 +86,8 @@ def test_a_page_in_both_schemes_and_widths(shown: Shown, job: Path, tmp_path: Pa
             for summary in shown.page.locator("summary").all():
                 summary.click()
             assert shown.page.evaluate("document.documentElement.scrollWidth") == width, (scheme, width)
+            lost = shown.page.locator(".incidents .number").bounding_box()
+            assert lost["x"] + lost["width"] <= width, "steps lost are shown without scrolling"
             if (scheme, width) in (("light", 1280), ("dark", 390)):  # axe takes seconds
                 assert browser.violations(shown.page) == [], (scheme, width)
     assert (set(shown.asked), shown.said) == ({file.as_uri()}, [])
@@ -142,7 +144,7 @@ def test_the_live_page_takes_what_is_new(
             shown.page.locator("#sections > section").nth(1).wait_for(timeout=120_000)
             first = shown.page.locator("#sections > section").nth(1)
             assert first.locator(".events tbody tr:visible").count() == 13
-            assert shown.page.title() == f"{JOB}: restarting"
+            assert shown.page.title() == f"{JOB}: restarting", "no script is known"
         finally:
             server.shutdown()
             thread.join()
