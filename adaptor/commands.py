@@ -212,6 +212,7 @@ def _report(
             "refusals": lines,
             "replica": findings.replica,
             "bytes_per_rank_and_parameter": findings.cost(),
+            "not_online": findings.not_online,
             "layout": dataclasses.asdict(findings.layout) if findings.layout is not None else None,
             "plan": dataclasses.asdict(plan) if plan is not None else None,
             "patches": [dataclasses.asdict(outcome) for outcome in shown],

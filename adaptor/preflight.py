@@ -48,6 +48,8 @@ class Layout:
         experts: ranks that have the same experts, 0 without experts.
         sharded: whether the optimizer is distributed.
         instances: the optimizer instances that the user asked the framework for.
+        tensor: the tensor parallel size.
+        expert: ranks with different experts, their own tensor parallel size included.
     """
 
     world_size: int
@@ -55,6 +57,8 @@ class Layout:
     experts: int
     sharded: bool
     instances: int
+    tensor: int = 1
+    expert: int = 1
 
 
 @dataclass
@@ -90,9 +94,11 @@ class Findings:
             return None
         sharing = Sharing(
             dense=layout.data_parallel,
-            experts=layout.experts if self.model is not None and self.model.experts else 0,
+            experts=layout.experts,
             sharded=layout.sharded,
             instances=layout.instances,
+            tensor=layout.tensor,
+            expert=layout.expert,
         )
         ranks = layout.world_size
         return plan(sharing, self.model, self.replica, ranks, ranks_per_node or ranks, racks)
@@ -162,7 +168,8 @@ def examine(
     findings.refusals += [line for line in found if line not in findings.refusals]
     findings.layout = layout()
     findings.model = model()
-    findings.not_online = list(not_online())
+    off = [] if context.get().settings.online_s else ["TTP_ONLINE is 0"]
+    findings.not_online = [*off, *not_online()]
 
 
 def run(script: list[str], world_size: int) -> Findings:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from adaptor.protocol.messages import Share
 from adaptor.replica import tolerance
+from adaptor.replica.ring import stride
 
 # Main params and two moments of a parameter, in an optimizer and in a checkpoint.
 _STATE = 12
@@ -28,7 +29,7 @@ class Model:
     """The sizes of a model, from the framework's arguments.
 
     Args:
-        tensor, pipeline: model-parallel sizes; `expert_tensor` and `expert` those of experts.
+        tensor: the tensor parallel size.
         dense: parameters of the rank that has most, without experts.
         experts: parameters of experts on a rank.
         total: dense parameters of all pipeline stages with one tensor rank.
@@ -38,9 +39,6 @@ class Model:
     """
 
     tensor: int
-    pipeline: int
-    expert_tensor: int
-    expert: int
     dense: float
     experts: float
     total: float
@@ -105,12 +103,16 @@ class Sharing:
         dense, experts: the sizes of these groups; `experts` is 0 without experts.
         sharded: whether the optimizer is distributed.
         instances: of the optimizer, where `split` is the framework's own.
+        tensor: neighbouring ranks with different parts of the dense model: the tensor parallel size.
+        expert: neighbouring ranks with different experts, their own tensor parallel size included.
     """
 
     dense: int
     experts: int
     sharded: bool
     instances: int
+    tensor: int = 1
+    expert: int = 1
 
 
 def plan(
@@ -161,6 +163,14 @@ def _shard(sharing: Sharing, model: Model) -> float:
     return model.dense / sharing.dense + (model.experts / sharing.experts if sharing.experts else 0)
 
 
+def _mirrored(sharing: Sharing, model: Model) -> float:
+    """Return the parameters of a shard that have a second copy: not those of experts on one rank alone."""
+    if not sharing.sharded:
+        return 0.0
+    experts = model.experts / sharing.experts if sharing.experts > 1 else 0
+    return experts + (model.dense / sharing.dense if sharing.dense > 1 else 0)
+
+
 def _training(sharing: Sharing, model: Model) -> float:
     weights = model.dense + model.experts
     return weights * (model.weight + _GRADIENT) + _STATE * _shard(sharing, model)
@@ -183,11 +193,11 @@ def _replicas(
 ) -> Replicas:
     memory = local = host = sent = None
     if model is not None:
-        shard = _shard(sharing, model)
-        memory, sent = _COPY.get(kind, 0) * shard, _SENT.get(kind, 0) * shard
-        local = _STATE * shard * (2 if kind in _COPY else 1)
-        host = _HOST_COPIES * _STATE * shard * (2 if kind == "split" else 1)
-    shares = _shares(kind, sharing, model, node_of)
+        shard, copied = _shard(sharing, model), _mirrored(sharing, model)
+        memory, sent = _COPY.get(kind, 0) * copied, _SENT.get(kind, 0) * copied
+        local = _STATE * (shard + (copied if kind in _COPY else 0))
+        host = _HOST_COPIES * _STATE * (shard + (copied if kind == "split" else 0))
+    shares = _shares(kind, sharing, node_of)
     words = tolerance.survives(kind, shares, node_of)
     words = words.removeprefix(f"{kind}; ").partition(":")[0]  # behind it are words for the job's first line
     any_rack, better = _racks(shares, node_of, racks) if racks else (None, None)
@@ -205,7 +215,7 @@ def _racks(
     nodes = range(len(racks))
     if fits(nodes):
         return True, None
-    # Second copies are half a group away (split), or next to each other (mirror): rack after rack puts the
+    # Second copies are half a group away (split), or on the next node (mirror): rack after rack puts the
     # former apart, one node of each rack in turn the latter.
     sizes = Counter(racks)
     after = sorted(nodes, key=lambda node: (-sizes[racks[node]], racks[node]))
@@ -214,18 +224,14 @@ def _racks(
     return False, next((tuple(order) for order in (after, in_turn) if fits(order)), None)
 
 
-def _shares(
-    kind: str, sharing: Sharing, model: Model | None, node_of: dict[int, int]
-) -> dict[int, list[Share]]:
+def _shares(kind: str, sharing: Sharing, node_of: dict[int, int]) -> dict[int, list[Share]]:
     """Return what each rank would hold."""
     shares: dict[int, list[Share]] = {rank: [] for rank in node_of}
-    tensor = model.tensor if model is not None else 1
-    for number, group in enumerate(_groups(len(node_of), sharing.dense, tensor)):
-        _share(shares, f"group {number}", group, kind, sharing.instances)
-    if sharing.experts and model is not None and model.experts:
-        inner = model.expert_tensor * model.expert
-        for number, group in enumerate(_groups(len(node_of), sharing.experts, inner)):
-            _share(shares, f"experts {number}", group, kind, sharing.instances)
+    parts = (("group", sharing.dense, sharing.tensor), ("experts", sharing.experts, sharing.expert))
+    for name, size, inner in parts:
+        for number, group in enumerate(_groups(len(node_of), size, inner) if size else ()):
+            apart = stride([node_of[rank] for rank in group]) if kind == "mirror" and size > 1 else 0
+            _share(shares, f"{name} {number}", group, kind, sharing.instances, apart)
     return shares
 
 
@@ -239,13 +245,17 @@ def _groups(ranks: int, size: int, inner: int) -> list[list[int]]:
 
 
 def _share(
-    shares: dict[int, list[Share]], name: str, group: Sequence[int], kind: str, instances: int
+    shares: dict[int, list[Share]], name: str, group: Sequence[int], kind: str, instances: int, apart: int
 ) -> None:
-    """Add what each rank of a group holds."""
+    """Add what each rank of a group holds.
+
+    Args:
+        apart: the distance from the owner of a shard to the rank that mirrors it.
+    """
     size = len(group)
     count = {"whole": 1, "split": max(1, size // max(2, instances))}.get(kind, size)
     for place, rank in enumerate(group):
         held = {place % count}
         if kind == "mirror":
-            held.add((place - 1) % count)
+            held.add((place - apart) % count)
         shares[rank] += [Share(name, shard, count) for shard in sorted(held)]

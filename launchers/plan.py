@@ -60,6 +60,7 @@ class Report(msgspec.Struct):
 
     verdict: str
     refusals: list[str]
+    not_online: list[str] | None
     layout: _Layout | None
     plan: JobPlan | None
 
@@ -262,6 +263,10 @@ def _lines(report: Report, hosts: Sequence[str]) -> list[str]:
         lines.append(
             f"a save       {save}, {seconds} at {speed}/s; one writer gathers {writer} in host memory"
         )
+    if report.not_online is not None:
+        online = "online: a fault costs new processes in place of the failed ranks alone"
+        why = "; ".join(report.not_online)
+        lines.append(f"recovery     {f'not online: a fault restarts all ranks ({why})' if why else online}")
     return [*lines, f"verdict      {report.verdict}"]
 
 

@@ -78,6 +78,7 @@ def _examine(parsed: Any) -> None:
             experts=0,
             sharded=parsed.use_distributed_optimizer,
             instances=1,
+            tensor=parsed.tensor_model_parallel_size,
         )
 
     checks = [*_checks(parsed), lambda: folder.require_possible(parsed.save)]

@@ -105,12 +105,15 @@ def examine(parsed: Any) -> None:
     from adaptor.frameworks import megatron_online_support
 
     def made() -> preflight.Layout:
+        has_experts = getattr(parsed, "num_experts", None) is not None
         return preflight.Layout(
             world_size=parsed.world_size,
             data_parallel=supported_options.data_parallel_size(parsed),
-            experts=supported_options.expert_data_parallel_size(parsed),
+            experts=supported_options.expert_data_parallel_size(parsed) if has_experts else 0,
             sharded=parsed.use_distributed_optimizer,
             instances=getattr(parsed, INSTANCES, 1),
+            tensor=parsed.tensor_model_parallel_size,
+            expert=supported_options.ranks_of_experts(parsed) if has_experts else 1,
         )
 
     parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments

@@ -48,9 +48,6 @@ def model_of(parsed: Any) -> Model | None:
     total = dense if pipeline == 1 else 2 * dense - _positions(args) + (pipeline - 2) * (dense - embedding)
     return Model(
         tensor=tensor,
-        pipeline=pipeline,
-        expert_tensor=_expert_tensor(args),
-        expert=expert,
         dense=dense,
         experts=of_experts,
         total=total,

@@ -103,6 +103,34 @@ def test_experts_are_counted_once(python: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
+def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> None:
+    """And each option that prevents it. Experts that no two ranks share are told without the model's size."""
+    script = str(prepare.megatron_lm() / "pretrain_gpt.py")
+    experts = ("--num-experts", "2", "--expert-model-parallel-size", "2", "--disable-bias-linear")
+    given = tiny_gpt(
+        save=tmp_path, extra=(*experts, "--dataloader-type", "external", "--iterations-to-skip", "4")
+    )
+    place = given.index("--vocab-size")
+    del given[place : place + 2]
+    given[given.index("NullTokenizer")] = "GPT2BPETokenizer"  # whose files are not given
+    words = ("plan", "--nproc-per-node", "2", "--", script, *given)
+    environ = environment(TTP_ONLINE="60")
+    done = python("-m", "adaptor.launchers.ttp", *words, env=environ)
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("recovery"))
+    assert line.startswith("recovery     not online: a fault restarts all ranks (--iterations-to-skip ")
+    assert "; a data loader of the script's own (--dataloader-type external) " in line
+    (chosen,) = (line for line in done.stdout.splitlines() if line.startswith(("* mirror", "* none")))
+    assert chosen.endswith("  exceptions alone")
+    words = ("plan", "--nproc-per-node", "2", "--", script, *tiny_gpt(save=tmp_path))
+    done = python("-m", "adaptor.launchers.ttp", *words, env=environ)
+    assert (
+        "\nrecovery     online: a fault costs new processes in place of the failed ranks alone\n"
+        in done.stdout
+    )
+
+
+@pytest.mark.integration
 def test_the_doctor_knows_what_a_job_needs(python: Run, tmp_path: Path) -> None:
     """The same arguments and the same figures as the plan, compared with this machine."""
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")

@@ -58,7 +58,7 @@ HCCL = "process groups of hccl have not gone on bitwise on a device yet"
 def test_the_class_of_a_recipe(line: str, words: list[str], python: Run, tmp_path: Path) -> None:
     """With its reasons; options and values that the installed version does not know are judged as well."""
     (recipes := tmp_path / "recipes.jsonl").write_text(f"{line}\n")
-    done = python(COMMAND, str(recipes), "--list", env=environment())
+    done = python(COMMAND, str(recipes), "--list", env=environment(TTP_ONLINE="60"))
     assert done.returncode == 0, done.stderr
     listed = done.stdout.partition("\nOf 1 recipes")[0].splitlines()
     assert len(listed) == len(words), listed
@@ -68,7 +68,7 @@ def test_the_class_of_a_recipe(line: str, words: list[str], python: Run, tmp_pat
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="the published recipes are not beside this checkout")
 def test_published_recipes(python: Run) -> None:
     """No more of them than before are refused, or lack something."""
-    done = python(COMMAND, str(PUBLISHED), env=environment())
+    done = python(COMMAND, str(PUBLISHED), env=environment(TTP_ONLINE="60"))
     assert done.returncode == 0, done.stderr
     for words, (smallest, largest) in SHARES.items():
         (share,) = re.findall(rf"\| [^|]*{words}[^|]*\|[^|]*\| (\d+) % ", done.stdout)
@@ -76,7 +76,7 @@ def test_published_recipes(python: Run) -> None:
 
 
 def test_a_list_that_cannot_be_read(python: Run, tmp_path: Path) -> None:
-    done = python(COMMAND, str(tmp_path / "absent"), env=environment())
+    done = python(COMMAND, str(tmp_path / "absent"), env=environment(TTP_ONLINE="60"))
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].endswith(
         f"{tmp_path}/absent cannot be read: [Errno 2] No such file or directory: '{tmp_path}/absent'"

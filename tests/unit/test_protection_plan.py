@@ -13,14 +13,9 @@ COSTS = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
 MEMORY = COSTS.partition("## Memory")[2].partition("\n## ")[0]
 
 
-def model(
-    parameters: float, tensor: int = 1, pipeline: int = 1, experts: float = 0.0, expert: int = 1
-) -> Model:
+def model(parameters: float, tensor: int = 1, pipeline: int = 1, experts: float = 0.0) -> Model:
     return Model(
         tensor=tensor,
-        pipeline=pipeline,
-        expert_tensor=tensor,
-        expert=expert,
         dense=parameters,
         experts=experts,
         total=parameters * pipeline,
@@ -66,15 +61,16 @@ def test_what_is_sent_is_what_the_page_says() -> None:
     ("d", "tensor", "per_node", "split", "mirror"),
     [
         (8, 1, 8, "any 1 rank", "any 1 rank"),
-        (8, 1, 4, "any 1 rank, any 1 node", "any 1 rank, but no whole node"),
+        (8, 1, 4, "any 1 rank, any 1 node", "any 1 rank, any 1 node"),
+        (8, 1, 6, "any 1 rank, but no whole node", "any 1 rank, but no whole node"),
         (8, 1, 1, "any 1 rank, any 1 node", "any 1 rank, any 1 node"),
         (4, 8, 8, "any 1 rank, any 1 node", "any 1 rank, any 1 node"),
-        (4, 4, 8, "any 1 rank, any 1 node", "any 1 rank, but no whole node"),
+        (4, 4, 8, "any 1 rank, any 1 node", "any 1 rank, any 1 node"),
         (3, 1, 1, None, "any 1 rank, any 1 node"),
     ],
 )
 def test_what_may_be_lost(d: int, tensor: int, per_node: int, split: str | None, mirror: str) -> None:
-    sharing = Sharing(dense=d, experts=0, sharded=True, instances=1)
+    sharing = Sharing(dense=d, experts=0, sharded=True, instances=1, tensor=tensor)
     made = plan(sharing, model(1e6, tensor), "mirror", d * tensor, per_node)
     said = {one.kind: one.survives for one in made.replicas}
     assert said.get("split") == split
@@ -82,13 +78,20 @@ def test_what_may_be_lost(d: int, tensor: int, per_node: int, split: str | None,
     assert said["none"] == "exceptions alone"
 
 
-def test_experts_that_no_two_ranks_share() -> None:
-    sharing = Sharing(dense=4, experts=1, sharded=True, instances=1)
-    made = plan(sharing, model(1e6, experts=1e6, expert=4), "mirror", 4, 1)
+@pytest.mark.parametrize("sizes", [model(1e6, experts=1e6), None], ids=["sizes", "no sizes"])
+def test_experts_that_no_two_ranks_share(sizes: Model | None) -> None:
+    """Their size takes no memory for a copy that is never made; of what may be lost it says nothing."""
+    sharing = Sharing(dense=4, experts=1, sharded=True, instances=1, expert=4)
+    made = plan(sharing, sizes, "mirror", 4, 1)
     assert [(one.kind, one.survives) for one in made.replicas] == [
         ("mirror", "exceptions alone"),
         ("none", "exceptions alone"),
     ]
+    mirror, none = made.replicas
+    if sizes is not None:
+        assert (mirror.memory, mirror.sent) == (16e6 / 4, 4e6 / 4)
+        assert (mirror.local_copy, mirror.host_copy) == (12e6 * (1.25 + 0.25), 24e6 * 1.25)
+        assert (none.local_copy, none.host_copy) == (12e6 * 1.25, 24e6 * 1.25)
 
 
 def test_an_optimizer_that_every_rank_has() -> None:
