@@ -10,6 +10,8 @@ import msgspec
 
 from adaptor.protocol.messages import Verdict
 
+# A lasting exception (`messages.Origin`) ends the job when it comes so many times, and no start has trained.
+_MOST_BEFORE_TRAINING = 2
 # Of a job that makes no progress. sysexits.h ends at 78, and signals begin at 128.
 EXIT_NO_PROGRESS = 79
 
@@ -26,6 +28,7 @@ class Recurrence:
         self._limit = limit
         self._last: tuple[str, int] | None = None  # the fault and the step at which it came
         self._count = 0
+        self._has_trained = False  # in any start
         self._reached = 0  # the newest step saved in this series of faults; a verdict without a save keeps it
 
     def note(self, verdict: Verdict) -> None:
@@ -33,11 +36,19 @@ class Recurrence:
         self._count = self._times(verdict)
         self._reached = max(verdict.step, self._reached if self._count > 1 else 0)
         self._last = _position(verdict)
+        self._has_trained = self._has_trained or max(self._last[1], verdict.newest) >= 0
 
     def judge(self, verdict: Verdict) -> Verdict:
         """Return the verdict that is about to be given, with the reason why the job ends if it does."""
-        times = self._times(verdict)
-        if not self._limit or times < self._limit or verdict.stop:
+        times, limit = self._times(verdict), self._limit
+        if not limit or verdict.stop:
+            return verdict
+        if verdict.fault.lasting and not self._has_trained:
+            if verdict.fault.on_all_ranks and self._last is None:
+                stop = f"every rank has raised {verdict.fault.key} {verdict.fault.when}"
+                return msgspec.structs.replace(verdict, stop=stop)
+            limit = min(limit, _MOST_BEFORE_TRAINING)
+        if times < limit:
             return verdict
         often = "came once" if times == 1 else f"came {times} times"
         words = [verdict.fault.key, often, verdict.fault.when, "without a newer checkpoint"]

@@ -139,7 +139,15 @@ def _fault(
         host,
         cause.kind,
         cause.status,
+        lasting=raised is not None and cause.kind == "exception" and raised.origin.lasting,
+        on_all_ranks=_is_raised_on_all_ranks(failures, membership),
     )
+
+
+def _is_raised_on_all_ranks(failures: Failures, membership: Membership) -> bool:
+    """Return whether every rank has raised the same exception, at the same place."""
+    origins = {(raised.origin.kind, raised.origin.where) for raised in failures.raised.values()}
+    return len(failures.raised) == membership.world_size and len(origins) == 1
 
 
 def refused(rank: int, reason: str) -> Verdict:

@@ -33,18 +33,23 @@ _NO_DEVICE = (
     "No CUDA GPUs are available",
     "Torch not compiled with CUDA enabled",
 )
+# What torch and torch_npu say where a device fails.
+_OF_A_DEVICE = ("CUDA error", "CUDA out of memory", "NPU error", "NPU out of memory")
 # argparse's exit code for arguments that it refuses.
 _USAGE = 2
 
 
-def origin_of(error: BaseException, finished: int, *, starting: bool) -> Origin:
+def origin_of(error: BaseException, finished: int, *, trains: bool, is_restart: bool) -> Origin:
     """Return what `error`, which has left the script, is known by.
 
     Args:
         finished: the step that this rank has finished, -1 before training.
-        starting: this is the first start of the job, and training has not begun.
+        trains: training has begun on this rank.
+        is_restart: this is not the first start of the job.
     """
-    return Origin(type(error).__name__, _where(error), finished, starting and _is_a_mistake(error))
+    mistake = not trains and not is_restart and _is_a_mistake(error)
+    lasting = not trains and _is_lasting(error)
+    return Origin(type(error).__name__, _where(error), finished, mistake, lasting)
 
 
 def calls_of(error: BaseException) -> list[tuple[str, int]]:
@@ -96,3 +101,23 @@ def _is_a_mistake(error: BaseException) -> bool:
     if isinstance(error, SystemExit):
         return error.code == _USAGE and any(path == argparse.__file__ for path, _ in calls_of(error))
     return any(words in text.say(error) for words in _NO_DEVICE)
+
+
+def _is_lasting(error: BaseException) -> bool:
+    """Return whether `error` says that the code, its arguments or a checkpoint are wrong.
+
+    What the system, the network, a device or another rank causes may have passed at the next start, also
+    where the script has raised another exception because of it.
+    """
+    chain: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in chain:
+        chain.append(link)
+        link = link.__cause__ or link.__context__
+    return isinstance(error, Exception) and not any(map(_may_pass, chain))
+
+
+def _may_pass(error: BaseException) -> bool:
+    if isinstance(error, OSError | EOFError | MemoryError) or may_be_an_echo(error):
+        return True
+    return any(words in text.say(error) for words in _OF_A_DEVICE)

@@ -91,7 +91,7 @@ class Runtime:
         Args:
             by: the exception, by which it is known when it comes again.
         """
-        starting = self.session.trainee is None and not context.part(Generation).is_restart
+        trains, is_restart = self.session.trainee is not None, context.part(Generation).is_restart
         self.session.window.give_up()
         self.session.board.fail(error)
         self.processor.exit_code = exit_code
@@ -99,7 +99,8 @@ class Runtime:
         if by is not None:
             # It is for comparing and for people: an exception that cannot be looked at is told all the same.
             with contextlib.suppress(Exception):
-                origin = origin_of(by, self.session.board.finished, starting=starting)
+                finished = self.session.board.finished
+                origin = origin_of(by, finished, trains=trains, is_restart=is_restart)
                 calls = innermost(by)
         self.processor.say(Raised(self.rank, text.encodable(error), exit_code, origin, calls))
 

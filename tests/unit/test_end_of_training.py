@@ -1,4 +1,4 @@
-"""The end of a job whose training is over: what fails after that starts nothing again."""
+"""Jobs that are not started again: their training is over, or their script cannot begin to train."""
 
 from __future__ import annotations
 
@@ -74,3 +74,39 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     ended = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
     assert (ended.code, starts(ended)) == (0, 4), ended.log
     assert "rank 1 was ended by SIGABRT; step 3 is saved, no finished step is lost" in ended.log
+
+
+# The first exception ends the job 2 s later: by then every rank has come so far.
+BOTH_START = """
+import os
+from pathlib import Path
+from tests import waiting
+print("start", flush=True)
+Path("here" + os.environ["RANK"]).touch()
+waiting.exist(Path("here0"), Path("here1"))
+"""
+MISMATCH = "assert 320 == 240, 'class input value 320 and checkpoint value 240 do not match'"
+
+
+def test_an_exception_of_all_ranks_before_training(launcher: Launcher) -> None:
+    ended = launcher.run(*TWO, "--max-restarts", "3", launcher.script(BOTH_START + MISMATCH))
+    assert (ended.code, starts(ended)) == (1, 2), ended.log
+    assert "raised AssertionError: class input value 320 and checkpoint value 240 do not" in ended.last_line
+    assert ended.last_line.endswith(
+        "; not started again: every rank has raised AssertionError at script.py:8 before training"
+    ), ended.log
+
+
+@pytest.mark.parametrize(
+    ("what", "made"),
+    [
+        (f"if os.environ['RANK'] == '1': {MISMATCH}\nthreading.Event().wait(600)", 4),
+        ("raise OSError('Stale file handle')", 6),
+    ],
+    ids=["of-one-rank", "of-the-system"],
+)
+def test_an_exception_before_training_that_comes_again(what: str, made: int, launcher: Launcher) -> None:
+    script = launcher.script(f"import threading\n{BOTH_START}{what}\n")
+    ended = launcher.run(*TWO, "--max-restarts", "5", script)
+    assert (ended.code, starts(ended)) == (79, made), ended.log
+    assert f"came {made // 2} times before training without a newer checkpoint" in ended.last_line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from adaptor.controller.recurrence import EXIT_NO_PROGRESS, Recurrence
@@ -95,3 +96,25 @@ def test_what_nothing_is_known_of_is_never_the_same() -> None:
 
 def test_it_can_be_switched_off() -> None:
     assert stops(Recurrence(0), *[verdict()] * 9) == [False] * 9
+
+
+@pytest.mark.parametrize(
+    ("lasting", "on_all_ranks", "trained", "ends"),
+    [
+        (True, True, False, [True]),
+        (True, False, False, [False, True]),
+        (False, True, False, [False, False, True]),
+        (True, True, True, [False, False, True]),
+    ],
+    ids=["of-all-ranks", "of-one-rank", "of-the-system", "after-training"],
+)
+def test_an_exception_before_training(
+    lasting: bool, on_all_ranks: bool, trained: bool, ends: list[bool]
+) -> None:
+    recurrence = Recurrence(3)
+    if trained:
+        recurrence.note(verdict(key="SIGKILL", outcome="saved"))
+    given = verdict(finished=-1, step=-1, newest=-1)
+    fault = msgspec.structs.replace(given.fault, lasting=lasting, on_all_ranks=on_all_ranks)
+    given = msgspec.structs.replace(given, fault=fault)
+    assert stops(recurrence, *[given] * len(ends)) == ends

@@ -22,6 +22,8 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
         kind: signal, exit, exception, hang, told-to-end, node-lost, nodes-join or error (of ttprun itself);
             empty where it is not known
         status: of the process that failed first (negative: the signal)
+        lasting: see `parts.Origin`
+        on_all_ranks: every rank has raised it, at the same place
     """
 
     key: str = ""
@@ -31,6 +33,8 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
     host: str = ""
     kind: str = ""
     status: int | None = None
+    lasting: bool = False
+    on_all_ranks: bool = False
 
     @property
     def when(self) -> str:
