@@ -20,7 +20,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from adaptor.launchers import c10d_store, node_order, signs_of_life
 from adaptor.launchers.rendezvous_errors import NotTakenInError
-from adaptor.launchers.waiting import Interrupted, wait_for
+from adaptor.launchers.waiting import AGAIN_S, FIRST_S, Interrupted, wait_for
 
 # How often node 0 checks which nodes have come: the store's own wait writes two warnings at each time-out.
 _LOOK_S = 0.1
@@ -32,6 +32,7 @@ _LEFT, _ALL_LEFT = "ttp/left", "ttp/all have left"
 # The most nodes that are named in a line.
 _NAMED = 4
 _ALL = "all are here"
+_OWN_STORE = "the rendezvous store of this node"
 # Backends whose store is in the process of an agent.
 _STORE_OF_AN_AGENT = ("static", "c10d")
 
@@ -47,16 +48,27 @@ class Registry:
 
     def get_rendezvous_handler(self, params: Any) -> Rendezvous:
         """Return torch's handler for `params`, wrapped."""
-        what = f"the rendezvous at {params.endpoint}" if params.max_nodes > 1 else ""
+        is_alone = params.max_nodes == 1
+        what = _OWN_STORE if is_alone else f"the rendezvous at {params.endpoint}"
+        trouble = ""
+
+        def note(text: str) -> None:
+            nonlocal trouble
+            trouble = text
 
         def connect() -> Rendezvous:
-            handler, has_store = c10d_store.connect(self._registry, params)
+            handler, has_store = c10d_store.connect(self._registry, params, note)
             made = Rendezvous(handler, params.endpoint, params.max_nodes, has_store=has_store)
             if params.backend != "static":
                 node_order.put_in_order(handler, has_store=has_store)
             return made
 
-        return wait_for(connect, lambda: what, limit=lambda: c10d_store.limit(params))
+        return wait_for(
+            connect,
+            lambda: _with(trouble, what),
+            limit=lambda: c10d_store.limit(params),
+            first_s=AGAIN_S if is_alone else FIRST_S,
+        )
 
 
 class Rendezvous:
@@ -138,7 +150,8 @@ class Rendezvous:
             Interrupted: a signal came first.
         """
         try:
-            wait_for(work, lambda: self.missing, limit=lambda: self.limit)
+            first_s = AGAIN_S if self._most == 1 else FIRST_S
+            wait_for(work, lambda: self.missing, limit=lambda: self.limit, first_s=first_s)
         except Interrupted:
             self._interrupted = True
             raise
@@ -236,13 +249,14 @@ class Rendezvous:
 
     @property
     def missing(self) -> str:
-        """Return the nodes that this one waits for, in words; empty if it is alone."""
+        """Return the nodes that this one waits for, in words."""
+        trouble = self._static.trouble if self._static is not None else ""
         if self._most == 1:
-            return ""
+            return _with(trouble, _OWN_STORE)
         if self._trains_without_this_node:
             return f"the job at {self._where}, which trains, to take this node in"
         words = self._static.missing if self._static is not None else _missing_of(self._handler)
-        return f"{words or 'the other nodes'} at {self._where}"
+        return _with(trouble, f"{words or 'the other nodes'} at {self._where}")
 
 
 class _Static:
@@ -252,6 +266,7 @@ class _Static:
         is_host: this node has the store
         met: all have come
         missing: which of them are awaited, in words
+        trouble: why the address of node 0 cannot be reached, in words; '' where that is not known
     """
 
     def __init__(self, handler: Any) -> None:
@@ -261,7 +276,7 @@ class _Static:
         self._timeout = handler.timeout
         self._address, self._port = str(handler.master_addr), int(handler.master_port)
         self.met = False
-        self.missing = ""
+        self.missing = self.trouble = ""
         self._name_missing([0] if self._node else range(1, self._nodes))
 
     def meet(self) -> TCPStore:
@@ -273,7 +288,9 @@ class _Static:
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         if self._node:
-            c10d_store.wait_until_it_answers(self._address, self._port, deadline)
+            c10d_store.wait_until_it_answers(self._address, self._port, deadline, self._note)
+        else:
+            c10d_store.wait_until_it_resolves(self._address, deadline, self._note)
         store = TCPStore(
             self._address,
             self._port,
@@ -299,6 +316,9 @@ class _Static:
         self.met, self.missing = True, ""
         return store
 
+    def _note(self, trouble: str) -> None:
+        self.trouble = trouble
+
     def _wait_for_all(self, keys: PrefixStore, deadline: float) -> None:
         awaited = list(range(1, self._nodes))
         while awaited:
@@ -314,6 +334,10 @@ class _Static:
         named = ", ".join(map(str, nodes[:_NAMED]))
         more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
         self.missing = f"node{'s' if len(nodes) > 1 else ''} {named}{more} of {self._nodes}" if nodes else ""
+
+
+def _with(trouble: str, what: str) -> str:
+    return f"{what} ({trouble})" if trouble else what
 
 
 def _here(node: int) -> str:

@@ -24,6 +24,10 @@ class NotTakenInError(RendezvousError):
     """The job for which this node waited has ended."""
 
 
+class HostUnknownError(RendezvousConnectionError):
+    """The host of the rendezvous has no address on this node."""
+
+
 def lacks_means(error: Exception) -> bool:
     """Return whether the machine has no process, thread, descriptor or room left to start anything."""
     if isinstance(error, UNMET):
@@ -63,6 +67,16 @@ def why_not(error: Exception, parsed: argparse.Namespace) -> str:
             return (
                 f"the port of {where} is taken on this machine: another job has it, or what is left of one;"
                 " choose another one (--master-port, or the port in --rdzv-endpoint)"
+            )
+        case HostUnknownError():
+            return (
+                f"the host name {str(error)!r} does not resolve on this node: correct --master-addr or"
+                " --rdzv-endpoint, give an address there, or add the name to /etc/hosts or the DNS"
+            )
+        case DistError() | RendezvousConnectionError() if parsed.nnodes.rpartition(":")[2].strip() == "1":
+            return (
+                f"this node does not reach its own rendezvous store at {where}: {text.describe(error)}; with"
+                " one node, leave out --master-addr and --rdzv-endpoint"
             )
         case DistError() | RendezvousConnectionError():
             return (

@@ -145,8 +145,13 @@ def wait(parsed: argparse.Namespace, settings: Config, mine: SpareHello) -> Take
     warm = warm_start.of_spare_node(parsed, wanted=settings.spares > 0 and settings.online_s > 0)
     endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
     host, port = utils.parse_rendezvous_endpoint(endpoint, -1)
-    there = f"node 0 at {host}:{port}, as a spare node"
-    said = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id)), lambda: there)
+    there = awaited = f"node 0 at {host}:{port}, as a spare node"
+
+    def note(text: str) -> None:
+        nonlocal awaited
+        awaited = f"{there} ({text})" if text else there
+
+    said = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited)
     found = Invitation.decode(said, invitation.kind_of(settings))
     return wait_for(
         lambda: asyncio.run(wait_at_gate(found, host, settings, mine, warm)),
@@ -155,14 +160,14 @@ def wait(parsed: argparse.Namespace, settings: Config, mine: SpareHello) -> Take
     )
 
 
-def _find_gate(host: str, port: int, run_id: str) -> bytes:
+def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -> bytes:
     """Return the invitation to the gate; node 0 may be started after this spare, at any time."""
     from torch.distributed import PrefixStore, TCPStore
 
     from adaptor.launchers import c10d_store
 
     while True:
-        c10d_store.wait_until_it_answers(host, port, float("inf"))
+        c10d_store.wait_until_it_answers(host, port, float("inf"), note)
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, multi_tenant=True)
             gate = PrefixStore(f"{run_id}/{PREFIX}", store)

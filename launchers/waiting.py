@@ -44,6 +44,7 @@ def wait_for(
     *,
     quiet: bool = False,
     limit: Callable[[], str] = lambda: "",
+    first_s: float = FIRST_S,
 ) -> T:
     """Run `work` in a thread and return its result; call it on the main thread.
 
@@ -52,6 +53,7 @@ def wait_for(
         what: returns what is waited for now, in words; empty: no line. It must not block.
         quiet: no line says so.
         limit: returns for how long at most, and by which setting; empty: that is not known, or for any time.
+        first_s: seconds after which the first line comes.
 
     Raises:
         Interrupted: SIGINT, SIGTERM or another signal that torch handles came first. `work` goes on until
@@ -73,7 +75,7 @@ def wait_for(
         try:
             # In here: a signal that comes while it starts is one that comes while it waits.
             threading.Thread(target=run, name="ttp-waiting", daemon=True).start()
-            wait_s = FIRST_S
+            wait_s = first_s
             while not done.wait(wait_s):
                 if not quiet:
                     _say(what(), limit())

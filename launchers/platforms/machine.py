@@ -63,10 +63,10 @@ class Machine:
 
 def this_machine() -> Machine:
     """Return the machine that this process runs on."""
-    return Machine(socket.gethostname(), _owns, _resolves, time.monotonic, time.sleep, output.tell)
+    return Machine(socket.gethostname(), owns, _resolves, time.monotonic, time.sleep, output.tell)
 
 
-def _owns(address: str) -> bool:
+def owns(address: str) -> bool:
     """Return whether a socket can have `address`; only addresses of this machine allow it."""
     try:
         ip = ipaddress.ip_address(address)
