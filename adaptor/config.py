@@ -20,6 +20,7 @@ from adaptor.setting_values import (
     Reshape,
     endpoint,
     folder,
+    folders,
     new_file,
     notice_target,
     number,
@@ -64,6 +65,7 @@ class Config:
     store_every: int
     store_keep: int
     store_rate: int
+    store_also: tuple[str, ...]
     store_endpoint: str
     pull: tuple[Pull, ...]
     log_path: str
@@ -309,6 +311,16 @@ SETTINGS = (
         "0, or bytes in a second, like 200M",
         rate,
         "how many bytes in a second a node sends to TTP_STORE while the job trains, like 200M; 0: no limit",
+    ),
+    Setting(
+        "store_also",
+        "TTP_STORE_ALSO",
+        "",
+        "a folder; several have line breaks between them",
+        folders,
+        "a folder with logs or other outputs of this node, whose files are also sent to TTP_STORE, while the"
+        " job trains and at its end; may be given several times",
+        repeats=True,
     ),
     Setting(
         "store_endpoint",

@@ -124,6 +124,11 @@ def notice_target(text: str) -> endpoints.NoticeTarget | None:
         raise (NotShownError if "/" in text else ValueError) from None
 
 
+def folders(text: str) -> tuple[str, ...]:
+    """Return the folders of a text, one in each line."""
+    return tuple(line.strip() for line in text.splitlines() if line.strip())
+
+
 def folder(text: str) -> str:
     """Refuse an empty name."""
     if not text:

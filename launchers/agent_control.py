@@ -26,7 +26,7 @@ from adaptor.launchers.copy_files import CopyFiles
 from adaptor.launchers.copy_keeper import CopyKeeper
 from adaptor.launchers.job_lease import JobLease
 from adaptor.launchers.job_records import JobRecords
-from adaptor.launchers.job_uploads import JobUploads
+from adaptor.launchers.job_uploads import JobUploads, OutputUploads
 from adaptor.launchers.place_filling import fill_online
 from adaptor.launchers.replacements import Replacements, WorkerStarter
 from adaptor.launchers.save_folder_tasks import SaveFolderTasks
@@ -114,7 +114,8 @@ class AgentControl:
         self._replacements = Replacements(self.workers, config.spares if config.online_s else 0)
         self._descriptors = Descriptors(0)
         self.lease = JobLease(scratch, config.timeout_s)
-        self.uploads = JobUploads(config)
+        self._checkpoint_uploads, self._output_uploads = JobUploads(config), OutputUploads(config)
+        self.uploads = self._checkpoint_uploads, self._output_uploads  # in the order of their importance
         self._forwarding = Forwarding.IGNORED
         self.verdict: Verdict | None = None
         self.dismissed = False
@@ -141,7 +142,9 @@ class AgentControl:
         """Open a generation; `connect` follows. The arguments are those of `Node.begin`."""
         self.node = node
         self._may_restart, self._counts, self._joins = may_restart, counts, joins
-        self.uploads.place(node, nodes)
+        for one in self.uploads:
+            one.place(node, nodes)
+        self._output_uploads.begin_outputs()
         if node != 0:
             self.lease.release()  # rank 0, which takes the lease, is on another node from now on
         self.generations_begun += 1
@@ -167,7 +170,8 @@ class AgentControl:
         self._descriptors.release()
         self.lease.release()
         self.records.close()
-        self.uploads.close()
+        for one in self.uploads:
+            one.close()
 
     @property
     def controller_host(self) -> ControllerHost | None:
@@ -249,7 +253,7 @@ class AgentControl:
                     self._folder_tasks.saves.add(save)
                     if self.node == 0:
                         self.lease.keep(Path(save))
-                    self.uploads.begin(Path(save))
+                    self._checkpoint_uploads.begin(Path(save))
             case Copied():
                 if self.keeper is not None:
                     self.keeper.copied()

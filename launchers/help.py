@@ -39,6 +39,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_STORE_EVERY",
         "TTP_STORE_KEEP",
         "TTP_STORE_RATE",
+        "TTP_STORE_ALSO",
         "TTP_STORE_ENDPOINT",
         "TTP_PULL",
     ),

@@ -1,7 +1,7 @@
-"""Starts and ends the process that sends the checkpoints of a job to a store (TTP_STORE), on each node.
+"""Starts and ends the processes of a node that send checkpoints (TTP_STORE) and outputs (TTP_STORE_ALSO).
 
-That process looks at the save folder alone, so nothing of it reaches the job: if it ends, one line says so,
-and it is started again.
+Such a process reads folders alone, so nothing of it reaches the job: if it ends, one line says so, and it is
+started again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.launchers.programs import STORE
 from adaptor.protocol.environment import ending_signals
-from adaptor.store.upload_order import End, UploadSettings
+from adaptor.store.upload_order import End, OutputSettings, UploadSettings
 
 # Before it is started again: longer each time.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
@@ -36,7 +37,15 @@ def require(config: Config) -> None:
         ConfigError: the URL, the credentials, the bucket or the installation are not as they must be.
     """
     if not config.store:
+        if config.store_also:
+            raise ConfigError(
+                f"TTP_STORE_ALSO is {config.store_also[0]} and TTP_STORE is not set: give the URL of the"
+                " store, like --ttp-store s3://bucket/run7"
+            )
         return
+    for folder in config.store_also:
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise ConfigError(f"TTP_STORE_ALSO is {folder}: it is no folder")
     command = [sys.executable, str(STORE), "probe", config.store, config.store_endpoint]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -51,11 +60,14 @@ def require(config: Config) -> None:
 
 
 class JobUploads:
-    """The process of this node.
+    """The process of this node that sends checkpoints.
 
     Args:
         config: the settings.
     """
+
+    _command = "send"
+    _what = "checkpoint"
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -75,15 +87,38 @@ class JobUploads:
 
     def begin(self, save: Path) -> None:
         """Send what is saved in `save` from now on; the process is started in a thread."""
+        config = self._config
+        if config.store:
+            self._begin(
+                lambda place: UploadSettings(
+                    config.store,
+                    config.store_endpoint,
+                    str(save),
+                    config.store_every,
+                    config.store_keep,
+                    config.store_rate,
+                    *place,
+                )
+            )
+
+    def _begin(self, make_order: Callable[[tuple[int, int]], UploadSettings | OutputSettings]) -> None:
+        """Start the process in a thread, unless it is started already.
+
+        Args:
+            make_order: returns the order for the number of this node, and of all nodes.
+        """
         with self._lock:
-            if not self._config.store or self._thread is not None or self._ends.is_set():
+            if self._thread is not None or self._ends.is_set():
                 return
-            thread = threading.Thread(target=self._keep_or_say, args=(save,), name="ttp-upload", daemon=True)
+            order = make_order(self._place)
+            thread = threading.Thread(target=self._keep_or_say, args=(order,), name="ttp-upload", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:  # no more threads for this process; the next call tries again
                 if not self._has_told:
-                    output.tell(f"[ttp] no checkpoint is sent to {self._config.store} yet: {text.say(error)}")
+                    output.tell(
+                        f"[ttp] no {self._what} is sent to {self._config.store} yet: {text.say(error)}"
+                    )
                 self._has_told = True
                 return
             self._thread = thread
@@ -93,7 +128,7 @@ class JobUploads:
         self._until = time.monotonic() + grace_s
 
     def close(self) -> None:
-        """Have the newest checkpoint sent, and wait for it."""
+        """Have what is left sent, and wait for it."""
         with self._lock:
             self._ends.set()
             self._tell_the_end()
@@ -118,16 +153,18 @@ class JobUploads:
             within_s = None if self._until is None else max(0.0, self._until - time.monotonic())
             self._write(self._process, End(within_s))
 
-    def _write(self, process: subprocess.Popen[bytes], message: UploadSettings | End) -> None:
+    def _write(
+        self, process: subprocess.Popen[bytes], message: UploadSettings | OutputSettings | End
+    ) -> None:
         assert process.stdin is not None
         with contextlib.suppress(OSError):  # it has ended, which its watcher says
             process.stdin.write(msgspec.json.encode(message) + b"\n")
             process.stdin.flush()
 
-    def _keep_or_say(self, save: Path) -> None:
+    def _keep_or_say(self, order: UploadSettings | OutputSettings) -> None:
         """Do what `_keep` does; a line says so if an unexpected error ends this thread."""
         try:
-            self._keep(save)
+            self._keep(order)
         except Exception as error:
             with self._lock:
                 process, self._process = self._process, None
@@ -136,29 +173,20 @@ class JobUploads:
                 with contextlib.suppress(OSError), process:  # closes the pipe, and waits
                     pass
             output.tell(
-                f"[ttp] no checkpoint is sent to {self._config.store} any more: {text.describe(error)}"
+                f"[ttp] no {self._what} is sent to {self._config.store} any more: {text.describe(error)}"
             )
 
-    def _keep(self, save: Path) -> None:
+    def _keep(self, order: UploadSettings | OutputSettings) -> None:
         """Run the process, again and again, until the job or this node's part in it ends."""
         # A signal for all processes of the job may come before the new one ignores it: it inherits this mask.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, *ending_signals()})
-        config, wait_s = self._config, FIRST_WAIT_S
-        order = UploadSettings(
-            config.store,
-            config.store_endpoint,
-            str(save),
-            config.store_every,
-            config.store_keep,
-            config.store_rate,
-            *self._place,
-        )
+        wait_s = FIRST_WAIT_S
         while True:
             how, again = self._run_once(order)
             if not how:
                 return
             output.tell(
-                f"[ttp] the process that sends checkpoints to {config.store} has ended {how}; "
+                f"[ttp] the process that sends {self._what}s to {order.url} has ended {how}; "
                 + ("it is started again" if again else _what_is_left(order))
             )
             if not again:
@@ -166,7 +194,7 @@ class JobUploads:
             self._ends.wait(wait_s)  # if the job ends meanwhile, another process sends the newest one
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
-    def _run_once(self, order: UploadSettings) -> tuple[str, bool]:
+    def _run_once(self, order: UploadSettings | OutputSettings) -> tuple[str, bool]:
         """Run the process to its end.
 
         Returns:
@@ -178,7 +206,7 @@ class JobUploads:
                 return "", False
         try:  # without the lock, which others take on the control thread: on a slow disk it may take long
             process = subprocess.Popen(
-                [sys.executable, str(STORE), "send"],
+                [sys.executable, str(STORE), self._command],
                 stdin=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for ttprun
             )
@@ -207,8 +235,27 @@ class JobUploads:
         return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}", again
 
 
-def _what_is_left(order: UploadSettings) -> str:
+class OutputUploads(JobUploads):
+    """The process of this node that sends outputs, which are no checkpoints."""
+
+    _command = "outputs"
+    _what = "output"
+
+    def begin_outputs(self) -> None:
+        """Send the files of the folders of TTP_STORE_ALSO from now on."""
+        config = self._config
+        if config.store_also:
+            self._begin(
+                lambda place: OutputSettings(
+                    config.store, config.store_endpoint, config.store_also, config.store_rate, place[0]
+                )
+            )
+
+
+def _what_is_left(order: UploadSettings | OutputSettings) -> str:
     """Return what an uploader leaves that ends when the job has ended: nobody starts it again then."""
+    if isinstance(order, OutputSettings):
+        return f"files of {', '.join(order.folders)} may be on this machine only"
     if order.node:  # node 0 commits, and sends what this one does not, where they share the save folder
         return f"the part of node {order.node} of the newest one may be on this machine only"
     return (

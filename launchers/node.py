@@ -344,7 +344,8 @@ class Node:
         """
         until = time.monotonic() + grace_s
         self._is_told_to_end = True
-        self.control.uploads.leave(grace_s)
+        for one in self.control.uploads:
+            one.leave(grace_s)
         if self.is_needed:
             with contextlib.suppress(ControlThreadError):
                 request = AgentTerminationRequested(self.control.node, signal)

@@ -4,10 +4,11 @@
     python .../store_main.py pull URL ENDPOINT SAVE STEP NODE    bring a checkpoint; STEP: null, the newest;
                                                             NODE: null, or the ranks for which it is
     python .../store_main.py send                           the checkpoints of the job, until it ends
+    python .../store_main.py outputs                        its other files (TTP_STORE_ALSO), until it ends
 
-Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. To `send` come there the order, and at
-the end of the job how long it may still take. `pull` prints the step, or null where there is nothing to load.
-What is wrong is printed with exit code 2. It is started by its path, as `worker_main.py` is.
+Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. To `send` and `outputs` come there the
+order, and at the end of the job how long it may still take. `pull` prints the step, or null where there is
+nothing to load. What is wrong is printed with exit code 2. It is started by its path, as `worker_main.py` is.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main() -> None:
         elif what == "pull":
             _pull(*arguments)
         else:
-            _send()
+            _send(what)
     except AdaptorError as error:
         print(error)
         sys.stdout.flush()
@@ -111,7 +112,7 @@ def _end_with_ttprun() -> None:
     threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
 
 
-def _send() -> None:
+def _send(what: str) -> None:
     import contextlib
     import os
     import threading
@@ -120,14 +121,19 @@ def _send() -> None:
     import msgspec
 
     from adaptor import output
-    from adaptor.store.upload_order import End, UploadSettings
+    from adaptor.store.outputs import OutputUploader
+    from adaptor.store.upload_order import End, OutputSettings, UploadSettings
     from adaptor.store.uploader import Uploader
 
     with contextlib.suppress(OSError):
         os.nice(_NICE)
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_ENDED)
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=UploadSettings)
-    sending = Uploader(order, lambda line: output.tell(line, to="stdout"))
+    text, tell = sys.stdin.buffer.readline(), lambda line: output.tell(line, to="stdout")
+    sending: Uploader | OutputUploader
+    if what == "outputs":
+        sending = OutputUploader(msgspec.json.decode(text, type=OutputSettings), tell)
+    else:
+        sending = Uploader(msgspec.json.decode(text, type=UploadSettings), tell)
 
     def leave(why: str) -> None:
         try:

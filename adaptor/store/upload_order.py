@@ -39,7 +39,23 @@ class UploadSettings(msgspec.Struct, frozen=True):
         return " ".join([*endpoint, *map(shlex.quote, words)])
 
 
+class OutputSettings(msgspec.Struct, frozen=True):
+    """The work that an agent gives to the uploader of files that are no checkpoints.
+
+    Attributes:
+        folders: the folders of this node that are sent
+        rate: bytes in a second of this node, while the job trains; 0: no limit
+        node: the number of this node
+    """
+
+    url: str
+    endpoint: str
+    folders: tuple[str, ...]
+    rate: int
+    node: int = 0
+
+
 class End(msgspec.Struct, frozen=True):
-    """The job has ended: send the newest checkpoint within so many seconds; None: without limit."""
+    """The job has ended: send what is left within so many seconds; None: without limit."""
 
     within_s: float | None

@@ -41,13 +41,23 @@ def test_last_words_come_back_from_the_store(server: str, tmp_path: Path, baseli
         save=tmp_path / "save",
         save_interval=3,
         faults=["rank=1,step=6,phase=forward,kind=sigkill"],
-        options=["--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", server],
+        options=[
+            *("--ttp-store", "s3://bucket/run7", "--ttp-store-endpoint", server),
+            *("--ttp-store-also", str(tmp_path / "job" / "logs"), "--ttp-store-also", str(tmp_path / "save")),
+        ],
         environment=object_store.CREDENTIALS,
     )
     ended = harness.run(job)
     assert ended.code == 137, ended.log[-3000:]
     assert "[ttp] step 5 is in s3://bucket/run7" in ended.log
+    assert "are in s3://bucket/run7/outputs/node0" in ended.log
+    (incident,) = (tmp_path / "job" / "logs").rglob("incidents/*.json")
     store = open_store("s3://bucket/run7", server)
+    outputs = f"outputs/node0{tmp_path}"
+    assert store.get(f"outputs/node0{incident}", 1 << 20) == incident.read_bytes()
+    assert [name for name in store.objects(outputs) if name.startswith(f"{outputs}/save")] == [
+        f"{outputs}/save/{naming.TRACKER}"
+    ], "checkpoints are not sent twice"
     pulled = tmp_path / "pulled"
     assert pull.pull(store, pulled).step == 5
     assert_last_words(pulled, 5, baseline)

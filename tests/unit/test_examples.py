@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,25 @@ def _parsed(
         if name.startswith(("PET_", "TTP_")):
             monkeypatch.setenv(name, value)
     return flags.parse(arguments), config.load()
+
+
+def test_a_boot_file_becomes_ttprun(tmp_path: Path) -> None:
+    """The arguments of the boot file reach the training script in each process."""
+    shutil.copy(EXAMPLES / "boot.py", tmp_path)
+    seen = "import os, sys; print(os.environ['RANK'], os.environ['WORLD_SIZE'], *sys.argv[1:])"
+    (tmp_path / "pretrain_gpt.py").write_text(seen)
+    environ = {name: text for name, text in os.environ.items() if not name.startswith(("TTP", "ENABLE_TTP"))}
+    environ |= {"PET_NPROC_PER_NODE": "2", "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
+    done = subprocess.run(
+        [sys.executable, tmp_path / "boot.py", "--lr=1e-3"],
+        env=environ,
+        cwd=tmp_path.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["0 2 --lr=1e-3", "1 2 --lr=1e-3"]
 
 
 def test_one_node(shell: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path
         "TTP_STORE_EVERY": "10",
         "TTP_STORE_KEEP": "3",
         "TTP_STORE_RATE": "200M",
+        "TTP_STORE_ALSO": "logs",
         "TTP_STORE_ENDPOINT": "https://storage.example.com",
         "TTP_PULL": "s3://bucket/data=/cache/data",
         "TTP_HOST_COPY": "0",  # another value is refused together with TTP_PROVIDE_MINDIO

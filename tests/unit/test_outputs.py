@@ -1,0 +1,189 @@
+"""The process beside `ttprun` that sends logs and other outputs to a store, with a real store."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from adaptor.config import load
+from adaptor.errors import ConfigError
+from adaptor.launchers import job_uploads
+from adaptor.launchers.job_uploads import OutputUploads
+from adaptor.protocol import naming
+from adaptor.store import outputs
+from adaptor.store.client import PIECE
+from adaptor.store.opening import open_store
+from adaptor.store.outputs import OutputUploader
+from adaptor.store.upload_order import OutputSettings
+from tests import waiting
+from tests.unit.fault_proxy import FaultProxy, faults, server, url
+
+__all__ = ["faults", "server", "url"]
+
+QUICK_S = 0.02
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder `logs`, from which a job is started."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "logs" / "job").mkdir(parents=True)
+    (tmp_path / "logs" / "job" / "agent.log").write_text("begins\n")
+    return tmp_path / "logs"
+
+
+class Running:
+    """An uploader in a thread, and what it has said."""
+
+    def __init__(self, url: str, endpoint: str, *folders: str, look_s: float) -> None:
+        self.lines: list[str] = []
+        order = OutputSettings(url, endpoint, folders, rate=10**9, node=3)
+        self.uploader = OutputUploader(order, self.lines.append, look_s)
+        self._thread = threading.Thread(target=self.uploader.run)
+        self._store = open_store(url, endpoint)
+        self._thread.start()
+
+    def content(self, name: str) -> bytes | None:
+        """Return what the store has of a file of node 3."""
+        found = self._store.stat(f"outputs/node3/{name}")
+        return None if found is None else self._store.get(f"outputs/node3/{name}", found.bytes)
+
+    def names(self) -> list[str]:
+        return sorted(name.removeprefix("outputs/node3/") for name in self._store.objects("outputs"))
+
+    def end(self) -> list[str]:
+        self.uploader.end()
+        self._thread.join(waiting.LONG_S)
+        assert not self._thread.is_alive()
+        return self.lines
+
+
+@contextmanager
+def running(*arguments: str, look_s: float = QUICK_S) -> Iterator[Running]:
+    one = Running(*arguments, look_s=look_s)
+    try:
+        yield one
+    finally:
+        one.end()
+
+
+def test_files_are_sent_again_when_they_change(url: str, faults: FaultProxy, logs: Path) -> None:
+    with running(url, faults.url, "logs") as one:
+        waiting.until(lambda: one.content("logs/job/agent.log") == b"begins\n", "it is sent")
+        with (logs / "job" / "agent.log").open("a") as file:
+            file.write("goes on\n")
+        (logs / "later").mkdir()
+        (logs / "later" / "result.json").write_text("{}")
+        waiting.until(lambda: one.content("logs/later/result.json") == b"{}", "a new file is sent")
+        (line,) = one.end()
+        assert one.content("logs/job/agent.log") == b"begins\ngoes on\n"
+        assert line == f"[ttp] logs: 2 files (17 bytes) are in {url}/outputs/node3"
+
+
+def test_checkpoints_and_what_is_no_file_are_left_out(tmp_path: Path, logs: Path) -> None:
+    for name in (naming.final_name(7), naming.temporary_name(7), naming.aside_name(7, 1)):
+        (logs / name).mkdir()
+        (logs / name / naming.MODEL_FILE).touch()
+    os.mkfifo(logs / "pipe")
+    (logs / "link").symlink_to("/etc/hostname")
+    (logs / naming.LEASE).touch()
+    (logs / "a\nb").write_text("x")
+    large = os.urandom(PIECE + 1)
+    (logs / "large").write_bytes(large)
+    store = tmp_path / "store"
+    store.mkdir()
+    with running(f"file://{store}", "", str(logs), "not there", look_s=waiting.LONG_S) as one:
+        refused, line = one.end()
+    assert "a\\nb' is not sent to" in refused
+    assert "an object cannot have this name" in refused
+    folder = str(logs).lstrip("/")
+    assert one.names() == [f"{folder}/job/agent.log", f"{folder}/large"]
+    assert one.content(f"{folder}/large") == large
+    assert line.startswith(
+        f"[ttp] 1 of 3 files of {logs}, not there (1 bytes) are not in file://{store}/outputs"
+    )
+
+
+def test_what_the_store_has_is_not_sent_again(tmp_path: Path, logs: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    (logs / "other").write_text("before")
+    with running(f"file://{store}", "", "logs"):
+        pass
+    sent = store / "outputs/node3/logs"
+    numbers = {path: path.stat().st_ino for path in (sent / "job/agent.log", sent / "other")}
+    (logs / "other").write_text("behind")
+    with running(f"file://{store}", "", "logs"):
+        pass
+    assert (sent / "job/agent.log").stat().st_ino == numbers[sent / "job/agent.log"]
+    assert (sent / "other").read_text() == "behind"
+
+
+def test_a_file_that_grows_is_not_sent_without_a_pause(
+    tmp_path: Path, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pause is so long that only the end of the job sends it again."""
+    monkeypatch.setattr(outputs, "_SHARE", 1e-9)
+    store = tmp_path / "store"
+    store.mkdir()
+    (logs / "grows").write_bytes(bytes(1000))
+    with running(f"file://{store}", "", "logs") as one:
+        waiting.until(lambda: one.content("logs/grows") is not None, "it is sent")
+        (logs / "grows").write_bytes(bytes(2000))
+        (logs / "mark").touch()
+        waiting.until(lambda: one.content("logs/mark") is not None, "there was another look")
+        assert one.content("logs/grows") == bytes(1000)
+        one.end()
+        assert one.content("logs/grows") == bytes(2000)
+
+
+def test_a_store_that_refuses_is_one_line(url: str, faults: FaultProxy, logs: Path) -> None:
+    with running(url, faults.url, "logs") as one:
+        waiting.until(lambda: one.content("logs/job/agent.log"), "it is sent")
+        faults.fault = lambda number, method, path: "403" if method == "PUT" else ""
+        (logs / "job" / "agent.log").write_text("more\n")
+        refused, line = one.end()
+    assert refused.startswith(f"[ttp] {url} does not get logs: ")
+    assert refused.endswith("it is tried again")
+    assert line.startswith(f"[ttp] 1 of 1 files of logs (5 bytes) are not in {url}/outputs/node3: ")
+
+
+def test_the_process_of_a_node(
+    url: str, faults: FaultProxy, logs: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It begins before a save folder is known, is started again, and sends what is left at the end."""
+    settings = dataclasses.replace(load({}), store=url, store_endpoint=faults.url, store_also=("logs",))
+    uploads = OutputUploads(settings)
+    uploads.place(2, 4)
+    uploads.begin_outputs()
+    store = open_store(url, faults.url)
+    name = "outputs/node2/logs/job/agent.log"
+    waiting.until(lambda: store.stat(name), "it is sent", pause_s=0.1)
+    process = uploads._process
+    assert process is not None
+    process.send_signal(signal.SIGKILL)
+    waiting.until(lambda: uploads._process not in (process, None), "it is started again")
+    (logs / "job" / "agent.log").write_text("ends\n")
+    uploads.close()
+    assert store.get(name, 100) == b"ends\n"
+    told = capfd.readouterr()
+    assert f"the process that sends outputs to {url} has ended by SIGKILL; it is started again" in (
+        told.out + told.err
+    )
+
+
+def test_settings_that_cannot_be(tmp_path: Path) -> None:
+    settings = dataclasses.replace(load({}), store_also=("logs",))
+    with pytest.raises(ConfigError, match="TTP_STORE_ALSO is logs and TTP_STORE is not set: give the URL"):
+        job_uploads.require(settings)
+    (tmp_path / "file").touch()
+    also = (str(tmp_path / "file"),)
+    with pytest.raises(ConfigError, match=r"TTP_STORE_ALSO is .*/file: it is no folder"):
+        job_uploads.require(dataclasses.replace(settings, store=f"file://{tmp_path}", store_also=also))
