@@ -78,12 +78,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     yield from supported_options.checks(parsed)
     yield from supported_options.checks_of_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
     yield from fine_tuning.checks(parsed)
-    if getattr(parsed, "num_experts", None) is not None:
-        yield lambda: supported_options.require_folders_for_experts(
-            parsed.tensor_model_parallel_size,
-            getattr(parsed, "expert_tensor_parallel_size", None),
-            parsed.expert_model_parallel_size,
-        )
+    yield lambda: supported_options.require_folders(parsed)
     choice = context.part(ReplicaChoice)
     choice.cannot_split(
         optimizer_instances.wrong_in_framework()

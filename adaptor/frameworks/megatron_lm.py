@@ -135,10 +135,9 @@ def _state_of(
 ) -> tuple[TrainingState, CheckpointPlacement]:
     """Return what a checkpoint has of this rank, and the place of this rank in it: collective."""
     from megatron.training import get_args
-    from megatron.training.checkpointing import get_checkpoint_name
 
     args = get_args()
-    place = place_of(optimizer, mirrors, Path(get_checkpoint_name("", 0)).parent.name, everyone)
+    place = place_of(optimizer, mirrors, _group(args), everyone)
     state = state_at(
         place,
         model,
@@ -151,6 +150,20 @@ def _state_of(
     state = replace(state, on_top=layout_beside.take(state, place, everyone))
     # Up to 0.6 there is one format, and no option that names it.
     return in_format(getattr(args, "ckpt_format", "torch"), state, place.first, "--ckpt-format"), place
+
+
+def _group(args: Any) -> str:
+    """Return a name for the ranks with the model of this rank: that of their folder in the format `torch`.
+
+    Where that format has no folder for the experts of some ranks, the name says which part of them it is.
+    """
+    from megatron.core import mpu
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    folder = Path(get_checkpoint_name("", 0)).parent.name
+    if getattr(args, "num_experts", None) is None or not supported_options.lacks_folders(args):
+        return folder
+    return f"{folder}_part_{mpu.get_expert_tensor_parallel_rank()}"
 
 
 def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:

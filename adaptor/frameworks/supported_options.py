@@ -5,6 +5,7 @@ To refuse one, add a row to `ALLOWED_VALUES`, or a check to `checks`.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -166,6 +167,40 @@ def _require_value(config: Any, name: str, allowed: tuple[Any, ...], words: str)
         )
 
 
+def require_folders(args: Any) -> None:
+    """Refuse experts of which last words would lack a part. Raises UnsupportedError.
+
+    Args:
+        args: of the framework.
+    """
+    if getattr(args, "num_experts", None) is None or not lacks_folders(args):
+        return
+    if getattr(args, "ckpt_format", "torch") == "torch_dist":
+        checkpointing = importlib.import_module("megatron.training.checkpointing")
+        if hasattr(checkpointing, "_build_sharded_state_dict_metadata"):
+            return  # else last words are in the format torch
+    require_folders_for_experts(*_sizes_of_experts(args))
+
+
+def lacks_folders(args: Any) -> bool:
+    """Return whether the format `torch` has no folder for the experts of some ranks.
+
+    Args:
+        args: of the framework, of a model with experts.
+    """
+    return _lacks_folders(*_sizes_of_experts(args))
+
+
+def _sizes_of_experts(args: Any) -> tuple[int, int | None, int]:
+    cut = getattr(args, "expert_tensor_parallel_size", None)
+    return args.tensor_model_parallel_size, cut, args.expert_model_parallel_size
+
+
+def _lacks_folders(tensor: int, experts_tensor: int | None, experts: int) -> bool:
+    cut = tensor if experts_tensor is None else experts_tensor
+    return bool(tensor % cut or cut * experts % tensor)
+
+
 def require_folders_for_experts(tensor: int, experts_tensor: int | None, experts: int) -> None:
     """Megatron's `torch` format has a folder for each tensor and expert parallel rank, pipeline stages aside.
 
@@ -180,13 +215,12 @@ def require_folders_for_experts(tensor: int, experts_tensor: int | None, experts
     Raises:
         UnsupportedError: there is no such folder for some.
     """
-    cut = tensor if experts_tensor is None else experts_tensor
-    if tensor % cut or cut * experts % tensor:
+    if _lacks_folders(tensor, experts_tensor, experts):
         raise UnsupportedError(
-            f"--expert-tensor-parallel-size is {cut}: with --tensor-model-parallel-size {tensor} and "
-            f"--expert-model-parallel-size {experts} the framework's `torch` checkpoints lack a part of the "
-            f"model; use a divisor of {tensor} that times {experts} is a multiple of {tensor}, "
-            "or set ENABLE_TTP=False"
+            f"--expert-tensor-parallel-size is {experts_tensor}: with --tensor-model-parallel-size {tensor}"
+            f" and --expert-model-parallel-size {experts} the framework's `torch` checkpoints lack a part of"
+            f" the model; use a divisor of {tensor} that times {experts} is a multiple of {tensor}, "
+            "--ckpt-format torch_dist, or set ENABLE_TTP=False"
         )
 
 

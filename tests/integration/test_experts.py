@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import MOE_DP2, MOE_EP2, MOE_EP2_DP2, MOE_EP2_MIRROR, MOE_TP2_EP2, Job, Layout
+from tests.faults.harness import (
+    MOE_DP2,
+    MOE_EP2,
+    MOE_EP2_DP2,
+    MOE_EP2_MIRROR,
+    MOE_ETP2,
+    MOE_TP2_EP2,
+    Job,
+    Layout,
+)
 from tests.faults.planned import assert_as_planned
 from tests.faults.scenario import BaselineOf, first_of_each, survives
 
@@ -18,6 +27,7 @@ KILLED = [
     (MOE_EP2, 1, "update", {6}),
     (MOE_EP2_MIRROR, 0, "update", {6}),
     (MOE_TP2_EP2, 1, "norm", {5}),
+    (MOE_ETP2, 1, "update", {6}),
 ]
 
 
