@@ -76,7 +76,8 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
 def _import_as_a_worker(order: Import, arguments: list[str]) -> Ready:
     """Import what the workers have imported, up to the first module that would be another one here."""
     path = list(sys.path)
-    os.environ.update(order.environment)
+    # torch's compiler starts a process for each core at its import, or else when it compiles.
+    os.environ.update({**order.environment, "TORCH_WARM_POOL": "0"})
     imports = _ImportsAsAWorker(order)
     context.part(GarbageCollection).put_off()
     with (

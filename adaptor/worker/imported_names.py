@@ -31,7 +31,10 @@ _attribute_of_class = type.__getattribute__
 
 
 def codes_of(module: str) -> bytes:
-    """Return eight bytes for each function and class that a module has by name."""
+    """Return eight bytes for each mark of a class of a module, and of a function from another module.
+
+    Functions of its own are left out: callers look them up, or have imported them by name.
+    """
     return b"".join(_code(name) + _code(mark) for name, mark in _marks(module))
 
 
@@ -51,8 +54,12 @@ def first_difference(module: str, codes: bytes, worker_codes: bytes) -> str:
     """
     if codes == worker_codes:
         return ""
-    differ = {code[:_CODE] for code in _split(codes) - _split(worker_codes)}
-    return next((name for name in sorted(names_of(module)) if _code(name) in differ), "")
+    ours, theirs = _split(codes), _split(worker_codes)
+    names = {code[:_CODE] for code in ours - theirs}
+    # A class of the module that a worker has replaced: the script will replace it in this process, too.
+    replaced = {name for name in names if name + _FOREIGN in theirs and name + _FOREIGN not in ours}
+    differ = names - replaced
+    return min((name for name in names_of(module) if type(name) is str and _code(name) in differ), default="")
 
 
 def _split(codes: bytes) -> set[bytes]:
@@ -72,16 +79,30 @@ def _code(text: str) -> bytes:
     return zlib.crc32(text.encode(errors="replace")).to_bytes(_CODE, "big")
 
 
+_FOREIGN = _code("*")
+
+
 def _marks(module: str) -> Iterator[tuple[str, str]]:
-    """Yield name and mark of each function and class of a module. No code of these objects is called."""
+    """Yield name and mark of classes and foreign functions; `*` is one more mark of what is foreign.
+
+    No code of these objects is called.
+    """
     for name, value in list(names_of(module).items()):
+        if not isinstance(name, str):
+            continue
         try:
             if issubclass(type(value), type):
-                classes = _attribute_of_class(value, "__mro__")
-                yield name, " ".join(map(_class_name, classes))
+                is_own = _attribute_of_class(value, "__module__") == module
+                yield name, " ".join(map(_class_name, _attribute_of_class(value, "__mro__")))
             elif type(value) in _FUNCTIONS:
-                yield name, _function_mark(value)
-        except Exception:  # a namespace may have keys that are no strings
+                is_own = value.__module__ == module
+                if not is_own:
+                    yield name, _function_mark(value)
+            else:
+                continue
+            if not is_own:
+                yield name, "*"
+        except Exception:  # of an object that is not finished
             continue
 
 

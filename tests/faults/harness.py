@@ -194,6 +194,7 @@ class Job:
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
     cold       start as a user does; else launchers and workers are forks that have torch imported (`warm.py`)
+    of_a_user  in the environment of a user's job (`args.environment`), and cold
     program    of another framework
     publishing what breaks while a checkpoint is published: NODE POINT KIND of `publishing.py`
     device     cpu; cuda: a GPU for each process; shared: one for all, over gloo; nccl: one for all, over NCCL
@@ -224,6 +225,7 @@ class Job:
     framework: Path | None = None
     publishing: str = ""
     cold: bool = field(default_factory=lambda: COLD in os.environ)
+    of_a_user: bool = False
     program: Program | None = None
     device: str = "cpu"
     breaks: tuple[str, ...] = ()
@@ -274,6 +276,7 @@ def run(job: Job) -> Ended:
     mark = uuid.uuid4().hex
     ports = free_ports(2)
     environment = args.environment(
+        of_a_user=job.of_a_user,
         TTP_LOG_PATH=str(job.out / "logs"),
         TTP_PORT=str(ports[1]),
         TMPDIR=str(scratch),
@@ -339,7 +342,7 @@ def run(job: Job) -> Ended:
 
 def _cold(job: Job) -> bool:
     """Whether every process is an interpreter of its own; what has used a device cannot be forked."""
-    return job.cold or job.device != "cpu"
+    return job.cold or job.of_a_user or job.device != "cpu"
 
 
 def _start_in(job: Job, node: int) -> Path:

@@ -29,6 +29,8 @@ def baselines(
     framework: Path | None = None,
     device: str = "cpu",
     environment: Mapping[str, str] | None = None,
+    *,
+    of_a_user: bool = False,
 ) -> BaselineOf:
     """Train a layout when it is first asked for, and keep the run below `root`.
 
@@ -37,6 +39,7 @@ def baselines(
         framework: the tree of Megatron-LM; None: the one that the tests train.
         device: of the jobs.
         environment: of the jobs, besides what every job has.
+        of_a_user: whether the jobs have the environment of a user's (`Job.of_a_user`).
     """
     tree = framework or prepare.megatron_lm()
 
@@ -51,11 +54,12 @@ def baselines(
                 framework=framework,
                 device=device,
                 environment=dict(environment or {}),
+                of_a_user=of_a_user,
             )
             ended = harness.run(job)
             assert ended.code == 0, ended.log[-3000:]
 
-        key = keeping.key(tree, layout, device, sorted((environment or {}).items()))
+        key = keeping.key(tree, layout, device, sorted((environment or {}).items()), of_a_user)
         out = keeping.once(root / f"{layout.name}-{key[:16]}", train)
         return Baseline(record.read(out / "record"), out / "checkpoints")
 

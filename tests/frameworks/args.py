@@ -86,17 +86,25 @@ def _make_flags() -> str:
     return f" -- LIBEXT={sysconfig.get_config_var('EXT_SUFFIX')} CPPFLAGS={includes}"
 
 
-def environment(**more: str) -> dict[str, str]:
-    """The environment of a quick run."""
+# What makes a run quick, and what a user's job does not set: CONTRIBUTING.md has the list.
+_QUICK = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+
+
+def environment(*, of_a_user: bool = False, **more: str) -> dict[str, str]:
+    """Return the environment of a job.
+
+    Args:
+        of_a_user: with torch.compile, and with the number of threads that torchrun chooses.
+        more: variables that are added.
+    """
+    inherited = {name: value for name, value in os.environ.items() if name not in _QUICK}
     return {
-        **os.environ,
+        **inherited,
         # The framework calls `make` at every start, which asks the first python3 on PATH what is said here: a
         # fifth of a CPU second.
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "MAKEFLAGS": _make_flags(),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "OMP_NUM_THREADS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
+        **({} if of_a_user else _QUICK),
         # What a job does that is started again as a whole; tests of online recovery ask for it.
         "TTP_ONLINE": "0",
         **more,

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.faults import framework_log, harness, outcome
+from tests.faults import framework_log, harness, keeping, outcome
 from tests.faults.harness import (
     DP2,
     DP2_FP16,
     DP2_FP32,
+    DP2_LOADERS,
     DP2_MIRROR,
     DP2_OVERLAP,
     DP2_RAMPUP,
@@ -36,7 +37,7 @@ from tests.faults.harness import (
 )
 from tests.faults.library import train
 from tests.faults.same import differences
-from tests.faults.scenario import Baseline, BaselineOf, ends, restarts
+from tests.faults.scenario import Baseline, BaselineOf, baselines, ends, restarts
 
 # What forward passes add up over a step: for a router's bias, for a loss of routers, and for the log.
 MOE_DP2_SUMS = replace(
@@ -203,13 +204,16 @@ def test_two_faults_one_after_the_other(tmp_path: Path, baseline_of: BaselineOf)
     trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
 
 
-def test_a_spare_takes_the_place(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Also where no restart is left."""
+def test_a_spare_takes_the_place(tmp_path: Path) -> None:
+    """Where no restart is left; with torch.compile and data loader processes, as in a user's job."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill-beside-a-spare"]
-    job = online(tmp_path, DP4, faults, options=("--ttp-spares", "1"), restarts=0)
-    ended = trains_on(job, baseline_of(DP4))
+    baseline = baselines(keeping.root(), of_a_user=True)(DP2_LOADERS)
+    given: dict[str, Any] = {"options": ("--ttp-spares", "1"), "environment": {"TORCH_LOGS": "output_code"}}
+    job = online(tmp_path, DP2_LOADERS, faults, restarts=0, of_a_user=True, **given)
+    ended = trains_on(job, baseline)
     assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
-    assert "no spare process" not in ended.log
+    assert "spare process" not in ended.log
+    assert "Output code" in ended.log, "nothing was compiled"
 
 
 def test_a_rank_is_replaced_by_a_spare_and_then_again(tmp_path: Path, baseline_of: BaselineOf) -> None:

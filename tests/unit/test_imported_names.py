@@ -101,6 +101,15 @@ def test_a_change_before_an_import_by_name_is_found(change: str, differs: str, t
     assert compared(tmp_path, f"{change}\nimport there") == differs
 
 
+HOOK = """
+import wrapt
+Other = type("Other", (), {"__module__": "__main__"})
+wrapt.register_post_import_hook(lambda there: vars(there).update(own=print, Own=Other), "there")
+import there
+assert there.own is print
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "differs"),
     [
@@ -111,6 +120,11 @@ def test_a_change_before_an_import_by_name_is_found(change: str, differs: str, t
         ("import there; del there.function", ""),
         # As networkx does at the first call.
         ("import there; there.function.__code__ = (lambda: None).__code__", ""),
+        # In a spare the hook runs when the script registers it.
+        (
+            HOOK,
+            "",
+        ),
         # A spare imports both, and only then runs the script.
         ("import there; there.function = lambda: None; import third", "third.function"),
         ("import there; there.function = lambda: None; import wraps", "there.function"),
@@ -121,7 +135,7 @@ def test_a_change_before_an_import_by_name_is_found(change: str, differs: str, t
         ("import here; here.function = lambda: None; import there; there.Kept = None", "there.function"),
     ],
     ids=[
-        *("function", "everywhere", "class", "own class", "gone", "code"),
+        *("function", "everywhere", "class", "own class", "gone", "code", "a hook"),
         *("imported from there", "wrapped there", "wrapped what was changed before"),
         *("by a module", "by a module, and before", "before, and another one"),
     ],

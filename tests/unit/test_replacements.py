@@ -532,12 +532,15 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
         "import json, sys; note.with_suffix('.json').write_text(json.dumps(dict(argv=sys.argv, path=sys.path,"
         " name=__name__, file=__file__, nice=os.nice(0), policy=os.sched_getscheduler(0),"
         " input=os.readlink('/proc/self/fd/0'), group=os.getpgrp() == os.getpid(),"
-        " early='fractions' in EARLY, known=KNOWN, environment=dict(os.environ))))"
+        " early='fractions' in EARLY, known=KNOWN, pool=pool.WARM, environment=dict(os.environ))))"
     )
+
+    (tmp_path / "pool.py").write_text("import os\nWARM = os.environ.get('TORCH_WARM_POOL', '1')\n")
 
     async def act(node: Node) -> None:
         node.script.write_text(
-            "import inspect, sys; EARLY = set(sys.modules); import fractions, tests.unit.trainee as last\n"
+            "import inspect, sys; EARLY = set(sys.modules); import fractions, pool\n"
+            "import tests.unit.trainee as last\n"
             "KNOWN = last.__file__ in inspect.modulesbyfile\n" + node.script.read_text()
         )
         await node.begin(0, 1)
@@ -556,6 +559,8 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
             json.loads((tmp_path / f"{rank}-{node.processes[rank].pid}.json").read_text()) for rank in (0, 1)
         )
         assert (first.pop("early"), warm.pop("early")) == (False, True)
+        # The spare has started no processes for torch's compiler.
+        assert (first.pop("pool"), warm.pop("pool")) == ("1", "0")
         assert (first.pop("known"), warm.pop("known")) == (False, True)
         assert first.pop("environment") | {"RANK": "1", NEWCOMER: "1"} == warm.pop("environment")
         assert first.pop("input") == "/dev/null"
