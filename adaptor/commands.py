@@ -87,7 +87,7 @@ def run(arguments: list[str] | None) -> int:
         print(f"python -m adaptor: {warning}", file=sys.stderr)
     stdout = _own_stdout()
     device = settings.device
-    if len(script) > 1 and not device and not _has_accelerator():
+    if len(script) > 1 and not device and not devices.has_accelerator():
         device = "cpu"  # a framework refuses a machine without an accelerator before it reads its arguments
     if device:
         devices.activate(device)
@@ -164,12 +164,6 @@ def _own_stdout() -> TextIO | None:
     os.dup2(nothing, 1)
     os.close(nothing)
     return kept
-
-
-def _has_accelerator() -> bool:
-    import torch
-
-    return torch.cuda.is_available() or importlib.util.find_spec("torch_npu") is not None
 
 
 def _report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import errno
 import ipaddress
 import os
@@ -11,10 +12,12 @@ import stat
 import tempfile
 from pathlib import Path
 
-from adaptor import config
+from adaptor import config, devices
 from adaptor.errors import ConfigError
 from adaptor.launchers import invitation, tls
 
+# Frameworks on Megatron-LM that need torch_npu, and say so themselves.
+_NEED_TORCH_NPU = {"ascendspeed", "mindspeed", "mindspeed_llm", "modellink"}
 # torch's own variable: the network interfaces over which survivors bring their shards together.
 INTERFACES = "GLOO_SOCKET_IFNAME"
 
@@ -79,6 +82,44 @@ def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(f"the script {path} cannot be run ({error.strerror})") from None
+
+
+def require_accelerator(parsed: argparse.Namespace, settings: config.Config) -> None:
+    """Refuse a script of Megatron-LM on a machine without an accelerator: each of its starts would raise.
+
+    Args:
+        parsed: torchrun's arguments; the script can be read.
+        settings: the user's.
+
+    Raises:
+        ConfigError: names the script and the flag.
+    """
+    path = Path(parsed.training_script)
+    if settings.device or parsed.module or not path.is_file() or not _imports_megatron_lm(path):
+        return
+    if not devices.has_accelerator():
+        raise ConfigError(
+            f"torch finds no accelerator on this machine, and {path} is a script of Megatron-LM, which needs"
+            " one: give --ttp-device cpu to train on the CPU (docs/quickstart.md), or install a torch for the"
+            " accelerator"
+        )
+
+
+def _imports_megatron_lm(script: Path) -> bool:
+    """Return whether the source of `script` imports megatron.training, and nothing of MindSpeed."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # compiled, or a worker tells of it
+        return False
+    imported: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.add(node.module)
+    packages = {name.partition(".")[0] for name in imported}
+    is_megatron = any(f"{name}.".startswith("megatron.training.") for name in imported)
+    return is_megatron and not packages & _NEED_TORCH_NPU
 
 
 def require_safe_connections(parsed: argparse.Namespace, settings: config.Config) -> None:

@@ -169,6 +169,8 @@ def _run(
         if settings.enabled or settings.device:
             start_checks.require_script(parsed, settings)
             devices.require(settings.device)
+        if settings.enabled:
+            start_checks.require_accelerator(parsed, settings)
         if settings.layout_only and not settings.enabled:
             raise ConfigError(
                 "TTP_LAYOUT_ONLY is set and ENABLE_TTP is False: without the adaptor the job would train;"

@@ -10,7 +10,10 @@ imports no torch.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Iterable
+from importlib import metadata
 from typing import TYPE_CHECKING, cast
 
 from adaptor import plug_ins
@@ -45,6 +48,27 @@ def of(tensors: Iterable[torch.Tensor], chosen: str = "") -> Device:
             f" {plug_ins.DEVICES}); set ENABLE_TTP=False"
         )
     return _kind(found.type)(found)
+
+
+def has_accelerator() -> bool:
+    """Return whether torch may have an accelerator on this machine; the driver of CUDA is not started for it.
+
+    A device that another package adds to torch (torch_npu and others) counts as there.
+    """
+    import torch
+
+    if importlib.util.find_spec("torch_npu") is not None or metadata.entry_points(group="torch.backends"):
+        return True
+    asks_nvml = "PYTORCH_NVML_BASED_CUDA_CHECK"
+    before = os.environ.get(asks_nvml)
+    os.environ[asks_nvml] = "1"
+    try:
+        return torch.cuda.is_available()
+    finally:
+        if before is None:
+            del os.environ[asks_nvml]
+        else:
+            os.environ[asks_nvml] = before
 
 
 def require(name: str) -> None:

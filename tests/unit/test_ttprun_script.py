@@ -318,3 +318,33 @@ def test_what_the_doctor_of_a_job_finds_is_the_exit_code(launcher: Launcher) -> 
     ended = launcher.run(*TWO, *DOCTOR, TTP_DEVICE="cpu", GLOO_SOCKET_IFNAME="eth77")
     assert ended.code == 1, ended.log
     assert ended.last_line.endswith(" checks, 1 failed")
+
+
+@pytest.mark.robustness(
+    "A2", "a script of Megatron-LM on a machine without an accelerator", "one line with --ttp-device cpu"
+)
+@pytest.mark.parametrize("source", ["import megatron.training\n", "from megatron.training import pretrain\n"])
+def test_megatron_lm_without_an_accelerator(source: str, launcher: Launcher) -> None:
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    ended = launcher.run(*ONE, launcher.script(f"print('started')\n{source}"), **hidden)
+    assert ended.code == 2
+    (line,) = ended.log.splitlines()
+    assert line.startswith(
+        "ttprun: error: torch finds no accelerator on this machine, and script.py is a scr"
+    )
+    assert " give --ttp-device cpu to train on the CPU " in line
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments"),
+    [
+        ("megatron.training", ["--ttp-device", "cpu"]),
+        ("megatron.training", ["--ttp-enable", "False"]),
+        ("megatron.core", []),
+    ],
+    ids=["on the CPU", "plain", "Megatron-core"],
+)
+def test_a_script_that_needs_no_accelerator(source: str, arguments: list[str], launcher: Launcher) -> None:
+    text = f"print('started', flush=True)\nif False:\n    import {source}\n"
+    ended = launcher.run(*ONE, *arguments, launcher.script(text), CUDA_VISIBLE_DEVICES="")
+    assert (ended.code, ended.log.count("started\n")) == (0, 1), ended.log
