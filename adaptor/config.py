@@ -48,6 +48,7 @@ class Config:
     online_s: float
     spares: int
     no_progress: int
+    failed_save: str
     port: int
     tls: str
     tls_cert: str
@@ -174,6 +175,14 @@ SETTINGS = (
         "the job ends, with exit code 79, when the same fault comes this many times at the same step without"
         " a newer checkpoint; 0: never",
         same_on_all_nodes=True,
+    ),
+    Setting(
+        "failed_save",
+        "TTP_FAILED_SAVE",
+        "continue",
+        "continue or stop",
+        one_of("continue", "stop"),
+        "continue: where a save of Megatron-LM fails, training goes on and saves later; stop: it is a fault",
     ),
     Setting(
         "port",

@@ -15,7 +15,15 @@ from adaptor import config
 from adaptor.operations.terminal import exit_code_of
 
 GROUPS: Mapping[str, Sequence[str]] = {
-    "After a fault": ("TTP_ONLINE", "TTP_SPARES", "TTP_NO_PROGRESS", "TTP_OT", "TTP_GRACE", "TTP_HANG"),
+    "After a fault": (
+        "TTP_ONLINE",
+        "TTP_SPARES",
+        "TTP_NO_PROGRESS",
+        "TTP_FAILED_SAVE",
+        "TTP_OT",
+        "TTP_GRACE",
+        "TTP_HANG",
+    ),
     "What is protected": (
         "ENABLE_TTP",
         "TTP_REPLICA",

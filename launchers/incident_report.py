@@ -39,6 +39,7 @@ from adaptor.protocol.messages import (
     Regroup,
     RegroupFailed,
     Renamed,
+    SaveEnded,
     TerminationRequested,
     TimelineEvent,
     ToController,
@@ -101,6 +102,8 @@ class IncidentReport:
         self._unprotected = False
         self.next_incident = 1
         self.incidents = 0  # that have ended in this job
+        self.failed_saves = 0  # of the framework, one after the other
+        self.failed_save = ""  # the newest one, with its reason
         self.path = ""  # the path of the last one
         self.last_id: str | None = None
 
@@ -128,6 +131,8 @@ class IncidentReport:
                 _log.debug("rank %d: begins to train after step %d", rank, origin)
                 self._trained, self._origin = now, origin
                 self._loaded, self._save = max(0, origin), save
+            case SaveEnded(step=step, reason=reason):
+                self._record_save(step, reason, now)
             case Unprotected(rank=rank, why=why):
                 self._unprotected = True
                 _log.warning("rank %d: not protected: %s", rank, why)
@@ -176,6 +181,19 @@ class IncidentReport:
                 self._add("published", now, None, node, step=step)
             case PublishFailed(reason=reason):
                 self._add("failed", now, None, node, reason)
+
+    def _record_save(self, step: int, reason: str, now: float) -> None:
+        """Record that a save of the framework has ended; those that fail, and the first one after them."""
+        failed = self.failed_saves
+        self.failed_saves, self.failed_save = (failed + 1, f"step {step}: {reason}") if reason else (0, "")
+        if reason:
+            self._tell("save-failed", now, detail=reason, step=step)
+        elif failed:
+            self._tell("saved-again", now, step=step)
+        # One notice of a series: an operator has to act once.
+        if (failed == 0) == bool(reason):
+            job, time_ = self._files.job, records.utc(now)
+            self._notifier.submit(partial(notices.of_save, job, step, reason, time_))
 
     def record_takeover(self, node: int) -> None:
         """Record that the controller is on `node`, this one, from now on: no workers are started."""

@@ -139,6 +139,8 @@ class JobStatus:
             spent=self._uses.totals(),
             host_copy_step=copied,
             host_copy_time=None if copied is None else utc(self._copy[1]),
+            failed_saves=self._report.failed_saves,
+            failed_save=self._report.failed_save,
         )
         self._files.write_status(self._last)
 

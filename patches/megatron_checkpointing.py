@@ -7,7 +7,7 @@ An asynchronous save has its name when the framework finds that every rank has w
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from adaptor import context, patching
 from adaptor.checkpoint import resume_check
 from adaptor.checkpoint.checked_files import CheckedFiles
 from adaptor.frameworks import adapter_base, megatron_restart
+from adaptor.frameworks.failed_saves import SaveFailedError
 from adaptor.frameworks.megatron_restart import ChosenStep
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
@@ -34,11 +35,25 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
 
     iteration = args[0] if args else kwargs["iteration"]
     asynchronous = bool(getattr(get_args(), "async_save", False))
+    saves = context.part(RegularSaves)
     with (
+        contextlib.suppress(SaveFailedError),  # all ranks go on
         runtime.get().session.phase("save"),
-        context.part(RegularSaves).regular(get_args().save, iteration, asynchronous),
+        saves.regular(get_args().save, iteration, asynchronous, may_fail=True),
     ):
-        adapter_base.write_beside(get_args().save, iteration)
+        with saves.noting():
+            adapter_base.write_beside(get_args().save, iteration)
+        return wrapped(*args, **kwargs)
+
+
+@checkpointing.patch(
+    "megatron.training.checkpointing:ensure_directory_exists",
+    why="where a rank cannot make a folder of its save, all ranks learn it at the next barrier",
+    accepts="(filename, ...)",
+    optional=True,
+)
+def folders_that_cannot_be_made_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    with context.part(RegularSaves).noting():
         return wrapped(*args, **kwargs)
 
 
@@ -74,6 +89,16 @@ def asynchronous_saves_are_named_at_their_end(wrapped: Any, instance: Any, args:
     meet = dist.barrier if getattr(get_args(), "wandb_project", "") else lambda: None
     context.part(RegularSaves).scheduled(args[0] if args else kwargs["async_request"], meet)
     return wrapped(*args, **kwargs)
+
+
+@checkpointing.patch(
+    "megatron.training.async_utils:maybe_finalize_async_save",
+    why="an asynchronous save that has failed is no fault of the step in which that is found",
+    accepts="(...)",
+    optional=True,
+)
+def asynchronous_saves_may_fail(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return context.part(RegularSaves).finalize(lambda: wrapped(*args, **kwargs))
 
 
 @checkpointing.patch(
@@ -134,7 +159,7 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     scheduler = args[2] if len(args) > 2 else kwargs.get("opt_param_scheduler")
     all_of_it = megatron_restart.load_what_is_saved(given, scheduler)
     chosen = context.part(ChosenStep).loading(given, None if is_filtered else load)
-    with chosen, all_of_it if load_arg == "load" else nullcontext():
+    with chosen, all_of_it if load_arg == "load" else contextlib.nullcontext():
         loaded = wrapped(*args, **kwargs)
     if is_filtered:
         adapter_base.require_added()

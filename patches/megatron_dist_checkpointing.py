@@ -27,3 +27,22 @@ def tensors_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any,
         return wrapped(*args, **kwargs)
     path, results = kwargs["write_bucket"][0], kwargs["results_queue"]
     return wrapped(*args, **{**kwargs, "results_queue": context.part(RegularSaves).hashing(path, results)})
+
+
+def errors_of_storage_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    with context.part(RegularSaves).noting():
+        return wrapped(*args, **kwargs)
+
+
+_CORE = "megatron.core.dist_checkpointing"
+for _target, _what in {
+    f"{_CORE}.strategies.state_dict_saver:save_state_dict_async_finalize": "an error of the writers",
+    f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.finish": "metadata that cannot be written",
+    f"{_CORE}.core:save_config": "a file of the format that cannot be written",
+}.items():
+    dist_checkpointing.patch(
+        _target,
+        why=f"{_what} is noted on this rank: all ranks learn it at the next barrier of the save",
+        accepts="(...)",
+        optional=True,
+    )(errors_of_storage_are_noted)

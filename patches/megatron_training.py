@@ -19,6 +19,7 @@ from adaptor.frameworks import (
     reshape_sizes,
     supported_options,
 )
+from adaptor.frameworks.failed_saves import FailedSaves
 from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.patches._versions import MEGATRON
 from adaptor.patches.megatron_core import inner_optimizers
@@ -148,6 +149,7 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
         from adaptor.frameworks import megatron_online
 
         trained = megatron_online.train(wrapped, args, kwargs, begins)
+    context.part(FailedSaves).require_saved(runtime.get().session.board.finished)
     runtime.get().session.end_training()
     return trained
 
@@ -222,6 +224,26 @@ def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
     if rejoin.of_this_process() is not None:
         loop_recovery.end_step()
     return made
+
+
+@training.patch(
+    "megatron.training.training:checkpoint_and_decide_exit",
+    why="a save that has failed is tried again between two intervals; a job does not exit by a failed save",
+    accepts=(
+        "(model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far,"
+        " checkpointing_context, train_data_iterator)"
+    ),
+    optional=True,  # without it, only at the next interval
+)
+def failed_saves_are_tried_again(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import megatron_lm  # torch, which is for the script to import
+
+    ends = wrapped(*args, **kwargs)
+    if ends:
+        context.part(FailedSaves).require_saved(runtime.get().session.board.finished)
+    else:
+        megatron_lm.try_save_again(args, kwargs)
+    return ends
 
 
 @training.patch(

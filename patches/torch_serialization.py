@@ -1,5 +1,5 @@
 """`torch.save` and `torch.load`: what they write in a regular save is hashed on its way to the disk; what was
-read to be checked before a load is not read once more.
+read to be checked before a load is not read once more. And the barriers of a regular save.
 
 Not these functions are wrapped, of which `torch` and others have copies, but what they call to open a file.
 """
@@ -22,6 +22,17 @@ serialization = patching.Unit("serialization", framework="torch", tested=">=2.4,
 )
 def files_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return context.part(RegularSaves).written(wrapped, args[0] if args else kwargs["name_or_buffer"])
+
+
+@serialization.patch(
+    "torch.distributed.distributed_c10d:barrier",
+    why="at the barriers of a regular save its ranks learn whether it has failed on one of them",
+    accepts="(group=, async_op=, ...)",
+)
+def barriers_of_a_save_compare(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    if args or kwargs:  # of some of the ranks, or none that waits
+        return wrapped(*args, **kwargs)
+    return context.part(RegularSaves).barrier(wrapped)
 
 
 @serialization.patch(

@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from adaptor.checkpoint.training_state import FLOPS, TrainingState
 from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, layout_beside, megatron_restart, supported_options
+from adaptor.frameworks.failed_saves import FailedSaves
 from adaptor.replica import group, twin
 from adaptor.replica.mirror import Mirror
 
@@ -242,3 +243,23 @@ class _Operations:
     def total(self, iteration: int) -> float:
         """Return what there was when `iteration` began."""
         return self._before + self._of_iteration if iteration > self._iteration else self._before
+
+
+# The arguments of Megatron-LM's `checkpoint_and_decide_exit`.
+_DECIDES_EXIT = (
+    *("model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far"),
+    *("checkpointing_context", "train_data_iterator"),
+)
+
+
+def try_save_again(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Save behind a step where an earlier save has failed and its pause is over. Collective.
+
+    Args:
+        args, kwargs: those with which the loop has asked whether to save, and whether to exit.
+    """
+    if not context.part(FailedSaves).is_due():
+        return
+    from megatron.training import training
+
+    training.save_checkpoint_and_time(**{**dict(zip(_DECIDES_EXIT, args, strict=False)), **kwargs})

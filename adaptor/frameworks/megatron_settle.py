@@ -105,13 +105,18 @@ def abandon_async_saves(checkpointing_context: MutableMapping[str, Any] | None) 
                         setattr(owner, name, None)
             queue.async_calls.clear()
         queue.call_idx = -1
+    forget_results_of_writers()
+    if checkpointing_context is not None:
+        for name in ("save_strategy", "load_strategy"):
+            checkpointing_context.pop(name, None)
+
+
+def forget_results_of_writers() -> None:
+    """Empty the queue in which writers leave results: a later save would take them for its own."""
     for name in _WRITERS:
         writers = sys.modules.get(name)
         if (results := getattr(writers, "_results_queue", None)) is not None:
             vars(writers)["_results_queue"] = results._manager.Queue()
-    if checkpointing_context is not None:
-        for name in ("save_strategy", "load_strategy"):
-            checkpointing_context.pop(name, None)
 
 
 def _end_async_caller(caller: Any) -> None:

@@ -19,17 +19,20 @@ from typing import Any
 import xxhash
 
 from adaptor import context, descriptors
-from adaptor.checkpoint import checksum_notes, disk, lease_claim, regular_folder, tracker
+from adaptor.checkpoint import checksum_notes, disk, lease_claim, left_overs, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.context import Context
 from adaptor.errors import CheckpointError
+from adaptor.frameworks.failed_saves import FailedSaves, SaveAgreement, SaveFailedError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation, Place
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.worker import runtime
 
-# Megatron's name, since 0.7, of what writes its tracker at the end of an asynchronous save.
+# Megatron's names, since 0.7, of what runs at the end of an asynchronous save, on one rank each: the first
+# writes the tracker.
 _WRITES_TRACKER = "iter_finalize_fn"
+_OF_ONE_RANK = (_WRITES_TRACKER, "onelogger_finalize_fn", "wandb_finalize_fn")
 
 
 @dataclass
@@ -37,6 +40,8 @@ class _Save:
     root: Path
     step: int
     asynchronous: bool
+    agreement: SaveAgreement | None = None  # None: what goes wrong is raised
+    is_pending: bool = False  # a background process writes, and the ranks compare when that has ended
     # In memory: what the framework writes as its tracker, on the rank that it lets write one.
     draft: int | None = None
     put_off: list[Callable[[], Any]] = field(default_factory=list)  # until it has its name
@@ -52,6 +57,15 @@ class _Save:
             return Path(path).relative_to(self.folder).as_posix()
         except ValueError:
             return None
+
+    def noting(self) -> contextlib.AbstractContextManager[None]:
+        """Note an error of the block where the ranks agree on this save; else it is raised."""
+        return contextlib.nullcontext() if self.agreement is None else self.agreement.noting()
+
+    def meet(self) -> None:
+        """Compare with all ranks. Raises SaveFailedError, on all of them: a rank has noted an error."""
+        if self.agreement is not None:
+            self.agreement.meet()
 
     def drop_draft(self) -> None:
         """The framework is done with its tracker."""
@@ -86,24 +100,95 @@ class RegularSaves:
         return self._running.save
 
     @contextlib.contextmanager
-    def regular(self, root: str, step: int, asynchronous: bool = False) -> Iterator[None]:
+    def regular(
+        self, root: str, step: int, asynchronous: bool = False, may_fail: bool = False
+    ) -> Iterator[None]:
         """While the framework saves `step` below `root`.
 
         Args:
             asynchronous: it goes on writing in the background after that (`scheduled`).
+            may_fail: the barriers of the save are `barrier`, so that the ranks can agree that it has failed.
+
+        Raises:
+            SaveFailedError: the save has failed on some rank; on all ranks.
         """
         save = _Save(Path(root), step, asynchronous)
-        regular_folder.prepare_regular(save.root, step, _generation())
-        before, self._running.save = self._running.save, save
+        if may_fail:
+            save.agreement = context.part(FailedSaves).agreement(save.folder)
         try:
-            yield
-        finally:
-            self._running.save = before
-            if save not in self._written_on:
-                save.drop_draft()
-        if not asynchronous:
-            self._name_here(save)
-            save.end()
+            with save.noting():
+                regular_folder.prepare_regular(save.root, step, _generation())
+            save.meet()
+            before, self._running.save = self._running.save, save
+            try:
+                yield
+            finally:
+                self._running.save = before
+                if save not in self._written_on:
+                    save.drop_draft()
+            if not asynchronous:
+                with save.noting():
+                    self._name_here(save)
+                save.meet()
+                self._end(save)
+        except SaveFailedError as error:
+            self._give_up(save, error)
+            raise
+
+    def _end(self, save: _Save) -> None:
+        """Note that the save is complete on all ranks, and do what was put off until then."""
+        if save.agreement is not None:
+            context.part(FailedSaves).succeed(save.step)
+        save.end()
+
+    def _give_up(self, save: _Save, error: SaveFailedError) -> None:
+        """Remove what was written, on each disk once, after all ranks have left the save."""
+        save.put_off.clear()
+        if save in self._written_on:
+            self._written_on.remove(save)
+        save.drop_draft()
+        if not save.asynchronous:  # whose results were taken before
+            from adaptor.frameworks import megatron_settle  # torch, which is for the script to import
+
+            megatron_settle.forget_results_of_writers()
+        place = context.part(Place)
+        left = ""
+        if runtime.get().rank == 0 or (
+            place.node and not place.local_rank and not lease_claim.is_seen(save.root)
+        ):
+            with contextlib.suppress(OSError, CheckpointError):
+                left_overs.remove_beside(left_overs.abandon(save.folder), disk.remove, left_overs.ROOM_S)
+            left = str(save.folder) if os.path.lexists(save.folder) else ""
+        context.part(FailedSaves).fail(save.step, str(error), left)
+
+    def noting(self) -> contextlib.AbstractContextManager[None]:
+        """Note an error of the block in the save of this thread, if the ranks agree on that save."""
+        save = self._current()
+        return contextlib.nullcontext() if save is None else save.noting()
+
+    def barrier(self, wait: Callable[[], Any]) -> Any:
+        """Wait at a barrier of all ranks; in a save they learn there whether it has failed.
+
+        Args:
+            wait: the barrier itself.
+
+        Raises:
+            SaveFailedError: the save of this thread has failed on some rank; on all ranks.
+        """
+        save = self._current()
+        if save is not None and not save.is_pending:
+            save.meet()
+        return wait()
+
+    def finalize(self, finalize: Callable[[], Any]) -> Any:
+        """Call what ends asynchronous saves, once more after each one that has failed."""
+        while True:
+            try:
+                return finalize()
+            except SaveFailedError as error:
+                save, self._running.save = self._running.save, None
+                assert save is not None
+                self._give_up(save, error)
 
     def renamed(self, path: str) -> str:
         """The path below the folder of the running save, if it is one."""
@@ -124,10 +209,11 @@ class RegularSaves:
             file: what `torch.save` was given.
         """
         save = self._current()
-        name = save.name(file) if save is not None and isinstance(file, str | os.PathLike) else None
-        if save is None or name is None:
+        if save is None:
             return open_archive(file)
-        return _hashed(open_archive, save.folder, name)
+        name = save.name(file) if isinstance(file, str | os.PathLike) else None
+        archive = open_archive(file) if name is None else _hashed(open_archive, save.folder, name)
+        return _written_or_noted(save, archive, open_archive)
 
     def hashing(self, path: str | os.PathLike[str], results: Any) -> Any:
         """Return a queue in which a writer of the framework says that it has written a file, hashed by then.
@@ -153,7 +239,7 @@ class RegularSaves:
         if save is None or runtime.get().rank != 0:
             return path
         if save.draft is None:
-            old = 0 if save.asynchronous else self._complete(save)
+            old = 0 if save.asynchronous else self._complete_or_agree(save)
             save.draft = _draft()
             os.write(save.draft, str(old).encode())
         return f"/proc/{os.getpid()}/fd/{save.draft}"
@@ -171,6 +257,19 @@ class RegularSaves:
             taken = regular_folder.take_on_own_disk(save.root, save.step, _generation())
         if taken is not None:
             self._complete(save, taken)
+
+    def _complete_or_agree(self, save: _Save) -> int:
+        """Do `_complete`; where that fails, leave the save together with all others, which wait for rank 0.
+
+        Raises:
+            SaveFailedError: it has failed.
+        """
+        old = 0
+        with save.noting():
+            old = self._complete(save)
+        if save.agreement is not None and save.agreement.error:
+            save.meet()
+        return old
 
     def _complete(self, save: _Save, taken: Path | None = None) -> int:
         """Bring a save to disk that every rank has written, and give it its name.
@@ -205,26 +304,40 @@ class RegularSaves:
         if save is None:
             return
         self._written_on.append(save)
+        save.is_pending = True
+
+        def begin() -> None:
+            save.is_pending, self._running.save = False, save
 
         def name() -> None:
+            save.meet()  # every rank has written
             if save.draft is not None:
-                old = self._complete(save)
+                old = self._complete_or_agree(save)
                 os.pwrite(save.draft, str(old).encode(), 0)
 
         def end() -> None:
+            save.meet()
+            self._running.save = None
             self._written_on.remove(save)
             save.drop_draft()
             meet()
-            save.end()
+            self._end(save)
 
-        if save.draft is not None:
-            names = [getattr(function, "__name__", "") for function in request.finalize_fns]
-            # Where it is not found, the framework reads the 0, and removes nothing.
-            request.finalize_fns.insert([*names, _WRITES_TRACKER].index(_WRITES_TRACKER), name)
+        names = [getattr(function, "__name__", "") for function in request.finalize_fns]
+        # Where none is found, the framework reads the 0, and removes nothing.
+        of_one_rank = [place for place, each in enumerate(names) if each in _OF_ONE_RANK]
+        request.finalize_fns.insert(of_one_rank[0] if of_one_rank else len(names), name)
+        if save.agreement is not None:
+            request.finalize_fns.insert(0, begin)
         request.add_finalize_fn(end)
 
     def abandon(self) -> None:
-        """Forget the saves that background processes were writing: the caller ends these processes."""
+        """Forget the saves that background processes were writing: the caller ends these processes.
+
+        And forget the saves that have failed: a new process does not know of them.
+        """
+        self._running.save = None
+        context.part(FailedSaves).forget()
         while self._written_on:
             self._written_on.pop().drop_draft()
 
@@ -254,6 +367,28 @@ class _Hashing:
         """Hash the file, and put the result into the framework's queue."""
         checksum_notes.hash_and_leave(self.path.parent, self.path)
         self.results.put(result)
+
+
+class _Discarding:
+    """A file of which nothing is kept: the rest of a save that has failed on this rank goes there."""
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def _written_or_noted(save: _Save, archive: Any, open_archive: Callable[[Any], Any]) -> Iterator[Any]:
+    """Write the `archive` in `save`; an error of its file, or of what is written to it, is noted."""
+    is_open = False
+    with save.noting(), archive as opened:
+        is_open = True
+        yield opened
+    if not is_open:
+        with open_archive(_Discarding()) as opened:
+            yield opened
 
 
 @contextlib.contextmanager

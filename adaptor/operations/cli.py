@@ -142,6 +142,9 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
     if status.host_copy_step is not None and status.host_copy_time is not None:
         ago = records.unix(status.time) - records.unix(status.host_copy_time)
         copied = {"host copy": f"step {status.host_copy_step}, made {duration(max(0.0, ago))} before this"}
+    failed = {}
+    if status.failed_saves:
+        failed = {"failed saves": f"{status.failed_saves} one after the other; {status.failed_save}"}
     away = f", {status.nodes_lost} lost" if status.nodes_lost else ""
     spare = f", {status.spare_nodes} spare" if status.spare_nodes else ""
     nodes = f"{status.nodes} node{'' if status.nodes == 1 else 's'}"
@@ -152,6 +155,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         "at": status.time,
         "step": step,
         **copied,
+        **failed,
         "protection": protection(status),
         "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {nodes}{away}{spare}",
         "restarts": f"{status.restarts} of {status.max_restarts}",

@@ -96,6 +96,7 @@ def _of_status(status: Status) -> Iterator[Metric]:
     if status.host_copy_step is not None and status.host_copy_time is not None:
         yield _gauge("ttp_host_copy_step", "the newest step in host memory", status.host_copy_step)
         yield _gauge("ttp_host_copy_timestamp_seconds", "when it was there", unix(status.host_copy_time))
+    yield _gauge("ttp_failed_saves", "saves that have failed one after the other", status.failed_saves)
     yield _gauge("ttp_generation", "starts of the workers, from 1 on", status.generation)
     ranks = GaugeMetricFamily("ttp_ranks", "ranks in each state", labels=["state"])
     starting = max(0, status.ranks - status.ranks_training - status.ranks_ended)

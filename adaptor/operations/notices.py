@@ -1,4 +1,6 @@
-"""Makes and delivers notices of incidents: over HTTP as JSON or for Slack, or to a command on its stdin."""
+"""Makes notices of incidents and failed saves, and delivers them over HTTP as JSON or for Slack, or to a
+command on its stdin.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +52,14 @@ def of_incident(incident: Incident, time: str, kind: str = "incident") -> Notice
         # Its file has them; with thousands of ranks no target would take them in time.
         incident=msgspec.structs.replace(incident, events=[], ranks=[]),
     )
+
+
+def of_save(job: str, step: int, reason: str, time: str) -> Notice:
+    """Return the notice that the save of `step` in `job` has failed for a `reason`; '': it has not, again."""
+    words = (
+        f"step {step} could not be saved: {reason}; training goes on" if reason else f"step {step} is saved"
+    )
+    return Notice(type="save", time=time, job=job, text=f"{job}: {words}", incident=None)
 
 
 def of_end(job: str, incidents: int, time: str) -> Notice:

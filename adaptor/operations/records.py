@@ -226,6 +226,8 @@ class Status(msgspec.Struct, kw_only=True):
             (it waited for a batch), evaluation, save, other (logs, phases of other names)
         host_copy_step: with TTP_HOST_COPY the newest step of which each rank of this node has a copy in host
             memory, and the next node, too, where there is one, at `host_copy_time`; None: there is none
+        failed_saves: saves of the framework that have failed one after the other; `failed_save` is the newest
+            one, with its reason
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"
@@ -259,21 +261,24 @@ class Status(msgspec.Struct, kw_only=True):
     spent: dict[str, float] = {}
     host_copy_step: int | None = None
     host_copy_time: str | None = None
+    failed_saves: int = 0
+    failed_save: str = ""
 
 
 class Notice(msgspec.Struct, kw_only=True, frozen=True):
     """The notice that a target of TTP_NOTIFY gets.
 
     Attributes:
-        type: incident: with the verdict; resumed: the first step after it is finished; ended: ttprun has
+        type: incident: with the verdict; resumed: the first step after it is finished; save: saves begin to
+            fail, or succeed again; ended: ttprun has
         time: when
         job: the name of the job's folder
         text: one line for people
-        incident: as its file has it, without `events` and `ranks`; None for `ended`
+        incident: as its file has it, without `events` and `ranks`; None for `save` and `ended`
     """
 
     schema: Literal["ttp.notice/1"] = "ttp.notice/1"
-    type: Literal["incident", "resumed", "ended"]
+    type: Literal["incident", "resumed", "save", "ended"]
     time: str
     job: str
     text: str

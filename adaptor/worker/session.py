@@ -74,6 +74,11 @@ class Session:
         return self._step >= 0
 
     @property
+    def trains_on_this_thread(self) -> bool:
+        """Return whether the calling thread is the one that trains, and training has not ended."""
+        return self.is_training and threading.get_ident() == self._thread
+
+    @property
     def has_finished_a_step(self) -> bool:
         """Return whether a step has finished that was not done when training began."""
         return self.trainee is not None and self.board.finished > self._origin

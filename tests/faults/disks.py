@@ -33,7 +33,7 @@ class Disk:
     def will(self, what: str) -> Mapping[str, str]:
         """Return the environment of a job in which the fault `disk` makes it `fail`, `read-only` or `full`.
 
-        `full`: no file can be made on it, for want of inodes.
+        Another value of `what` is `inodes`: the disk has none left.
         """
         return {VARIABLE: f"{what} {self.below if what == 'fail' else self.place}"}
 
@@ -81,16 +81,21 @@ def worsen() -> None:
         _run("mount", "-o", "remount,ro", place)
         return
     if what == "full":
+        _fill(Path(place) / f"{_FILLING}0")
+        return
+    if what == "inodes":
         with contextlib.suppress(OSError):
             for number in itertools.count():
                 (Path(place) / f"{_FILLING}{number}").touch()
         return
     # What the disk below has no room for, the device cannot take: that is known when it is synced.
-    with (Path(place) / "other").open("wb", buffering=0) as other:
-        try:
-            while other.write(bytes(_MIB)):
-                pass
-        except OSError:
+    _fill(Path(place) / "other")
+
+
+def _fill(path: Path) -> None:
+    """Write a file until its disk is full."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(_MIB)):
             pass
 
 

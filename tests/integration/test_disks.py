@@ -4,7 +4,7 @@ waited for."""
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TypeVar
@@ -12,9 +12,11 @@ from typing import TypeVar
 import pytest
 
 from tests.faults import cgroups, disks, harness, outcome
-from tests.faults.harness import DP2, DP4, Ended, Job
+from tests.faults.harness import DP2, DP4, Ended, Job, Layout
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, assert_last_words
+from tests.integration.test_formats import DIST as TORCH_DIST
+from tests.integration.test_formats import OPTIONS_OF_ASYNC_SAVES
 
 _T = TypeVar("_T")
 KILL = "rank=1,step=7,phase=backward,kind=sigkill"
@@ -101,32 +103,58 @@ def test_the_disk_gets_worse(
     _refused(job, baseline_of(DP2), words)
 
 
-@pytest.mark.parametrize("what", ["read-only", "full"])
-def test_a_rank_is_replaced_while_nothing_can_be_saved(
-    what: str, tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack
+@pytest.mark.parametrize(
+    ("what", "layout", "arguments"),
+    [
+        ("inodes", DP2, ()),
+        ("full", DP2, ()),
+        ("full", TORCH_DIST, ()),
+        ("full", TORCH_DIST, ("--async-save",)),
+    ],
+    ids=["inodes", "torch", "torch_dist", "async"],
+)
+def test_training_goes_on_while_nothing_can_be_saved(
+    what: str,
+    layout: Layout,
+    arguments: Sequence[str],
+    tmp_path: Path,
+    baseline_of: BaselineOf,
+    stack: ExitStack,
 ) -> None:
-    """All state is alive, so the new process needs no save folder that can be written."""
-    baseline = baseline_of(DP2)
+    """A rank is replaced, a regular save fails, and is made later: all state is alive, so no step is lost."""
+    baseline = baseline_of(layout)
     disk = _enter(stack, disks.memory, tmp_path / "disk", 64 * MIB)
-    faults = ["rank=1,step=4,phase=backward,kind=disk", "rank=0,step=4,phase=update,kind=disk-mended"]
-    options = ("--ttp-online", "60", "--ttp-spares", "0")
+    faults = [
+        "rank=1,step=3,phase=backward,kind=disk",
+        "rank=0,step=6,phase=forward,kind=disk-mended",
+        "rank=0,step=6,phase=update,kind=pause",
+    ]
     job = Job(
         tmp_path / "job",
-        DP2,
+        layout,
         save=disk.place,
-        save_interval=2,
+        save_interval=4,
         restarts=1,
         faults=faults,
-        options=options,
+        options=("--ttp-online", "60", "--ttp-spares", "0"),
+        arguments=arguments,
         environment=dict(disk.will(what)),
     )
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-5000:]
-    assert "step 3 could not be saved meanwhile" in ended.log
+    assert "step 2 could not be saved meanwhile" in ended.log
+    (failed,) = [line for line in ended.said if "step 4 could not be saved: rank " in line]
+    assert "training goes on" in failed
+    assert any(line.endswith("is saved; 1 save had failed before") for line in ended.said), ended.said
     assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
     outcome.assert_same_training(ended, baseline.records)
-    assert outcome.steps_in(disk.place) == [2, 4, 6, 8]
-    assert_last_words(disk.place, 8, baseline)
+    # The save of step 4 is made later, when its pause is over.
+    assert outcome.steps_in(disk.place) == [6, 8]
+    for step in (6, 8):
+        name = f"iter_{step:07d}"
+        unlike = differences(disk.place / name, baseline.checkpoints / name)
+        assert [line for line in unlike if not OPTIONS_OF_ASYNC_SAVES.search(line)] == []
+    outcome.assert_saved(disk.place, 8)
 
 
 def test_the_disk_is_slow(tmp_path: Path, baseline_of: BaselineOf, stack: ExitStack) -> None:

@@ -54,6 +54,29 @@ def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, basel
     outcome.assert_same_training(ended, baseline.records, steps=range(1, 7))
 
 
+def test_a_rank_cannot_write_its_part_of_a_save(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Training goes on without the save of step 4. Where the save of the last step fails, that is a fault."""
+    baseline = baseline_of(TP2_DP1)
+    job = Job(
+        tmp_path / "job",
+        TP2_DP1,
+        save=tmp_path / "save",
+        save_interval=4,
+        restarts=1,
+        faults=[f"rank=1,step={step},phase=save-write,kind=exception" for step in (4, 8)],
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-5000:]
+    (failed,) = [line for line in ended.said if "step 4 could not be saved: rank 1: InjectedError" in line]
+    assert failed.startswith("[ttp] step 4 ")
+    assert "training ends, and step 8 could not be saved: rank 1: InjectedError" in ended.log
+    assert "step 8 is saved, no finished step is lost" in ended.log
+    assert job.save is not None
+    assert outcome.steps_in(job.save) == [8]
+    assert_last_words(job.save, 8, baseline)
+    outcome.assert_same_training(ended, baseline.records)
+
+
 def test_nodes_with_disks_of_their_own_start_again_from_them(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Each has the files of its ranks, and a tracker."""
     save = tmp_path / "disks"

@@ -51,6 +51,7 @@ from adaptor.protocol.messages import (
     Raised,
     Recovered,
     Replace,
+    SaveEnded,
     Share,
     TimelineEvent,
     Unprotected,
@@ -418,7 +419,8 @@ class Watched:
         files = JobFiles(str(logs), "job")
         self.controller = Controller(2, 10.0, ("", 0, b""))
         self.copy_step: int | None = None
-        self.status = JobStatus(files, IncidentReport(files), 3, lambda: self.copy_step)
+        self.report = IncidentReport(files)
+        self.status = JobStatus(files, self.report, 3, lambda: self.copy_step)
 
     def look(self, *finished: int, generation: int = 1) -> Status:
         boards = [BoardRecord(rank, 1, Phase.RUNNING, step, step) for rank, step in enumerate(finished)]
@@ -457,6 +459,22 @@ def test_the_status_of_a_job(tmp_path: Path) -> None:
     job.status.note_last_step(7)  # it was finished after the last look at the boards
     job.status.end()
     assert job.read().step == 7
+
+
+def test_the_status_says_which_saves_have_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Watched(tmp_path)
+    for step in (4, 8):
+        job.report.record_message(0, SaveEnded(0, step, "rank 1: No space left on device (/save)"))
+    status = job.look(9, 9)
+    assert (status.failed_saves, status.failed_save) == (2, "step 8: rank 1: No space left on device (/save)")
+    cli.main(["status", str(tmp_path / "job")])
+    assert "\nfailed saves 2 one after the other; step 8: rank 1: No space" in capsys.readouterr().out
+    job.report.record_message(0, SaveEnded(0, 12))
+    status = job.look(12, 12)
+    assert (status.failed_saves, status.failed_save) == (0, "")
+    lines = (tmp_path / "job/events.jsonl").read_bytes().splitlines()
+    events = [msgspec.json.decode(line, type=records.Event) for line in lines]
+    assert [event.type for event in events] == ["save-failed", "save-failed", "saved-again"]
 
 
 def test_the_status_says_how_old_the_copies_in_host_memory_are(

@@ -198,6 +198,17 @@ class Copied(Message, frozen=True):
     step: int
 
 
+class SaveEnded(Message, frozen=True):
+    """The framework's own save of `step` has ended; `reason`: why it has failed, empty where it has not.
+
+    Rank 0 says it where training goes on in both cases.
+    """
+
+    rank: Number
+    step: Number
+    reason: str = ""
+
+
 class TimelineEvent(Message, frozen=True):
     """An event for the timeline of the incident."""
 
@@ -225,5 +236,6 @@ FromWorker = (
     | RegroupFailed
     | Present
     | Copied
+    | SaveEnded
     | TimelineEvent
 )
