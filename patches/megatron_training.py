@@ -74,6 +74,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
 
     yield lambda: local_copy_flag.take_local_copy(parsed)
     yield lambda: supported_options.require_alone(parsed)
+    yield lambda: supported_options.require_cpu_options(parsed)
     yield lambda: supported_options.require_one_profiler(parsed)
     yield lambda: reshape_sizes.require_transformable(parsed)
     yield from supported_options.checks(parsed)

@@ -6,6 +6,7 @@ To refuse one, add a row to `ALLOWED_VALUES`, or a check to `checks`.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
@@ -43,8 +44,36 @@ ALLOWED_VALUES: Values = (
 
 # Switches of other systems that save a job when it fails.
 _OTHERS = ("enable_high_availability", "ttp_enabled")
+# Options whose defaults Megatron-LM's own layers cannot have on a CPU.
+_NEEDS_KERNELS = (("transformer_impl", "transformer_engine"), ("gradient_accumulation_fusion", True))
+# The last two are needed with rotary embeddings and with RMSNorm; none does harm without them.
+_CPU_FLAGS = (
+    "--transformer-impl local --no-masked-softmax-fusion --no-gradient-accumulation-fusion"
+    " --no-rope-fusion --no-persist-layer-norm"
+)
 # Of Megatron-LM, MindSpeed and ModelLink.
 _PROFILERS = ("profile", "use_pytorch_profiler")
+
+
+def require_cpu_options(args: Any) -> None:
+    """Refuse options that need the kernels of an accelerator where TTP_DEVICE is cpu.
+
+    Megatron-LM would raise later, for one option at a time. MindSpeed has replacements for such kernels.
+
+    Args:
+        args: Megatron-LM's parsed arguments.
+
+    Raises:
+        ConfigError: names the option, and all flags that a job on a CPU may need.
+    """
+    if context.get().settings.device != "cpu" or "mindspeed" in sys.modules:
+        return
+    for name, value in _NEEDS_KERNELS:
+        if getattr(args, name, None) == value:
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is {value}, which a CPU has no kernels for: a job with"
+                f" --ttp-device cpu needs {_CPU_FLAGS}"
+            )
 
 
 def require_no_layout_only() -> None:

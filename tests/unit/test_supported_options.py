@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adaptor import context
-from adaptor.errors import UnsupportedError
+from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.frameworks import supported_options
 from adaptor.replica.choice import ReplicaChoice, describe
 
@@ -89,6 +89,18 @@ def test_a_second_system_that_saves_the_job(switch: str, words: str) -> None:
     assert str(refused.value) == (
         f"{words}two systems cannot save the same job; leave it out, or set ENABLE_TTP=False"
     )
+
+
+def test_a_job_on_a_cpu_without_the_options_that_it_needs() -> None:
+    defaults = args(transformer_impl="transformer_engine", gradient_accumulation_fusion=True)
+    supported_options.require_cpu_options(defaults)
+    context.begin({"TTP_DEVICE": "cpu"})
+    with pytest.raises(ConfigError, match=r"--transformer-impl is transformer_engine, .* --no-rope-fusion"):
+        supported_options.require_cpu_options(defaults)
+    fused = args(transformer_impl="local", gradient_accumulation_fusion=True)
+    with pytest.raises(ConfigError, match=r"--gradient-accumulation-fusion is True, .* --no-masked-softmax"):
+        supported_options.require_cpu_options(fused)
+    supported_options.require_cpu_options(args(transformer_impl="local", gradient_accumulation_fusion=False))
 
 
 def test_what_is_protected_is_accepted() -> None:
