@@ -74,7 +74,7 @@ _enabled: bool | None = None  # None: nobody has enabled it, or called `disable`
 
 
 def enable(*, provide_mindio: bool = False) -> None:
-    """Arm the patches, so that the framework is patched when the script imports it.
+    """Arm the patches, so that the framework is patched when the script imports it, and let them act.
 
     Call it before the framework is imported and before process groups are made: it also switches off the
     watchdogs of NCCL and HCCL, which would end the survivors of a fault. A second call does nothing more.
@@ -92,14 +92,13 @@ def enable(*, provide_mindio: bool = False) -> None:
     """
     if not arm(provide_mindio=provide_mindio):
         return
-    from adaptor import context
-    from adaptor.worker.watchdogs import Watchdogs
+    from adaptor import _start
 
-    context.part(Watchdogs).switch_off()
+    _start.claim()
 
 
 def arm(*, provide_mindio: bool = False) -> bool:
-    """Do as `enable` does, but leave the watchdogs on.
+    """Do as `enable` does, but change nothing of the framework before the job is claimed; watchdogs stay on.
 
     ttprun calls it in each worker: the script may turn out to train nothing that can be protected.
 

@@ -34,33 +34,33 @@ def arm_patches() -> None:
     if "TTP_AGENT" not in os.environ:
         other = distributions.conflict()  # elsewhere ttprun has said it, once for all ranks
         raise StartError(f"{NOT_BY_TTPRUN}; {other}" if other else NOT_BY_TTPRUN)
-    patching.arm("ttp")
-    _expect_plug_ins()
+    patching.arm("ttp", wait_for_claim=patches.own())
+    expect_plug_ins()
     context.part(UnprotectedTraining).arm(runtime.of_this_process)
 
 
-def _expect_plug_ins() -> None:
-    """Switch the watchdogs off as soon as the script imports the framework of a plug-in.
+def claim() -> None:
+    """Promise, before process groups are made, to protect the job: patches act, and watchdogs are off."""
+    patching.claim("ttp")
+    context.part(Watchdogs).switch_off()
+
+
+def expect_plug_ins() -> None:
+    """Claim the job as soon as the script imports the framework of a plug-in.
 
     Such a script will be protected. When the plug-in calls `adaptor.protect`, it is too late: the process
-    groups have been made with the watchdogs on. Packages that the adaptor patches itself do not count,
-    because scripts without the plug-in import them, too.
+    groups have been made. Packages that the adaptor patches itself do not count, because scripts without the
+    plug-in import them, too.
     """
-    others = patches.of_plug_ins()
-    own = {
-        _root(patch.module_name)
-        for unit in patching.units("ttp")
-        if unit not in others
-        for patch in unit.patches
-    }
-    for unit in others:
+    own = {_root(patch.module_name) for unit in patches.own() for patch in unit.patches}
+    for unit in patches.of_plug_ins():
         for name in {patch.module_name for patch in unit.patches if _root(patch.module_name) not in own}:
             wrapt.register_post_import_hook(partial(_framework_is_imported, unit), name)
 
 
 def _framework_is_imported(unit: patching.Unit, module: ModuleType) -> None:
     if unit.acts:  # not since adaptor.disable()
-        context.part(Watchdogs).switch_off()
+        claim()
 
 
 def _root(module_name: str) -> str:

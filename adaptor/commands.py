@@ -46,8 +46,8 @@ def run(arguments: list[str] | None) -> int:
         arguments: of the command line; None for this process's.
 
     Returns:
-        The exit code: 0 where every patch fits and nothing is refused, 1 where not, or where it is not known
-        because of an error, 2 for bad usage.
+        The exit code: 0 where every patch fits and nothing is refused, 1 where not, where the script is not
+        protected, or where it is not known because of an error, 2 for bad usage.
     """
     parsed = _parser().parse_args(arguments)
     if parsed.command == "transform":
@@ -182,7 +182,7 @@ def _report(
     except StartError as error:
         findings.refusals.append(str(error))
     else:
-        patching.arm("ttp", raises=False)
+        patching.arm("ttp", raises=False, wait_for_claim=patches.own())
         if len(script) > 1:
             findings = _examined(script, world_size)
         broken = _import_targets(patching.target_modules("ttp"))
@@ -197,11 +197,11 @@ def _report(
         findings.refusals += broken
     lines = [*findings.refusals, *([findings.error, *broken] if findings.error else [])]
     verdict = _verdict(findings, len(lines), examined=len(script) > 1)
-    code = 1 if lines else 0
+    code = 1 if lines or findings.unprotected else 0
     if as_json:
         plan = findings.plan(ranks_per_node, racks)
         report = {
-            "fits": not lines,
+            "fits": not code,
             "verdict": verdict,
             "refusals": lines,
             "replica": findings.replica,
@@ -220,11 +220,12 @@ def _report(
 
 def _examined(script: list[str], world_size: int | None) -> Findings:
     import adaptor
-    from adaptor import patches, patching, preflight
+    from adaptor import _start, patches, patching, preflight
 
     adaptor._count_as_enabled()  # a script that calls enable() itself has no agent here
     patches.load("report")
     patching.arm("report", raises=False)
+    _start.expect_plug_ins()
     return preflight.run(script, world_size or 2 * preflight.least_world_size(script[1:]))
 
 

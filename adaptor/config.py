@@ -32,7 +32,6 @@ from adaptor.setting_values import (
     reshape,
     store_url,
     truth,
-    truth_or_auto,
     zero_or,
 )
 
@@ -59,7 +58,7 @@ class Config:
     replica: str
     local_copy: bool
     host_copy: int
-    require_protection: str
+    require_protection: bool
     provide_mindio: bool
     platform: str
     store: str
@@ -258,11 +257,11 @@ SETTINGS = (
     Setting(
         "require_protection",
         "TTP_REQUIRE_PROTECTION",
-        "auto",
-        "auto, True, 1, False or 0",
-        truth_or_auto,
-        "True: a script that trains without being protected is ended; False: it is told so; auto: True in "
-        "Megatron-LM's, ModelLink's and MindSpeed-LLM's scripts, False in others",
+        "False",
+        "True, 1, False or 0",
+        truth,
+        "True: a script that trains without being protected is ended, before its first update where that is"
+        " known by then; False: one line warns",
         same_on_all_nodes=True,
     ),
     Setting(

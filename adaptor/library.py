@@ -182,6 +182,19 @@ def _require_megatron(model: Any, optimizer: Any) -> list[Any]:
     return chunks
 
 
+def _claim(optimizer: Any) -> None:
+    """Claim the job, if nobody has done so before its process groups were made; these stay as they are."""
+    from adaptor import context, patching
+    from adaptor.patches import megatron_core
+    from adaptor.replica.choice import ReplicaChoice
+
+    if patching.claim("ttp"):
+        context.part(ReplicaChoice).cannot_split(
+            "the process groups were made before adaptor.enable() was called, or without it"
+        )
+        megatron_core.let_pass_the_door(optimizer)
+
+
 def protect(
     *,
     model: Sequence[Any],
@@ -208,7 +221,7 @@ def protect(
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
     from adaptor.diagnostics.recorder import Recorder
-    from adaptor.frameworks import library_state, supported_options
+    from adaptor.frameworks import library_state, optimizer_instances, supported_options
     from adaptor.frameworks.library_loop import Recovery
     from adaptor.host_copy import start
     from adaptor.online import rejoin
@@ -221,6 +234,8 @@ def protect(
     supported_options.require_no_reshape()
     step = _whole_number(step)
     model = _require_megatron(model, optimizer)
+    optimizer_instances.require_groups()
+    _claim(optimizer)
     if not hasattr(parallel_state, "get_expert_data_parallel_world_size"):
         raise UnsupportedError(
             f"Megatron-core is {__version__}: adaptor.protect needs 0.10 or later; set ENABLE_TTP=False"
@@ -305,6 +320,7 @@ def write_host_copies(
 
     patching.check("ttp")
     chunks = _require_megatron(model, optimizer)
+    _claim(optimizer)
     if rejoin.is_newcomer():  # its state comes from others
         return None
     return library_state.write_host_copies(chunks, optimizer, scheduler, Path(save), extra, format)

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from adaptor import _script, context
+from adaptor import _script, context, patching
 from adaptor.context import Context
 from adaptor.errors import AdaptorError
 from adaptor.protection_plan import Model, Plan, Sharing, plan
 from adaptor.replica.choice import ReplicaChoice
+from adaptor.worker.unprotected import UnprotectedTraining
 
 # Ranks of one copy of the model, and of one copy of its experts, are the products of these.
 _MODEL = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
@@ -67,6 +68,7 @@ class Findings:
 
     Args:
         refusals: why the job would be refused, one line each.
+        unprotected: why the script would train unprotected; '' where it would not, or it is not known.
         error: how the script ended before it was known what of it would be protected.
         layout: None where no framework has parsed the arguments.
         model: None where its sizes are not known.
@@ -76,6 +78,7 @@ class Findings:
     """
 
     refusals: list[str] = field(default_factory=list)
+    unprotected: str = ""
     error: str = ""
     layout: Layout | None = None
     model: Model | None = None
@@ -114,6 +117,8 @@ class Findings:
 
     def words(self) -> str:
         """Return what would be protected and how, in one line."""
+        if self.unprotected:
+            return f"this script is not protected: {self.unprotected}"
         if self.layout is None:
             return "not known: a training loop of its own is checked when it calls adaptor.protect"
         size, ranks = self.layout.data_parallel, f"with {self.layout.world_size} ranks"
@@ -205,7 +210,9 @@ def findings_of(begin: Callable[[], object]) -> Findings:
     except BadArguments as error:
         result.error = f"the parser of the script's arguments: {error}"
     except Stop:
-        pass  # where the layout is not known now, the training loop is the script's own
+        # Where the layout is not known now, the training loop is the script's own.
+        if not patching.is_claimed("ttp"):
+            result.unprotected = context.part(UnprotectedTraining).why_unclaimed()
     except AdaptorError as error:
         result.refusals.append(str(error))
     except SystemExit as end:

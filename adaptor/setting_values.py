@@ -136,11 +136,6 @@ def folder(text: str) -> str:
     return text
 
 
-def truth_or_auto(text: str) -> str:
-    """Return `auto`, or the text of a truth value."""
-    return "auto" if text.strip().lower() == "auto" else str(truth(text))
-
-
 @dataclass(frozen=True)
 class Reshape:
     """The tensor and pipeline parallel sizes that a model gets where those of the arguments do not fit.

@@ -83,7 +83,7 @@ class Job:
         for line in report.refusals:
             yield Finding("job", "FAIL", line)
         if not report.refusals:
-            yield Finding("job", "OK", report.verdict)
+            yield Finding("job", "OK" if report.fits else "WARN", report.verdict)
         self._plan = report.plan
         if report.plan is not None:
             yield from memory(report.plan, settings)

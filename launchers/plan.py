@@ -59,6 +59,7 @@ class Report(msgspec.Struct):
     """The part of the report that is read."""
 
     verdict: str
+    fits: bool
     refusals: list[str]
     not_online: list[str] | None
     layout: _Layout | None

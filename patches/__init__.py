@@ -53,3 +53,9 @@ def of_plug_ins() -> tuple[Unit, ...]:
             not (patch.effect or patch.make).__module__.startswith(f"{__name__}.") for patch in unit.patches
         )
     )
+
+
+def own() -> tuple[Unit, ...]:
+    """Return the units of group `ttp` that the adaptor itself has declared; they wait for a claim."""
+    others = of_plug_ins()
+    return tuple(unit for unit in units("ttp") if unit not in others)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptor import context, patching
+from adaptor import patching
 from adaptor.patches._versions import MODELLINK
 from adaptor.worker import runtime
-from adaptor.worker.unprotected import UnprotectedTraining
 
 optimizer = patching.Unit("ascendspeed-optimizer", framework="ascendspeed", tested=MODELLINK)
 
@@ -133,7 +132,6 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     if hasattr(made, "model_gbuf_ranges"):
         ascendspeed_shards.describe(made)
     session = runtime.get().session
-    context.part(UnprotectedTraining).is_of_the_framework(made.optimizer)
     made.optimizer.register_step_pre_hook(lambda which, *_: session.before_update(which))
     made.optimizer.register_step_post_hook(lambda which, *_: session.after_update(which))
     return made

@@ -23,11 +23,12 @@ training = patching.Unit("ascendspeed-training", framework="ascendspeed", tested
     "ascendspeed.arguments:parse_args",
     why="options that cannot be protected are refused before anything is built; a restart uses --save",
     accepts="(extra_args_provider=, ignore_unknown_args=)",
+    claims=True,
 )
 def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    patching.claim("ttp")  # this parser is of one framework, whose loop is protected
     patching.require_modules("ttp")
-    if context.part(preflight.Preflight).findings is None:
-        context.part(UnprotectedTraining).expect("ModelLink")
+    context.part(UnprotectedTraining).expect("ModelLink")
     provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
     parsed = wrapped(local_copy_flag.accepts_local_copy(provider), *rest, **kwargs)
     if context.part(preflight.Preflight).findings is not None:

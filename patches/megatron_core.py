@@ -18,7 +18,6 @@ from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
-from adaptor.worker.unprotected import UnprotectedTraining
 
 # In `parallel_state`: the half of a group that was cut in two, and the whole of it.
 _HALVES = {
@@ -84,6 +83,7 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
     ddp_config = kwargs.get("ddp_config", args[1] if len(args) > 1 else None)
     if not hasattr(ddp_config, INSTANCES):
         return wrapped(*args, **kwargs)
+    optimizer_instances.require_groups()
     size = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     instances = size // parallel_state.get_data_parallel_world_size(
         with_context_parallel=True, partial_data_parallel=True
@@ -142,19 +142,27 @@ def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, k
     accepts="(config, model_chunks, ...)",
 )
 def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    made = wrapped(*args, **kwargs)
+    optimizer = wrapped(*args, **kwargs)
+    let_pass_the_door(optimizer)
+    return optimizer
+
+
+def let_pass_the_door(megatron_optimizer: Any) -> None:
+    """Register the hooks that take each update of a Megatron optimizer through the door.
+
+    Raises:
+        UnsupportedError: its update needs other ranks.
+    """
     session = runtime.get().session
-    chain = getattr(made, "chained_optimizers", [made])
+    chain = getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer])
     if len(chain) > 1:
         require_one_gathering()
-    for one in chain if len(chain) > 1 else ():
+    for part in chain if len(chain) > 1 else ():
         # Only for timing, it would be a barrier of all ranks inside the update window.
-        one.config.barrier_with_L1_time = False
-    for inner in inner_optimizers(made):
-        context.part(UnprotectedTraining).is_of_the_framework(inner)
+        part.config.barrier_with_L1_time = False
+    for inner in inner_optimizers(megatron_optimizer):
         inner.register_step_pre_hook(lambda which, *_: session.before_update(which))
         inner.register_step_post_hook(lambda which, *_: session.after_update(which))
-    return made
 
 
 @optimizer.patch(

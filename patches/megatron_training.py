@@ -17,6 +17,7 @@ from adaptor.frameworks import (
     megatron_sizes,
     optimizer_instances,
     reshape_sizes,
+    script_loop,
     supported_options,
 )
 from adaptor.frameworks.failed_saves import FailedSaves
@@ -38,11 +39,13 @@ training = patching.Unit("training", framework="megatron-lm", tested=MEGATRON)
     "megatron.training.arguments:parse_args",
     why="options that cannot be protected are refused before anything is built; a restart uses --save",
     accepts="(extra_args_provider=, ignore_unknown_args=)",
+    claims=True,
 )
 def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    context.part(UnprotectedTraining).expect("Megatron-LM")
+    if not script_loop.claim_if_protected():
+        return wrapped(*args, **kwargs)
     patching.require_modules("ttp")
-    if context.part(preflight.Preflight).findings is None:
-        context.part(UnprotectedTraining).expect("Megatron-LM")
     provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
     parsed = wrapped(local_copy_flag.accepts_local_copy(provider), *rest, **kwargs)
     if context.part(preflight.Preflight).findings is not None:

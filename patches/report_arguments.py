@@ -20,7 +20,8 @@ ascendspeed = patching.Unit("ascendspeed-report", framework="ascendspeed", teste
 def megatrons_arguments_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.patches import megatron_training
 
-    megatron_training.examine(args[0] if args else kwargs["args"])
+    if patching.is_claimed("ttp"):
+        megatron_training.examine(args[0] if args else kwargs["args"])
     raise preflight.Stop
 
 

@@ -10,9 +10,26 @@ from collections.abc import Callable
 from typing import Any
 
 from adaptor import context
+from adaptor.errors import UnsupportedError
 
 # The argument of `initialize_model_parallel`, and of the framework's options.
 INSTANCES = "num_distributed_optimizer_instances"
+
+
+def require_groups() -> None:
+    """Refuse a job whose process groups are not those of `parallel_state`.
+
+    Raises:
+        UnsupportedError: nobody has called `initialize_model_parallel`.
+    """
+    from megatron.core import parallel_state
+
+    if not parallel_state.is_initialized():
+        raise UnsupportedError(
+            "the process groups of Megatron-core's parallel_state are not made, as with"
+            " use_decentralized_pg=True or a ProcessGroupCollection of the script: call"
+            " parallel_state.initialize_model_parallel, or set ENABLE_TTP=False"
+        )
 
 
 def wrong_in_framework() -> str:

@@ -20,6 +20,11 @@ What holds (the tests are named after these):
 - A unit acts as a whole or not at all: a target that does not fit raises DriftError out of the import of its
   module and silences the rest of the unit. `check` is called before the first step, when everything has been
   imported; `require_modules` earlier, for what was not imported then because it is gone.
+- Until a job is claimed (`claim`), the units that `arm` was told of change nothing: the framework is as
+  without the adaptor. Only patches declared with `claims=True` act, to find out whether the job will be
+  protected. A claim is made before process groups are made, or leaves these as they are. It is made by
+  `adaptor.enable`, `adaptor.protect`, the import of a plug-in's framework (`adaptor._start`) and the parsers
+  of the supported frameworks (`adaptor.frameworks.script_loop`).
 - `disarm` reaches names that were imported elsewhere, because every wrapper asks its unit whether it acts.
 - A wrapper is copied and pickled by reference, as the function is that it stands for: a pickle names the
   framework's function and loads without the adaptor.
@@ -31,9 +36,11 @@ from adaptor.patching._hooks import (
     arm,
     around,
     check,
+    claim,
     disarm,
     fingerprint,
     imported_unpatched,
+    is_claimed,
     misfits,
     outcomes,
     require_modules,
@@ -41,6 +48,7 @@ from adaptor.patching._hooks import (
     targets,
 )
 from adaptor.patching._table import format_outcomes
+from adaptor.patching._target import is_gone
 from adaptor.patching._unit import Outcome, Status, Unit, units
 
 __all__ = [
@@ -50,10 +58,13 @@ __all__ = [
     "arm",
     "around",
     "check",
+    "claim",
     "disarm",
     "fingerprint",
     "format_outcomes",
     "imported_unpatched",
+    "is_claimed",
+    "is_gone",
     "misfits",
     "outcomes",
     "require_modules",

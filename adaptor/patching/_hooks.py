@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ import wrapt
 
 from adaptor.errors import DriftError, StartError
 from adaptor.patching._target import is_gone
-from adaptor.patching._unit import Outcome, Status, Unit, units
+from adaptor.patching._unit import Outcome, Patch, Status, Unit, units
 
 _watched: set[str] = set()
 _raises: dict[str, bool] = {}
@@ -56,16 +56,22 @@ def around(
     return function
 
 
-def arm(group: str, *, raises: bool = True) -> None:
+def arm(group: str, *, raises: bool = True, wait_for_claim: Collection[Unit] = ()) -> None:
     """Patch every target of the group as soon as its module is imported, and those already imported at once.
 
     A target that does not fit raises DriftError out of the import of its module. With `raises=False` it is
     only recorded in the outcomes (for reports); its unit is silent either way. Arming again takes in what was
     declared since.
+
+    Args:
+        group: the patches' group.
+        raises: whether a target that does not fit is an error.
+        wait_for_claim: units that change nothing, and whose targets need not fit, until `claim` is called.
     """
     _raises[group] = raises
     for unit in units(group):
         unit.armed = True
+        unit.waits_for_claim = unit in wait_for_claim
         for patch in unit.patches:
             if patch.status is Status.OFF:
                 patch.status = Status.WAITING
@@ -79,11 +85,36 @@ def arm(group: str, *, raises: bool = True) -> None:
             wrapt.register_post_import_hook(_on_import, name)
 
 
+def claim(group: str) -> bool:
+    """Let the units of `group` act that have waited for a claim; a later claim changes nothing.
+
+    Returns:
+        True if units have waited.
+
+    Raises:
+        DriftError: a target that was imported meanwhile does not fit.
+    """
+    waiting = [unit for unit in units(group) if unit.waits_for_claim]
+    for unit in waiting:
+        unit.waits_for_claim = False
+        unit.settle()
+    if _raises.get(group):
+        for patch in (patch for unit in waiting for patch in unit.patches):
+            if patch.status is Status.DRIFTED:
+                raise patch.drift()
+    return bool(waiting)
+
+
+def is_claimed(group: str) -> bool:
+    """Return whether no unit of `group` waits for a claim."""
+    return not any(unit.waits_for_claim for unit in units(group))
+
+
 def disarm(group: str) -> None:
     """Undo the patches of a group. Names imported elsewhere keep their wrapper, which does nothing now."""
     _raises.pop(group, None)
     for unit in reversed(units(group)):
-        unit.armed = unit.half_applied = False
+        unit.armed = unit.half_applied = unit.waits_for_claim = False
         unit.settle()
         for patch in reversed(unit.patches):
             patch.uninstall()
@@ -197,7 +228,7 @@ def _patch(module: ModuleType) -> None:
     for patch in concerned:
         patch.status = Status.WAITING
     fitting = [patch for patch in concerned if patch.fits(module)]
-    fatal = [patch for patch in concerned if patch.status is Status.DRIFTED and _raises[patch.unit.group]]
+    fatal = [patch for patch in concerned if patch.status is Status.DRIFTED and _is_fatal(patch)]
     if not fatal:
         for patch in fitting:
             patch.install(module)
@@ -207,6 +238,10 @@ def _patch(module: ModuleType) -> None:
     if fatal:
         more = f" (and {len(fatal) - 1} more in this module)" if len(fatal) > 1 else ""
         raise DriftError(f"{fatal[0].drift()}{more}")
+
+
+def _is_fatal(patch: Patch) -> bool:
+    return _raises[patch.unit.group] and (patch.claims or not patch.unit.waits_for_claim)
 
 
 def _holders(functions: Sequence[object]) -> dict[int, tuple[str, ...]]:

@@ -95,10 +95,10 @@ def locate(module: ModuleType, qualname: str) -> PatchTarget:
 
 def is_gone(module_name: str) -> bool:
     """Tell whether the package is imported and has no such module (any more). Imports nothing."""
-    parent = module_name.rpartition(".")[0]
-    return (
-        parent in sys.modules and module_name not in sys.modules and not importlib.util.find_spec(module_name)
-    )
+    parent = sys.modules.get(module_name.rpartition(".")[0])
+    if not hasattr(parent, "__path__"):  # not imported, or a file of the script with the name of the package
+        return False
+    return module_name not in sys.modules and not importlib.util.find_spec(module_name)
 
 
 def _defined_elsewhere(module: ModuleType, name: str, function: Any) -> str | None:

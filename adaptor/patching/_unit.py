@@ -74,6 +74,7 @@ class Patch:
         unless_imported: bool,
         effect: Effect | None,
         make: Make | None = None,
+        claims: bool = False,
     ) -> None:
         module_name, colon, self.qualname = target.partition(":")
         if not (module_name and colon and self.qualname):
@@ -87,6 +88,7 @@ class Patch:
         self.unless_imported = unless_imported
         self.effect = effect
         self.make = make
+        self.claims = claims
         self.status = Status.OFF
         self.found: str | None = None
         self._file = ""  # in which it was found
@@ -193,7 +195,8 @@ class Patch:
     def _acts_inside(self) -> bool:
         # Asked at each call, some of them tens of times in a step.
         outside = self._outside
-        return self.unit.acts and (outside is None or not getattr(outside, "acts", False))
+        acts = self.unit.acts or (self.claims and self.unit.waits_for_claim and self.unit.armed)
+        return acts and (outside is None or not getattr(outside, "acts", False))
 
     def uninstall(self) -> None:
         """Put the original back, unless someone has wrapped the wrapper: it stays, and does nothing."""
@@ -239,6 +242,7 @@ class Unit:
         self.patches: list[Patch] = []
         self.armed = False
         self.half_applied = False
+        self.waits_for_claim = False  # nothing of it acts but patches that may claim the job
         self.acts = False  # whether the wrappers act, as each of them asks at every call
         self._version = version or _VERSION_OF.get(framework, f"{framework}:__version__")
         _units[name] = self
@@ -251,6 +255,7 @@ class Unit:
         accepts: str | tuple[str, ...],
         optional: bool | str = False,
         unless_imported: bool = False,
+        claims: bool = False,
     ) -> Callable[[Effect], Effect]:
         """Declare a wrapper `(wrapped, instance, args, kwargs)` on `target`: "module:name" or
         "module:Class.method". `why` is for the report.
@@ -258,13 +263,16 @@ class Unit:
         `accepts` is one signature or several, for a framework that changed it; see `_signature` for the
         language. `optional`: a version of the framework may have no such name; where it has, the signature
         decides as ever. If it names a module, only a version without that module may. `unless_imported`: in a
-        version whose module imports the function from another one, nothing is wrapped here. Raises ValueError
-        for a target or signature that cannot be read.
+        version whose module imports the function from another one, nothing is wrapped here. `claims`: the
+        wrapper acts before the job is claimed, because it may claim the job; its target must fit in an
+        unclaimed job, too. Raises ValueError for a target or signature that cannot be read.
         """
 
         def declare(effect: Effect) -> Effect:
             alternatives = (accepts,) if isinstance(accepts, str) else accepts
-            self.patches.append(Patch(self, target, why, alternatives, optional, unless_imported, effect))
+            self.patches.append(
+                Patch(self, target, why, alternatives, optional, unless_imported, effect, claims=claims)
+            )
             return effect
 
         return declare
@@ -292,8 +300,11 @@ class Unit:
 
     def settle(self) -> None:
         """Decide anew whether the unit acts, after any change to its patches."""
-        drifted = any(patch.status is Status.DRIFTED for patch in self.patches)
-        self.acts = self.armed and not drifted and not self.half_applied
+        self.acts = self.armed and self._fits and not self.waits_for_claim
+
+    @property
+    def _fits(self) -> bool:
+        return not self.half_applied and all(patch.status is not Status.DRIFTED for patch in self.patches)
 
     def framework_version(self) -> str | None:
         """The version of the framework, None as long as nothing of it was imported."""
@@ -315,7 +326,7 @@ class Unit:
         """
         version = self.framework_version()
         in_range = _in_range(version, self.tested)
-        silenced = self.armed and not self.acts
+        silenced = self.armed and not self._fits
         return tuple(
             Outcome(
                 unit=self.name,

@@ -1,7 +1,8 @@
 """Warns of a script that trains without being protected: the adaptor is enabled, and no step is reported.
 
 Hooks of torch run around each step of any optimizer. A script without an optimizer, for example one that
-prepares data, gets no warning.
+prepares data, gets no warning. In a job that nobody has claimed (`adaptor.patching.claim`) these hooks are
+all that the adaptor adds to the training.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import wrapt
 
+from adaptor import patching
 from adaptor.context import Context
 from adaptor.errors import StartError
 from adaptor.worker.engine import WorkerRuntime
@@ -24,6 +26,10 @@ from adaptor.worker.session import Session
 TRAINING = 3
 
 _PROTECT = "call adaptor.protect before the training loop and protection.step in each step"
+_CLAIM = (
+    "install a plug-in for the framework of the script, or call adaptor.enable() before Megatron is imported"
+    " and adaptor.protect before the training loop"
+)
 _OFF = "or set ENABLE_TTP=False"
 
 _NO_STEP = (
@@ -55,10 +61,13 @@ class Watch:
         Raises:
             StartError: it is not protected, and TTP_REQUIRE_PROTECTION forbids that.
         """
-        session = self._worker.session
-        if session.trainee is None or session.counts_steps or not session.window.owns(optimizer):
+        if os.getpid() != self._pid:
             return
-        if os.getpid() == self._pid:
+        session = self._worker.session
+        if session.trainee is None:
+            if self._expected.is_refused and not patching.is_claimed("ttp"):  # before it has trained anything
+                self._say(_unknown(session, type(optimizer).__name__, self._expected.framework))
+        elif not session.counts_steps and session.window.owns(optimizer):
             self._say(_NO_STEP)
 
     def after_update(self, optimizer: object, *_: object) -> None:
@@ -80,10 +89,7 @@ class Watch:
         count = self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
         self._most = max(self._most, count)
         if count >= TRAINING:
-            # A script may train something beside the model on purpose: a codebook, or to find a learning
-            # rate.
-            strict = session.trainee is None and optimizer in self._expected.of_the_framework
-            self._say(_unknown(session, type(optimizer).__name__, self._expected.framework), strict=strict)
+            self._say(_unknown(session, type(optimizer).__name__, self._expected.framework))
 
     def end(self) -> None:
         """The script has come to its end."""
@@ -93,17 +99,11 @@ class Watch:
         if self._kind and session.trainee is None and not self._said:
             self._worker.not_protected(_unknown(session, self._kind, self._expected.framework))
 
-    def _say(self, why: str, *, strict: bool = True) -> None:
-        """Say it once, or raise StartError.
-
-        Args:
-            why: and what to do about it.
-            strict: auto may mean an error.
-        """
+    def _say(self, why: str) -> None:
+        """Say once why something is not protected and what to do, or raise StartError."""
         if why in self._said:
             return
-        setting = self._expected.setting
-        if setting == "True" or (setting == "auto" and strict and self._expected.framework):
+        if self._expected.is_refused:
             raise StartError(f"NOT PROTECTED: {why}; to train all the same set TTP_REQUIRE_PROTECTION=False")
         self._said.add(why)
         self._worker.not_protected(why)
@@ -113,26 +113,30 @@ class UnprotectedTraining:
     """The watch of this process, and what is known of its script; a part of its context.
 
     Attributes:
-        framework: the one whose script it is, '' where that is not known
-        of_the_framework: optimizers that it has made for its own training loop
-        setting: TTP_REQUIRE_PROTECTION
+        framework: the framework whose parser has read the script's arguments; '' where there is none
+        is_refused: TTP_REQUIRE_PROTECTION
     """
 
     def __init__(self, context: Context) -> None:
-        self.setting = context.settings.require_protection
+        self.is_refused = context.settings.require_protection
         self.framework = ""
-        self.of_the_framework: WeakSet[object] = WeakSet()
         self._armed = False
         self._watch: Watch | None = None
         self._remove: list[Callable[[], None]] = []
 
-    def is_of_the_framework(self, optimizer: object) -> None:
-        """`optimizer` was made by the framework, for its own training loop."""
-        self.of_the_framework.add(optimizer)
-
     def expect(self, framework: str) -> None:
-        """The script is one of `framework`, whose own loop is protected: that it is not would be an error."""
+        """Note that the parser of `framework`, whose own loop is protected, reads the script's arguments."""
         self.framework = framework
+
+    def why_unclaimed(self) -> str:
+        """Return why nobody claims the job before process groups or an optimizer are made, and what to do."""
+        why = "it makes process groups or an optimizer before it has called adaptor.enable()"
+        if self.framework:
+            why = (
+                f"it uses the parser of {self.framework}, but the code that calls the parser does not import"
+                f" the training loop of {self.framework}, so it has another loop"
+            )
+        return f"{why}; {_CLAIM}"
 
     def arm(self, worker: Callable[[], WorkerRuntime | None]) -> None:
         """Watch the updates of this process from now on, if it is a worker.
@@ -173,5 +177,5 @@ def _unknown(session: Session, kind: str, framework: str) -> str:
             f"put its state into `extra`, {_OFF}"
         )
     if framework:
-        return f"{kind} makes updates outside of the training loop of {framework}; {_PROTECT}, {_OFF}"
+        return f"{kind} makes updates outside of the training loop of {framework}; {_CLAIM}, {_OFF}"
     return f"{kind} makes updates, and adaptor.protect was not called; {_PROTECT}, {_OFF}"

@@ -9,7 +9,8 @@ Engine's, so there is a plain one here. With `--stages 2` two ranks have a layer
 go through both. With `--experts 2` four experts are on two ranks. With `--freeze` the embedding is not
 trained. With `--accumulate 2` every second step has an update. With `--stream` the tokens come from a data
 loader that reads ahead, and the loop counts them. `--loop` says how the adaptor is told of the steps, or not
-told. `--give` makes a mistake in what it is given.
+told. With `--late` nobody claims the job before `adaptor.protect`. `--give` makes a mistake in what it is
+given.
 """
 
 from __future__ import annotations
@@ -18,10 +19,16 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+
+import adaptor
+
+if __name__ == "__main__" and not {"unprotected", "--late"}.intersection(sys.argv):
+    adaptor.enable()
 
 import torch
 from megatron.core import parallel_state, tensor_parallel
@@ -38,8 +45,6 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from record import Recorder
 from torch.utils.data import DataLoader, Dataset
-
-import adaptor
 
 VOCABULARY = 256
 LENGTH = 32
@@ -241,6 +246,7 @@ def main() -> None:
     parser.add_argument("--end-at", type=int, help="the step in which the function asks for the end")
     parser.add_argument("--freeze", action="store_true", help="do not train the embedding")
     parser.add_argument("--loop", choices=LOOPS, default="step", help="how the adaptor is told of steps")
+    parser.add_argument("--late", action="store_true", help="do not call adaptor.enable")
     parser.add_argument("--uncopied", action="store_true", help="do not ask for copies in host memory")
     parser.add_argument("--give", choices=GIVEN, help="to the adaptor")
     parser.add_argument("--record", type=Path, required=True, help="directory for the record of the run")

@@ -184,6 +184,75 @@ def test_shared_sequences_and_a_frozen_part(tmp_path: Path) -> None:
     outcome.assert_same_training(resumed, expected, steps=range(7, ITERATIONS + 1))
 
 
+@pytest.mark.robustness(
+    "A1",
+    "a loop on Megatron-core that nobody has claimed, of an even data-parallel size",
+    "it trains bitwise as under torchrun, and one line says that it is not protected",
+)
+def test_a_loop_that_is_not_protected_trains_as_under_torchrun(tmp_path: Path) -> None:
+    expected = undisturbed("--loop", "unprotected", instances=1)
+    ended = train(tmp_path / "job", "--loop", "unprotected")
+    assert ended.code == 0, ended.log[-3000:]
+    outcome.assert_same_training(ended, expected)
+    # The losses of two optimizer instances are others.
+    with pytest.raises(AssertionError):
+        outcome.assert_same_training(ended, undisturbed())
+    (line,) = [line for line in ended.said if "[ttp]" in line]
+    assert line.startswith("[ttp] NOT PROTECTED: FusedAdam makes updates, and adaptor.protect was not called")
+
+
+COLLECTION = """
+{start}
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer import TransformerConfig
+torch.distributed.init_process_group("gloo")
+groups = ProcessGroupCollection()
+for name in ("dp", "dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp"):
+    setattr(groups, name, torch.distributed.group.WORLD)
+alone = [torch.distributed.get_rank()]
+for name in ("tp", "pp", "ep"):
+    setattr(groups, name, torch.distributed.new_group(alone, use_local_synchronization=True))
+config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+sharded = DistributedDataParallelConfig(use_distributed_optimizer=True)
+DistributedDataParallel(config, sharded, torch.nn.Linear(4, 4), pg_collection=groups)
+print("built", flush=True)
+"""
+
+
+@pytest.mark.robustness(
+    "A1",
+    "process groups of Megatron-core that are not those of parallel_state (use_decentralized_pg=True)",
+    "as under torchrun where nobody has claimed the job, else refused in one line",
+)
+@pytest.mark.parametrize("start", ["", "import adaptor; adaptor.enable()"], ids=["unclaimed", "claimed"])
+def test_process_groups_of_a_collection(start: str, tmp_path: Path) -> None:
+    script = tmp_path / "collection.py"
+    script.write_text(COLLECTION.format(start=start))
+    ended = train(tmp_path / "job", script=script, layout=DP2)
+    if start:
+        assert ended.code == 2, ended.log[-3000:]
+        assert ended.last_line.startswith(
+            "ttprun: error: the process groups of Megatron-core's parallel_state are"
+        )
+        assert "Traceback" not in ended.log
+    else:
+        assert ended.code == 0, ended.log[-3000:]
+        assert ended.log.count("built") == 2
+
+
+def test_a_loop_that_is_claimed_when_its_groups_are_made(tmp_path: Path) -> None:
+    """The groups stay what they are, so second copies are made by mirror."""
+    save = tmp_path / "save"
+    fault = "rank=3,step=6,phase=update,kind=sigkill"
+    ended = train(tmp_path / "job", "--save", str(save), "--late", faults=[fault])
+    assert ended.code == 137, ended.log[-3000:]
+    assert "[ttp] protected from step 1 (mirror; any 1 rank)" in ended.said
+    outcome.assert_saved(save, 6)
+    outcome.assert_same_training(ended, undisturbed(instances=1), steps=range(1, 6))
+
+
 @pytest.mark.robustness("A1", "protect() and no step, then a kill -9", "NOT PROTECTED, in the last line, too")
 def test_a_loop_that_tells_of_no_step(tmp_path: Path) -> None:
     save = tmp_path / "save"

@@ -246,6 +246,32 @@ def test_the_example_with_a_training_loop_of_its_own(python: Run, tmp_path: Path
     assert (done.returncode, report["fits"], report["refusals"]) == (0, True, []), done.stderr
     assert report["verdict"] == OWN_LOOP
     assert (report["layout"], report["replica"]) == (None, "")
+    unclaimed = tmp_path / "unclaimed.py"
+    unclaimed.write_text(script.read_text().replace("adaptor.enable()", ""))
+    given[3] = str(unclaimed)
+    done = python("-m", "adaptor", "report", "--json", *given, env={**environment(), "PYTHONPATH": path})
+    report = json.loads(done.stdout)
+    assert (done.returncode, report["fits"], report["refusals"]) == (1, False, []), done.stderr
+    assert report["verdict"].startswith(
+        "this script is not protected: it makes process groups or an optimizer before it has called adaptor."
+    )
+
+
+@pytest.mark.robustness(
+    "A5",
+    "ttp plan on a script with Megatron-LM's parser and a training loop of its own",
+    "this script is not protected, and why; exit code 1",
+)
+def test_a_loop_of_its_own_with_megatrons_parser(python: Run, tmp_path: Path) -> None:
+    own = Path(__file__).parents[1] / "frameworks/own_loop.py"
+    command = [*_megatron(*tiny_gpt(save=tmp_path / "save"))]
+    code, report = _asked(python, "--world-size", "4", "--", str(own), *command[1:])
+    assert (code, report["fits"], report["refusals"]) == (1, False, [])
+    assert report["verdict"].startswith(
+        "this script is not protected: it uses the parser of Megatron-LM, but the code that calls the parser"
+        " does not import the training loop of Megatron-LM"
+    )
+    assert "install a plug-in" in report["verdict"]
 
 
 @pytest.mark.parametrize("drift", ["def g(b, a): ...\n", None])

@@ -198,26 +198,24 @@ FRAMEWORK = (
     "from adaptor import context\nfrom adaptor.worker.unprotected import UnprotectedTraining\n"
     "context.part(UnprotectedTraining).expect('Megatron-LM')"
 )
-# What the patch on get_megatron_optimizer says of those that it makes.
-ITS_OPTIMIZER = TRAIN.replace(
-    "for _ in", "context.part(UnprotectedTraining).is_of_the_framework(optimizer)\nfor _ in"
-)
 
 
 @pytest.mark.robustness(
-    "A1", "a script of the framework whose training goes past its loop", "refused in one line, exit code 2"
+    "A1",
+    "a script with the framework's parser and a loop of its own, TTP_REQUIRE_PROTECTION=True or not",
+    "refused before its first update, in one line, or one line and it goes on",
 )
-def test_in_the_framework_s_scripts_it_is_an_error(warm_launcher: Launcher) -> None:
-    script = warm_launcher.script(ITS_OPTIMIZER.format(start=FRAMEWORK, end=""))
-    ended = warm_launcher.run(*ONE, script, "9")
+def test_a_loop_of_its_own_with_the_parser_of_a_framework(warm_launcher: Launcher) -> None:
+    script = warm_launcher.script(TRAIN.format(start=FRAMEWORK, end=""))
+    said = "NOT PROTECTED: SGD makes updates outside of the training loop of Megatron-LM; install a plug-in"
+    ended = warm_launcher.run(*ONE, "--ttp-require-protection", "True", script, "1")
     assert ended.code == 2, ended.log
-    said = "ttprun: error: NOT PROTECTED: SGD makes updates outside of the training loop of Megatron-LM"
-    assert ended.last_line.startswith(said)
+    assert ended.last_line.startswith(f"ttprun: error: {said}")
     assert "TTP_REQUIRE_PROTECTION=False" in ended.last_line
-    ended = warm_launcher.run(*ONE, "--ttp-require-protection", "False", script, "9")
+    ended = warm_launcher.run(*ONE, script, "9")
     assert ended.code == 0, ended.log
-    assert "trained" in ended.log
-    assert len(_lines(ended.log)) >= 1
+    (line,) = _lines(ended.log)
+    assert line.startswith(f"[ttp] {said}")
 
 
 @pytest.mark.robustness(

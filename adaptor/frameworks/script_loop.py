@@ -1,0 +1,49 @@
+"""Decides, when a script parses Megatron-LM's arguments, whether a training loop that is protected will run.
+
+Only then is the job claimed (`adaptor.patching.claim`): a framework with a training loop of its own may use
+the parser, too. The parser runs before process groups are made, and before the loop is called. So names
+decide: code on the call stack of the parser has the loop among its names, because it is the module of the
+loop (`pretrain` calls the parser) or because it has imported the loop to call it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from adaptor import patching
+from adaptor.patching import is_gone
+
+_LOOP = "megatron.training.training"
+_ENTRIES = ("pretrain", "train")
+# Frameworks that use Megatron-LM's parser, and whose scripts have no loop but theirs, which is protected.
+_OTHERS = ("mindspeed_llm.training.training", "modellink.training")
+
+
+def claim_if_protected() -> bool:
+    """Claim the job if its script will run a training loop that is protected; called from its parser.
+
+    Returns:
+        True if the job is claimed.
+
+    Raises:
+        DriftError: a patch does not fit the framework.
+    """
+    if not patching.is_claimed("ttp") and _will_be_protected():
+        patching.claim("ttp")
+    return patching.is_claimed("ttp")
+
+
+def _will_be_protected() -> bool:
+    if any(name in sys.modules for name in _OTHERS):
+        return True
+    loop = sys.modules.get(_LOOP)
+    if loop is None:
+        return is_gone(_LOOP)  # a version that has moved the loop is refused
+    entries = {id(vars(loop)[name]) for name in _ENTRIES if name in vars(loop)}
+    frame = sys._getframe().f_back
+    while frame is not None:
+        for names in (frame.f_globals, frame.f_locals):
+            if not entries.isdisjoint(map(id, names.values())):
+                return True
+        frame = frame.f_back
+    return False
