@@ -31,7 +31,7 @@ class Account:
         self._tracker = TrackerReading("")  # of the last incident's save folder
         self.incidents = 0
         self._recoveries = 0  # incidents that needed no restart
-        self.lost = 0
+        self._lost: int | None = 0  # finished steps that must be trained again; None: not known
 
     def fault(self, verdict: Verdict, noticed: float, report: str) -> None:
         """Write the line of an incident that has ended.
@@ -45,6 +45,8 @@ class Account:
         if self._last is None:
             self._newest, self._noticed = -1, time.monotonic() - max(0.0, time.time() - noticed)
         self._last = verdict
+        if verdict.unprotected:
+            self._lost = None
         self._newest = max(self._newest, verdict.newest)
         parts = [f"{_utc(noticed)} incident {verdict.incident}", *_who(verdict)]
         if report:
@@ -98,13 +100,18 @@ class Account:
         last, self._last = self._last, None
         if last is None:
             return
-        lost = max(0, self._newest - origin)
-        self.lost += lost
+        lost = None if self._newest < 0 and last.outcome == "lost" else max(0, self._newest - origin)
+        self._add(lost)
         after = f"{max(0.0, at - self._noticed):.1f} s after the fault"
-        say(f"{_utc(time.time())} {self._again}: from step {origin}, {_steps(lost)} lost, {after}")
+        say(f"{_utc(time.time())} {self._again}: from step {origin}, {_lost(lost)}, {after}")
+
+    def _add(self, lost: int | None) -> None:
+        self._lost = None if lost is None or self._lost is None else self._lost + lost
 
     def ended(self) -> None:
         """Write the sum of all incidents, if there were any, at the end of a job."""
+        if self._last is not None and self._last.outcome != "saved":  # nobody has told of training since then
+            self._add(None)
         if self.incidents:
             say(f"{_utc(time.time())} the job has come to its end, {self._sum}")
 
@@ -121,8 +128,10 @@ class Account:
 
     def _tell_all(self, tracker: TrackerReading) -> None:
         last = self._last
-        if last is not None and last.outcome == "lost" and last.save:
-            self.lost += max(0, self._newest - max(tracker.step or 0, self._origin))
+        if last is not None and last.outcome == "lost":
+            step = tracker.step
+            is_known = step is not None and self._newest >= 0
+            self._add(max(0, self._newest - max(step or 0, self._origin)) if is_known else None)
         if self.incidents > 1:
             how = "was ended" if last is not None and last.is_requested else "has failed"
             say(f"{_utc(time.time())} the job {how}, {self._sum}")
@@ -132,7 +141,7 @@ class Account:
         several = "" if self.incidents == 1 else "s"
         without = f" ({self._recoveries} without a restart)" if self._recoveries else ""
         where = f"; reports {self._reports}" if self._reports else ""
-        return f"{self.incidents} incident{several}{without}, {_steps(self.lost)} lost{where}"
+        return f"{self.incidents} incident{several}{without}, {_lost(self._lost)}{where}"
 
 
 def conclude(line: str, save: str = "", tracker: TrackerReading | None = None) -> None:
@@ -165,5 +174,7 @@ def _who(verdict: Verdict) -> list[str]:
     return list(filter(None, [who, fault.when]))
 
 
-def _steps(count: int) -> str:
-    return f"{count} step{'' if count == 1 else 's'}"
+def _lost(count: int | None) -> str:
+    if count is None:
+        return "steps lost: not known"
+    return f"{count} step{'' if count == 1 else 's'} lost"

@@ -67,6 +67,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
         fault=_fault(cause, failures, membership, incident.state.boards),
         newest=newest,
         stop=stop,
+        unprotected=outcome.kind == "nothing" and bool(membership.unprotected),
     )
 
 

@@ -212,6 +212,8 @@ def _goodput_lines(spent: Goodput) -> list[str]:
     if spent.ratio is None:
         return ["no time is recorded yet"]
     lost = f", {spent.lost} more were lost" if spent.lost else ""
+    if spent.lost is None:
+        lost = ", how many more were lost is not known"
     return [*rows, f"goodput {100 * spent.ratio:.1f} % of {duration(total)}; {spent.steps} steps{lost}"]
 
 

@@ -51,13 +51,14 @@ class Goodput(msgspec.Struct, kw_only=True, frozen=True):
     Attributes:
         seconds: in each state: productive, those of `USES`, wasted, startup, load, recovery, down
         steps: that count: from the first one that was trained to the newest one that is finished and not lost
-        lost: steps that had to be trained again, or would have to, where the job has ended
+        lost: steps that had to be trained again, or would have to, where the job has ended; None: those of an
+            incident are not known, and count as none of the wasted ones
         ratio: productive seconds over all seconds; None if there are none
     """
 
     seconds: dict[str, float]
     steps: int
-    lost: int
+    lost: int | None
     ratio: float | None
 
 
@@ -130,7 +131,8 @@ class TimeSpent:
         if self._state and self._state != "down" and until is not None:
             seconds[self._state] += max(0.0, until - self._since)
         known = [step for step in (newest, self._newest) if step is not None]
-        lost = sum(incident.steps_lost or 0 for incident in incidents)
+        counted = [incident.steps_lost for incident in incidents if incident.steps_lost is not None]
+        lost = sum(counted)
         steps = max(0, max(known) - max(self._first, 0)) if known and self._first is not None else 0
         steps = max(0, steps - self._gone(incidents))
         other = {use: max(0.0, uses.get(use, 0.0)) for use in USES}
@@ -150,7 +152,10 @@ class TimeSpent:
         }
         total = sum(spent.values())
         return Goodput(
-            seconds=spent, steps=steps, lost=lost, ratio=spent["productive"] / total if total else None
+            seconds=spent,
+            steps=steps,
+            lost=lost if len(counted) == len(incidents) else None,
+            ratio=spent["productive"] / total if total else None,
         )
 
     def _gone(self, incidents: Sequence[Incident | IncidentSummary]) -> int:

@@ -137,11 +137,13 @@ def _of_incidents(incidents: Sequence[IncidentSummary]) -> Iterator[Metric]:
     for (cause, verdict), count in Counter((one.cause.kind, one.verdict) for one in incidents).items():
         ended.add_metric([cause, verdict], count)
     yield ended
-    yield CounterMetricFamily(
-        "ttp_steps_lost",
-        "finished steps that had to be trained again, or would have to",
-        value=sum(one.steps_lost or 0 for one in incidents),
-    )
+    lost = [incident.steps_lost for incident in incidents if incident.steps_lost is not None]
+    if lost or not incidents:  # else nothing is known, which is not 0
+        yield CounterMetricFamily(
+            "ttp_steps_lost", "finished steps that had to be trained again, or would have to", value=sum(lost)
+        )
+    unknown = len(incidents) - len(lost)
+    yield _gauge("ttp_incidents_of_unknown_loss", "incidents whose lost steps nobody knows", unknown)
     parts = HistogramMetricFamily(
         "ttp_incident_phase_seconds", "how long each part of an incident took", labels=["phase"]
     )

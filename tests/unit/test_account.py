@@ -152,6 +152,37 @@ def test_a_job_that_is_told_to_end_has_not_failed(said: list[str]) -> None:
     assert said[-2].endswith(" the job was ended, 2 incidents (1 without a restart), 0 steps lost")
 
 
+def test_steps_that_nobody_has_counted_are_not_known(said: list[str]) -> None:
+    """Those of a job that is not protected, and of one that never tells of training again."""
+    for unprotected in (True, False):
+        account = Account(3)
+        nothing = msgspec.structs.replace(lost(-1), outcome="nothing", unprotected=unprotected)
+        account.fault(nothing, time.time(), "")
+        account.restart()
+        account.ended()
+        assert said[-1].endswith(" the job has come to its end, 1 incident, steps lost: not known")
+    account = Account(3)
+    for _ in range(2):
+        account.fault(msgspec.structs.replace(nothing, unprotected=True), time.time(), "")
+    account.failed("as it was")
+    assert " the job has failed, 2 incidents, steps lost: not known" in said[-2]
+
+
+def test_a_newest_step_or_a_checkpoint_that_is_not_known(said: list[str]) -> None:
+    account = Account(3)
+    account.fault(lost(-1), time.time(), "")
+    account.restart()
+    account.training_began(20, time.monotonic())
+    assert "restart 1 of 3: from step 20, steps lost: not known, " in said[-1]
+    account.ended()
+    assert said[-1].endswith("1 incident, steps lost: not known")
+    account = Account(3)
+    for _ in range(2):
+        account.fault(lost(30), time.time(), "")  # no folder, so nobody knows what is saved
+    account.failed("as it was")
+    assert " the job has failed, 2 incidents, steps lost: not known" in said[-2]
+
+
 def test_a_start_on_more_nodes_is_no_restart(said: list[str]) -> None:
     account = Account(1)
     account.fault(lost(5), time.time(), "")

@@ -69,44 +69,6 @@ READS_SETTINGS = {
     "adaptor.operations.cli",
     "adaptor.store.command",
 }
-# What else is read from the environment of a process, and where. What torch elastic and ttprun tell a worker
-# is read in `adaptor.protocol.environment`.
-READS_ENVIRONMENT = {
-    "adaptor.commands": "WORLD_SIZE, for the report; misspelt settings",
-    "adaptor._start": "whether ttprun has started this process",
-    "adaptor.checkpoint.lease_claim": "who holds the lease of the job: the agent",
-    "adaptor.config": "the settings",
-    "adaptor.devices.cpu": "LOCAL_WORLD_SIZE, without anything else of the adaptor",
-    "adaptor.launchers.as_torchrun": "whether ttprun is to take the place of torchrun",
-    "adaptor.launchers.doctor": "misspelt settings",
-    "adaptor.launchers.doctor_machine": "torch's GLOO_SOCKET_IFNAME; whether this is a job of Slurm",
-    "adaptor.launchers.doctor_nodes": "torch's GLOO_SOCKET_IFNAME",
-    "adaptor.launchers.end_requests": "which signals torch handles",
-    "adaptor.launchers.spare_imports": "what modules ask of it while a spare imports them",
-    "adaptor.launchers.starter": "that of a worker, for the worker that takes its place",
-    "adaptor.launchers.ttprun": "misspelt settings, torch's GLOO_SOCKET_IFNAME, variables of platforms",
-    "adaptor.launchers.warm_start": "that of this process, for processes that may be workers",
-    "adaptor.launchers.worker_main": "RANK, for the line of a worker that cannot start; the scratch folder",
-    "adaptor.mindio.client.engine": "the SDK's own variable",
-    "adaptor.mindio.client.runtime": "the SDK's own variable; MASTER_ADDR",
-    "adaptor.mindio.client.saving": "the store of torch elastic: MASTER_ADDR, MASTER_PORT",
-    "adaptor.mindio.job": "a variable of MindIO; WORLD_SIZE",
-    "adaptor.operations.otel": "the variables of OpenTelemetry for where incidents are sent",
-    "adaptor.patches.torch_rendezvous": "the store of torch elastic: MASTER_PORT",
-    "adaptor.protocol.environment": "what torch elastic and ttprun tell",
-    "adaptor.store.credentials": "credentials, and what leads to them",
-    "adaptor.worker.runtime": "where the agent is; passed on to the engine",
-    "adaptor.worker.script_imports": "what the script has changed, for spares",
-    "adaptor.worker.watchdogs": "torch's own variables",
-}
-WRITES_ENVIRONMENT = {
-    "adaptor.launchers.flags": "of the workers: what the user gave as flags",
-    "adaptor.launchers.node": "of the workers: where the agent is, and what it has decided",
-    "adaptor.launchers.spare_imports": "of a spare that becomes a worker",
-    "adaptor.launchers.ttprun": "of the workers: of another engine; without the variables of one card",
-    "adaptor.preflight": "of the script that is examined: what torch elastic would have set",
-    "adaptor.worker.watchdogs": "torch reads there whether its watchdogs are on",
-}
 # State of a whole process that stands in a module, and why it is no part of the context. All other state is a
 # part of it (`adaptor.context`).
 STATE = {

@@ -23,7 +23,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from adaptor.endpoints import Address
-from adaptor.operations import access, cli, job_folder, serve
+from adaptor.operations import access, cli, job_folder, metrics, serve
 from adaptor.operations.goodput import USES, Goodput, TimeSpent
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.metrics import exposition
@@ -50,7 +50,7 @@ def event(at: float, what: str, step: int | None = None, generation: int = 1) ->
     return Event(time=utc(BEGAN + at), job="j", generation=generation, incident=None, type=what, step=step)
 
 
-def incident(number: int = 1, *, lost: int = 2) -> Incident:
+def incident(number: int = 1, *, lost: int | None = 2) -> Incident:
     return Incident(
         id=f"20260101T000000Z-{number}",
         job="j",
@@ -480,7 +480,7 @@ def goodput(
     return spent.until(until, newest=newest, incidents=incidents, uses=uses or {})
 
 
-def summary(number: int = 1, *, lost: int = 2) -> IncidentSummary:
+def summary(number: int = 1, *, lost: int | None = 2) -> IncidentSummary:
     return msgspec.convert(msgspec.to_builtins(incident(number, lost=lost)), IncidentSummary)
 
 
@@ -591,6 +591,19 @@ def test_goodput_of_a_job_that_has_ended_with_a_state_that_is_lost() -> None:
     spent = goodput(events, [summary(lost=7)], newest=10, until=BEGAN + 55)
     assert (spent.steps, spent.lost) == (3, 7)
     assert (spent.seconds["productive"], spent.seconds["wasted"]) == (pytest.approx(12), pytest.approx(28))
+
+
+@pytest.mark.parametrize("known", [[], [7]])
+def test_steps_lost_that_nobody_knows_are_not_0(known: list[int]) -> None:
+    incidents = [summary(number, lost=lost) for number, lost in enumerate([None, *known])]
+    spent = goodput(EVENTS, incidents, newest=18, until=BEGAN + 100)
+    assert spent.lost is None
+    assert cli._goodput_lines(spent)[-1].endswith(" steps, how many more were lost is not known")
+    found = {
+        sample.name: sample.value for family in metrics._of_incidents(incidents) for sample in family.samples
+    }
+    assert found.get("ttp_steps_lost_total") == (7 if known else None)
+    assert found["ttp_incidents_of_unknown_loss"] == 1
 
 
 @pytest.mark.parametrize("still", ["30.0", "1e9"])

@@ -49,7 +49,8 @@ class Verdict(Message, frozen=True, kw_only=True):
 
     `outcome` is saved, nothing or lost; `leaves`: nodes that leave the job; `lost`: those whose agents are
     gone; `newest`: the newest step that anyone had finished, -1 where none is known; `stop`: why the job is
-    not started again, whatever restarts are left.
+    not started again, whatever restarts are left; `unprotected`: the job trained without protection, so
+    nobody has counted its steps.
     """
 
     incident: int
@@ -64,6 +65,7 @@ class Verdict(Message, frozen=True, kw_only=True):
     fault: Fault = Fault()
     newest: int = -1
     stop: str = ""
+    unprotected: bool = False
 
     @property
     def is_requested(self) -> bool:
