@@ -25,6 +25,7 @@ class Account:
         self._again = ""  # the start that has been begun last, in words
         self._last: Verdict | None = None  # since training has gone on
         self._newest = -1  # the newest step that was finished before the faults since then
+        self._has_trained = False  # training that is protected has begun
         self._origin = 0  # the step from which training has gone on last
         self._noticed = 0.0  # the first of these faults, on the monotonic clock
         self._reports = ""
@@ -96,7 +97,7 @@ class Account:
             origin: the step from which it goes on.
             at: when it began, on the monotonic clock.
         """
-        self._origin = origin
+        self._origin, self._has_trained = origin, True
         last, self._last = self._last, None
         if last is None:
             return
@@ -110,7 +111,10 @@ class Account:
 
     def ended(self) -> None:
         """Write the sum of all incidents, if there were any, at the end of a job."""
-        if self._last is not None and self._last.outcome != "saved":  # nobody has told of training since then
+        last = self._last  # nobody has told of training since then
+        if last is not None and (
+            last.outcome == "lost" or (last.outcome == "nothing" and not self._has_trained)
+        ):
             self._add(None)
         if self.incidents:
             say(f"{_utc(time.time())} the job has come to its end, {self._sum}")
