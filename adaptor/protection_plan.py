@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from adaptor.protocol.messages import Share
 from adaptor.replica import tolerance
-from adaptor.replica.ring import stride
 
 # Main params and two moments of a parameter, in an optimizer and in a checkpoint.
 _STATE = 12
@@ -226,6 +225,8 @@ def _racks(
 
 def _shares(kind: str, sharing: Sharing, node_of: dict[int, int]) -> dict[int, list[Share]]:
     """Return what each rank would hold."""
+    from adaptor.replica.ring import stride  # torch, which is for the script to import
+
     shares: dict[int, list[Share]] = {rank: [] for rank in node_of}
     parts = (("group", sharing.dense, sharing.tensor), ("experts", sharing.experts, sharing.expert))
     for name, size, inner in parts:

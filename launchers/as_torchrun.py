@@ -2,7 +2,7 @@
 
 torch imports the entry points of the group `torchrun.handlers` when its launcher is imported: in the program
 `torchrun` and in `python -m torch.distributed.run`, before they read their flags. In any other process that
-imports `torch.distributed.elastic` nothing is done.
+imports `torch.distributed.elastic` nothing is done, and nothing else of the adaptor is imported.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
-
-from adaptor.protocol.environment import AGENT
 
 VARIABLE = "TTP_TORCHRUN"
 # The working directory is not on its path, as it is not on that of the installed program.
@@ -29,14 +27,17 @@ def handler() -> Callable[[object], NoReturn]:
     Returns:
         What torch takes for the maker of a rendezvous backend; it makes none.
     """
-    # A torchrun that the script of a rank starts belongs to that script.
-    if AGENT not in os.environ and _is_torchrun() and _is_wanted(os.environ.get(VARIABLE, "0")):
+    if VARIABLE in os.environ and _is_torchrun() and _is_wanted(os.environ[VARIABLE]):
         environment = {name: text for name, text in os.environ.items() if name != VARIABLE}
         os.execve(sys.executable, [sys.executable, "-c", _PROGRAM, *sys.argv[1:]], environment)
     return _refuse
 
 
 def _is_torchrun() -> bool:
+    from adaptor.protocol.environment import AGENT
+
+    if AGENT in os.environ:  # a torchrun that the script of a rank starts belongs to that script
+        return False
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     return Path(sys.argv[0]).name == "torchrun" or getattr(spec, "name", "") == "torch.distributed.run"
 
