@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from adaptor import config
+from adaptor import config, misspelt
 from adaptor.errors import ConfigError
 from adaptor.launchers import help
 
@@ -29,13 +29,14 @@ _STREAMS = "0, 1, 2 or 3, or that for some of the ranks of this node, as 0:3,1:1
 _ID = "up to 246 bytes without '/': torch names a folder by it"
 _ID_BYTES = 255 - len("_12345678")  # of a file name; torch appends what makes it unique
 _SHOWN = 80  # characters of a value in a line that refuses it
+_ALL_FLAGS = "ttprun --help-all has all of them"
 _ANY = "0"  # an argument that any parser takes for a script, or for the value of a flag
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Return what torch's parser makes of `arguments` without our flags, which go into the environment.
 
-    There the workers find them. Raises ConfigError for a flag of ours that there is not, or without a value.
+    There the workers find them. Raises ConfigError for a flag that does not exist, or has no value.
     """
     ours, torchs = _ours(), _torchs()
     torchs.formatter_class = argparse.RawDescriptionHelpFormatter  # the epilog has its lines already
@@ -46,7 +47,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         given = vars(ours.parse_args(mine))
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
-    parsed = torchs.parse_args(rest)
+    parsed, unknown = torchs.parse_known_args(rest)
+    if unknown:
+        raise _no_flag(unknown[0])
     os.environ.update(
         {
             variable: value if isinstance(value, str) else "\n".join(value)
@@ -215,12 +218,20 @@ def _split(arguments: list[str], torchs: argparse.ArgumentParser) -> tuple[list[
 
 def _comes_before_the_script(before: list[str], torchs: argparse.ArgumentParser) -> bool:
     """Return whether the next argument could still be the script, so that a flag there is for ttprun."""
-    parsed = torchs.parse_args([*before, _ANY, _ANY])
+    parsed, _ = torchs.parse_known_args([*before, _ANY, _ANY])
     return [parsed.training_script, *parsed.training_script_args] == [_ANY, _ANY]
 
 
 def _require_known(mine: list[str]) -> None:
     known = [setting.flag for setting in config.SETTINGS]
-    for flag in (argument.partition("=")[0] for argument in mine if argument.startswith(_PREFIX)):
-        if flag not in known:
-            raise ConfigError(f"there is no flag {flag}: there are {', '.join(known)}")
+    for argument in mine:
+        if argument.startswith(_PREFIX) and argument.partition("=")[0] not in known:
+            raise _no_flag(argument)
+
+
+def _no_flag(argument: str) -> ConfigError:
+    """Return the refusal of a flag that does not exist, with the flag that was meant."""
+    flag = argument.partition("=")[0]
+    known = [name for action in whole_parser()._actions for name in action.option_strings if "_" not in name]
+    meant = misspelt.flag_meant(flag, known)
+    return ConfigError(f"there is no flag {flag}: " + (f"{meant} is one" if meant else _ALL_FLAGS))
