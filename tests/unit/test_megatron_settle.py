@@ -135,18 +135,19 @@ def test_what_all_ranks_were_asked_once_is_asked_again() -> None:
 
 
 ABANDON_ASYNC_SAVES = """
-import multiprocessing, os, sys, time, types
+import multiprocessing, os, signal, sys, time, types
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from adaptor.frameworks import megatron_settle
+from tests import waiting
 
 FORK = multiprocessing.get_context("fork")
 
 def write(pids):
-    child = FORK.Process(target=time.sleep, args=(600,))
+    child = FORK.Process(target=signal.pause)
     child.start()
     pids.send(child.pid)
-    time.sleep(600)
+    signal.pause()
 
 def is_alive(pid):
     try:
@@ -173,8 +174,7 @@ for is_persistent in (False, True):
     context = {"save_strategy": object(), "load_strategy": object(), "local_checkpoint_manager": 1}
     megatron_settle.abandon_async_saves(context)
     writer.join()
-    while any(map(is_alive, pids)):  # the test has a limit of time
-        time.sleep(0.01)
+    waiting.until(lambda: not any(map(is_alive, pids)), "both processes have ended")
     assert results().empty()
     assert context == {"local_checkpoint_manager": 1}
     assert queue.get_num_unfinalized_calls() == 0
