@@ -211,10 +211,16 @@ def _goodput_lines(spent: Goodput) -> list[str]:
     ]
     if spent.ratio is None:
         return ["no time is recorded yet"]
-    lost = f", {spent.lost} more were lost" if spent.lost else ""
+    steps = f"{spent.steps} steps"
     if spent.lost is None:
-        lost = ", how many more were lost is not known"
-    return [*rows, f"goodput {100 * spent.ratio:.1f} % of {duration(total)}; {spent.steps} steps{lost}"]
+        steps = (
+            f"{steps}, how many more were lost is not known"
+            if spent.steps
+            else "nobody has counted the steps"
+        )
+    elif spent.lost:
+        steps += f", {spent.lost} more were lost"
+    return [*rows, f"goodput {100 * spent.ratio:.1f} % of {duration(total)}; {steps}"]
 
 
 def _report(parsed: argparse.Namespace) -> int:

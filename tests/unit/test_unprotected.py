@@ -145,6 +145,20 @@ def test_the_last_line_does_not_say_that_no_step_has_finished(warm_launcher: Lau
     assert "no step has finished" not in ended.log
 
 
+DIES_ONCE = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os.kill(os.getpid(), signal.SIGKILL)"
+
+
+@pytest.mark.robustness(
+    "A1", "a job that is not protected is killed, and restarted", "how many steps are lost is not known"
+)
+def test_nobody_knows_how_many_steps_are_lost(warm_launcher: Launcher) -> None:
+    script = warm_launcher.script(TRAIN.format(start="", end=DIES_ONCE))
+    ended = warm_launcher.run(*ONE, "--max-restarts", "1", script, "9")
+    assert ended.code == 0, ended.log
+    assert " the job has come to its end, 1 incident, steps lost: not known; " in ended.last_line
+    assert "0 steps lost" not in ended.log
+
+
 # Rank 0 finishes step 11. Rank 1 was ready for it, but an error of the adaptor leaves its first update.
 REFUSES = """
 import os, sys, threading
