@@ -29,7 +29,7 @@ from adaptor.protocol.environment import (
 )
 from adaptor.protocol.messages import Copied, Layout, Origin, Raised, Refused, Unprotected
 from adaptor.protocol.state_provider import Trainee
-from adaptor.worker import stacks
+from adaptor.worker import leftover_threads, stacks
 from adaptor.worker.engine import WorkerRuntime
 from adaptor.worker.origin import calls_of, innermost, may_be_an_echo, origin_of, outline
 from adaptor.worker.processor import Processor
@@ -64,6 +64,7 @@ class Runtime:
                 raise StartError(NOT_BY_TTPRUN)
         self.rank = int(environ["RANK"])
         self.pid = os.getpid()
+        self._timeout_s = settings.timeout_s
         self.processor = Processor(
             self.rank,
             environ[AGENT],
@@ -125,6 +126,7 @@ class Runtime:
             self.session.hold()
         self.session.board.end()
         context.part(Recorder).close()
+        leftover_threads.end_after(self._timeout_s, self.rank)
 
     def not_protected(self, why: str) -> None:
         """Report that nothing of what the script trains can be saved; it goes on."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.unit.launching import TWO, Launcher, launcher, starts, zygote
@@ -74,6 +76,25 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     ended = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
     assert (ended.code, starts(ended)) == (0, 4), ended.log
     assert "rank 1 was ended by SIGABRT; step 3 is saved, no finished step is lost" in ended.log
+
+
+# A thread on one rank, a child process on the other.
+KEPT = """
+import multiprocessing, time
+if rank == "1":
+    threading.Thread(target=threading.Event().wait, name="uploader").start()
+else:
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), name="exporter").start()
+"""
+
+
+def test_what_keeps_a_script_that_has_ended(launcher: Launcher) -> None:
+    script = launcher.script(TRAINS + FINISHED + KEPT)
+    ended = launcher.run(*TWO, "--max-restarts", "1", "--ttp-ot", "10", script)
+    assert (ended.code, starts(ended)) == (0, 2), ended.log
+    for rank, keeps in ((0, r"the process exporter \(pid \d+\)"), (1, "the thread uploader")):
+        line = rf"^\[ttp\] rank {rank}: its script ended 10 s ago \(TTP_OT\), and {keeps} keeps the process"
+        assert re.search(line, ended.log, re.MULTILINE), ended.log
 
 
 # The first exception ends the job 2 s later: by then every rank has come so far.
