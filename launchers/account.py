@@ -8,7 +8,7 @@ from pathlib import Path
 
 from adaptor import output
 from adaptor.launchers.tracker_reading import TrackerReading
-from adaptor.protocol.messages import Recovered, Verdict
+from adaptor.protocol.messages import Fault, Recovered, Verdict
 
 
 class Account:
@@ -49,18 +49,23 @@ class Account:
         if verdict.unprotected:
             self._lost = None
         self._newest = max(self._newest, verdict.newest)
-        parts = [f"{_utc(noticed)} incident {verdict.incident}", *_who(verdict)]
+        self._say_incident(verdict.incident, _who(verdict), noticed, report)
+
+    def recovered(self, recovered: Recovered, report: str) -> None:
+        """Write the lines of an incident after which the job goes on without a restart."""
+        self.incidents += 1
+        self._recoveries += 1
+        who = _rank(recovered.fault, next(iter(recovered.fault.ranks), -1))
+        self._say_incident(recovered.incident, who, time.time() - recovered.seconds, report)
+        say(recovered.line)
+
+    def _say_incident(self, number: int, who: list[str], noticed: float, report: str) -> None:
+        """Write when an incident was noticed, who has failed, and the path of the report."""
+        parts = [f"{_utc(noticed)} incident {number}", *who]
         if report:
             parts.append(f"report {report}")
             self._keep(report)
         say(", ".join(parts))
-
-    def recovered(self, recovered: Recovered, report: str) -> None:
-        """Tell of an incident after which the job goes on without a restart."""
-        self.incidents += 1
-        self._recoveries += 1
-        self._keep(report)
-        say(recovered.line)
 
     def look_again(self) -> None:
         """Read the tracker of the save folder again: there may be a newer checkpoint than in the incident."""
@@ -169,13 +174,23 @@ def _utc(at: float) -> str:
 
 
 def _who(verdict: Verdict) -> list[str]:
-    fault = verdict.fault
-    known = [f"pid {fault.pid}" if fault.pid else "", f"host {fault.host}" if fault.host else ""]
-    where = ", ".join(filter(None, known))
     if verdict.cause_rank < 0:
+        where = _where(verdict.fault)
         return [f"ttprun ({where})"] if where else []
-    who = f"rank {verdict.cause_rank}" + (f" ({where})" if where else "")
-    return list(filter(None, [who, fault.when]))
+    return _rank(verdict.fault, verdict.cause_rank)
+
+
+def _rank(fault: Fault, rank: int) -> list[str]:
+    """Return the rank that has failed, with its process and machine, and how far the rank had come."""
+    if rank < 0:
+        return []
+    where = _where(fault)
+    return list(filter(None, [f"rank {rank}" + (f" ({where})" if where else ""), fault.when]))
+
+
+def _where(fault: Fault) -> str:
+    known = [f"pid {fault.pid}" if fault.pid else "", f"host {fault.host}" if fault.host else ""]
+    return ", ".join(filter(None, known))
 
 
 def _lost(count: int | None) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from adaptor import text
+from adaptor import output, text
 from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator
 from adaptor.controller.outcome import Orders
@@ -95,6 +95,7 @@ class ControllerHost:
         self._rejected = rejected
         self._replicator = StandbyReplicator() if term == 0 else None
         self.dismissed = False
+        self._open_words = ""  # of the open incident, as it was told
         self._has_heard = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -167,6 +168,8 @@ class ControllerHost:
             tell_error(_GAP, error)
         if orders:
             self._record_orders(orders, now)
+        if type(message) is not Frozen:
+            self._record(self._tell_of_open_incident)
 
     async def until(self, done: Callable[[], bool], limit_s: float) -> None:
         """Wait until `done` is true of what the controller knows, `limit_s` seconds at most."""
@@ -228,6 +231,14 @@ class ControllerHost:
             await asyncio.sleep(TICK_S)
             now = time.time()
             self._record_orders(self._decide(None), now)
+            self._record(self._tell_of_open_incident)
+
+    def _tell_of_open_incident(self) -> None:
+        """Write a line about an incident that is not over: the next line may come after many seconds."""
+        words = self.controller.open_words()
+        if words and words != self._open_words:
+            output.tell(f"[ttp] {words}")
+        self._open_words = self._incident_report.open_words = words
 
     def _decide(self, message: ToController | None) -> Orders:
         """Let the controller decide, and give its orders, which are returned.

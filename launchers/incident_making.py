@@ -49,7 +49,7 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
     exit_code, stop, newest, lost = None, "", None, None
     if isinstance(end, Recovered):
         verdict, newest, lost = "recovered", end.step, 0
-        action = f"training went on with step {end.step + 1}"
+        action = f"training went on after step {end.step}"
     else:
         verdict, stop, exit_code = end.outcome, end.stop, end.exit_code
         newest = _newest(end, timeline)

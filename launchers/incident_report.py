@@ -100,6 +100,7 @@ class IncidentReport:
         self._finished = -1  # the newest step that a rank of this node has finished in it
         self._save = ""  # the folder of checkpoints
         self._unprotected = False
+        self.open_words = ""  # what happens in an incident that is not over; '' where nobody knows yet
         self.next_incident = 1
         self.incidents = 0  # that have ended in this job
         self.failed_saves = 0  # of the framework, one after the other

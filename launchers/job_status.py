@@ -100,7 +100,9 @@ class JobStatus:
         if training == members.world_size and generation > self._trains:
             self._trains = generation
             self._report.record_training(load_s=self._uses.load)
-        if time.monotonic() - self._written < STATUS_S:
+        words = self._report.open_words
+        is_known = self._last is not None and (self._last.state, self._last.open_incident) == (state, words)
+        if is_known and time.monotonic() - self._written < STATUS_S:
             return
         self._written = time.monotonic()
         self._save = members.save or self._save
@@ -130,6 +132,7 @@ class JobStatus:
             why_not=why_not,
             incidents=self._report.incidents,
             last_incident=self._report.last_id,
+            open_incident=words,
             save=self._save,
             script=self.script,
             lost_nodes=sorted(members.lost),
@@ -175,6 +178,7 @@ class JobStatus:
                     self._last,
                     time=now,
                     state="ended",
+                    open_incident="",
                     step=self._step if self._step >= 0 else None,
                     step_time=utc(self._step_time) if self._step >= 0 else None,
                     incidents=self._report.incidents,

@@ -26,6 +26,7 @@ from adaptor.controller.verdict import (
     end_all,
     given_up,
     go_on,
+    open_words,
     recovered_of,
     refused,
     shown_rank,
@@ -193,6 +194,12 @@ class Controller:
             case _:
                 return self._on_incident_message(message, now)
         return []
+
+    def open_words(self) -> str:
+        """Return what happens in the open incident, in words; '' without an incident, or with nothing new."""
+        if self.incident is None or self.verdict is not None:
+            return ""
+        return open_words(self.incident, self._failures)
 
     def tick(self, now: float) -> Orders:
         """Let time pass."""

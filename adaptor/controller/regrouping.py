@@ -64,7 +64,7 @@ class Regrouping:
         self.unsaved = ""
         self._planned: tuple[Replacement, ...] = ()  # of this attempt: all that are replaced, kept ones too
         self._attempts = 0
-        self._begun_at = 0.0
+        self.begun_at = 0.0
         self._joined: dict[int, str] = {}  # the digest of each rank that has joined in this attempt
         self._is_told = False  # survivors are, in this attempt
         # Why a survivor cannot join, and until when a loss that is not known yet may explain it.
@@ -227,7 +227,7 @@ class Regrouping:
         """The step is saved: let all come to it. `unsaved` says why it is not; empty where it is."""
         self.unsaved = unsaved
         self._state.move(Stage.REGROUPING)
-        self._begun_at = self._state.now
+        self.begun_at = self._state.now
         step, feasibility = self._writing.step, self._feasibility
         try:
             if feasibility.plan(step) != self._planned:
@@ -304,7 +304,7 @@ class Regrouping:
         """End a recovery that takes longer than it may; ask again who is there."""
         if self._unexplained is not None and now >= self._unexplained[1]:
             return self.cancel(self._unexplained[0])
-        if now >= self._begun_at + self.timeout_s:
+        if now >= self.begun_at + self.timeout_s:
             return self.cancel(f"not done after {self.timeout_s:g} s (TTP_ONLINE)")
         return self._check_presence(now) if self.presence.is_due(now) else []
 

@@ -22,6 +22,8 @@ from adaptor.protocol.messages import (
 )
 
 REFUSED_EXIT_CODE = 2
+# A save that takes longer is told of before its end: most take less.
+_LONG_SAVE_S = 2.0
 
 
 def verdict_of(incident: Incident, failures: Failures, membership: Membership) -> Verdict:
@@ -85,6 +87,29 @@ def _is_trained(incident: Incident, cause: Cause, outcome: str) -> bool:
     return is_finished and cause.kind in ("exception", "signal", "exit")
 
 
+def open_words(incident: Incident, failures: Failures) -> str:
+    """Return what happens in an open incident, in words; '' where there is nothing yet to tell.
+
+    That is the step that is saved, once new processes are awaited, and before that a save that takes long.
+    """
+    state, step, regrouping = incident.state, incident.step, incident.regrouping
+    if step < 0 or state.outcome is not None or not failures.is_known:
+        return ""
+    cause = failures.first(state.silent).words
+    if not regrouping.has_begun:
+        takes_long = state.now - state.opened_at >= _LONG_SAVE_S
+        return f"{cause}; step {step} is being saved" if takes_long else ""
+    count = len(regrouping.newcomers.by_rank)
+    if not count:
+        return ""
+    seconds = regrouping.begun_at - state.opened_at
+    took = f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
+    unsaved = regrouping.unsaved
+    saved = f"step {step} could not be saved: {unsaved}" if unsaved else f"step {step} is saved ({took})"
+    start = "a new process takes its place" if count == 1 else f"{count} new processes take their places"
+    return f"{cause}; {saved}; {start}"
+
+
 def recovered_of(incident: Incident, failures: Failures, membership: Membership) -> Recovered:
     """Return the message about `incident`, which was recovered online."""
     assert incident.state.outcome is not None
@@ -98,7 +123,7 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
         *([f"replaced by pid {pids}"] if pids else []),
         *hosts,
         *([] if newcomers else ["nobody is replaced"]),
-        f"training goes on with step {step + 1}",
+        f"training goes on after step {step}",
         incident.freeze_state.further(step) or "0 steps lost",
         f"{seconds:.1f} s",
     ]

@@ -18,6 +18,7 @@ from adaptor.worker.watchdogs import Watchdogs
 
 # Versions with which failed ranks were replaced: docs/compatibility.md.
 TESTED = SpecifierSet(">=0.12,<0.21,!=0.17.*,!=0.18.*,!=0.19.*", prereleases=True)
+_TESTED_WORDS = "0.12 to 0.16 and 0.20 have been"
 # Backends of process groups with which jobs have gone on bitwise; over NCCL with Megatron-LM 0.15.0rc5 alone,
 # on one GPU (docs/accelerators.md).
 EXCHANGED = frozenset({"gloo", "nccl"})
@@ -187,9 +188,9 @@ def of_torch() -> str:
 
 def of_version(version: str) -> str:
     """Return why a version of Megatron-LM is not recovered online; empty: it is."""
-    return (
-        "" if TESTED.contains(version) else f"Megatron-LM {version} has not been tested with it: {TESTED} has"
-    )
+    if TESTED.contains(version):
+        return ""
+    return f"Megatron-LM {version} has not been tested with it; {_TESTED_WORDS}"
 
 
 def of_data(call: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ checkpoint); 2, bad usage, or nothing to read.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -159,21 +160,32 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         "protection": protection(status),
         "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {nodes}{away}{spare}",
         "restarts": f"{status.restarts} of {status.max_restarts}",
-        "incidents": f"{status.incidents}{last}",
+        "incidents": f"{status.incidents}{last}{_open(status)}",
         "controller": f"node {status.node}, host {shown(status.host)}, pid {status.pid}",
         "save folder": shown(status.save) or "not known yet",
     }
     return [f"{name:<12} {shown(value)}" for name, value in rows.items()]
 
 
+def _open(status: Status) -> str:
+    """Return the words about an incident that has not ended; '' where there is none."""
+    if status.state != "incident":
+        return ""
+    return f"; one is open: {status.open_incident or 'the newest step is being saved'}"
+
+
 def _incidents(parsed: argparse.Namespace) -> int:
-    found = job_folder.incidents(_where(parsed))
+    job = _where(parsed)
+    found = job_folder.incidents(job)
     if parsed.json:
         print(msgspec.json.encode(found).decode())
         return OK
     for incident in found:
         show(_incident_lines(incident))
-    show([f"{len(found)} incident{'' if len(found) == 1 else 's'}"])
+    is_open = ""
+    with contextlib.suppress(job_folder.JobFolderError):  # a job that has just begun has no status
+        is_open = _open(job_folder.status(job))
+    show([f"{len(found)} incident{'' if len(found) == 1 else 's'}{is_open}"])
     return OK
 
 

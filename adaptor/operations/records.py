@@ -214,7 +214,9 @@ class Status(msgspec.Struct, kw_only=True):
         step: the newest step that ranks of this node have finished, at `step_time`
         protected: whether all ranks train what can be saved; None before training
         why_not: why the job is not protected
-        incidents: in this job; `last_incident` is the id of the newest one's file
+        incidents: that have ended in this job; `last_incident` is the id of the newest one's file
+        open_incident: the words about the incident that is being handled (state: incident); '' before they
+            are known
         save: the folder of checkpoints
         script: the script or module that is trained, as the command names it
         shard_holders: how many ranks hold that shard of the state which the fewest hold; None while not all
@@ -263,6 +265,7 @@ class Status(msgspec.Struct, kw_only=True):
     host_copy_time: str | None = None
     failed_saves: int = 0
     failed_save: str = ""
+    open_incident: str = ""
 
 
 class Notice(msgspec.Struct, kw_only=True, frozen=True):

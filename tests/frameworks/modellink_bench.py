@@ -137,7 +137,7 @@ class Bench:
             if stamp["spare"]:
                 assert f"replaced by pid {stamp['spare']}, " in ended.log
         expected = Baseline(record.read(reference / "record"), reference / "save")
-        saved = {int(step) - 1 for step in re.findall(r"training goes on with step (\d+)", ended.log)}
+        saved = {int(step) for step in re.findall(r"training goes on after step (\d+)", ended.log)}
         # A rank that was killed when all had finished the step has not recorded it.
         steps = set(range(begin + 1, ITERATIONS + 1)) - saved
         outcome.assert_same_training(ended, expected.records, steps=steps)

@@ -103,7 +103,7 @@ def trains_on(
     assert [code for code in ended.codes if code] == [killed] * lost_nodes, ended.log[-5000:]
     outcome.assert_saved(job.save, ITERATIONS)
     # Each step that all went on from was saved first, and the framework would have saved the same.
-    saved = {int(found) - 1 for found in re.findall(r"training goes on with step (\d+)", ended.log)}
+    saved = {int(found) for found in re.findall(r"training goes on after step (\d+)", ended.log)}
     regular = range(job.save_interval, ITERATIONS, job.save_interval)
     assert outcome.steps_in(job.save) == sorted({*saved, *regular, ITERATIONS}), ended.said
     for step in (*saved, ITERATIONS):
@@ -114,7 +114,7 @@ def trains_on(
     framework_log.assert_same(ended, baseline, log_interval, written=written)
     assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
     told = [
-        line for line in ended.said if re.search(r" training goes on with step \d+, 0 steps lost, ", line)
+        line for line in ended.said if re.search(r" training goes on after step \d+, 0 steps lost, ", line)
     ]
     assert len(told) == incidents * job.nodes, ended.said
     several = "" if incidents == 1 else "s"
@@ -125,7 +125,7 @@ def trains_on(
 
 
 REPLACED = (
-    r"\[ttp\] rank {rank} {how}; replaced by pid \d+, training goes on with step [67], "
+    r"\[ttp\] rank {rank} {how}; replaced by pid \d+, training goes on after step [56], "
     r"0 steps lost, \d+\.\d s"
 )
 
@@ -145,6 +145,11 @@ def test_rank_1_is_killed(phases: tuple[str, str], tmp_path: Path, baseline_of: 
     ]
     ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
     assert says(ended, REPLACED.format(rank=1, how="was ended by SIGKILL")), ended.said
+    saved = r"step [34] is saved \(\d.*\); a new process takes its place"
+    assert says(ended, rf"\[ttp\] rank 1 was ended by SIGKILL; {saved}"), ended.said
+    noticed = r"\[ttp\] [\dT:-]+Z incident 1, rank 1 \(pid \d+, host .+\), after step [34], report "
+    noticed += r"/.+-1\.json"
+    assert says(ended, noticed), ended.said
 
 
 def test_rank_0_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -99,7 +99,7 @@ def test_a_new_process_that_is_killed_before_its_first_step_is_the_same_fault_ag
     """All were told to go on: it is another incident, at the same step."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=1,phase=proceed,kind=sigkill,restart=-1"]
     ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
-    assert "training goes on with step 6, 0 steps lost" in ended.log
+    assert "training goes on after step 5, 0 steps lost" in ended.log
     assert "step 5 is saved, no finished step is lost; not recovered online: SIGKILL came again" in ended.log
 
 

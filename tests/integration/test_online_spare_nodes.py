@@ -58,7 +58,7 @@ def test_a_spare_node_takes_the_place_of_a_lost_one(
     )
     # The rank that writes the log is on the lost node, in the middle of an interval.
     ended = trains_on(job, baseline_of(layout), incidents=2, log_interval=interval, lost_nodes=1)
-    assert ended.logs[0].count(" has the place of node 1, training goes on with step 4, 0 steps lost, ") == 1
+    assert ended.logs[0].count(" has the place of node 1, training goes on after step 3, 0 steps lost, ") == 1
 
 
 def test_a_spare_node_is_lost_when_it_has_taken_the_place(
@@ -113,6 +113,6 @@ def test_a_node_is_cut_off_and_lives_on(tmp_path: Path, baseline_of: BaselineOf)
         ended = harness.run(job)
     assert (ended.codes[0], ended.codes[2]) == (0, 0), ended.log[-5000:]
     assert ended.codes[1] != 0, ended.logs[1][-3000:]
-    assert ended.logs[0].count(" has the place of node 1, training goes on with step 4, 0 steps lost, ") == 1
+    assert ended.logs[0].count(" has the place of node 1, training goes on after step 3, 0 steps lost, ") == 1
     assert "1 incident (1 without a restart), 0 steps lost" in ended.logs[0]
     outcome.assert_same_training(ended, baseline_of(DP4).records)

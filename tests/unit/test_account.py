@@ -50,9 +50,16 @@ def test_a_start_that_fails_before_training_takes_no_lost_step_from_the_sum(said
 
 def test_a_recovery_is_an_incident_and_no_restart(said: list[str]) -> None:
     account = Account(1)
-    line = "rank 2 was ended by SIGKILL; replaced by pid 47, training goes on with step 48, 0 steps lost"
-    account.recovered(Recovered(1, 47, line, replaced=(2,), seconds=0.9), "/logs/incident-1.json")
-    assert said == [f"[ttp] {line}"]
+    line = "rank 2 was ended by SIGKILL; replaced by pid 47, training goes on after step 47, 0 steps lost"
+    fault = Fault("SIGKILL", 47, (2,), 71, "n1", "signal")
+    before = time.time()
+    account.recovered(Recovered(1, 47, line, fault, replaced=(2,), seconds=0.9), "/logs/incident-1.json")
+    utc = time.strftime("%Y-%m-%dT%H:%M", time.gmtime(before - 0.9))
+    assert said[0].startswith(f"[ttp] {utc}")
+    assert said[0].endswith(
+        " incident 1, rank 2 (pid 71, host n1), after step 47, report /logs/incident-1.json"
+    )
+    assert said[1:] == [f"[ttp] {line}"]
     account.ended()
     assert said[-1].endswith("1 incident (1 without a restart), 0 steps lost; reports in /logs")
     account.fault(lost(50), time.time(), "")

@@ -33,7 +33,7 @@ from adaptor.protocol.messages import (
     Share,
     Written,
 )
-from tests.unit.traces import replay
+from tests.unit.traces import Trace, replay
 
 TRACES = sorted((Path(__file__).parent / "controller_traces").glob("*.txt"))
 
@@ -141,3 +141,31 @@ def test_what_is_raised_after_a_job_was_told_to_end_is_not_shown() -> None:
     job.handle(AgentTerminationRequested(0, "SIGTERM"), 1.0)
     job.handle(Raised(1, "RuntimeError: Connection closed by peer", 1), 1.0)
     assert _who_shows(job.give_up("KeyError: 'a mistake'")) == []
+
+
+def test_what_an_open_incident_says() -> None:
+    """At once when the step is saved, and before where the save takes long."""
+    trace = Trace()
+
+    def words(*lines: str) -> str:
+        for line in lines:
+            list(trace.say(line))
+        return trace.controller.open_words()
+
+    assert words("job nodes=2 shards=2 online=60", "at 100", "dying 3") == ""
+    frozen = [f"frozen {rank} running 5" for rank in (0, 1, 2)]
+    assert words(*frozen) == "", "its status is not known"
+    assert words("died 3 -9", "prepared", "at 101.9") == ""
+    assert words("at 102") == "rank 3 was ended by SIGKILL; step 5 is being saved"
+    now = words("written 0", "at 102.5", "published")
+    assert now == "rank 3 was ended by SIGKILL; step 5 is saved (2.5 s); a new process takes its place"
+    joined = [f"joined {rank}" for rank in (0, 1, 2, 3)]
+    assert words("hello 3 pid=7", "layout 3 same", "at 110") == now
+    assert words(*joined) == ""
+
+
+def test_an_open_incident_that_restarts_all_ranks_says_nothing_more() -> None:
+    trace = Trace()
+    for line in ("job nodes=1 shards=1", "died 1 -9", "frozen 0 running 5", "prepared", "written 0"):
+        list(trace.say(line))
+    assert trace.controller.open_words() == ""

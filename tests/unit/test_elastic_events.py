@@ -103,7 +103,7 @@ class Handler(logging.Handler):
 def test_an_incident_that_was_recovered_online_is_recorded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = Handler()
     monkeypatch.setitem(handlers._log_handlers, "of-this-test", handler)
-    line = "rank 2 was ended by SIGKILL; replaced by pid 47, training goes on with step 48, 0 steps lost"
+    line = "rank 2 was ended by SIGKILL; replaced by pid 47, training goes on after step 47, 0 steps lost"
     fault = Fault("SIGKILL", 47, (2,), 4242, "here")
     ElasticEvents("of-this-test", "a-job").go_on(Recovered(3, 47, line, fault, (2,), (), 0.9), node=1)
     incident, recovered = (handler.got.get(timeout=LONG_S) for _ in range(2))

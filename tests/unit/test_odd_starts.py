@@ -109,14 +109,14 @@ def test_a_locale_that_is_not_utf8(tmp_path: Path) -> None:
         "import os\n"
         "from pathlib import Path\n"
         "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
-        "    raise ValueError('caf\\u00e9')\n"
+        "    raise OSError('caf\\u00e9')\n"
         "Path('told').write_text(os.environ['TTP_LAST_INCIDENT'])\n"
     )
     command = [sys.executable, "-m", "adaptor.launchers.ttprun", *ONE, "--max-restarts", "1", "script.py"]
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = run_here(tmp_path, *command, PYTHONPATH=str(ROOT), TTP_LOG_PATH=str(tmp_path / "logs"), **locale)
     assert ended.returncode == 0, ended.stderr
-    assert "rank 0 raised ValueError: caf\\xe9; " in (tmp_path / "told").read_text()
+    assert "rank 0 raised OSError: caf\\xe9; " in (tmp_path / "told").read_text()
 
 
 @pytest.mark.robustness("B6", "ttprun under nohup, and the terminal goes away (SIGHUP)", "the job goes on")

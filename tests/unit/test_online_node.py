@@ -53,7 +53,7 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
         assert [new.hears(), new.hears()] == ["here", f"recovered {FIRST + number - 1}"]
         assert (told.incident, told.step, told.replaced) == (number, FIRST + number - 1, (1,))
         assert told.line.startswith("rank 1 was ended by SIGKILL; ")
-        after = f"training goes on with step {FIRST + number}, 0 steps lost"
+        after = f"training goes on after step {FIRST + number - 1}, 0 steps lost"
         assert f"replaced by pid {new.process.pid}, {after}" in told.line
         written = report(path)
         assert (written["verdict"], written["blamed"], written["pid"]) == ("recovered", 1, old.process.pid)

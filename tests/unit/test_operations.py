@@ -438,7 +438,7 @@ class Watched:
             self.controller.handle(message, 1.0)
 
 
-def test_the_status_of_a_job(tmp_path: Path) -> None:
+def test_the_status_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Watched(tmp_path)
     job.hears(AgentHello(0, (0, 1), host="here"), Hello(0, 70), Hello(1, 71))
     assert (job.look(-1, -1).state, job.look(-1, -1).protected) == ("starting", None)
@@ -448,8 +448,13 @@ def test_the_status_of_a_job(tmp_path: Path) -> None:
     assert (status.state, status.protected, status.step, status.save) == ("training", True, 5, "/save")
     assert job.look(5, 5).shard_holders == 2  # it was counted meanwhile
     job.hears(Dying(1, 2.0, BoardRecord(1, 71, Phase.RUNNING, 5, 5)))
+    job.report.open_words = words = "rank 1 was ended by SIGKILL; step 5 is being saved"
     status = job.look(5, 5)
-    assert (status.state, status.shard_holders) == ("incident", None)
+    assert (status.state, status.shard_holders, status.open_incident) == ("incident", None, words)
+    for command in ("status", "incidents"):
+        cli.main([command, str(tmp_path / "job")])
+        assert f"; one is open: {words}\n" in capsys.readouterr().out
+    job.report.open_words = ""
     job.controller = Controller(
         2, 10.0, ("", 0, b"")
     )  # all are started again: nobody has said the folder yet
