@@ -17,6 +17,7 @@ from typing import IO
 import msgspec
 
 from adaptor import output
+from adaptor.controller.failures import ending
 from adaptor.launchers import procfs
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
@@ -215,7 +216,11 @@ class Spares:
         if unfit:
             self._stop(unfit)
         elif self._deaths == MOST_DEATHS:
-            self._stop(f"{MOST_DEATHS} have ended by themselves")
+            how = ending(spare.process.returncode or 0)
+            self._stop(
+                f"{MOST_DEATHS} have ended, the last one {how} (each takes the memory of its imports: dmesg"
+                " says whether the kernel has ended it)"
+            )
         else:
             self.fill()
 

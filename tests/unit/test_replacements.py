@@ -634,7 +634,8 @@ def test_a_spare_that_ends_is_made_again_a_few_times(
         for count in range(1, MOST_DEATHS + 1):
             await node.until(lambda count=count: len(node.spares) == count, "another one is made")
             (await node.waits()).process.kill()
-        await node.until(lambda: "no spare process" in capsys.readouterr().err, "it is said")
+        said = f"no spare process waits on this node: {MOST_DEATHS} have ended, the last one was ended by SIG"
+        await node.until(lambda: said in capsys.readouterr().err, "it is said")
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 1, 0), always)
         assert await node.has_run(0) == "1"
