@@ -129,7 +129,11 @@ def _killed(one: Survival) -> str:
 
 def _way(one: Survival) -> str:
     if one.incident.verdict == ONLINE:
-        return f"from step {one.incident.saved_step}, {one.restarts} restarts"
+        kill = one.run.kill
+        assert kill is not None
+        replaced = f"; replaced by pid {kill.spare}, " in one.run.log.read_text(errors="replace")
+        process = f"the spare process {kill.spare}" if replaced else "a new process (no spare waited)"
+        return f"from step {one.incident.saved_step} in {process}, {one.restarts} restarts"
     if one.incident.verdict == SAVED:
         return (
             f"step {one.incident.saved_step} saved, {one.restarts} restart{'' if one.restarts == 1 else 's'}"

@@ -108,11 +108,12 @@ def _difference(expected: Step, found: Step) -> str:
 
 @dataclass(frozen=True)
 class Kill:
-    """The SIGKILL that the demo sent, at `time` in unix seconds."""
+    """The SIGKILL that the demo sent, at `time` in unix seconds, and the pid of the spare that waited."""
 
     rank: int
     pid: int
     time: float
+    spare: int | None = None
 
     def step(self, steps: list[Step]) -> int:
         """The step that was in flight, by what the killed process had recorded."""

@@ -23,10 +23,14 @@ SETTINGS = ("ENABLE_TTP", "TTP_", "TORCHELASTIC_")  # of the user's shell: kept 
 
 @dataclass(frozen=True)
 class Plan:
-    """When to kill: once `rank` has finished `after_step`, in the middle of the step that follows."""
+    """When to kill: once `rank` has finished `after_step`, in the middle of the step that follows.
+
+    A run that recovers online is killed when a spare process waits, but not after `last_step`.
+    """
 
     rank: int
     after_step: int
+    last_step: int = 0
 
 
 @dataclass
@@ -102,12 +106,15 @@ class Run:
         done = [step for step in self.steps if step.rank == plan.rank]
         if not done or done[-1].iteration < plan.after_step:
             return
+        spare = find_spare(launcher)
+        if spare is None and done[-1].iteration < plan.last_step:
+            return
         victim = find_worker(launcher, plan.rank)
         if victim is None:
             raise DemoError(f"the process of rank {plan.rank} is not to be found: see {self.log}")
         middle = (done[-1].time - done[0].time) / max(1, len(done) - 1) / 2
         time.sleep(max(0.0, done[-1].time + middle - time.time()))
-        self.kill = Kill(rank=plan.rank, pid=victim.pid, time=time.time())
+        self.kill = Kill(rank=plan.rank, pid=victim.pid, time=time.time(), spare=spare)
         victim.send_signal(signal.SIGKILL)
         progress.note(f"SIGKILL to rank {plan.rank} (pid {victim.pid})")
 
@@ -123,6 +130,17 @@ def find_worker(launcher: psutil.Process, rank: int) -> psutil.Process | None:
                     return process
             except psutil.Error:
                 continue  # ended meanwhile
+    return None
+
+
+def find_spare(launcher: psutil.Process) -> int | None:
+    """Return the pid of a process of the launcher that waits to take the place of a worker."""
+    for process in launcher.children(recursive=True):
+        try:
+            if process.name() == "ttp-spare":
+                return process.pid
+        except psutil.Error:
+            continue  # ended meanwhile
     return None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -38,7 +39,7 @@ def arguments(data: Path) -> list[str]:
         --micro-batch-size 2 --global-batch-size {BATCH} --train-iters {ITERATIONS} --seed 1234
         --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 6
         --weight-decay 0.1 --clip-grad 1.0 --adam-beta2 0.95
-        --split 100,0,0 --eval-iters 0 --num-workers 0 --log-interval 1
+        --split 100,0,0 --eval-iters 0 --log-interval 1
         --ckpt-format torch --save-interval {10 * ITERATIONS}
         --transformer-impl local --distributed-backend gloo --no-masked-softmax-fusion
         --no-gradient-accumulation-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
@@ -54,11 +55,7 @@ def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
     cluster = ["--standalone", "--nproc-per-node", str(RANKS)]  # standalone: the system picks the port
     plain = [sys.executable, "-m", "torch.distributed.run", *cluster, "-m", "adaptor.devices", "cpu"]
     adapted = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu", *cluster]
-    environment = tools_environment(megatron) | {
-        "OMP_NUM_THREADS": "1",  # the processes share the machine
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "TORCHDYNAMO_DISABLE": "1",
-    }
+    environment = tools_environment(megatron)
 
     def run(name: str, title: str, launcher: list[str], own: list[str], plan: Plan | None = None) -> Run:
         folder = out / name
@@ -83,7 +80,10 @@ def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
     return [
         run("1-torchrun", "torchrun, without the adaptor", plain, two_instances),
         run("2-ttprun", "ttprun, no fault", adapted, checkpoints("2-ttprun")),
-        run("3-online", f"rank {kill.rank} killed, online recovery", online, checkpoints("3-online"), kill),
+        run(
+            *("3-online", f"rank {kill.rank} killed, online recovery"),
+            *(online, checkpoints("3-online"), dataclasses.replace(kill, last_step=ITERATIONS - 2)),
+        ),
         run(
             "4-restart", f"rank {kill.rank} killed, save and restart", restart, checkpoints("4-restart"), kill
         ),
