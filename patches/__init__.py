@@ -46,13 +46,7 @@ def load(group: str) -> None:
 
 def of_plug_ins() -> tuple[Unit, ...]:
     """Return the units of group `ttp` that others have declared."""
-    return tuple(
-        unit
-        for unit in units("ttp")
-        if any(
-            not (patch.effect or patch.make).__module__.startswith(f"{__name__}.") for patch in unit.patches
-        )
-    )
+    return tuple(unit for unit in units("ttp") if not unit.declared_in.startswith(f"{__name__}."))
 
 
 def own() -> tuple[Unit, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -239,6 +240,9 @@ class Unit:
         self.framework = framework
         self.tested = tested
         self.group = group
+        self.declared_in: str = sys._getframe(1).f_globals.get(
+            "__name__", ""
+        )  # its wrappers may be another's
         self.patches: list[Patch] = []
         self.armed = False
         self.half_applied = False

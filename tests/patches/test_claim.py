@@ -62,3 +62,16 @@ else:
     raise AssertionError("no error")
 assert fake.user.f(1) == 2, "half of a unit acts"
 """)
+
+
+def test_a_plug_in_may_use_wrappers_of_the_adaptor(holds: Callable[..., None]) -> None:
+    """Its units are its own, so the import of its framework claims the job."""
+    holds("""
+from adaptor import patches, patching
+patches.load("ttp")
+from adaptor.patches import megatron_training
+unit = patching.Unit("theirs", framework="theirs", tested=">=1")
+unit.patch("theirs:train_step", why="a step begins", accepts="(...)")(megatron_training.steps_are_counted)
+assert patches.of_plug_ins() == (unit,)
+assert unit not in patches.own() and len(patches.own()) > 5
+""")
