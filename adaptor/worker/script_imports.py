@@ -32,7 +32,7 @@ class ScriptImports:
     def __init__(self, _context: Context) -> None:
         self.is_watching = False
         self.names: dict[str, bytes] = {}
-        self._environment: dict[str, str] = {}
+        self._environment: dict[bytes, bytes] = {}  # not of os.environ: in a spare, its readers are recorded
         self._seen = 0  # of the environment, a hash
         self._changed: dict[str, str] = {}  # variables: the newest module when it was changed first
 
@@ -40,7 +40,7 @@ class ScriptImports:
         """Record the imports from now on, for a spare or in a spare."""
         self.is_watching = True
         self.names = {}
-        self._environment, self._changed = dict(os.environ), {}
+        self._environment, self._changed = dict(os.environb), {}
         self._seen = _hash_of_environment()
         if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
             sys.meta_path.insert(0, _Finder())
@@ -65,8 +65,9 @@ class ScriptImports:
         seen = _hash_of_environment()
         if seen != self._seen:  # seldom: to read all of them takes longer
             self._seen = seen
-            for name in {*self._environment, *os.environ}:
-                if name.isprintable() and self._environment.get(name) != os.environ.get(name):
+            for key in {*self._environment, *os.environb}:
+                name = os.fsdecode(key)
+                if name.isprintable() and self._environment.get(key) != os.environb.get(key):
                     self._changed.setdefault(name, next(reversed(sys.modules)))
 
     def changed_variables(self) -> dict[str, ChangedVariable]:

@@ -184,3 +184,20 @@ def test_objects_that_answer_nothing_are_left_out(tmp_path: Path) -> None:
     odd = "class Odd(type):\n    __mro__ = property(lambda cls: 1 / 0)\n"
     change = "import here; here.odd = Odd('odd', (), {}); here.function = lambda: None; import there"
     assert compared(tmp_path, odd + change) == "there.function"
+
+
+def test_the_record_of_changed_variables_is_no_read_of_a_module() -> None:
+    """A spare would stop before the next module, as if that read what the script had set."""
+    program = """
+import os
+from adaptor import context
+from adaptor.launchers import spare_imports
+from adaptor.worker.script_imports import ScriptImports
+recorder = context.part(ScriptImports)
+with spare_imports._reads_of(lambda name: True) as reads:
+    recorder.begin()
+    os.environ["SET_BY_THE_SCRIPT"] = "1"
+    recorder.note_variables()
+print(reads, list(recorder.changed_variables()))
+"""
+    assert run(program) == "{} ['SET_BY_THE_SCRIPT']"
