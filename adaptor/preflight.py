@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -250,7 +251,17 @@ def _in_one_line(error: BaseException) -> str:
     said = " ".join(str(error).split())
     if not said and isinstance(error, AssertionError) and frames:
         said = frames[-1].line or ""  # the statement; most of Megatron-LM's assertions say nothing
+        said += _flags_in(said)
     return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"
+
+
+def _flags_in(assertion: str) -> str:
+    """Return which flags of the script an assertion about its arguments is about, in words; '' for others."""
+    flags = [f"--{name.replace('_', '-')}" for name in dict.fromkeys(re.findall(r"\bargs\.(\w+)", assertion))]
+    if not flags:
+        return ""
+    is_missing = len(flags) == 1 and assertion.split(",")[0].rstrip().endswith("is not None")
+    return f": {flags[0]} is missing" if is_missing else f": correct {' or '.join(flags)}"
 
 
 @contextlib.contextmanager

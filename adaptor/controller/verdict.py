@@ -125,7 +125,7 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
         *([] if newcomers else ["nobody is replaced"]),
         f"training goes on after step {step}",
         incident.freeze_state.further(step) or "0 steps lost",
-        f"{seconds:.1f} s",
+        f"{seconds:.1f} s after the fault was noticed",
     ]
     unsaved = incident.regrouping.unsaved
     remark = f"; step {step} could not be saved meanwhile: {unsaved}" if unsaved else ""

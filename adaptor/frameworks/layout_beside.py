@@ -40,7 +40,12 @@ def take(
     problem = next((why for _, _, why in told if why), "")
     if problem:
         if everyone.rank() == 0:
-            output.tell(f"[ttp] checkpoints have no layout file: {problem}", to="stdout")
+            output.tell(
+                f"[ttp] checkpoints have no layout file ({problem}): the job trains and resumes all the same;"
+                " transform reads only those of the format torch without one, and not all of these"
+                " (docs/transform.md)",
+                to="stdout",
+            )
         return {}
     found = {LAYOUT: layout_file.join(part for _, part, _ in told if part)}
     context.part(RegularSaves).on_top = found  # rank 0 completes them

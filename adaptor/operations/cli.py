@@ -24,10 +24,10 @@ from adaptor.operations import access, job_folder, newest_checkpoint, records, v
 from adaptor.operations.ctrl_c import CtrlC
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.job_reader import JobReader
-from adaptor.operations.records import Incident, Phases, Status
+from adaptor.operations.records import Incident, Phases, Status, unix
 from adaptor.operations.terminal import exit_code_of, show
 from adaptor.operations.trace import chrome_trace
-from adaptor.operations.words import FINDING, OK, USAGE, duration, protection, shown
+from adaptor.operations.words import FINDING, OK, USAGE, duration, first_step_again, protection, shown
 
 PORT = 9470
 _WATCH_S = 1.0
@@ -192,11 +192,13 @@ def _incidents(parsed: argparse.Namespace) -> int:
 def _incident_lines(incident: Incident) -> list[str]:
     parts = {name: seconds for name, seconds in _parts(incident.phases).items() if seconds is not None}
     lost = "not known" if incident.steps_lost is None else incident.steps_lost
+    again = first_step_again(incident, unix(incident.began))
+    after = "" if again is None else f"first step again {duration(again)} after the fault was noticed: "
     lines = [
         f"{incident.began}  {incident.id}",
         f"  {shown(incident.reason)}",
         f"  {incident.verdict}; steps lost: {lost}; {shown(incident.next_action)}",
-        f"  {', '.join(f'{name} {duration(seconds)}' for name, seconds in parts.items())}",
+        f"  {after}{', '.join(f'{name} {duration(seconds)}' for name, seconds in parts.items())}",
     ]
     return lines if parts else lines[:-1]
 

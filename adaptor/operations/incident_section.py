@@ -16,7 +16,7 @@ from adaptor.operations import charts, timeline
 from adaptor.operations.incident_stacks import Stacks
 from adaptor.operations.records import Event, Incident, unix
 from adaptor.operations.timeline import Lane, Span
-from adaptor.operations.words import duration
+from adaptor.operations.words import duration, first_step_again
 
 # More events of an incident than these are left to its file: with thousands of ranks a browser would stall.
 MOST_EVENTS = 500
@@ -98,7 +98,7 @@ def section(
     fault_at = began if fault_at is None else fault_at
     published = _published(one, fault_at)
     verdict_s = max(0.0, unix(one.ended) - fault_at)
-    again = _first_step_again(one, fault_at)
+    again = first_step_again(one, fault_at)
     until = published if published is not None else verdict_s
     recovery = _recovery(one, verdict_s, published)
     _, save_ticks = timeline.scale(until)
@@ -214,15 +214,6 @@ def _published(one: Incident, fault_at: float) -> float | None:
     """Return the seconds until the checkpoint had its name; None if none was written."""
     at = [unix(event.time) for event in one.events if event.type == "published"]
     return max(0.0, max(at) - fault_at) if at else None
-
-
-def _first_step_again(one: Incident, fault_at: float) -> float | None:
-    """Return the seconds until the first step after the fault; None while there is none."""
-    phases = one.phases
-    if phases.first_step is None:
-        return None
-    spent = max(0.0, unix(one.ended) - fault_at)
-    return spent + (phases.restart or 0.0) + (phases.load or 0.0) + phases.first_step
 
 
 def _recovery(one: Incident, verdict_s: float, published: float | None) -> dict[str, float]:

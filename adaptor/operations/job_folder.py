@@ -22,6 +22,7 @@ MOST_BYTES = 1 << 30
 # A status is replaced each second. One that is older is of a ttprun that is gone, hangs or cannot write; a
 # loaded machine and a slow file system take some seconds.
 STALE_S = 15.0
+_ADVICE = "call ttp in the folder in which ttprun was started, or name the job's TTP_LOG_PATH"
 
 T = TypeVar("T", Status, Incident, IncidentSummary)
 
@@ -45,7 +46,7 @@ def jobs(log_path: Path) -> list[Path]:
         found = [path for path in log_path.iterdir() if (path / STATUS_FILE).is_file()]
         return sorted(found, key=lambda path: (path / STATUS_FILE).stat().st_mtime)
     except OSError as error:
-        raise JobFolderError(f"{log_path}: the folder cannot be read ({error.strerror})") from None
+        raise JobFolderError(f"{log_path}: the folder cannot be read ({error.strerror}); {_ADVICE}") from None
 
 
 def find(where: Path) -> Path:
@@ -58,9 +59,7 @@ def find(where: Path) -> Path:
         return where
     found = jobs(where)
     if not found:
-        raise JobFolderError(
-            f"{where}: no job has written here; name a TTP_LOG_PATH, or a job's folder in it"
-        )
+        raise JobFolderError(f"{where}: no job has written here; {_ADVICE}")
     return found[-1]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adaptor import text
-from adaptor.operations.records import Status
+from adaptor.operations.records import Incident, Status, unix
 
 OK, FINDING, USAGE = 0, 1, 2
 
@@ -20,6 +20,15 @@ def protection(status: Status) -> str:
     if status.state == "ended" and status.protected:
         return "it was protected to its end"
     return "protected" if status.protected else f"NOT PROTECTED: {status.why_not}"
+
+
+def first_step_again(incident: Incident, fault_at: float) -> float | None:
+    """Return the seconds from `fault_at`, in Unix seconds, to the first step after it; None: none yet."""
+    phases = incident.phases
+    if phases.first_step is None:
+        return None
+    spent = max(0.0, unix(incident.ended) - fault_at)
+    return spent + (phases.restart or 0.0) + (phases.load or 0.0) + phases.first_step
 
 
 def duration(seconds: float) -> str:

@@ -97,6 +97,10 @@ def _answer(parsed: argparse.Namespace) -> int:
     step = getattr(parsed, "step", None)
     if step is not None and step < 0:
         raise StoreError(f"--step is {step}: it must be a number from 0 on")
+    scheme, colon, place = str(getattr(parsed, "folder", "")).partition(":/")  # of `//` a Path keeps one
+    if colon and "://" not in parsed.url:
+        url = f"{scheme}://{'/' if scheme == 'file' else ''}{place}"
+        raise StoreError(f"the URL comes first: ttp store {parsed.action} {shown(url)} {shown(parsed.url)}")
     return run(parsed)
 
 

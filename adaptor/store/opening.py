@@ -117,9 +117,10 @@ def _require_folder(folder: Path, make: bool) -> None:
         if make:
             folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise StoreError(f"file://{folder}: cannot be made ({error.strerror})") from None
+        advice = "" if folder.parent.is_dir() else f"; make {folder.parent} first, or correct the URL"
+        raise StoreError(f"file://{folder}: cannot be made ({error.strerror}){advice}") from None
     if not folder.is_dir():
-        raise StoreError(f"file://{folder}: there is no such folder")
+        raise StoreError(f"file://{folder}: there is no such folder; correct the URL")
     if not os.access(folder, os.R_OK | os.X_OK):
         raise StoreError(f"file://{folder}: this user cannot read it")
 

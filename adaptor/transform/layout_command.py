@@ -9,6 +9,7 @@ from pathlib import Path
 from adaptor.checkpoint import disk, layout_file
 from adaptor.checkpoint.layout_file import RankLayout
 from adaptor.errors import AdaptorError, CheckpointError
+from adaptor.protocol import naming
 
 _ENDINGS = (".json.gz", ".json")
 
@@ -48,13 +49,34 @@ def _failed(why: str) -> int:
     return 2
 
 
+def _require_no_checkpoint(folder: Path) -> None:
+    """Refuse a checkpoint, or a folder of checkpoints: their layout files have all ranks.
+
+    Raises:
+        CheckpointError: it is one; names the layout file that it has.
+    """
+    places = (folder, *sorted(folder.glob("iter_*")))
+    found = [place for place in places if (place / naming.MANIFEST).is_file()]
+    whole = [path for place in found if (path := place / naming.LAYOUT).is_file()]
+    if whole:
+        raise CheckpointError(
+            f"{folder}: has checkpoints, and {whole[-1]} is the layout of all ranks, for transform --layout;"
+            " merge is for layout files of some ranks each"
+        )
+    if found:
+        raise CheckpointError(
+            f"{folder}: has checkpoints without a layout file; ttprun --ttp-layout-only FILE writes one"
+        )
+
+
 def merge(folder: Path, out: Path) -> list[RankLayout]:
     """Join the layout files in a folder to the file `out`; return the layouts of all ranks.
 
     Raises:
-        CheckpointError: there is no layout file, one is damaged, two say different things of a rank or are
-            of two jobs, or a rank is missing.
+        CheckpointError: the folder is a checkpoint, there is no layout file, one is damaged, two say
+            different things of a rank or are of two jobs, or a rank is missing.
     """
+    _require_no_checkpoint(folder)
     try:
         paths = sorted(path for path in folder.iterdir() if path.name.endswith(_ENDINGS))
     except OSError as error:

@@ -126,7 +126,7 @@ def trains_on(
 
 REPLACED = (
     r"\[ttp\] rank {rank} {how}; replaced by pid \d+, training goes on after step [56], "
-    r"0 steps lost, \d+\.\d s"
+    r"0 steps lost, \d+\.\d s after the fault was noticed"
 )
 
 

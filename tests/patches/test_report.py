@@ -300,6 +300,14 @@ def test_a_training_loop_of_its_own_beside_patches_that_do_not_fit(
             "AssertionError: CUDA_DEVICE_MAX_CONNECTIONS",
         ),
         ("assert sys.argv == 7", "AssertionError: assert sys.argv == 7"),
+        (
+            "class args: save_interval = None\nassert args.save_interval is not None",
+            "AssertionError: assert args.save_interval is not None: --save-interval is missing",
+        ),
+        (
+            "class args: lr, min_lr = 1, 2\nassert args.min_lr <= args.lr",
+            "AssertionError: assert args.min_lr <= args.lr: correct --min-lr or --lr",
+        ),
         ("import engine_of_nobody", "ModuleNotFoundError: No module named 'engine_of_nobody'"),
         ("sys.exit(3)", "exit code 3"),
         ("sys.exit('no data')", "SystemExit: no data"),

@@ -192,6 +192,17 @@ def _contradicting(stages: Path) -> None:
     (stages / "x.json.gz").write_bytes(layout_file.join([_layout()]))
 
 
+def _of_a_checkpoint(stages: Path) -> None:
+    (stages / naming.MANIFEST).touch()
+    (stages / naming.LAYOUT).touch()
+
+
+def _of_checkpoints(stages: Path) -> None:
+    _none(stages)
+    (stages / "iter_0000005").mkdir()
+    (stages / "iter_0000005" / naming.MANIFEST).touch()
+
+
 def _gone(stages: Path) -> None:
     _none(stages)
     stages.rmdir()
@@ -205,6 +216,8 @@ def _gone(stages: Path) -> None:
         (_damaged, "stage1.json.gz: is no layout file"),
         (_of_another_job, "x.json.gz: is of another job than "),
         (_contradicting, "x.json.gz: says something else of mp_rank_00 than "),
+        (_of_a_checkpoint, f"stages/{naming.LAYOUT} is the layout of all ranks, for transform --layout; "),
+        (_of_checkpoints, "stages: has checkpoints without a layout file; ttprun --ttp-layout-only FILE "),
         (_gone, "stages: No such file or directory"),
     ],
 )

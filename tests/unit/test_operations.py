@@ -689,6 +689,14 @@ def test_ttp_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "detect 20 ms, freeze 30 ms, write 100 ms, publish 30 ms" in said
     assert cli.main(["incidents", "--json", str(tmp_path)]) == 0
     assert [one["blamed"] for one in json.loads(capsys.readouterr().out)] == [1]
+    path = Path(job.report.path)
+    one = msgspec.json.decode(path.read_bytes(), type=records.Incident)
+    one.began, one.ended = records.utc(100.0), records.utc(102.0)
+    one.phases = records.Phases(restart=2.0, load=5.0, first_step=1.5)
+    path.write_bytes(msgspec.json.encode(one))
+    assert cli.main(["incidents", str(tmp_path)]) == 0
+    said = capsys.readouterr().out
+    assert "  first step again 10.5 s after the fault was noticed: restart 2.0 s, load 5.0 s, first " in said
 
 
 def test_where_no_step_has_finished_none_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

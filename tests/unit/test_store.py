@@ -407,6 +407,18 @@ def test_a_damaged_checkpoint_is_not_pushed(
         store.delete(left)
 
 
+@pytest.mark.parametrize("url", ["s3://bucket/run7", "file:///there/run7"])
+def test_the_url_comes_first(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for action in ("push", "pull"):
+        assert _store(action, "saved", url) == 2
+        assert capsys.readouterr().err.endswith(f": the URL comes first: ttp store {action} {url} saved\n")
+
+
+def test_a_store_in_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(StoreError, match=rf"; make {tmp_path}/none first, or correct the URL$"):
+        open_store(f"file://{tmp_path}/none/run7", "", make=True)
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [
