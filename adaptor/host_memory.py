@@ -1,14 +1,37 @@
-"""Reads how much memory of this machine a process can still have."""
+"""Reads how much memory of this machine a process can still have, and which processes ran out of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _MEMORY = Path("/proc/meminfo")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The names of the files of a control group."""
+
+    limit: str
+    usage: str
+    reclaimable: str
+    peak: str
+    kills: str
+
+
+_VERSION_1 = _Names(
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    "total_inactive_file",
+    "memory.max_usage_in_bytes",
+    "memory.oom_control",
+)
+_VERSION_2 = _Names("memory.max", "memory.current", "inactive_file", "memory.peak", "memory.events")
 
 
 def available() -> int:
@@ -25,38 +48,92 @@ def _of_the_machine() -> int:
 
 
 def _of_control_groups() -> Iterator[int]:
-    """Return what each control group around this process leaves; of version 2 and of version 1."""
-    try:
-        lines = _OWN_GROUPS.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
+    """Return what each control group around this process leaves."""
+    for folder, names in _groups_around(_OWN_GROUPS):
+        left = _left(folder, names)
+        if left is not None:
+            yield left
+
+
+def _groups_around(process: Path) -> Iterator[tuple[Path, _Names]]:
+    """Return the control groups of version 2 and of version 1 around a process, the innermost first.
+
+    Args:
+        process: its file `cgroup` in /proc.
+    """
+    for line in _read(process).splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         root = _GROUPS / "memory" if controllers else _GROUPS
-        names = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if controllers
-            else ("memory.max", "memory.current", "inactive_file")
-        )
         own = root / path.lstrip("/")
         # In a container its own group may be mounted as the root, whatever its path is called.
         for folder in (own, *own.parents):
             if folder == root.parent:
                 break
-            left = _left(folder, *names)
-            if left is not None:
-                yield left
+            yield folder, _VERSION_1 if controllers else _VERSION_2
 
 
-def _left(folder: Path, limit: str, usage: str, reclaimable: str) -> int | None:
+def _left(folder: Path, names: _Names) -> int | None:
     try:
-        most = (folder / limit).read_text().strip()
+        most = (folder / names.limit).read_text().strip()
         if most == "max" or int(most) >= _UNLIMITED:
             return None
-        used = int((folder / usage).read_text())
+        used = int((folder / names.usage).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return max(0, int(most) - used + int(stat.get(reclaimable, 0)))
+    return max(0, int(most) - used + int(stat.get(names.reclaimable, 0)))
+
+
+class OutOfMemoryKills:
+    """The processes that the kernel has killed for want of memory, in the control groups of noted processes.
+
+    The kernel counts the kills of a group, and names no process. Invariant: no more deaths are explained than
+    the kernel has killed since the newest process of the group was noted.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, tuple[Path, _Names]] = {}
+        self._known: dict[Path, int] = {}
+
+    def note(self, pid: int) -> None:
+        """Note that the process `pid` has started."""
+        for folder, names in _groups_around(Path(f"/proc/{pid}/cgroup")):
+            count = _kills(folder, names)
+            if count is not None:
+                self._groups[pid], self._known[folder] = (folder, names), count
+                return
+
+    def explain(self, pid: int) -> str:
+        """Return why SIGKILL has ended the process `pid`; '' where it was not for want of memory."""
+        folder, names = self._groups.pop(pid, (None, _VERSION_2))
+        if folder is None or (_kills(folder, names) or 0) <= self._known[folder]:
+            return ""
+        self._known[folder] += 1
+        limits = [
+            int(text) for each in (folder, *folder.parents) if (text := _read(each / names.limit)).isdigit()
+        ]
+        limit, peak = min(limits, default=_UNLIMITED), _read(folder / names.peak)
+        words = ["out of memory"]
+        if limit < _UNLIMITED:
+            words.append(f"the limit of its control group is {limit / _MIB:.0f} MiB")
+        if peak.isdigit():
+            words.append(f"the peak {int(peak) / _MIB:.0f} MiB")
+        return ", ".join(words)
+
+
+def _kills(folder: Path, names: _Names) -> int | None:
+    """Return how many processes of a control group the kernel has killed for want of memory."""
+    for line in _read(folder / names.kills).splitlines():
+        name, _, value = line.partition(" ")
+        if name == "oom_kill" and value.isdigit():
+            return int(value)
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from adaptor.host_memory import OutOfMemoryKills
 from adaptor.launchers import procfs
 from adaptor.launchers.rejected_connections import RejectedConnections
 from adaptor.launchers.stack_collector import StackCollector
@@ -72,6 +74,7 @@ class Workers:
         self._heard_out: set[int] = set()  # ranks whose connection has ended
         self._ended: dict[int, asyncio.Future[None]] = {}  # done when the process of a rank has ended
         self._orders_to_replace: Counter[int] = Counter()  # so many have come for each rank
+        self._kills = OutOfMemoryKills()
         self._lifelines = WorkerLifelines(loop, self._on_dying)
         self._sessions: dict[int, int] = {}  # of workers: when each began, by its process
         self._connections: dict[int, asyncio.StreamWriter] = {}
@@ -118,6 +121,7 @@ class Workers:
         self._deaths[rank] = os.pidfd_open(process.pid)
         self._ended[rank] = self._loop.create_future()
         self._sessions[process.pid] = procfs.started(process.pid)
+        self._kills.note(process.pid)
         self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
 
     async def replace(self, rank: int, start: Callable[[], subprocess.Popen[bytes] | None]) -> None:
@@ -348,7 +352,8 @@ class Workers:
         if status == 0 and rank in self._lifelines.held:
             self._on_dying(rank, pid, at)
         self.alive.discard(rank)
-        self._up(Died(rank, status, at, self._last_board(rank, pid)))
+        why = self._kills.explain(pid) if status == -signal.SIGKILL else ""
+        self._up(Died(rank, status, at, self._last_board(rank, pid), why))
         self._ended[rank].set_result(None)
         self._loop.call_soon(self._sweep, (pid,))
 

@@ -176,8 +176,9 @@ class Controller:
             case Dying(rank=rank, board=board):
                 self.membership.boards[rank] = board
                 return self._on_dying(rank, now)
-            case Died(rank=rank, status=status, board=board):
+            case Died(rank=rank, status=status, board=board, why=why):
                 self.membership.boards[rank] = board
+                self._failures.explain(rank, why)
                 if board.phase == Phase.ENDED:
                     self._failures.ended.add(rank)
                 orders = self._on_deaths({rank: status}, now)

@@ -46,6 +46,7 @@ class Failures:
 
     Attributes:
         dead: the status of every process that has ended, by rank
+        why: the reasons of such ends, where they are known
         ended: ranks whose script had come to its end before
         unannounced: ranks that ended without announcing it: they have failed, whatever the status
         noticed: ranks that have ended, in the order in which that was noticed; statuses come later
@@ -60,6 +61,7 @@ class Failures:
     """
 
     dead: dict[int, int] = field(default_factory=dict)
+    why: dict[int, str] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     unannounced: set[int] = field(default_factory=set)
     noticed: dict[int, None] = field(default_factory=dict)
@@ -76,6 +78,11 @@ class Failures:
         """Note ranks that have ended, or are about to."""
         for rank in ranks:
             self.noticed.setdefault(rank)
+
+    def explain(self, rank: int, why: str) -> None:
+        """Note why a process of `rank` has ended; the first one counts."""
+        if why and rank not in self.dead:
+            self.why[rank] = why
 
     def end(self, rank: int, status: int) -> None:
         """Note the status of a process of `rank` that has ended; the first one counts."""
@@ -128,7 +135,9 @@ class Failures:
             code = status or 1 if status >= 0 else SIGNAL_BASE - status
             away = {r for ranks in self.lost.values() for r in ranks}
             after = {r: " after its script had ended" if r in self.ended else "" for r, _ in failed}
-            words = [f"rank {r} {ending(s)}{after[r]}" for r, s in failed if r not in away]
+            words = [
+                f"rank {r} {ending(s, self.why.get(r, ''))}{after[r]}" for r, s in failed if r not in away
+            ]
             words += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
             key = "" if rank in away else _kind(status)
             kind = "node-lost" if rank in away else "signal" if status < 0 else "exit"
@@ -185,8 +194,10 @@ class Failures:
         return {}
 
 
-def ending(status: int) -> str:
-    """Return the predicate of a sentence about a process that has ended."""
+def ending(status: int, why: str = "") -> str:
+    """Return the predicate of a sentence about a process that has ended, and `why`, if that is known."""
+    if why:
+        return f"{ending(status)} ({why})"
     if status == 0:
         return "exited with code 0 before its script had ended"
     if status > 0:

@@ -195,9 +195,9 @@ class Newcomers:
             case Hello(pid=pid):
                 if newcomer.stage is NewcomerStage.STARTING:
                     newcomer.stage, newcomer.pid = NewcomerStage.READY, pid
-            case Died(status=status):
+            case Died(status=status, why=why):
                 newcomer.stage = NewcomerStage.ENDED
-                return ending(status)
+                return ending(status, why)
             case Dying():
                 return "has died"
             case Raised(error=error):

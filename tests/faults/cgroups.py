@@ -22,15 +22,15 @@ _HOARD = 16 * _LIMIT
 
 
 @contextmanager
-def too_little_memory() -> Iterator[Path]:
-    """A group whose processes the kernel kills as soon as they need 64 MiB more.
+def too_little_memory(limit: int = _LIMIT) -> Iterator[Path]:
+    """A group whose processes the kernel kills as soon as they need `limit` bytes more.
 
     Raises OSError where this user, on this machine, may not make one.
     """
     limits = (
-        {"memory.max": _LIMIT, "memory.swap.max": 0}
+        {"memory.max": limit, "memory.swap.max": 0}
         if _UNIFIED
-        else {"memory.limit_in_bytes": _LIMIT, "memory.swappiness": 0}
+        else {"memory.limit_in_bytes": limit, "memory.swappiness": 0}
     )
     with _group("memory", limits) as group:
         yield group

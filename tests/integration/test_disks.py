@@ -148,9 +148,10 @@ def test_training_goes_on_while_nothing_can_be_saved(
     assert any(line.endswith("is saved; 1 save had failed before") for line in ended.said), ended.said
     assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
     outcome.assert_same_training(ended, baseline.records)
-    # The save of step 4 is made later, when its pause is over.
-    assert outcome.steps_in(disk.place) == [6, 8]
-    for step in (6, 8):
+    # The save of step 4 is made later, when its pause is over; that of an asynchronous save begins later.
+    saved = outcome.steps_in(disk.place)
+    assert saved == [6, 8] or (arguments and saved[-1] == 8)
+    for step in saved:
         name = f"iter_{step:07d}"
         unlike = differences(disk.place / name, baseline.checkpoints / name)
         assert [line for line in unlike if not OPTIONS_OF_ASYNC_SAVES.search(line)] == []

@@ -14,7 +14,7 @@ import pytest
 
 from tests import waiting
 from tests.faults import cgroups
-from tests.unit.launching import TWO, Ended, Launcher, launcher, zygote
+from tests.unit.launching import ONE, TWO, Ended, Launcher, launcher, zygote
 from tests.unit.nodes import is_gone, state_of
 
 __all__ = ["launcher", "zygote"]
@@ -527,6 +527,23 @@ def test_no_threads(who: str, launcher: Launcher) -> None:
     if who == "agent":
         assert ended.code == 137
         assert "; the workers cannot be started again: " in ended.last_line
+
+
+@pytest.mark.robustness(
+    "B7", "the kernel kills a rank for want of memory (memory.max)", "named, with the limit and the peak"
+)
+def test_out_of_memory(launcher: Launcher) -> None:
+    script = launcher.script("hoard = [b'1' * (1 << 20) for _ in range(2048)]")
+    with contextlib.ExitStack() as stack:
+        try:
+            group = stack.enter_context(cgroups.too_little_memory(512 << 20))
+        except OSError as error:
+            pytest.skip(f"not on this machine, or not for this user: {error}")
+        joins = f"from pathlib import Path; Path('{group}/cgroup.procs').write_text('0')"
+        ended = launcher.run(*ONE, script, before=joins)
+    assert ended.code == 137, ended.log
+    said = r"\(out of memory, the limit of its control group is 512 MiB, the peak \d+ MiB\)"
+    assert re.search(rf"rank 0 was ended by SIGKILL {said}", ended.last_line), ended.log
 
 
 @pytest.mark.robustness(

@@ -25,12 +25,16 @@ class AgentHello(Message, frozen=True):
 
 
 class Died(Message, frozen=True):
-    """A worker process ended with `status` (negative: the signal), seen `at` (Unix seconds)."""
+    """A worker process ended with `status` (negative: the signal), seen `at` (Unix seconds).
+
+    `why`: what is known of the reason (the kernel has killed it for want of memory), a phrase; else empty.
+    """
 
     rank: Number
     status: Status
     at: float
     board: BoardRecord
+    why: str = ""
 
 
 class Dying(Message, frozen=True):

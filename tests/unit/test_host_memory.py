@@ -1,0 +1,53 @@
+"""Processes that the kernel has killed for want of memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from adaptor import host_memory
+from adaptor.host_memory import OutOfMemoryKills
+
+
+@pytest.fixture
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A control group of version 2 with two processes, 70 and 71, and of which the kernel has killed one."""
+    group = tmp_path / "job" / "step"
+    group.mkdir(parents=True)
+    (group.parent / "memory.max").write_text(f"{1 << 30}\n")
+    (group / "memory.max").write_text("max\n")
+    (group / "memory.peak").write_text(f"{1000 << 20}\n")
+    _kills(group, 1)
+    monkeypatch.setattr(host_memory, "_groups_around", lambda _: [(group, host_memory._VERSION_2)])
+    return group
+
+
+def _kills(group: Path, count: int) -> None:
+    (group / "memory.events").write_text(f"low 0\nhigh 0\nmax 9\noom {count}\noom_kill {count}\n")
+
+
+def test_no_more_deaths_are_explained_than_the_kernel_has_killed(group: Path) -> None:
+    kills = OutOfMemoryKills()
+    for pid in (70, 71, 72):
+        kills.note(pid)
+    assert kills.explain(70) == ""
+    _kills(group, 2)
+    why = "out of memory, the limit of its control group is 1024 MiB, the peak 1000 MiB"
+    assert (kills.explain(71), kills.explain(72)) == (why, "")
+
+
+def test_a_kill_before_a_new_process_is_not_its_own(group: Path) -> None:
+    kills = OutOfMemoryKills()
+    kills.note(70)
+    _kills(group, 2)  # a data loader
+    kills.note(71)
+    assert kills.explain(71) == ""
+
+
+def test_a_kernel_that_counts_nothing_explains_nothing(group: Path) -> None:
+    (group / "memory.events").unlink()
+    kills = OutOfMemoryKills()
+    kills.note(os.getpid())
+    assert kills.explain(os.getpid()) == ""
