@@ -394,11 +394,11 @@ def test_both_start_again_together(zygote: subprocess.Popen[str], tmp_path: Path
     ("what", "code", "count", "words"),
     [
         (
-            "raise ValueError",
+            "raise OSError",
             79,
             3,
             (
-                "; not started again: ValueError at script.py:2 came 3 times before training without a newer "
+                "; not started again: OSError at script.py:2 came 3 times before training without a newer "
                 "checkpoint (TTP_NO_PROGRESS)"
             ),
         ),
