@@ -33,8 +33,12 @@ _NO_DEVICE = (
     "No CUDA GPUs are available",
     "Torch not compiled with CUDA enabled",
 )
-# What torch and torch_npu say where a device fails.
-_OF_A_DEVICE = ("CUDA error", "CUDA out of memory", "NPU error", "NPU out of memory")
+# Words of errors without a type of their own: of torch and torch_npu where a device fails, and of Python
+# where the system has no more threads.
+_OF_THE_SYSTEM = (
+    *("CUDA error", "CUDA out of memory", "NPU error", "NPU out of memory"),
+    "can't start new thread",
+)
 # argparse's exit code for arguments that it refuses.
 _USAGE = 2
 
@@ -120,4 +124,4 @@ def _is_lasting(error: BaseException) -> bool:
 def _may_pass(error: BaseException) -> bool:
     if isinstance(error, OSError | EOFError | MemoryError) or may_be_an_echo(error):
         return True
-    return any(words in text.say(error) for words in _OF_A_DEVICE)
+    return any(words in text.say(error) for words in _OF_THE_SYSTEM)
