@@ -22,6 +22,7 @@ from adaptor import _script, context, patching
 from adaptor.context import Context
 from adaptor.errors import AdaptorError
 from adaptor.protection_plan import Model, Plan, Sharing, plan
+from adaptor.replica import tolerance
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker.unprotected import UnprotectedTraining
 
@@ -105,7 +106,8 @@ class Findings:
             expert=layout.expert,
         )
         ranks = layout.world_size
-        return plan(sharing, self.model, self.replica, ranks, ranks_per_node or ranks, racks)
+        every = context.get().settings.host_copy
+        return plan(sharing, self.model, self.replica, ranks, ranks_per_node or ranks, racks, every)
 
     def cost(self) -> float | None:
         """Return the bytes that replicas take on each rank for each parameter of the model, None if unknown.
@@ -124,8 +126,9 @@ class Findings:
             return "not known: a training loop of its own is checked when it calls adaptor.protect"
         size, ranks = self.layout.data_parallel, f"with {self.layout.world_size} ranks"
         if self.replica == "none":
-            why = "the data-parallel size is 1" if size == 1 else "TTP_REPLICA is none"
-            return f"{ranks} exceptions are survived, the death of a process is not: {why}"
+            lone = "no two ranks share experts" if self.layout.experts == 1 else "TTP_REPLICA is none"
+            why = "the data-parallel size is 1" if size == 1 else lone
+            return f"{ranks} {tolerance.alone(context.get().settings.host_copy)}: {why}"
         alone = ", but none of experts, which no two ranks share" if self.layout.experts == 1 else ""
         if self.replica == "whole":
             return (

@@ -121,6 +121,7 @@ def plan(
     ranks: int,
     ranks_per_node: int,
     racks: Sequence[str] = (),
+    host_copy: int = 0,
 ) -> Plan:
     """Return the plan of a job.
 
@@ -131,12 +132,13 @@ def plan(
         ranks: of the job, in the framework's usual order: tensor, context, data, pipeline.
         ranks_per_node: how many are on one node.
         racks: the rack of each node; empty: not known.
+        host_copy: after how many steps copies in host memory are made; 0: never.
     """
     kinds = ("whole",) if not sharing.sharded and chosen != "none" else ("split", "mirror", "none")
     sizes = {size for size in (sharing.dense, sharing.experts) if size}
     fits = {"split": all(size % 2 == 0 for size in sizes), "mirror": sharing.dense > 1}
     rows = [
-        _replicas(kind, sharing, model, kind == chosen, _nodes(ranks, ranks_per_node), racks)
+        _replicas(kind, sharing, model, kind == chosen, _nodes(ranks, ranks_per_node), racks, host_copy)
         for kind in kinds
         if kind == chosen or fits.get(kind, True)
     ]
@@ -189,6 +191,7 @@ def _replicas(
     chosen: bool,
     node_of: dict[int, int],
     racks: Sequence[str],
+    host_copy: int,
 ) -> Replicas:
     memory = local = host = sent = None
     if model is not None:
@@ -197,7 +200,7 @@ def _replicas(
         local = _STATE * (shard + (copied if kind in _COPY else 0))
         host = _HOST_COPIES * _STATE * (shard + (copied if kind == "split" else 0))
     shares = _shares(kind, sharing, node_of)
-    words = tolerance.survives(kind, shares, node_of)
+    words = tolerance.survives(kind, shares, node_of, host_copy)
     words = words.removeprefix(f"{kind}; ").partition(":")[0]  # behind it are words for the job's first line
     any_rack, better = _racks(shares, node_of, racks) if racks else (None, None)
     return Replicas(kind, chosen, memory, local, host, sent, words, any_rack, better)

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -92,15 +93,13 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
 
 def _of_the_framework(recipe: Mapping[str, Any]) -> Iterator[str]:
     """Return why the framework of a recipe, in place of the imported one, is not recovered online."""
-    from packaging.version import InvalidVersion, Version
-
     from adaptor.frameworks import megatron_online_support
 
     if recipe["framework"] == "mindspeed-llm":  # over HCCL, on NPUs
         yield megatron_online_support.of_backends({"hccl"})
         return
-    with contextlib.suppress(InvalidVersion):  # a branch, or a date
-        if reason := megatron_online_support.of_version(str(Version(recipe["version"]))):
+    if re.fullmatch(r"0\.\d+\.\d+\S*", recipe["version"]):  # else a branch, or a date
+        if reason := megatron_online_support.of_version(recipe["version"]):
             yield reason
 
 

@@ -221,6 +221,7 @@ class ControllerClient:
             rejected=self._rejected,
             recurrence=self._recurrence,
             online_s=self._online_s,
+            host_copy=self._config.host_copy,
         )
         controller_host.start()
         self._link = LocalLink(controller_host, self._node, self._obey_soon)

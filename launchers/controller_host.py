@@ -58,6 +58,7 @@ class ControllerHost:
         rejected: counts messages that an agent may not send.
         recurrence: the faults of earlier generations.
         online_s: so long a recovery without a restart may take; 0: there is none.
+        host_copy: after how many steps copies in host memory are made; 0: never.
 
     Attributes:
         controller: the pure controller, which decides
@@ -78,6 +79,7 @@ class ControllerHost:
         rejected: RejectedConnections,
         recurrence: Recurrence | None = None,
         online_s: float = 0.0,
+        host_copy: int = 0,
     ):
         self.term = term
         self.nodes = nodes
@@ -90,6 +92,7 @@ class ControllerHost:
             world_size, timeout_s, store, report.next_incident, term, recurrence, online_s
         )
         members = self.controller.membership
+        members.host_copy = host_copy
         self._registry = AgentRegistry(world_size, nodes, members.lost, members.expected)
         self._incident_report = report
         self._rejected = rejected

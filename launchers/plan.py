@@ -18,6 +18,7 @@ from adaptor import text
 from adaptor.errors import ConfigError
 from adaptor.operations import cli, terminal
 from adaptor.operations.words import FINDING, OK, USAGE, duration
+from adaptor.replica.tolerance import REMEDY
 
 # A save folder on a fast file system; what all writers together reach, in bytes for each second.
 BANDWIDTH = 1e9
@@ -257,7 +258,12 @@ def _lines(report: Report, hosts: Sequence[str]) -> list[str]:
         lines.append(f"{kind:<12} {memory:>12} {local:>12} {host:>12} {sent:>15}  {row.survives}")
     lines += ["", "* what this job would have; each column for each rank; local copy: with TTP_LOCAL_COPY;"]
     lines.append("  host copies: with TTP_HOST_COPY, memory of the host")
-    lines += [line for row in plan.replicas if row.chosen for line in _of_racks(row, hosts)]
+    for row in plan.replicas:
+        if row.chosen:
+            lines += _of_racks(row, hosts)
+            if row.survives == "exceptions alone":
+                host = f"; {_bytes(row.host_copy)} of host memory for each rank" if row.host_copy else ""
+                lines.append(f"remedy       {REMEDY}{host}")
     if plan.save_seconds is not None:
         save, speed, writer = map(_bytes, (plan.save, plan.bandwidth, plan.writer))
         seconds = duration(plan.save_seconds)

@@ -16,6 +16,7 @@ from adaptor.frameworks import (
     megatron_restart,
     megatron_sizes,
     optimizer_instances,
+    parallel_sizes,
     reshape_sizes,
     script_loop,
     supported_options,
@@ -93,6 +94,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
             aligned=getattr(parsed, "align_grad_reduce", True),
         )
     )
+    choice.has_lone_experts(parallel_sizes.has_lone_experts(parsed))
     yield lambda: choice.decide(
         parsed.use_distributed_optimizer,
         supported_options.data_parallel_size(parsed),

@@ -41,7 +41,12 @@ class CheckpointPlacement:
 
 
 def place_of(
-    optimizer: Any, mirrors: Sequence[Mirror | None], group: str, everyone: dist.ProcessGroup
+    optimizer: Any,
+    mirrors: Sequence[Mirror | None],
+    group: str,
+    everyone: dist.ProcessGroup,
+    *,
+    copies: bool = True,
 ) -> CheckpointPlacement:
     """Find out which shards of which groups this rank holds: collective.
 
@@ -54,6 +59,7 @@ def place_of(
         mirrors: one per optimizer of the chain.
         group: the folder of this rank's files; ranks whose model is the same have the same.
         everyone: all ranks of the job.
+        copies: whether the job may have copies in host memory (TTP_HOST_COPY).
     """
     inner = step_record.chain(optimizer)
     own = [shards.shard_of(one) for one in inner]
@@ -71,10 +77,14 @@ def place_of(
         offset += count
     stored = tuple(index == 0 for index in told[first][1])
     kind = "mirror" if any(mirrors) else "split" if any(map(shards.is_sharded, inner)) else "whole copies"
-    return CheckpointPlacement(group, first, stored, tuple(shares), _survives(kind, tuple(shares), everyone))
+    every = context.get().settings.host_copy if copies else None
+    survives = _survives(kind, tuple(shares), everyone, every)
+    return CheckpointPlacement(group, first, stored, tuple(shares), survives)
 
 
-def _survives(kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup) -> str:
+def _survives(
+    kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup, host_copy: int | None
+) -> str:
     """Return what of the job may be lost, for rank 0 to tell; called on every rank at the same time."""
     told: list[Any] = [None] * everyone.size()
     dist.all_gather_object(told, (shares, context.part(Place).node), group=everyone)
@@ -83,7 +93,7 @@ def _survives(kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup)
     held = {rank: shares for rank, (shares, _) in enumerate(told)}
     nodes = {rank: node for rank, (_, node) in enumerate(told)}
     alone = all(len(owners) == 1 for one in groups_of(held).values() for owners in one.owners.values())
-    return tolerance.survives("no second copies" if alone else kind, held, nodes)
+    return tolerance.survives("no second copies" if alone else kind, held, nodes, host_copy)
 
 
 def state_at(

@@ -248,7 +248,8 @@ def replicas_of(optimizer: Any, size: int, experts: int, again: bool = False) ->
             for param in group["params"]
         )
         taken = sum(mirror.nbytes for mirror in mirrors if mirror is not None)
-        said = choice.describe(size, made, bool(sharded), elements, taken, 1 in sizes)
+        every = context.get().settings.host_copy
+        said = choice.describe(size, made, bool(sharded), elements, taken, 1 in sizes, every)
         output.tell(f"[ttp] {said}", to="stdout")
     return mirrors
 

@@ -28,10 +28,12 @@ class Membership:
         pids: the processes of ranks that have said hello
         hosts: the machines of nodes
         agent_pids: the processes of agents, by node
+        host_copy: after how many steps copies in host memory are made (TTP_HOST_COPY); 0: never
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.host_copy = 0
         self.node_of: dict[int, int] = {}
         self.agents: set[int] = set()
         self.lost: set[int] = set()
@@ -177,10 +179,11 @@ class Membership:
                 helps.add("a second copy of each shard (TTP_REPLICA=auto)")
             elif share.group in shared:
                 helps.add(
-                    "a smaller --expert-model-parallel-size, with which other ranks have the same experts,"
+                    "a smaller --expert-model-parallel-size, with which other ranks have the same experts"
                 )
             else:
                 helps.add("a larger data-parallel size")
-        if helps:
-            return f"{' and '.join(sorted(helps))} would have helped"
-        return "second copies of each shard on other nodes, or a shorter --save-interval, would have helped"
+        if self.host_copy:
+            return f"copies in host memory, made every {self.host_copy} steps, may have an earlier step"
+        helps = helps or {"second copies of each shard on other nodes, a shorter --save-interval"}
+        return f"{' and '.join(sorted(helps))}, or copies in host memory (TTP_HOST_COPY), would have helped"

@@ -126,7 +126,7 @@ def trainee(
     again = everyone is not None
     everyone = everyone or group.of_everyone()
     mirrors = replicas_of(optimizer, size, size, again)
-    place = place_of(optimizer, mirrors, folder, everyone)
+    place = place_of(optimizer, mirrors, folder, everyone, copies=False)
     return MegatronTrainee(
         state=state_at(place, model, optimizer, scheduler, args, format=AscendSpeedFormat()),
         save=str(Path(args.save).resolve()),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from adaptor.transform.arguments import UNEVEN
+
 NEAREST = "nearest"
 # How the framework is told of chunks: they belong to one pipeline parallel size.
 CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
@@ -38,6 +40,29 @@ def experts_objection(args: Any) -> str:
         f"{args.num_experts} experts with {sizes} take {size} ranks, and {args.world_size} is not divisible"
         f" by {size}"
     )
+
+
+def has_lone_experts(args: Any) -> bool:
+    """Return whether each rank has experts that no other rank has; False where the arguments do not tell."""
+    if getattr(args, "num_experts", None) is None or args.world_size != experts_size(args):
+        return False
+    stages, layers = args.pipeline_model_parallel_size, args.num_layers
+    if stages == 1:
+        return True
+    chunks = stages * chunks_of(args, stages) if layers else 0
+    if not chunks or layers % chunks or any(getattr(args, name, None) for name in UNEVEN):
+        return False
+    every = getattr(args, "moe_layer_freq", None) or 1
+    dense = getattr(args, "first_k_dense_replace", None) or 0  # of MindSpeed
+    if not isinstance(every, int | list) or not isinstance(dense, int):
+        return False
+    sparse = every if isinstance(every, list) else [layer % every == 0 for layer in range(layers)]
+    with_experts = [layer >= dense and bool(one) for layer, one in enumerate(sparse)]
+    each = layers // chunks
+    found = {
+        chunk % stages for chunk in range(chunks) if any(with_experts[chunk * each : (chunk + 1) * each])
+    }
+    return len(found) == stages
 
 
 def data_parallel_size(args: Any) -> int:

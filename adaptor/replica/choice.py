@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from adaptor.context import Context
 from adaptor.errors import UnsupportedError
+from adaptor.replica import tolerance
 
 
 class ReplicaChoice:
@@ -26,6 +27,7 @@ class ReplicaChoice:
         self._distributed_optimizer: bool | None = None
         # Why the optimizer instances of the framework found are no way to have replicas; '' if they are one.
         self._no_split = ""
+        self._has_lone_experts = False
 
     @property
     def is_decided(self) -> bool:
@@ -43,7 +45,7 @@ class ReplicaChoice:
             UnsupportedError: the size, or the framework, does not allow what was asked for.
         """
         setting = self._setting
-        if setting == "none" or (size == 1 and setting == "auto"):
+        if setting == "none" or (setting == "auto" and (size == 1 or self._has_lone_experts)):
             return "none"
         if size == 1:
             raise UnsupportedError(
@@ -72,6 +74,13 @@ class ReplicaChoice:
     def cannot_split(self, why: str) -> None:
         """Record why `split` cannot use this framework's optimizer instances in this job; empty: it can."""
         self._no_split = why
+
+    def has_lone_experts(self, alone: bool) -> None:
+        """Record whether every rank has experts that no other rank has.
+
+        Any death then loses these, so `auto` makes no second copies of the rest.
+        """
+        self._has_lone_experts = alone
 
     def decide(self, distributed_optimizer: bool, size: int, experts: int = 0) -> None:
         """Take the framework's arguments before anything is built.
@@ -122,7 +131,15 @@ class ReplicaChoice:
         return made == 1 and self.replica(size, experts) == "mirror"
 
 
-def describe(size: int, made: int, sharded: bool, elements: int, mirrored: int, alone: bool = False) -> str:
+def describe(
+    size: int,
+    made: int,
+    sharded: bool,
+    elements: int,
+    mirrored: int,
+    alone: bool = False,
+    host_copy: int = 0,
+) -> str:
     """Return the line about replicas that a user reads at the start.
 
     Args:
@@ -132,24 +149,23 @@ def describe(size: int, made: int, sharded: bool, elements: int, mirrored: int, 
         elements: of the main params that rank 0 updates.
         mirrored: bytes that its mirrors take.
         alone: whether experts have no second copy, because no other rank has the same.
+        host_copy: after how many steps copies in host memory are made; 0: never.
     """
     if size == 1:
-        return (
-            "no second copies of the optimizer state, the data-parallel size is 1: "
-            "exceptions are survived, the death of a process is not"
-        )
+        fate = tolerance.alone(host_copy)
+        return f"no second copies of the optimizer state, the data-parallel size is 1: {fate}"
     if not sharded:
         return "every data-parallel rank has the whole optimizer state: nothing is added"
     if made > 1:
         more = 12 * elements * (made - 1) // made
         return f"second copies of optimizer shards by split, {made} instances: {_mib(more)} more on rank 0"
     if mirrored:
-        only = ", but none of experts, which no two ranks share: a death loses those" if alone else ""
+        only = (
+            f", but none of experts, which no two ranks share: {tolerance.alone(host_copy)}" if alone else ""
+        )
         return f"second copies of optimizer shards by mirror: {_mib(mirrored)} more on rank 0{only}"
-    return (
-        "no second copies of optimizer shards (TTP_REPLICA=none): "
-        "exceptions are survived, the death of a process is not"
-    )
+    why = "no two ranks share experts" if alone else "TTP_REPLICA=none"
+    return f"no second copies of optimizer shards ({why}): {tolerance.alone(host_copy)}"
 
 
 def _mib(count: int) -> str:

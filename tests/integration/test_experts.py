@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,14 +70,19 @@ def test_experts_that_no_two_ranks_share(tmp_path: Path, baseline_of: BaselineOf
         faults=["rank=1,step=6,phase=backward,kind=exception"],
     )
     ended = survives(job, baseline_of(MOE_EP2_DP2), code=1, saved={5})
-    assert "but none of experts, which no two ranks share: a death loses those" in ended.log
+    assert "but none of experts, which no two ranks share: exceptions are survived, the death of" in ended.log
+    assert "; TTP_HOST_COPY=K keeps copies in host memory, from which at most K steps are lost)" in ended.log
     job = Job(
         tmp_path / "killed",
         MOE_EP2_DP2,
         save=tmp_path / "nothing",
         faults=["rank=1,step=3,phase=backward,kind=sigkill"],
     )
-    lost = harness.run(job)
+    lost = harness.run(replace(job, layout=replace(MOE_EP2_DP2, replica="auto")))
     assert lost.code == 137
-    assert "of group mp_rank_00_001 has no live holder, it was on rank 1" in lost.last_line
+    assert "no second copies of optimizer shards (no two ranks share experts)" in lost.log
+    assert "or copies in host memory (TTP_HOST_COPY), would have helped" in lost.last_line
+    assert " has no live holder, it was on rank 1; a second copy of each shard (TTP_REPLICA=auto) and a" in (
+        lost.last_line
+    )
     assert outcome.steps_in(tmp_path / "nothing") == []

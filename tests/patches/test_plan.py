@@ -121,7 +121,12 @@ def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> Non
     assert line.startswith("recovery     not online: a fault restarts all ranks (--iterations-to-skip ")
     assert "; a data loader of the script's own (--dataloader-type external) " in line
     (chosen,) = (line for line in done.stdout.splitlines() if line.startswith(("* mirror", "* none")))
+    assert chosen.startswith("* none ")
     assert chosen.endswith("  exceptions alone")
+    assert "\nremedy       TTP_HOST_COPY=K keeps copies in host memory, from which at most K" in done.stdout
+    copied = python("-m", "adaptor.launchers.ttp", *words, env={**environ, "TTP_HOST_COPY": "5"})
+    assert "exceptions; a rank that dies costs up to 5 steps, from copies in host memory\n" in copied.stdout
+    assert "remedy" not in copied.stdout
     words = ("plan", "--nproc-per-node", "2", "--", script, *tiny_gpt(save=tmp_path))
     done = python("-m", "adaptor.launchers.ttp", *words, env=environ)
     assert (

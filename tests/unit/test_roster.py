@@ -8,9 +8,9 @@ from adaptor.controller.membership import Membership
 from adaptor.protocol.messages import Layout, Share
 
 AUTO = "a second copy of each shard (TTP_REPLICA=auto)"
-EXPERTS = "a smaller --expert-model-parallel-size, with which other ranks have the same experts,"
+EXPERTS = "a smaller --expert-model-parallel-size, with which other ranks have the same experts"
 LARGER = "a larger data-parallel size"
-NODES = "second copies of each shard on other nodes, or a shorter --save-interval,"
+NODES = "second copies of each shard on other nodes, a shorter --save-interval"
 
 
 def _own(index: int, count: int, group: str = "g") -> Share:
@@ -52,4 +52,7 @@ def test_advice(ranks: list[list[Share]], helps: str) -> None:
     membership = Membership(len(ranks))
     for rank, shares in enumerate(ranks):
         membership.add(Layout(rank, tuple(shares), "/save", 0, ""))
-    assert membership.advice == f"{helps} would have helped"
+    copies = "copies in host memory"
+    assert membership.advice == f"{helps}, or {copies} (TTP_HOST_COPY), would have helped"
+    membership.host_copy = 10
+    assert membership.advice == f"{copies}, made every 10 steps, may have an earlier step"

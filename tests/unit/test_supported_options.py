@@ -10,7 +10,7 @@ import pytest
 
 from adaptor import context
 from adaptor.errors import ConfigError, UnsupportedError
-from adaptor.frameworks import supported_options
+from adaptor.frameworks import parallel_sizes, supported_options
 from adaptor.replica.choice import ReplicaChoice, describe
 
 # Megatron-LM's own defaults, and what the tests here are about.
@@ -252,6 +252,43 @@ def test_experts_have_folders_or_are_refused(tensor: int, cut: int, experts: int
 
 def test_experts_are_cut_like_the_rest_where_nothing_is_said() -> None:
     supported_options.require_folders_for_experts(2, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "alone"),
+    [
+        ({}, True),
+        ({"num_experts": None}, False),
+        ({"world_size": 16}, False),  # two ranks have each expert
+        ({"moe_layer_freq": 2}, True),
+        ({"moe_layer_freq": [0, 0, 1, 1, 1, 1, 1, 1]}, True),
+        ({"moe_layer_freq": [0, 0, 0, 0, 1, 1, 1, 1]}, False),  # the first stage has none
+        (
+            {"moe_layer_freq": [0, 0, 0, 0, 1, 1, 1, 1], "num_virtual_stages_per_pipeline_rank": 2},
+            True,
+        ),
+        ({"first_k_dense_replace": 4}, False),
+        ({"first_k_dense_replace": 3}, True),
+        ({"num_layers_per_virtual_pipeline_stage": 8}, False),  # which the framework refuses afterwards
+        ({"decoder_first_pipeline_num_layers": 2}, False),  # not known
+        ({"pipeline_model_parallel_size": 1, "world_size": 4, "num_layers": None}, True),
+    ],
+)
+def test_experts_that_each_rank_has_alone(options: dict[str, Any], alone: bool) -> None:
+    """A death then loses some, whatever second copies the rest has; `auto` makes none."""
+    sizes = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 4,
+        "world_size": 8,
+        "num_experts": 8,
+        "num_layers": 8,
+    }
+    assert parallel_sizes.has_lone_experts(SimpleNamespace(**(sizes | options))) is alone
+    for setting, kind in (("auto", "none" if alone else "mirror"), ("mirror", "mirror")):
+        choice = chosen(setting)
+        choice.has_lone_experts(alone)
+        assert choice.replica(4, 1) == kind
 
 
 def chosen(setting: str) -> ReplicaChoice:

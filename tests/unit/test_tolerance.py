@@ -45,5 +45,10 @@ def test_how_many(shares: dict[int, list[Share]], nodes: tuple[int, ...], words:
     ids=["one shard is on one rank alone", "one rank alone can write a group"],
 )
 def test_no_rank(shares: dict[int, list[Share]]) -> None:
-    words = tolerance.survives("mirror", shares, {0: 0, 1: 1, 2: 2})
-    assert words == "mirror; exceptions alone: a rank that dies takes the steps since the last save along"
+    nodes = {0: 0, 1: 1, 2: 2}
+    alone = "mirror; exceptions alone: a rank that dies takes the steps since the last save along"
+    remedy = "TTP_HOST_COPY=K keeps copies in host memory, from which at most K steps are lost"
+    assert tolerance.survives("mirror", shares, nodes) == f"{alone}; {remedy}"
+    assert tolerance.survives("mirror", shares, nodes, host_copy=None) == alone, "no remedy for this job"
+    words = "mirror; exceptions; a rank that dies costs up to 5 steps, from copies in host memory"
+    assert tolerance.survives("mirror", shares, nodes, host_copy=5) == words
