@@ -98,9 +98,9 @@ def _of_the_framework(recipe: Mapping[str, Any]) -> Iterator[str]:
     if recipe["framework"] == "mindspeed-llm":  # over HCCL, on NPUs
         yield megatron_online_support.of_backends({"hccl"})
         return
-    if re.fullmatch(r"0\.\d+\.\d+\S*", recipe["version"]):  # else a branch, or a date
-        if reason := megatron_online_support.of_version(recipe["version"]):
-            yield reason
+    version = recipe["version"]
+    if re.fullmatch(r"0\.\d+\.\d+\S*", version):  # else a branch, or a date
+        yield from filter(None, (megatron_online_support.of_version(version),))
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:

@@ -62,7 +62,7 @@ def has_lone_experts(args: Any) -> bool:
     found = {
         chunk % stages for chunk in range(chunks) if any(with_experts[chunk * each : (chunk + 1) * each])
     }
-    return len(found) == stages
+    return found == set(range(stages))
 
 
 def data_parallel_size(args: Any) -> int:
