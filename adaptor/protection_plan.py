@@ -83,6 +83,7 @@ class Plan:
         replicas: each kind that the layout allows.
         save: bytes that a save writes, by all ranks together.
         writer: bytes of host memory of a rank that gathers the state of its group for a save.
+        remedy: the setting with which a death would cost less, in words; empty: none is needed.
     """
 
     ranks: int
@@ -92,6 +93,7 @@ class Plan:
     replicas: tuple[Replicas, ...]
     save: float | None
     writer: float | None
+    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,7 @@ def plan(
         for kind in kinds
         if kind == chosen or fits.get(kind, True)
     ]
+    lone = [row for row in rows if row.chosen and row.survives == "exceptions alone"]
     return Plan(
         ranks=ranks,
         nodes=-(-ranks // ranks_per_node),
@@ -150,6 +153,7 @@ def plan(
         replicas=tuple(rows),
         save=_save(sharing, model, ranks) if model is not None else None,
         writer=_STATE * model.dense if model is not None else None,
+        remedy=tolerance.REMEDY if lone else "",
     )
 
 

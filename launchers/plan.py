@@ -18,7 +18,6 @@ from adaptor import text
 from adaptor.errors import ConfigError
 from adaptor.operations import cli, terminal
 from adaptor.operations.words import FINDING, OK, USAGE, duration
-from adaptor.replica.tolerance import REMEDY
 
 # A save folder on a fast file system; what all writers together reach, in bytes for each second.
 BANDWIDTH = 1e9
@@ -48,6 +47,7 @@ class JobPlan(msgspec.Struct):
     replicas: list[ReplicaRow]
     save: float | None
     writer: float | None
+    remedy: str = ""
     bandwidth: float | None = None
     save_seconds: float | None = None
 
@@ -261,9 +261,9 @@ def _lines(report: Report, hosts: Sequence[str]) -> list[str]:
     for row in plan.replicas:
         if row.chosen:
             lines += _of_racks(row, hosts)
-            if row.survives == "exceptions alone":
+            if plan.remedy:
                 host = f"; {_bytes(row.host_copy)} of host memory for each rank" if row.host_copy else ""
-                lines.append(f"remedy       {REMEDY}{host}")
+                lines.append(f"remedy       {plan.remedy}{host}")
     if plan.save_seconds is not None:
         save, speed, writer = map(_bytes, (plan.save, plan.bandwidth, plan.writer))
         seconds = duration(plan.save_seconds)
