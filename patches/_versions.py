@@ -1,6 +1,8 @@
 """The versions of frameworks with which jobs were trained, with faults: docs/compatibility.md."""
 
-MEGATRON = ">=0.6,!=0.7.*,!=0.9.*,!=0.10.*,!=0.11.*,!=0.13.*,!=0.14.*,!=0.17.*,!=0.18.*,!=0.19.*,<0.21"
+from adaptor.frameworks import tested_versions
+
+MEGATRON = tested_versions.specifier(tested_versions.CORE)
 
 # ModelLink has no version in its package; a commit is named.
 MODELLINK = "commit af1347"

@@ -12,13 +12,13 @@ from packaging.specifiers import SpecifierSet
 from adaptor import context
 from adaptor.context import Context
 from adaptor.devices.cuda import is_detailed
+from adaptor.frameworks import tested_versions
 from adaptor.online import group_books
 from adaptor.online.groups import Groups
 from adaptor.worker.watchdogs import Watchdogs
 
-# Versions with which failed ranks were replaced: docs/compatibility.md.
-TESTED = SpecifierSet(">=0.12,<0.21,!=0.17.*,!=0.18.*,!=0.19.*", prereleases=True)
-_TESTED_WORDS = "0.12 to 0.16 and 0.20 have been"
+# Versions with which failed ranks were replaced.
+TESTED = SpecifierSet(tested_versions.specifier(tested_versions.ONLINE), prereleases=True)
 # Backends of process groups with which jobs have gone on bitwise; over NCCL with Megatron-LM 0.15.0rc5 alone,
 # on one GPU (docs/accelerators.md).
 EXCHANGED = frozenset({"gloo", "nccl"})
@@ -190,7 +190,8 @@ def of_version(version: str) -> str:
     """Return why a version of Megatron-LM is not recovered online; empty: it is."""
     if TESTED.contains(version):
         return ""
-    return f"Megatron-LM {version} has not been tested with it; {_TESTED_WORDS}"
+    tested = tested_versions.words(tested_versions.ONLINE)
+    return f"Megatron-LM {version} has not been tested with it; {tested} have been"
 
 
 def of_data(call: Mapping[str, Any]) -> str:
