@@ -350,7 +350,7 @@ class SurvivorsAgent(LocalElasticAgent):
                 self._handler.take_in()
                 return RunResult(state=WorkerState.HEALTHY)
             elif self._remaining_restarts > 0:
-                say(verdict.line)
+                say(f"{verdict.line}; all workers start again")
                 action = self._account.restart()
                 if verdict.save and verdict.step >= 0:
                     read_ahead.begin(Path(verdict.save) / naming.final_name(verdict.step))

@@ -244,7 +244,10 @@ def test_what_an_operator_reads_at_night(launcher: Launcher) -> None:
         who = rf"rank 0 \(pid {pid}, host {socket.gethostname()}\)"
         expected += [
             rf"{utc}incident {number}, {who}, after step {step}, report {report}",
-            rf"\[ttp\] rank 0 raised ValueError: {pid}; step {step} is saved, no finished step is lost",
+            (
+                rf"\[ttp\] rank 0 raised ValueError: {pid}; step {step} is saved, no finished step is lost; "
+                "all workers start again"
+            ),
             rf"{utc}restart {number} of 3: from step {step}, 0 steps lost, \d+\.\d s after the fault",
         ]
         (path,) = launcher.folder.glob(f"logs/*/incidents/*-{number}.json")
