@@ -56,7 +56,7 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
             agent.sendall(wire.frame(ready))
             if ready.stop_before:  # what is imported stays; stdin, the pid and the parent do, too
                 os.execve(sys.executable, sys.orig_argv, environment_at_start)
-            name = _NAME.read_bytes()
+            name = _NAME.read_bytes().strip()
             _NAME.write_bytes(b"ttp-spare")  # for people, in ps and top
             become = wire.receive(agent, to_spare)
             _NAME.write_bytes(name)

@@ -531,6 +531,7 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
     state = (
         "import json, sys; note.with_suffix('.json').write_text(json.dumps(dict(argv=sys.argv, path=sys.path,"
         " name=__name__, file=__file__, nice=os.nice(0), policy=os.sched_getscheduler(0),"
+        " comm=Path('/proc/self/comm').read_text(),"
         " input=os.readlink('/proc/self/fd/0'), group=os.getpgrp() == os.getpid(),"
         " early='fractions' in EARLY, known=KNOWN, pool=pool.WARM, environment=dict(os.environ))))"
     )
