@@ -25,7 +25,7 @@ from adaptor import _script, context, text
 from adaptor.launchers import worker_main
 from adaptor.protocol import environment, wire
 from adaptor.protocol.spare_messages import Become, Import, Ready, to_spare
-from adaptor.worker import imported_names, modules
+from adaptor.worker import imported_names, modules, watchdogs
 from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.script_imports import ScriptImports, code_of_variable
 
@@ -137,6 +137,7 @@ class _ImportsAsAWorker:
         imported_by: dict[str, str] = {}  # modules: the module whose import has imported each
         for place, (name, origin) in enumerate(self._order.origins.items()):
             self._place = place
+            self._switch_watchdogs_off()
             if name == self._order.stop_before:
                 break
             if name in sys.modules or name in _NOT_TO_IMPORT:
@@ -156,6 +157,15 @@ class _ImportsAsAWorker:
             if difference:
                 return Ready(difference, imported_by[module])
         return Ready()
+
+    def _switch_watchdogs_off(self) -> None:
+        """Set the variables that the adaptor itself had set in a worker at this import.
+
+        A module that reads all variables, such as networkx.utils.backends, then reads what it read there.
+        """
+        for name in watchdogs.VARIABLES:
+            if self._place > self._changed_at.get(name, self._place):
+                os.environ[name] = watchdogs.OFF
 
     def _difference(self, modules_to_compare: Iterable[str]) -> str:
         """Return the first difference to a worker, and how the user avoids it; empty: there is none."""

@@ -18,6 +18,7 @@ from adaptor import context, output
 from adaptor.context import Context
 from adaptor.protocol.environment import NEWCOMER, Place
 
+OFF = "0"  # the value that `Watchdogs.switch_off` gives to each of the variables
 # To end the process would end a holder, and to abort the collective would let the device go on with gradients
 # that nobody has reduced. And NCCL's monitor ends a process some minutes after such a failure. 0: nothing.
 VARIABLES = (
@@ -61,7 +62,7 @@ class Watchdogs:
 
     def _switch_off(self, name: str) -> None:
         self._before[name] = os.environ.get(name)
-        os.environ[name] = "0"
+        os.environ[name] = OFF
 
     def restore(self) -> None:
         """Put the variables back, for process groups that are made from now on: the adaptor is disabled."""

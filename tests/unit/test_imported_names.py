@@ -201,3 +201,29 @@ with spare_imports._reads_of(lambda name: True) as reads:
 print(reads, list(recorder.changed_variables()))
 """
     assert run(program) == "{} ['SET_BY_THE_SCRIPT']"
+
+
+def test_a_module_that_reads_all_variables_reads_the_watchdogs_of_a_worker(tmp_path: Path) -> None:
+    """The adaptor switches them off in a worker; that is no reason to leave out a module in a spare."""
+    (tmp_path / "first.py").touch()
+    (tmp_path / "reads_all.py").write_text(
+        "import os; watchdog = dict(os.environ)['TORCH_NCCL_ENABLE_MONITORING']"
+    )
+    program = """
+import os, sys
+from adaptor.launchers import spare_imports
+from adaptor.protocol.messages import ChangedVariable
+from adaptor.protocol.spare_messages import Import
+from adaptor.worker.script_imports import code_of_variable
+folder, name = sys.argv[1], "TORCH_NCCL_ENABLE_MONITORING"
+sys.path.insert(0, folder)
+os.environ[name] = "0"
+off = ChangedVariable("first", code_of_variable(name))
+os.environ[name] = "1"
+origins = {module: f"{folder}/{module}.py" for module in ("first", "reads_all")}
+imports = spare_imports._ImportsAsAWorker(Import((), origins, {}, {name: off}, ()))
+with spare_imports._reads_of(imports.is_unlike) as imports.reads:
+    ready = imports.run()
+print(ready.unfit, sys.modules["reads_all"].watchdog)
+"""
+    assert run(program, tmp_path) == "0"
