@@ -182,6 +182,7 @@ SETTINGS = (
         "continue or stop",
         one_of("continue", "stop"),
         "continue: where a save of Megatron-LM fails, training goes on and saves later; stop: it is a fault",
+        same_on_all_nodes=True,
     ),
     Setting(
         "port",

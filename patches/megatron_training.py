@@ -148,14 +148,14 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     from adaptor.online import rejoin  # torch, which is for the script to import
 
     attach_copier()
-    if rejoin.of_this_process() is None:
-        begins()
-        trained = wrapped(*args, **kwargs)
-    else:
-        from adaptor.frameworks import megatron_online
+    with context.part(FailedSaves).in_loop():
+        if rejoin.of_this_process() is None:
+            begins()
+            trained = wrapped(*args, **kwargs)
+        else:
+            from adaptor.frameworks import megatron_online
 
-        trained = megatron_online.train(wrapped, args, kwargs, begins)
-    context.part(FailedSaves).require_saved(runtime.get().session.board.finished)
+            trained = megatron_online.train(wrapped, args, kwargs, begins)
     runtime.get().session.end_training()
     return trained
 
@@ -234,7 +234,7 @@ def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
 @training.patch(
     "megatron.training.training:checkpoint_and_decide_exit",
-    why="a save that has failed is tried again between two intervals; a job does not exit by a failed save",
+    why="a save that has failed is tried again between two intervals",
     accepts=(
         "(model, optimizer, opt_param_scheduler, iteration, num_floating_point_operations_so_far,"
         " checkpointing_context, train_data_iterator)"
@@ -245,9 +245,7 @@ def failed_saves_are_tried_again(wrapped: Any, instance: Any, args: Any, kwargs:
     from adaptor.frameworks import megatron_lm  # torch, which is for the script to import
 
     ends = wrapped(*args, **kwargs)
-    if ends:
-        context.part(FailedSaves).require_saved(runtime.get().session.board.finished)
-    else:
+    if not ends:
         megatron_lm.try_save_again(args, kwargs)
     return ends
 

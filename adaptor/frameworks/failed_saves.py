@@ -86,20 +86,40 @@ class FailedSaves:
     def __init__(self, context: Context, clock: Callable[[], float] = time.monotonic) -> None:
         self._continues = context.settings.failed_save == "continue"
         self._clock = clock
+        self._loop_runs = False
         self._count = 0
         self._step = -1
         self._reason = ""
         self._due = 0.0
 
+    @contextlib.contextmanager
+    def in_loop(self) -> Iterator[None]:
+        """While a training loop runs that goes on after a failed save; it ends by its return, or by an exit.
+
+        Raises:
+            CheckpointError: the save of the last step has failed; on all ranks.
+        """
+        self._loop_runs, left = True, None
+        try:
+            yield
+        except SystemExit as error:
+            left = error
+        finally:
+            self._loop_runs = False
+        self.require_saved(runtime.get().session.board.finished)
+        if left is not None:
+            raise left
+
     def agreement(self, folder: Path) -> SaveAgreement | None:
         """Return the agreement for a save that begins now; None: an error of the save is raised as it is.
 
-        That is so outside of training, where nothing can be gone on with, and in other threads of a script.
+        That is so outside of `in_loop`, where nothing can be gone on with, and in other threads of a script.
         """
         from adaptor.replica import group
 
         worker, everyone = runtime.get(), group.of_this_job()
-        if not self._continues or everyone is None or not isinstance(worker, runtime.Runtime):
+        may_fail = self._continues and self._loop_runs
+        if not may_fail or everyone is None or not isinstance(worker, runtime.Runtime):
             return None
         return SaveAgreement(everyone, folder) if worker.session.trains_on_this_thread else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ class Worker(runtime.Runtime):
         self.rank = 0
         self.said: list[Any] = []
         self.processor = SimpleNamespace(say=self.said.append)  # type: ignore[assignment]
+        self.session = SimpleNamespace(board=SimpleNamespace(finished=-1))  # type: ignore[assignment]
 
 
 class Clock:
@@ -94,14 +97,30 @@ def test_pauses_grow_until_a_save_succeeds(
         clock.now += 0.1
         assert failed.is_due()
         assert not failed.is_due()  # an attempt has begun, which may go on in the background
-    with pytest.raises(CheckpointError, match="step 4 could not be saved: rank 0: No space"):
-        failed.require_saved(4)
-    failed.require_saved(5)
     failed.succeed(6)
-    failed.require_saved(4)
     clock.now += 1000.0
     assert not failed.is_due()
     assert worker.said == [*[SaveEnded(0, 4, "rank 0: No space left on device")] * 3, SaveEnded(0, 6)]
+
+
+@pytest.mark.parametrize("exits", [False, True])
+def test_a_training_loop_does_not_end_by_a_save_that_has_failed(exits: bool, worker: Worker) -> None:
+    failed = FailedSaves(context.Context(load({})))
+
+    def end(step: int) -> None:
+        worker.session.board.finished = step
+        with failed.in_loop():
+            if exits:
+                sys.exit(0)
+
+    failed.fail(4, "rank 0: No space left on device", "")
+    with pytest.raises(CheckpointError, match="step 4 could not be saved: rank 0: No space"):
+        end(4)
+    with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
+        end(5)  # the framework saves that step when the loop has ended
+    failed.succeed(4)
+    with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
+        end(4)
 
 
 def test_an_unfinished_folder_that_stays_is_named(worker: Worker, capfd: pytest.CaptureFixture[str]) -> None:
