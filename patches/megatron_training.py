@@ -12,6 +12,7 @@ from adaptor.diagnostics.recorder import Recorder
 from adaptor.frameworks import (
     fine_tuning,
     local_copy_flag,
+    megatron_loggers,
     megatron_nodes,
     megatron_restart,
     megatron_sizes,
@@ -167,8 +168,15 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     optional=True,
 )
 def training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    result = wrapped(*args, **kwargs)
-    runtime.get().session.board.reach(ScriptStage.FINISHED)
+    session = runtime.get().session
+    try:
+        result = wrapped(*args, **kwargs)
+    except Exception as error:
+        has_trained = session.trainee is not None and not session.is_training
+        if has_trained and megatron_loggers.are_the_cause(error):
+            session.board.reach(ScriptStage.FINISHED)
+        raise
+    session.board.reach(ScriptStage.FINISHED)
     return result
 
 

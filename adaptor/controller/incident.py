@@ -37,7 +37,14 @@ from adaptor.controller.reassignment import STUCK_S, Reassignment
 from adaptor.controller.regrouping import Regrouping
 from adaptor.controller.saving import STAGES, Saving
 from adaptor.controller.step_choice import FINISHED, NEVER_BEGUN, choose
-from adaptor.protocol.messages import BoardRecord, Joined, Phase, PlacesFilled, RegroupFailed
+from adaptor.protocol.messages import (
+    BoardRecord,
+    Joined,
+    Phase,
+    PlacesFilled,
+    RegroupFailed,
+    ScriptStage,
+)
 
 
 class Incident:
@@ -124,8 +131,11 @@ class Incident:
         Where training has only just begun, another node's word of it may still be on its way.
         """
         if self.freeze_state.knows_all:
-            has_other_cause = self._failures.asked or self._hangs or not by_death
-            if has_other_cause or not self.freeze_state.dead_had_finished:
+            raised = self._failures.raised.values()
+            had_finished = all(one.stage == ScriptStage.FINISHED for one in raised)
+            if by_death:
+                had_finished = self.freeze_state.dead_had_finished
+            if self._failures.asked or self._hangs or not had_finished:
                 return self._freeze()
             # Other ranks leave their last collective at the same time, and are asked when they have finished.
             self.freeze_state.wait()

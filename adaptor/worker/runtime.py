@@ -103,7 +103,8 @@ class Runtime:
                 finished = self.session.board.finished
                 origin = origin_of(by, finished, trains=trains, is_restart=is_restart)
                 calls = innermost(by)
-        self.processor.say(Raised(self.rank, text.encodable(error), exit_code, origin, calls))
+        stage = self.session.board.stage
+        self.processor.say(Raised(self.rank, text.encodable(error), exit_code, origin, calls, stage))
 
     def hear_signals(self) -> None:
         """See `Processor.hear_signals`, and `stacks.write_when_told`."""

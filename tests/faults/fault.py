@@ -54,6 +54,7 @@ PHASES = {
     "save-background": "in the process that writes for an asynchronous save, before it writes",
     "save-apart": "in a regular save, when rank 0 has named it and this disk has not (rank 1)",
     "save-apart-named": "in a regular save, when it has its name here and the tracker is old (rank 1)",
+    "logger": "behind the last save and the last evaluation, when the framework ends the runs of its loggers",
     "finished": "behind the framework's training, when the script has nothing left to do",
     "freeze": "when this rank is asked where it stands",
     "dump": "when this rank is ordered to save last words",

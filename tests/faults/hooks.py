@@ -79,6 +79,7 @@ def install(injector: Injector) -> None:
     before("evaluation", "megatron.training.training", "evaluate")
     before("evaluation", "ascendspeed.training", "evaluate")
     after("between", "ascendspeed.training", "train_step")
+    before("logger", "megatron.training.one_logger_utils", "finish")
     if injector.expects("evaluation-forward"):
         _wrap("megatron.training.training", "evaluate", _evaluation(injector))
     if injector.expects("logging"):

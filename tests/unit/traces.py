@@ -222,7 +222,8 @@ class Trace:
             case "dying":
                 return Dying(rank, 0.0, BoardRecord(rank, stage=_stage(words)))
             case "raised":
-                return Raised(rank, text, int(settings.get("code", 1)))
+                stage = ScriptStage(int(settings.get("stage", 0)))
+                return Raised(rank, text, int(settings.get("code", 1)), stage=stage)
             case "refused":
                 return Refused(rank, text)
             case "layout":

@@ -5,7 +5,16 @@ from __future__ import annotations
 import msgspec
 
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.protocol.messages.parts import BoardRecord, Message, Number, Origin, Share, Standing
+from adaptor.protocol.messages.parts import (
+    BoardRecord,
+    Message,
+    Number,
+    Origin,
+    ScriptStage,
+    Share,
+    StageNumber,
+    Standing,
+)
 
 
 class Hello(Message, frozen=True):
@@ -48,6 +57,7 @@ class Raised(Message, frozen=True):
 
     Attributes:
         calls: its innermost calls, in lines: the process that could show them may be replaced
+        stage: of the script, as on the board
     """
 
     rank: Number
@@ -55,6 +65,7 @@ class Raised(Message, frozen=True):
     exit_code: int
     origin: Origin = Origin()
     calls: str = ""
+    stage: StageNumber = ScriptStage.TRAINING
 
 
 class Unprotected(Message, frozen=True):
