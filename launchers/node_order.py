@@ -18,6 +18,8 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
+from adaptor.launchers.rendezvous_errors import plain_node
+
 
 @dataclass(frozen=True, repr=False)
 class OrderedNode(_NodeDesc):
@@ -32,9 +34,20 @@ class OrderedNode(_NodeDesc):
     is_apart: bool = True
 
     def __lt__(self, other: object) -> bool:
-        if not isinstance(other, OrderedNode):
-            return NotImplemented
-        return self._order < other._order
+        return self._order < self._require_ours(other)._order
+
+    def __gt__(self, other: object) -> bool:
+        return self._order > self._require_ours(other)._order
+
+    def _require_ours(self, other: object) -> OrderedNode:
+        """Return `other`, a node of this job.
+
+        Raises:
+            ConfigError: it runs plain torchrun; torch would raise a TypeError.
+        """
+        if isinstance(other, OrderedNode):
+            return other
+        raise plain_node(self.addr, str(getattr(other, "addr", other)))
 
     @property
     def _order(self) -> tuple[int, bool, str, int, int]:

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from adaptor.launchers import c10d_store, node_order, signs_of_life
-from adaptor.launchers.rendezvous_errors import NotTakenInError
+from adaptor.launchers.rendezvous_errors import NotTakenInError, plain_node
 from adaptor.launchers.waiting import AGAIN_S, FIRST_S, Interrupted, wait_for
 
 # How often node 0 checks which nodes have come: the store's own wait writes two warnings at each time-out.
@@ -303,7 +303,7 @@ class _Static:
         keys = PrefixStore(f"{self._run_id}/ttp/met", store)
         keys.set(_here(self._node), "")
         if self._node == 0:
-            self._wait_for_all(keys, deadline)
+            self._wait_for_all(keys, PrefixStore(self._run_id, store), deadline)
             keys.set(_ALL, "")
         else:
             self.missing = f"the other nodes of {self._nodes}"
@@ -319,16 +319,22 @@ class _Static:
     def _note(self, trouble: str) -> None:
         self.trouble = trouble
 
-    def _wait_for_all(self, keys: PrefixStore, deadline: float) -> None:
+    def _wait_for_all(self, keys: PrefixStore, torchs: PrefixStore, deadline: float) -> None:
         awaited = list(range(1, self._nodes))
         while awaited:
             if not keys.check([_here(awaited[0])]):
+                self._require_ours(awaited[0], keys, torchs)
                 if time.monotonic() >= deadline:
                     raise RendezvousTimeoutError(self.missing)
                 time.sleep(_LOOK_S)
                 continue
             awaited = [node for node in awaited if not keys.check([_here(node)])]
             self._name_missing(awaited)
+
+    def _require_ours(self, node: int, keys: PrefixStore, torchs: PrefixStore) -> None:
+        """Refuse a node that is in torch's rendezvous, and has not said before that it is here."""
+        if torchs.check([f"torchelastic/role_info/{node}"]) and not keys.check([_here(node)]):
+            raise plain_node(f"node {self._node}", f"node {node}")
 
     def _name_missing(self, nodes: Sequence[int]) -> None:
         named = ", ".join(map(str, nodes[:_NAMED]))

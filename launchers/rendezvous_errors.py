@@ -7,12 +7,14 @@ import argparse
 from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import utils
 from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousError,
     RendezvousTimeoutError,
 )
 
 from adaptor import text
+from adaptor.errors import ConfigError
 
 UNMET = (DistError, RendezvousError)
 _TAKEN = "EADDRINUSE"
@@ -26,6 +28,14 @@ class NotTakenInError(RendezvousError):
 
 class HostUnknownError(RendezvousConnectionError):
     """The host of the rendezvous has no address on this node."""
+
+
+def plain_node(ours: str, plain: str) -> ConfigError:
+    """Return the refusal of a job of two nodes of which one, `plain`, runs without the adaptor."""
+    return ConfigError(
+        f"the nodes of this job differ: ENABLE_TTP is True on {ours}, and {plain} runs plain torchrun, as"
+        " with ENABLE_TTP=False; give all nodes the same"
+    )
 
 
 def lacks_means(error: Exception) -> bool:
@@ -67,6 +77,11 @@ def why_not(error: Exception, parsed: argparse.Namespace) -> str:
             return (
                 f"the port of {where} is taken on this machine: another job has it, or what is left of one;"
                 " choose another one (--master-port, or the port in --rdzv-endpoint)"
+            )
+        case RendezvousClosedError():
+            return (
+                f"the rendezvous at {where} was closed before the job began: another node has ended, and its"
+                " last line says why"
             )
         case HostUnknownError():
             return (

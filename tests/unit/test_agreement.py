@@ -115,6 +115,32 @@ def test_two_nodes_with_different_settings(
     assert len({each.last_line for each in ended}) == 1
 
 
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_one_of_two_nodes_runs_plain_torchrun(
+    backend: str, zygote: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    port, store = free_ports(2)
+    nodes, started = [], []
+    for number, enabled in enumerate(["True", "False"]):
+        (tmp_path / f"node{number}").mkdir()
+        nodes.append(node := Launcher(zygote, tmp_path / f"node{number}"))
+        where = {
+            "static": ("--node-rank", str(number), "--master-port", str(store)),
+            "c10d": ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{store}"),
+        }[backend]
+        options = ("--ttp-enable", enabled, "--ttp-port", str(port))
+        started.append(node.start("--nnodes", "2", *where, *options, node.script("print('started')")))
+    ended = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
+    words = "the nodes of this job differ: ENABLE_TTP is True on "
+    said = [each.last_line for each in ended if words in each.log]
+    assert said, [each.log for each in ended]
+    assert all(line.startswith(f"ttprun: error: {words}") for line in said)
+    if said[0] != ended[0].last_line:  # the last one to come sees that, and c10d chooses who
+        assert " was closed before the job began: another node has ended, " in ended[0].last_line
+    assert ended[0].code == 2
+    assert not any("started" in each.log for each in ended)
+
+
 def test_a_node_with_other_settings_ends_no_job_that_trains(
     zygote: subprocess.Popen[str], tmp_path: Path
 ) -> None:
