@@ -90,24 +90,30 @@ def _megatron_core_version(parsed: argparse.Namespace) -> str:
     return ""
 
 
-def compare(store: Store, node: int, nodes: int, facts: Mapping[str, str]) -> str:
+def compare(store: Store, node: int, nodes: int, facts: Mapping[str, str], has_agreed: bool = False) -> str:
     """Exchange facts with all other nodes; return the difference in words, the same on every node.
+
+    A node that has agreed with the job before waits for no other node: a node that is lost at a restart is no
+    difference of settings.
 
     Args:
         store: with keys of this generation alone.
         node: the rank of this node.
         nodes: how many nodes have met.
         facts: of this node.
+        has_agreed: whether this node had the facts of the job in an earlier generation.
 
     Returns:
         '' where all nodes have the same facts. A node that writes none counts as a difference.
     """
-    mine = NodeFacts(socket.gethostname(), dict(facts))
-    store.set(_FACTS.format(node), msgspec.json.encode(mine).decode())
+    own_facts = NodeFacts(socket.gethostname(), dict(facts))
+    store.set(_FACTS.format(node), msgspec.json.encode(own_facts).decode())
     if node == 0:
-        result = _compare_all(store, nodes)
+        result = "" if has_agreed else _compare_all(store, nodes)
         store.set(_RESULT, result)
         return result
+    if has_agreed:
+        return ""
     try:
         store.wait([_RESULT], timedelta(seconds=2 * ANSWER_S))  # node 0 waits for others as long as that
         return store.get(_RESULT).decode("utf-8", "replace")
@@ -130,8 +136,8 @@ def _compare_all(store: Store, nodes: int) -> str:
 
 def _silent(node: int) -> str:
     return (
-        f"node {node} has not said its version and settings: every node of a job runs ttprun of the same"
-        " version of ttp-adaptor, with ENABLE_TTP=True"
+        f"node {node} has not said its version and settings: it was lost, or does not run ttprun of the same"
+        " version of ttp-adaptor with ENABLE_TTP=True"
     )
 
 
@@ -204,6 +210,7 @@ class Agreement:
         self._meeting = meeting
         self._facts = facts
         self._key = f"{meeting.get_run_id()}/ttp/facts of the job"
+        self._has_agreed = False
 
     def require_as_job(self) -> None:
         """Refuse this node where it comes to a job that trains with other facts.
@@ -222,6 +229,7 @@ class Agreement:
             ) from None
         if refusal := difference_from_job(job, self._facts):
             raise ConfigError(refusal)
+        self._has_agreed = True
 
     def require(self, node: int, nodes: int, store: Any) -> None:
         """Refuse the job, on every node, where its nodes have different facts.
@@ -238,7 +246,7 @@ class Agreement:
 
         if nodes > 1:
             refusal = wait_for(
-                lambda: compare(store, node, nodes, self._facts),
+                lambda: compare(store, node, nodes, self._facts, self._has_agreed),
                 lambda: "the versions and settings of the other nodes",
             )
             if refusal:
@@ -247,3 +255,4 @@ class Agreement:
         if node == 0 and self._meeting.store_of_all_rounds is not None:
             mine = NodeFacts(socket.gethostname(), dict(self._facts))
             self._meeting.store_of_all_rounds.set(self._key, msgspec.json.encode(mine).decode())
+        self._has_agreed = True

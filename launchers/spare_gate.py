@@ -253,8 +253,8 @@ async def _read_hello(reader: asyncio.StreamReader) -> SpareHello | MemberHello 
 def _difference(spare: SpareHello, mine: SpareHello) -> str:
     """Return the first difference that keeps a spare from standing in for a node; '' if there is none."""
     for name, value in mine.facts.items():
-        if spare.facts.get(name) != value:
-            return f"{name} is {spare.facts.get(name)!r} there and {value!r} on node 0"
+        if spare.facts.get(name, value) != value:  # a fact that a node does not know is not compared
+            return f"{name} is {spare.facts[name]!r} there and {value!r} on node 0"
     for there, here in zip(spare.arguments, mine.arguments, strict=False):
         if there != here:
             return f"the script's arguments differ: {there!r} there, {here!r} on node 0"

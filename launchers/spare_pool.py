@@ -63,30 +63,31 @@ class Spare:
         self.told = False
         self.ready = False
 
-    async def imports(self, what: Import) -> Ready:
-        """Let it import `what`, and return when it has.
+    async def imports(self, order: Import) -> Ready:
+        """Let the process import the modules of `order`, and return when it has.
 
         Returns:
-            What is left out, if anything, and why; or why this process cannot become a worker.
+            The first module that is left out, if any, and why the first attempt left out modules; or why this
+            process cannot become a worker.
 
         Raises:
-            EOFError, OSError: it has ended.
+            EOFError, OSError: the process has ended.
         """
         self.told = True
-        first = Ready()
+        reason = ""
         reader, writer = await asyncio.open_unix_connection(sock=self._ours.dup())
         try:
             while True:  # each time it imports fewer modules
-                writer.write(wire.frame(what))
+                writer.write(wire.frame(order))
                 ready = await wire.read(reader, from_spare)
                 if not ready.stop_before:
                     break
-                first = first if first.unfit else ready
-                what = msgspec.structs.replace(what, stop_before=ready.stop_before)
+                reason = reason or ready.unfit
+                order = msgspec.structs.replace(order, stop_before=ready.stop_before)
         finally:
             writer.transport.abort()
         self.ready = not ready.unfit
-        return first if self.ready else ready
+        return Ready(reason, order.stop_before) if self.ready else ready
 
     def become(
         self, environment: Mapping[str, str], stdout: _Stream | None, stderr: _Stream | None
@@ -196,15 +197,18 @@ class Spares:
 
     async def _keep(self, spare: Spare) -> None:
         """Watch a spare from its start to its end; replace it, up to MOST_DEATHS times."""
-        assert self._imports is not None
+        order = self._imports
+        assert order is not None
         unfit = ""
         try:
-            ready = await spare.imports(self._imports)
+            ready = await spare.imports(order)
             if not spare.ready:
                 unfit = ready.unfit
             else:
                 if ready.unfit:
                     self._tell_once(partial_imports(ready))
+                if self._imports is order:  # the next spare leaves out the same modules at its first attempt
+                    self._imports = msgspec.structs.replace(order, stop_before=ready.stop_before)
                 await spare.ended()
         except (EOFError, OSError, msgspec.DecodeError):
             pass

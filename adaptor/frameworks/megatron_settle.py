@@ -123,11 +123,15 @@ def _end_async_caller(caller: Any) -> None:
     """Kill the process that writes for a pending asynchronous save, and the processes that it has forked."""
     if caller.process is None:
         return
-    pid = caller.process.pid
-    with contextlib.suppress(OSError):  # the process has ended
+    if caller.process.exitcode is None:  # else the process was reaped, and another one may have its number
+        pid = caller.process.pid
         os.kill(pid, signal.SIGSTOP)  # it forks no further process
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            os.kill(int(child), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGKILL)
+        os.kill(
+            pid, signal.SIGCONT
+        )  # NVRx's writer handles SIGTERM, and is killed after 30 s without an answer
     if "abort" in inspect.signature(caller.close).parameters:  # since 0.15
         caller.close(abort=True)
     else:

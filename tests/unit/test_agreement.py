@@ -65,6 +65,15 @@ def test_a_node_without_facts(said: str | None, monkeypatch: pytest.MonkeyPatch)
     assert agreement.compare(HashStore(), 1, 2, {}).startswith("node 0 has not said its version")
 
 
+def test_a_node_that_has_agreed_waits_for_no_lost_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a restart: of three nodes one is lost before it says its facts, and a new one waits for node 0."""
+    monkeypatch.setattr(agreement, "ANSWER_S", 600.0)
+    store = HashStore()
+    assert agreement.compare(store, 1, 4, {"S": "1"}, has_agreed=True) == ""
+    assert agreement.compare(store, 0, 4, {"S": "1"}, has_agreed=True) == ""
+    assert agreement.compare(store, 3, 4, {"S": "1"}) == ""
+
+
 @pytest.mark.usefixtures("clean")
 def test_the_facts_of_a_node(tmp_path: Path) -> None:
     core = tmp_path / "megatron" / "core"

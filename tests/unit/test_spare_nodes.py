@@ -325,6 +325,23 @@ def test_a_spare_that_differs_is_refused(
     _run(work())
 
 
+def test_a_fact_that_a_spare_does_not_know_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTP_TLS", "plain")
+    settings = config.load()
+    hello = SpareHello({}, MINE.arguments, "x", 2)
+
+    async def work() -> None:
+        gate = _gate(settings)
+        invitation = await gate.open("127.0.0.1")
+        warm = WarmProcesses([], 0)
+        spare = asyncio.ensure_future(wait_at_gate(invitation, "127.0.0.1", settings, hello, warm))
+        await _waits(gate, 1)
+        await gate.close()
+        assert await spare is None
+
+    _run(work())
+
+
 def test_an_agent_that_was_taken_for_lost_cannot_come_back() -> None:
     store = HashStore()
     node0, lost = Places(store, 0, None), Places(store, 1, None)
