@@ -1,4 +1,4 @@
-"""The page of a campaign of online recovery for docs/."""
+"""The section of a campaign of online recovery in docs/campaigns.md."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from _bench import table
 from _online import ALL, EXPLAINED, FAILED, KINDS, LIBRARY, ONLINE, OUTCOMES, RESTART, Incident
-from _pages import titled
+from _pages import text_of
 from _schedule import CHOICE
 
 from tests.faults.fault import NEWCOMERS, PHASES, Fault
@@ -32,21 +32,17 @@ on each node, the others start a new process. A cell is the number of incidents 
 {explained}, and of those that {failed}, if there are any."""
 
 
-def page(
-    kinds: Sequence[str], where: str, command: str, tables: Sequence[str], summary: Sequence[str]
-) -> str:
+def section(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
     """Return `tables` and `summary` as they were printed; `command` makes all of it again.
 
     Args:
-        kinds: of the faults.
         where: the machine, in words.
         command: the command line.
         tables: of the incidents.
         summary: lines.
     """
-    faults = "kills" if set(kinds) == {"sigkill"} else "faults"
     what = WHAT.format(online=ONLINE, restart=RESTART, explained=EXPLAINED, failed=FAILED)
-    return titled(f"A campaign of random {faults}, recovered online", what, where, command, tables, summary)
+    return text_of(what, where, command, tables, summary)
 
 
 def tables_of(found: Sequence[Incident], jobs: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[str]]:

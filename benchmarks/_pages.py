@@ -1,4 +1,4 @@
-"""The page of a campaign for docs/."""
+"""The section of a campaign in docs/campaigns.md."""
 
 from __future__ import annotations
 
@@ -35,22 +35,24 @@ the seed draws nothing, or where there is no such fault: the framework saves onl
 hang between two steps, only jobs of two nodes have a network."""
 
 
-def page(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
+def heading(kinds: Sequence[str], more: str = "") -> str:
+    """Return the heading of a campaign with faults of `kinds`."""
+    return f"Random {'kills' if set(kinds) == {'sigkill'} else 'faults'}{more}"
+
+
+def section(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
     """`tables` and `summary` as they were printed; `command` makes all of it again, or goes on with it."""
     what = WHAT.format(survived=SURVIVED, explained=EXPLAINED, failed=FAILED, left=LEFT)
-    return titled("A campaign of random faults", what, where, command, tables, summary)
+    return text_of(what, where, command, tables, summary)
 
 
-def titled(
-    title: str, what: str, where: str, command: str, tables: Sequence[str], summary: Sequence[str]
-) -> str:
-    """The page of a campaign; `what` says what its tables count."""
+def text_of(what: str, where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
+    """The section of a campaign; `what` says what its tables count."""
     parts = [
-        f"# {title}",
         what,
         f"    {command}",
         f"On {where}, {time.strftime('%Y-%m-%d')}.",
         "\n".join(f"- {line}" for line in summary),
         *tables,
     ]
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join(parts)

@@ -14,11 +14,14 @@ SAVE_INTERVAL = 7
 IN_AN_INCIDENT = ("freeze", "dump", "let-through", "dump-gather", "dump-write", "dump-written")
 # Those of a step and of a regular save; the rest are of other tests: before there is anything to save, in a
 # data set, in the middle of a local copy, and in an online recovery (`_online.py`).
-# No job of a campaign evaluates or has nodes with disks of their own, and what it draws for a seed must stay
-# the same.
+# No job of a campaign evaluates, saves asynchronously or has nodes with disks of their own, and what it draws
+# for a seed must stay the same.
 _APART = ("save-apart", "save-apart-named")
 _EVALUATION = ("evaluation", "evaluation-forward")
-_ELSEWHERE = ("start", "read", "copy", *_EVALUATION, "logging", "line", *_APART, *ONLINE)
+_ELSEWHERE = (
+    *("start", "read", "copy", *_EVALUATION, "logging", "line", "finished"),
+    *("save-background", *_APART, *ONLINE),
+)
 CHOICE = tuple(phase for phase in PHASES if phase not in (*_ELSEWHERE, *IN_AN_INCIDENT))
 # Only there does the framework reach them.
 ON_RANK_0 = ("save-write", "save-tracker", "save-named")

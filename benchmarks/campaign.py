@@ -1,4 +1,4 @@
-"""Random faults, one after another: `python benchmarks/campaign.py --write docs/faults.md`.
+"""Random faults, one after another: `python benchmarks/campaign.py --write docs/campaigns.md`.
 
 Every generation of the workers of a job gets one fault: of a random kind, on a random rank, in a random phase
 of a random step; some take a whole node, or cut the network between two. Often a second one strikes in the
@@ -28,7 +28,7 @@ from typing import Any
 from _bench import OUT, ROOT, Benchmark
 from _job import Job, JobError, run
 from _layouts import CUTS
-from _pages import page
+from _pages import heading, section
 from _schedule import KINDS, SAVE_INTERVAL, Planned, schedule
 from _verdicts import OUTCOMES, compare, cut_table, fault_table, second_table
 from _watcher import Campaign, Watcher
@@ -36,6 +36,7 @@ from _watcher import Campaign, Watcher
 from adaptor.checkpoint.tracker import tracked_step
 from tests.faults import cgroups, namespaces
 from tests.faults.namespaces import Namespaces
+from tests.pages import write_section
 
 # So many incidents of a layout before the next layout has its turn: a start of ttprun is worth a second.
 ROUND = 10
@@ -291,7 +292,8 @@ def main() -> None:
     )
     if given.write:
         command = f"python benchmarks/campaign.py {settings} --write {given.write}"
-        given.write.write_text(page(benchmark.where, command, tables, summary))
+        text = section(benchmark.where, command, tables, summary)
+        write_section(given.write, heading(given.kinds or usual), text)
     if not succeeded:
         raise JobError(f"{len(incidents)} of {given.incidents} incidents, {len(problems)} problems")
 

@@ -1,4 +1,4 @@
-"""Random faults with online recovery armed: `benchmarks/online_campaign.py --write docs/online_faults.md`.
+"""Random faults with online recovery armed: `benchmarks/online_campaign.py --write docs/campaigns.md`.
 
 Jobs of many layouts train under `ttprun --ttp-online 60`. Each is hit by several faults, one after another:
 of a random kind, on a random rank, in a random phase of a random step; some of them are followed by a second
@@ -40,13 +40,15 @@ from _online import (
     draw,
     incidents,
 )
-from _online_page import page, tables_of
+from _online_page import section, tables_of
+from _pages import heading
 from _schedule import SAVE_INTERVAL
 
 from adaptor.checkpoint import manifest
 from adaptor.protocol import naming
 from tests import waiting
 from tests.faults import leftovers, same
+from tests.pages import write_section
 
 # A job of which nothing moves for so long stands still: more than 15 times TTP_HANG, the limit for the first
 # step of a new process, and TTP_OT.
@@ -233,7 +235,8 @@ def main() -> None:
     benchmark.finish("\n\n".join([*tables, *summary]), {"jobs": done, "problems": problems})
     if given.write:
         command = f"python benchmarks/online_campaign.py {settings} --write {given.write}"
-        given.write.write_text(page(given.kinds, benchmark.where, command, tables, summary))
+        text = section(benchmark.where, command, tables, summary)
+        write_section(given.write, heading(given.kinds, ", recovered online"), text)
     if problems:
         raise JobError(f"{len(problems)} problems")
 

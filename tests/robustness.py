@@ -46,7 +46,7 @@ is one or more tests with the marker `robustness`. *Hold* means that all tests o
 - C, other users and forged messages. C1: saves and agents; C2: the lock of the save folder; C3: connections;
   C4: secrets
 
-Faults of processes and networks have pages of their own: [faults](faults.md), [layouts](layouts.md).
+Faults of processes and networks have pages of their own: [campaigns](campaigns.md), [layouts](layouts.md).
 `python -m pytest -m robustness` runs the tests alone. This command runs them and writes this page:"""
 
 
