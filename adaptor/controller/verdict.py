@@ -16,6 +16,7 @@ from adaptor.protocol.messages import (
     Fault,
     Phase,
     Proceed,
+    Raised,
     Recovered,
     ScriptStage,
     Verdict,
@@ -51,7 +52,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
     stop, exit_code = "", cause.exit_code
     if cause.mistake and outcome.kind == "nothing":
         stop = "another start would fail in the same way"
-    elif _is_trained(incident, cause, outcome.kind):
+    elif _is_trained(incident, failures, cause, outcome.kind):
         stop = "nothing is left to train"
         if cause.kind in ("signal", "exit"):
             exit_code = max(0, cause.status or 0)
@@ -73,16 +74,16 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
     )
 
 
-def _is_trained(incident: Incident, cause: Cause, outcome: str) -> bool:
+def _is_trained(incident: Incident, failures: Failures, cause: Cause, outcome: str) -> bool:
     """Return whether all ranks have trained to the end, so that another start would train nothing.
 
-    Behind a training loop of one's own the script still evaluates and saves. An exception in that comes
-    again; a process that was killed there is started again.
+    Behind a training loop of one's own the script still evaluates and saves: only an exception that another
+    start cannot mend ends the job there.
     """
     if outcome == "lost":
         return False
     if incident.freeze_state.stage == ScriptStage.TRAINED:
-        return cause.kind == "exception"
+        return cause.kind == "exception" and failures.raised[cause.rank].origin.lasting
     is_finished = incident.freeze_state.stage == ScriptStage.FINISHED
     return is_finished and cause.kind in ("exception", "signal", "exit")
 
@@ -165,9 +166,13 @@ def _fault(
         host,
         cause.kind,
         cause.status,
-        lasting=raised is not None and cause.kind == "exception" and raised.origin.lasting,
+        lasting=_is_lasting_before_training(raised) and cause.kind == "exception",
         on_all_ranks=_is_raised_on_all_ranks(failures, membership),
     )
+
+
+def _is_lasting_before_training(raised: Raised | None) -> bool:
+    return raised is not None and raised.origin.lasting and raised.origin.finished < 0
 
 
 def _is_raised_on_all_ranks(failures: Failures, membership: Membership) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adaptor import text
-from adaptor.protocol.messages import Origin
+from adaptor.protocol.messages import Origin, ScriptStage
 
 
 def _folders() -> Iterator[str]:
@@ -33,26 +33,36 @@ _NO_DEVICE = (
     "No CUDA GPUs are available",
     "Torch not compiled with CUDA enabled",
 )
-# Words of errors without a type of their own: of torch and torch_npu where a device fails, and of Python
-# where the system has no more threads.
+# Types of errors in the code, its arguments or a checkpoint.
+_LASTING = (
+    *(AssertionError, TypeError, AttributeError, NameError, KeyError, IndexError, ValueError),
+    *(ImportError, NotImplementedError, SyntaxError),
+)
+# The same in errors of other types: torch's about shapes, Megatron-LM's about a checkpoint.
+_LASTING_WORDS = (
+    *("Error(s) in loading state_dict", "size mismatch", "Global shape mismatch"),
+    *("shapes cannot be multiplied", "is invalid for input of size"),
+)
+# Errors of a device or of the system, which libraries also wrap in one of those types.
 _OF_THE_SYSTEM = (
     *("CUDA error", "CUDA out of memory", "NPU error", "NPU out of memory"),
-    "can't start new thread",
+    *("allocate memory", "can't start new thread"),
 )
 # argparse's exit code for arguments that it refuses.
 _USAGE = 2
 
 
-def origin_of(error: BaseException, finished: int, *, trains: bool, is_restart: bool) -> Origin:
+def origin_of(error: BaseException, finished: int, stage: int, *, trains: bool, is_restart: bool) -> Origin:
     """Return what `error`, which has left the script, is known by.
 
     Args:
         finished: the step that this rank has finished, -1 before training.
+        stage: the stage of the script.
         trains: training has begun on this rank.
         is_restart: this is not the first start of the job.
     """
     mistake = not trains and not is_restart and _is_a_mistake(error)
-    lasting = not trains and _is_lasting(error)
+    lasting = (not trains or stage != ScriptStage.TRAINING) and _is_lasting(error)
     return Origin(type(error).__name__, _where(error), finished, mistake, lasting)
 
 
@@ -110,18 +120,20 @@ def _is_a_mistake(error: BaseException) -> bool:
 def _is_lasting(error: BaseException) -> bool:
     """Return whether `error` says that the code, its arguments or a checkpoint are wrong.
 
-    What the system, the network, a device or another rank causes may have passed at the next start, also
-    where the script has raised another exception because of it.
+    Any other cause may have passed at the next start, also where the script has raised another exception
+    because of it.
     """
     chain: list[BaseException] = []
     link: BaseException | None = error
     while link is not None and link not in chain:
         chain.append(link)
         link = link.__cause__ or link.__context__
-    return isinstance(error, Exception) and not any(map(_may_pass, chain))
+    return all(map(_depends_on_the_job, chain))
 
 
-def _may_pass(error: BaseException) -> bool:
-    if isinstance(error, OSError | EOFError | MemoryError) or may_be_an_echo(error):
-        return True
-    return any(words in text.say(error) for words in _OF_THE_SYSTEM)
+def _depends_on_the_job(error: BaseException) -> bool:
+    said = text.say(error)
+    if isinstance(error, OSError) or may_be_an_echo(error) or any(words in said for words in _OF_THE_SYSTEM):
+        return False
+    is_failure = isinstance(error, Exception)
+    return isinstance(error, _LASTING) or (is_failure and any(words in said for words in _LASTING_WORDS))

@@ -100,8 +100,8 @@ class Runtime:
         if by is not None:
             # It is for comparing and for people: an exception that cannot be looked at is told all the same.
             with contextlib.suppress(Exception):
-                finished = self.session.board.finished
-                origin = origin_of(by, finished, trains=trains, is_restart=is_restart)
+                finished, stage = self.session.board.finished, self.session.board.stage
+                origin = origin_of(by, finished, stage, trains=trains, is_restart=is_restart)
                 calls = innermost(by)
         stage = self.session.board.stage
         self.processor.say(Raised(self.rank, text.encodable(error), exit_code, origin, calls, stage))

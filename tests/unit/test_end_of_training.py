@@ -78,6 +78,29 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     assert "rank 1 was ended by SIGABRT; step 3 is saved, no finished step is lost" in ended.log
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "made"),
+    [("OSError('Stale file handle')", 0, 4), ("ValueError('unknown metric')", 1, 2)],
+    ids=["may-pass", "lasting"],
+)
+def test_an_exception_in_the_last_evaluation(error: str, code: int, made: int, launcher: Launcher) -> None:
+    after = f"""
+session.end_training()
+session.board.reach(ScriptStage.TRAINED)
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+(here / f"trained{{start}}.{{rank}}").touch()
+waiting.exist(here / f"trained{{start}}.0", here / f"trained{{start}}.1")
+if start == "0":
+    if rank == "1":
+        raise {error}
+    threading.Event().wait(600)
+"""
+    ended = launcher.run(*TWO, "--max-restarts", "1", launcher.script(TRAINS + after))
+    assert (ended.code, starts(ended)) == (code, made), ended.log
+    assert "step 3 is saved, no finished step is lost" in ended.log
+    assert ("not started again: nothing is left to train" in ended.log) is (made == 2)
+
+
 # A thread on one rank, a child process on the other.
 KEPT = """
 import multiprocessing, time

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import subprocess
+import zipfile
+
 import pytest
 
+from adaptor.protocol.messages import ScriptStage
 from adaptor.worker.origin import origin_of
 
 
@@ -26,11 +32,26 @@ def behind(cause: BaseException) -> ValueError:
         (RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer"), False),
         (RuntimeError("CUDA error: uncorrectable ECC error encountered"), False),
         (RuntimeError("can't start new thread"), False),
+        (RuntimeError("wait timeout after 300000ms, keys: /default_pg/0/0"), False),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory"), False),
+        (ImportError("libcudnn.so.9: Cannot allocate memory"), False),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"), False),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"), False),
+        (RuntimeError("DataLoader worker (pid 71) is killed by signal: Killed."), False),
+        (RuntimeError("Error building extension 'fused_layer_norm_cuda'"), False),
+        (subprocess.CalledProcessError(1, ["make"]), False),
+        (zipfile.BadZipFile("File is not a zip file"), False),
+        (concurrent.futures.TimeoutError(), False),
+        (asyncio.TimeoutError(), False),
+        (behind(RuntimeError("wait timeout after 300000ms, keys: /default_pg/0/0")), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"), True),
+        (NotImplementedError("this model has no pipeline"), True),
         (SystemExit("the data are not there yet"), False),
         (KeyboardInterrupt(), False),
     ],
     ids=lambda given: None if isinstance(given, bool) else f"{type(given).__name__}-{given}"[:30],
 )
 def test_what_another_start_cannot_mend(error: BaseException, lasting: bool) -> None:
-    assert origin_of(error, -1, trains=False, is_restart=False).lasting is lasting
-    assert not origin_of(error, -1, trains=True, is_restart=False).lasting
+    assert origin_of(error, -1, ScriptStage.TRAINING, trains=False, is_restart=False).lasting is lasting
+    assert not origin_of(error, -1, ScriptStage.TRAINING, trains=True, is_restart=False).lasting
+    assert origin_of(error, 7, ScriptStage.TRAINED, trains=True, is_restart=False).lasting is lasting

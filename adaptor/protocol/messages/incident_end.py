@@ -22,7 +22,7 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
         kind: signal, exit, exception, hang, told-to-end, node-lost, nodes-join or error (of ttprun itself);
             empty where it is not known
         status: of the process that failed first (negative: the signal)
-        lasting: see `parts.Origin`
+        lasting: see `parts.Origin`; before training alone
         on_all_ranks: every rank has raised it, at the same place
     """
 

@@ -125,8 +125,8 @@ class Origin(msgspec.Struct, frozen=True, gc=False):
         where: file and line of the innermost call that is neither Python's, nor a package's, nor ours
         finished: the step that the rank had finished, -1 before training
         mistake: another start would fail alike (arguments, imports, a missing driver); the first start alone
-        lasting: it came before training, from the code, its arguments or a checkpoint: not from the system,
-            the network or another rank
+        lasting: it came before or behind training, from the code, its arguments or a checkpoint: not from the
+            system, the network or another rank
     """
 
     kind: str = ""
