@@ -156,9 +156,12 @@ class RegularSaves:
         if runtime.get().rank == 0 or (
             place.node and not place.local_rank and not lease_claim.is_seen(save.root)
         ):
+            remains = [save.folder]
             with contextlib.suppress(OSError, CheckpointError):
-                left_overs.remove_beside(left_overs.abandon(save.folder), disk.remove, left_overs.ROOM_S)
-            left = str(save.folder) if os.path.lexists(save.folder) else ""
+                remains = left_overs.abandon(save.folder)
+            if not left_overs.remove_beside(remains, disk.remove, left_overs.ROOM_S):
+                remains = []  # they are still being removed
+            left = " and ".join(str(path) for path in remains if os.path.lexists(path))
         context.part(FailedSaves).fail(save.step, str(error), left)
 
     def noting(self) -> contextlib.AbstractContextManager[None]:
