@@ -7,7 +7,7 @@ the environment of the workers, so that they read the same values.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from adaptor.setting_values import (
     NotShownError,
     Pull,
     Reshape,
+    Setting,
     endpoint,
     folder,
     folders,
@@ -80,31 +81,6 @@ class Config:
     layout_only: str
     batch: str
     reshape: Reshape | None
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A row of the table: the variable behind a field of `Config`, and its allowed values.
-
-    Attributes:
-        repeats: the flag may be given several times; the variable has its values with a line break between
-        same_on_all_nodes: it decides for the whole job: nodes with different values are refused before
-            workers start (launchers/agreement.py)
-    """
-
-    field: str
-    variable: str
-    default: str
-    allowed: str
-    parse: Callable[[str], object]
-    help: str
-    repeats: bool = False
-    same_on_all_nodes: bool = False
-
-    @property
-    def flag(self) -> str:
-        """Return the flag of ttprun."""
-        return "--ttp-" + self.variable.removeprefix("TTP_").removesuffix("_TTP").lower().replace("_", "-")
 
 
 _PEM = "the path of a PEM file"

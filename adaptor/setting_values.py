@@ -1,4 +1,4 @@
-"""The values of settings: each function reads a text, and raises ValueError where it makes no sense."""
+"""Settings and their values: each function reads a text, and raises ValueError where it makes no sense."""
 
 from __future__ import annotations
 
@@ -9,6 +9,31 @@ from pathlib import Path
 
 from adaptor import endpoints
 from adaptor.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of `config.SETTINGS`: the variable behind a field of `Config`, and its allowed values.
+
+    Attributes:
+        repeats: the flag may be given several times; the variable has its values with a line break between
+        same_on_all_nodes: it decides for the whole job: nodes with different values are refused before
+            workers start (launchers/agreement.py)
+    """
+
+    field: str
+    variable: str
+    default: str
+    allowed: str
+    parse: Callable[[str], object]
+    help: str
+    repeats: bool = False
+    same_on_all_nodes: bool = False
+
+    @property
+    def flag(self) -> str:
+        """Return the flag of ttprun."""
+        return "--ttp-" + self.variable.removeprefix("TTP_").removesuffix("_TTP").lower().replace("_", "-")
 
 
 def truth(text: str) -> bool:

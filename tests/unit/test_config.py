@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptor import config, misspelt
-from adaptor.config import SETTINGS, Config, Setting
+from adaptor.config import SETTINGS, Config
 from adaptor.endpoints import Address, NoticeTarget
 from adaptor.errors import ConfigError
-from adaptor.setting_values import Pull
+from adaptor.setting_values import Pull, Setting
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
 DEFAULTS = Config(
