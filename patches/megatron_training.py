@@ -168,7 +168,10 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     optional=True,
 )
 def training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    session = runtime.get().session
+    worker = runtime.of_this_process()
+    if worker is None:  # a report of what would be protected
+        return wrapped(*args, **kwargs)
+    session = worker.session
     try:
         result = wrapped(*args, **kwargs)
     except Exception as error:
