@@ -116,7 +116,9 @@ def examine(parsed: Any) -> None:
             sharded=parsed.use_distributed_optimizer,
             instances=getattr(parsed, INSTANCES, 1),
             tensor=parsed.tensor_model_parallel_size,
-            expert=supported_options.ranks_of_experts(parsed) if has_experts else 1,
+            expert=parallel_sizes.experts_size(parsed) // parsed.pipeline_model_parallel_size
+            if has_experts
+            else 1,
         )
 
     parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments

@@ -15,6 +15,7 @@ from typing import Any
 from adaptor import context, plug_ins
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.errors import ConfigError, UnsupportedError
+from adaptor.frameworks import parallel_sizes
 
 # (argument, the values that are protected, what to say of others)
 Values = tuple[tuple[str, tuple[Any, ...], str], ...]
@@ -257,13 +258,7 @@ def expert_data_parallel_size(args: Any) -> int:
     """Ranks that have the same experts; the data-parallel size where there are none."""
     if getattr(args, "num_experts", None) is None:
         return data_parallel_size(args)
-    return int(args.world_size // (ranks_of_experts(args) * args.pipeline_model_parallel_size))
-
-
-def ranks_of_experts(args: Any) -> int:
-    """Return the number of ranks that have all experts of a layer together."""
-    tensor = getattr(args, "expert_tensor_parallel_size", None) or args.tensor_model_parallel_size
-    return int(tensor * args.expert_model_parallel_size)
+    return int(args.world_size // parallel_sizes.experts_size(args))
 
 
 def data_parallel_size(args: Any) -> int:
