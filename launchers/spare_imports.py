@@ -155,7 +155,7 @@ class _ImportsAsAWorker:
         for module in self._recorder.end():
             difference = self._changed_name(module, imported_names.codes_of(module))
             if difference:
-                return Ready(difference, imported_by[module])
+                return Ready(difference, imported_by.get(module, ""))  # another thread may have imported it
         return Ready()
 
     def _switch_watchdogs_off(self) -> None:
