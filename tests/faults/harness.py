@@ -139,12 +139,6 @@ MOE_TP2_EP2 = Layout(
         *("--moe-router-bias-update-rate", "0.1"),
     ),
 )
-# Two ranks have each expert together; the format `torch` has one folder for both parts.
-MOE_ETP2 = Layout(
-    "moe-dp4-etp2",
-    4,
-    extra=(*EXPERTS, "--expert-tensor-parallel-size", "2", "--ckpt-format", "torch_dist"),
-)
 DP2_SGD = Layout("dp2-sgd", 2, distributed_optimizer=False, extra=("--optimizer", "sgd"))
 # Batches of 4, 4, 6, 6, then 8 samples; the framework saves when their size changes.
 DP2_RAMPUP = Layout(

@@ -13,7 +13,6 @@ from tests.faults.harness import (
     MOE_EP2,
     MOE_EP2_DP2,
     MOE_EP2_MIRROR,
-    MOE_ETP2,
     MOE_TP2_EP2,
     Job,
     Layout,
@@ -21,6 +20,12 @@ from tests.faults.harness import (
 from tests.faults.planned import assert_as_planned
 from tests.faults.scenario import BaselineOf, first_of_each, survives
 
+# Two ranks have each expert together; the format `torch` has one folder for both parts.
+MOE_ETP2 = Layout(
+    "moe-dp4-etp2",
+    4,
+    extra=(*harness.EXPERTS, "--expert-tensor-parallel-size", "2", "--ckpt-format", "torch_dist"),
+)
 # Each layout once, one twice; `python -m tests.integration.matrix` has each early and late in a step.
 KILLED = [
     (MOE_DP2, 1, "backward", {5}),
