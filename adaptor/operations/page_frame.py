@@ -59,5 +59,6 @@ def environment(*folders: Path) -> jinja2.Environment:
         size=size,
         row=charts.row,
         scale_of=timeline.scale,
+        tick_labels=timeline.tick_labels,
     )
     return made

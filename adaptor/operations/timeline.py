@@ -41,6 +41,8 @@ _WORDS = {
 _UNTOLD = {"calls"}
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _INTERVALS = 5
+# A scale that ends at so many seconds, or later, has this unit; a shorter one has milliseconds.
+_UNITS = (("h", 3600.0, 7200.0), ("min", 60.0, 120.0), ("s", 1.0, 1.0))
 
 
 class Span(NamedTuple):
@@ -159,8 +161,21 @@ def scale(until: float) -> tuple[float, list[float]]:
     """Return the end of a scale that has room for `until` seconds, and the round numbers on it."""
     if until <= 0:
         return 1.0, [0.0, 1.0]
-    rough = until / _INTERVALS
+    _, unit_s = _unit(until)
+    rough = until / unit_s / _INTERVALS
     power = 10.0 ** math.floor(math.log10(rough))
     step = next((one * power for one in _STEPS if one * power >= rough * (1 - 1e-9)), 10 * power)
+    step *= unit_s
     count = math.ceil(until / step - 1e-9)
     return count * step, [number * step for number in range(count + 1)]
+
+
+def tick_labels(ticks: Sequence[float]) -> list[str]:
+    """Return the labels of a scale, all in the unit of its end."""
+    unit, unit_s = _unit(ticks[-1])
+    return [f"{at / unit_s:.3g} {unit}" if at else "0" for at in ticks]
+
+
+def _unit(seconds: float) -> tuple[str, float]:
+    """Return the unit for a scale of so many seconds: its name, and its length in seconds."""
+    return next(((name, unit_s) for name, unit_s, least in _UNITS if seconds >= least), ("ms", 1e-3))
