@@ -19,7 +19,7 @@ IN_AN_INCIDENT = ("freeze", "dump", "let-through", "dump-gather", "dump-write", 
 _APART = ("save-apart", "save-apart-named")
 _EVALUATION = ("evaluation", "evaluation-forward")
 _ELSEWHERE = (
-    *("start", "read", "copy", *_EVALUATION, "logging", "line", "finished"),
+    *("start", "read", "copy", *_EVALUATION, "logging", "logger", "line", "finished"),
     *("save-background", *_APART, *ONLINE),
 )
 CHOICE = tuple(phase for phase in PHASES if phase not in (*_ELSEWHERE, *IN_AN_INCIDENT))
