@@ -8,6 +8,7 @@ import shutil
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from adaptor.launchers.job_status import JobStatus
 from adaptor.launchers.notifier import Notifier
 from adaptor.launchers.step_timer import LIMITS_S, StepTimer
 from adaptor.operations import cli, records
-from adaptor.operations.records import Status, StepTimes
+from adaptor.operations.records import Notice, Status, StepTimes
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -480,6 +481,21 @@ def test_the_status_says_which_saves_have_failed(tmp_path: Path, capsys: pytest.
     lines = (tmp_path / "job/events.jsonl").read_bytes().splitlines()
     events = [msgspec.json.decode(line, type=records.Event) for line in lines]
     assert [event.type for event in events] == ["save-failed", "save-failed", "saved-again"]
+
+
+def test_a_series_of_failed_saves_has_two_notices(tmp_path: Path) -> None:
+    class Notices(Notifier):
+        def submit(self, make: Callable[[], Notice]) -> None:
+            told.append(make())
+
+    told: list[Notice] = []
+    report = IncidentReport(JobFiles(str(tmp_path), "job"), Notices())
+    for step, reason in ((2, ""), (4, "no room"), (6, "no room"), (8, ""), (10, "")):
+        report.record_message(0, SaveEnded(0, step, reason))
+    assert [(notice.type, notice.text) for notice in told] == [
+        ("save", "job: step 4 could not be saved: no room; training goes on"),
+        ("save", "job: step 8 is saved"),
+    ]
 
 
 def test_the_status_says_how_old_the_copies_in_host_memory_are(
