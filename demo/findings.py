@@ -131,7 +131,7 @@ def _way(one: Survival) -> str:
     if one.incident.verdict == ONLINE:
         kill = one.run.kill
         assert kill is not None
-        replaced = f"; replaced by pid {kill.spare}, " in one.run.log.read_text(errors="replace")
+        replaced = f"; replaced by pid {kill.spare}, " in one.incident.reason
         process = f"the spare process {kill.spare}" if replaced else "a new process (no spare waited)"
         return f"from step {one.incident.saved_step} in {process}, {one.restarts} restarts"
     if one.incident.verdict == SAVED:

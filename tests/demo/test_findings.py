@@ -44,8 +44,24 @@ def test_each_way_is_told_with_the_seconds_until_all_ranks_have_finished_the_nex
         "Save and restart: step 2 was saved, all 4 processes started again; the next step, 3, was finished"
         " 7.0 s after the kill."
     )
+    assert (
+        "how it went on",
+        "from step 2 in a new process (no spare waited), 0 restarts",
+        "step 2 saved, 1 restart",
+    ) in found.incidents
     took = "from the kill to the next step finished by all ranks"
     assert (took, "1.0 s", "7.0 s") in found.incidents
+
+
+def test_a_spare_process_is_named() -> None:
+    """The line of the incident has the process that took the place of the killed one."""
+    kill = replace(KILL, spare=9)
+    recovered = replace(RECOVERED, reason="rank 1 was ended by SIGKILL; replaced by pid 9, training goes on")
+    online = Survival(run("online", after=3.2, kill=kill), recovered)
+    (way,) = (
+        row for row in examine(REFERENCE, CALM, online, RESTART).incidents if row[0] == "how it went on"
+    )
+    assert way[1] == "from step 2 in the spare process 9, 0 restarts"
 
 
 def without(survival: Survival, rank: int) -> Survival:
