@@ -29,14 +29,31 @@ def tensors_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any,
     return wrapped(*args, **{**kwargs, "results_queue": context.part(RegularSaves).hashing(path, results)})
 
 
+_CORE = "megatron.core.dist_checkpointing"
+
+
+@dist_checkpointing.patch(
+    f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.retrieve_write_results",
+    why="a rank whose writers have failed joins the gather of results, in which all other ranks wait for it",
+    accepts="()",
+    optional=True,
+)
+def failed_writers_have_no_results(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    saves = context.part(RegularSaves)
+    with saves.noting():
+        results = wrapped(*args, **kwargs)  # up to 0.13 and in 0.15.0rc5 it raises; else it returns the error
+        if saves.notes_errors and isinstance(results, tuple):
+            raise results[0]
+        return results
+    return []
+
+
 def errors_of_storage_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with context.part(RegularSaves).noting():
         return wrapped(*args, **kwargs)
 
 
-_CORE = "megatron.core.dist_checkpointing"
 for _target, _what in {
-    f"{_CORE}.strategies.state_dict_saver:save_state_dict_async_finalize": "an error of the writers",
     f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.finish": "metadata that cannot be written",
     f"{_CORE}.core:save_config": "a file of the format that cannot be written",
 }.items():

@@ -148,6 +148,14 @@ class FailedSaves:
         self.forget()
         self._tell(SaveEnded(runtime.get().rank, step), line)
 
+    def succeed_after_training(self, step: int) -> None:
+        """Note that the save of `step`, which the framework makes after its training loop, is complete.
+
+        In the loop `succeed` notes it, on all ranks in the same call: they compare failures after a step.
+        """
+        if self._count and not self._loop_runs:
+            self.succeed(step)
+
     def forget(self) -> None:
         """Forget the failures: new processes, which do not know them, agree with this one on what follows."""
         self._count, self._step = 0, -1

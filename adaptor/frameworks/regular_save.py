@@ -40,6 +40,7 @@ class _Save:
     root: Path
     step: int
     asynchronous: bool
+    may_fail: bool = False  # without an end of the job, during training
     agreement: SaveAgreement | None = None  # None: what goes wrong is raised
     is_pending: bool = False  # a background process writes, and the ranks compare when that has ended
     # In memory: what the framework writes as its tracker, on the rank that it lets write one.
@@ -112,7 +113,7 @@ class RegularSaves:
         Raises:
             SaveFailedError: the save has failed on some rank; on all ranks.
         """
-        save = _Save(Path(root), step, asynchronous)
+        save = _Save(Path(root), step, asynchronous, may_fail)
         if may_fail:
             save.agreement = context.part(FailedSaves).agreement(save.folder)
         try:
@@ -139,6 +140,8 @@ class RegularSaves:
         """Note that the save is complete on all ranks, and do what was put off until then."""
         if save.agreement is not None:
             context.part(FailedSaves).succeed(save.step)
+        elif save.may_fail:
+            context.part(FailedSaves).succeed_after_training(save.step)
         save.end()
 
     def _give_up(self, save: _Save, error: SaveFailedError) -> None:
@@ -163,6 +166,12 @@ class RegularSaves:
                 remains = []  # they are still being removed
             left = " and ".join(str(path) for path in remains if os.path.lexists(path))
         context.part(FailedSaves).fail(save.step, str(error), left)
+
+    @property
+    def notes_errors(self) -> bool:
+        """Return whether the ranks agree on the save of this thread; else its errors are raised."""
+        save = self._current()
+        return save is not None and save.agreement is not None
 
     def noting(self) -> contextlib.AbstractContextManager[None]:
         """Note an error of the block in the save of this thread, if the ranks agree on that save."""

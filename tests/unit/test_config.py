@@ -354,3 +354,13 @@ def test_the_page_has_every_setting_with_its_flag_and_default() -> None:
 def test_the_page_has_the_settings_that_must_be_the_same_on_all_nodes() -> None:
     (listed,) = re.findall(r"same on all nodes, or no worker starts: (.*?)\n\(", PAGE.read_text(), re.DOTALL)
     assert set(re.findall(r"`(\w+)`", listed)) == {s.variable for s in SETTINGS if s.same_on_all_nodes}
+
+
+def test_settings_that_may_differ_between_nodes() -> None:
+    """A setting that decides what ranks do together is compared: nodes with other values would wait."""
+    own = (
+        "ENABLE_TTP TTP_GRACE TTP_SPARES TTP_PORT TTP_TLS TTP_TLS_CERT TTP_TLS_KEY TTP_TLS_CA TTP_PLATFORM"
+        " TTP_STORE_RATE TTP_STORE_ALSO TTP_STORE_ENDPOINT TTP_PULL TTP_LOG_PATH TTP_LOG_LEVEL TTP_LOG_STDOUT"
+        " TTP_SERVE TTP_SERVE_TOKEN TTP_NOTIFY TTP_NOTIFY_SECRET TTP_PROFILE TTP_DUMP"
+    )
+    assert [s.variable for s in SETTINGS if not s.same_on_all_nodes] == own.split()

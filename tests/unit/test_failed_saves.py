@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +13,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from adaptor import context
+from adaptor import context, output
 from adaptor.config import load
 from adaptor.errors import CheckpointError
 from adaptor.frameworks.failed_saves import FIRST_PAUSE_S, FailedSaves, SaveAgreement, SaveFailedError
+from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol.messages import SaveEnded
 from adaptor.replica import group
 from adaptor.worker import runtime
+from tests.faults import warm
+from tests.frameworks import prepare
+from tests.waiting import LONG_S
 
 FOLDER = Path("save/iter_0000004_saving")
 
@@ -30,7 +35,9 @@ class Worker(runtime.Runtime):
         self.rank = 0
         self.said: list[Any] = []
         self.processor = SimpleNamespace(say=self.said.append)  # type: ignore[assignment]
-        self.session = SimpleNamespace(board=SimpleNamespace(finished=-1))  # type: ignore[assignment]
+        self.session = SimpleNamespace(  # type: ignore[assignment]
+            board=SimpleNamespace(finished=-1), trains_on_this_thread=False
+        )
 
 
 class Clock:
@@ -123,12 +130,89 @@ def test_a_training_loop_does_not_end_by_a_save_that_has_failed(exits: bool, wor
         end(4)
 
 
-def test_an_unfinished_folder_that_stays_is_named(worker: Worker, capfd: pytest.CaptureFixture[str]) -> None:
-    from adaptor import output
-    from tests.waiting import LONG_S
-
-    FailedSaves(context.Context(load({}))).fail(4, "rank 1: Read-only file system", str(FOLDER))
+def _said(capfd: pytest.CaptureFixture[str]) -> str:
     assert output.drain(LONG_S)
-    said = "".join(capfd.readouterr())
+    return "".join(capfd.readouterr())
+
+
+def test_an_unfinished_folder_that_stays_is_named(worker: Worker, capfd: pytest.CaptureFixture[str]) -> None:
+    FailedSaves(context.Context(load({}))).fail(4, "rank 1: Read-only file system", str(FOLDER))
+    said = _said(capfd)
     assert f"[ttp] step 4 could not be saved: rank 1: Read-only file system; {FOLDER} is unfinished" in said
     assert "training goes on" in said
+
+
+def test_a_save_after_the_training_loop_ends_the_report_of_failures(
+    worker: Worker, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failed, saves = context.part(FailedSaves), context.part(RegularSaves)
+    failed.forget()
+    with failed.in_loop():
+        failed.fail(4, "rank 0: No space left on device", "")
+        with saves.regular(str(tmp_path), 5, may_fail=True):
+            pass  # in another thread, whose save is none that the ranks have to agree on
+    assert worker.said[1:] == []
+    with saves.regular(str(tmp_path), 6):
+        pass  # of the script itself
+    assert worker.said[1:] == []
+    with saves.regular(str(tmp_path), 6, may_fail=True):
+        pass
+    assert worker.said[1:] == [SaveEnded(0, 6)]
+    assert "[ttp] step 6 is saved; 1 save had failed before\n" in _said(capfd)
+
+
+WRITERS_HAVE_FAILED = """
+import contextlib, queue
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.utils import _DistWrapper
+from adaptor import context, patches, patching
+from adaptor.frameworks.failed_saves import SaveAgreement
+from adaptor.frameworks.regular_save import RegularSaves, _Save
+
+patches.load("ttp")
+patching.arm("ttp")
+from megatron.core.dist_checkpointing.strategies import filesystem_async, state_dict_saver
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+torch.cuda.current_device = lambda: "cpu"
+agreement = SaveAgreement(dist.group.WORLD, Path("save"))
+context.part(RegularSaves)._running.save = _Save(Path("save"), 4, False, agreement=agreement)
+writer = filesystem_async.FileSystemWriterAsync("save")
+writer.write_buckets, writer.results_queue = [object()], queue.Queue()
+writer.results_queue.put(OSError(28, "No space left on device"))
+gathered = []
+
+class Ranks(_DistWrapper):
+    def gather_object(self, object):
+        gathered.append(object)
+        return super().gather_object(object)
+
+state_dict_saver.save_state_dict_async_finalize(writer, Metadata({}), Ranks(None, True, 0))
+assert gathered == [[]], "other ranks wait there"
+assert agreement.error == "No space left on device (save)", agreement.error
+
+def gather_object(object):
+    raise torch.OutOfMemoryError("out of memory")
+
+ranks = _DistWrapper(None, True, 0)
+ranks.gather_object = gather_object
+with contextlib.suppress(torch.OutOfMemoryError):
+    state_dict_saver.save_state_dict_async_finalize(writer, Metadata({}), ranks)
+    raise SystemExit("a rank that has left the gather alone does not go on")
+"""
+
+
+@pytest.mark.parametrize("find", [prepare.megatron_lm, prepare.megatron_core])
+def test_a_rank_whose_writers_have_failed_joins_the_gather(find: Callable[[], Path], tmp_path: Path) -> None:
+    """The framework's own end of a save in `torch_dist`, with what its writers put into the queue."""
+    try:
+        framework = find()
+    except prepare.NotPreparedError as error:
+        pytest.skip(str(error))
+    path = f"{framework}{os.pathsep}{Path(__file__).resolve().parents[2]}"
+    command = [sys.executable, "-c", WRITERS_HAVE_FAILED]
+    ended = warm.run(command, env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr[-2000:]
