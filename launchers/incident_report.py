@@ -24,6 +24,7 @@ from adaptor.protocol.messages import (
     Died,
     Dump,
     Dying,
+    EndScript,
     Exit,
     Freeze,
     Frozen,
@@ -63,7 +64,7 @@ _OF_EACH_RANK = {
     "joined",
 }
 # Of these orders nothing is worked out before the file is written, unless each is a line of the log.
-_SEEN = frozenset({Freeze, Dump, Exit, Regroup})
+_SEEN = frozenset({Freeze, Dump, EndScript, Exit, Regroup})
 
 # Of so many ranks the report has the calls of their exceptions: those of most only follow from another's.
 MOST_CALLS = 16

@@ -12,6 +12,7 @@ from adaptor.operations import records
 from adaptor.operations.records import Event
 from adaptor.protocol.messages import (
     Dump,
+    EndScript,
     Exit,
     Find,
     Freeze,
@@ -58,6 +59,7 @@ ORDERS: dict[type, str] = {
     Publish: "publish-ordered",
     Find: "find-ordered",
     Rename: "rename-ordered",
+    EndScript: "end-ordered",
     Exit: "exit",
 }
 

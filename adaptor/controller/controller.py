@@ -18,6 +18,7 @@ from adaptor.controller.feasibility import MAX_RECOVERED, Recoveries
 from adaptor.controller.hang_detector import StalledNodes
 from adaptor.controller.incident import Incident
 from adaptor.controller.incident_messages import dispatch
+from adaptor.controller.incident_state import Stage
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import FromNewcomer
 from adaptor.controller.outcome import Orders
@@ -179,7 +180,7 @@ class Controller:
             case Died(rank=rank, status=status, board=board, why=why):
                 self.membership.boards[rank] = board
                 self._failures.explain(rank, why)
-                if board.phase == Phase.ENDED:
+                if board.phase == Phase.ENDED and (status or not self._scripts_end):
                     self._failures.ended.add(rank)
                 orders = self._on_deaths({rank: status}, now)
                 return orders + (self._route(self.incident.on_status(rank)) if self.incident else [])
@@ -195,6 +196,11 @@ class Controller:
             case _:
                 return self._on_incident_message(message, now)
         return []
+
+    @property
+    def _scripts_end(self) -> bool:
+        """Return whether an incident is open in which ranks end their scripts as they should."""
+        return self.incident is not None and self.incident.state.stage is Stage.ENDING_SCRIPTS
 
     def open_words(self) -> str:
         """Return what happens in the open incident, in words; '' without an incident, or with nothing new."""

@@ -10,6 +10,7 @@ REGROUPING the step is on disk (or could not be saved): survivors and new proces
            process groups; whatever fails then, all are started again from it
 RECOVERED    all of them go on: the incident is over, and the job is not started again
 FINDING    nothing can be saved, but the controller that is lost may have had it saved: an agent looks
+ENDING_SCRIPTS all ranks have finished their training: nothing is saved, and live ranks may end their scripts
 ENDED      the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a survivor is told to
@@ -45,6 +46,9 @@ from adaptor.protocol.messages import (
     RegroupFailed,
     ScriptStage,
 )
+
+# Between the end of a process and its report to the controller.
+REPORT_S = 5.0
 
 
 class Incident:
@@ -150,6 +154,16 @@ class Incident:
         return self._freeze() if self._waits and self.freeze_state.knows_all else []
 
     @property
+    def running_scripts(self) -> list[int]:
+        """Return the live ranks that have raised nothing."""
+        return [rank for rank in self.state.nodes if rank not in self._failures.raised]
+
+    @property
+    def _has_other_cause(self) -> bool:
+        """Return whether the job has not failed by a death or an exception, or has lost a node."""
+        return bool(self._failures.asked or self._failures.lost) or self._hangs
+
+    @property
     def _hangs(self) -> bool:
         """Return whether the job hangs: ranks are to tell where they stand."""
         return self._failures.hang_s > 0
@@ -181,7 +195,14 @@ class Incident:
         return self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> Orders:
-        """Take the answer of a rank to `Freeze`, or to an order to come to a step."""
+        """Take the answer of a rank to `Freeze`, or to an order to come to a step, or to its end."""
+        if self.state.stage is Stage.ENDING_SCRIPTS:
+            if rank in self.state.nodes and board.phase == Phase.ENDED:
+                # The worker ends its leftover threads TTP_OT from now; its death is told a little later.
+                self.state.deadline = max(
+                    self.state.deadline, self.state.now + self.state.timeout_s + REPORT_S
+                )
+            return []
         if self.state.stage is not Stage.FREEZING:
             if board.finished >= self.step and board.phase != Phase.UNREADABLE:
                 # Else its main thread has not come through the door, or never will.
@@ -197,6 +218,8 @@ class Incident:
         survivors = self.state.nodes.keys() & set(ranks)
         for rank in ranks:
             self.state.leave(rank)
+        if self.state.stage is Stage.ENDING_SCRIPTS:
+            return [] if self.running_scripts else self._end(FINISHED)
         if self._waits:
             if self.freeze_state.never_begun:
                 return self._end(NEVER_BEGUN)
@@ -257,6 +280,8 @@ class Incident:
     def on_told_to_end(self) -> Orders:
         """Somebody wants a rank, or an agent, to end: there is less time than was thought."""
         self.freeze_state.hurry(self.state.now)
+        if self.state.stage is Stage.ENDING_SCRIPTS:
+            return self._end(FINISHED)
         return self.go_on(self.regrouping.cancel(self._failures.told_to_end))
 
     def on_joined(self, message: Joined) -> Orders:
@@ -275,6 +300,8 @@ class Incident:
             return self._go_on_without_layouts(now) if self.freeze_state.is_late(now) else []
         if self.state.stage is Stage.FINDING:
             return self._look_again(now)
+        if self.state.stage is Stage.ENDING_SCRIPTS:
+            return [] if self.running_scripts and now < self.state.deadline else self._end(FINISHED)
         if self.state.stage is Stage.REGROUPING:
             return self.go_on(self.regrouping.on_tick(now))
         if now >= self.state.deadline - self.finding.patience_s:
@@ -319,6 +346,10 @@ class Incident:
     def _save(self) -> Orders:
         """Begin to save the newest step that there is, and to replace failed ranks where that can be."""
         decision = choose(self.state, self.freeze_state, self.writing)
+        if decision == FINISHED and self.running_scripts and not self._has_other_cause:
+            self.state.move(Stage.ENDING_SCRIPTS)
+            self.state.prolong()
+            return self.orders.end_scripts(self.running_scripts)
         if not isinstance(decision, Plan):
             return self._end(decision)
         decision, orders = self.regrouping.start_beside_save(decision)

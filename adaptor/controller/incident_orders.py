@@ -12,6 +12,7 @@ from adaptor.controller.publish_target import PublishTarget
 from adaptor.controller.reassignment import Reassignment
 from adaptor.protocol.messages import (
     Addressed,
+    EndScript,
     FillPlaces,
     Find,
     Freeze,
@@ -88,6 +89,10 @@ class IncidentOrders:
     def rename(self, rename_rank: int) -> Order:
         """Return the order to have the script's handler on `rename_rank` give the checkpoint its name."""
         return self._to(rename_rank, Rename(self.number, self.writing.step))
+
+    def end_scripts(self, ranks: Iterable[int]) -> Orders:
+        """Return an order to each of `ranks` to let its script come to its end."""
+        return [self._to(rank, EndScript(self.number)) for rank in ranks]
 
     def find(self, step: int) -> Order:
         """The agent of this controller looks for `step`, or a later one."""

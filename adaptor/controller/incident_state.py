@@ -18,6 +18,7 @@ class Stage(Enum):
     PUBLISHING = auto()
     REGROUPING = auto()
     FINDING = auto()
+    ENDING_SCRIPTS = auto()
     RECOVERED = auto()
     ENDED = auto()
 
@@ -25,7 +26,9 @@ class Stage(Enum):
 # Handlers of the script save without a folder that is prepared. A dump that finds no holder any more begins
 # anew, with another step. An online recovery goes on whether the save has ended well or not.
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
-    Stage.FREEZING: frozenset({Stage.PREPARING, Stage.DUMPING, Stage.FINDING, Stage.ENDED}),
+    Stage.FREEZING: frozenset(
+        {Stage.PREPARING, Stage.DUMPING, Stage.FINDING, Stage.ENDING_SCRIPTS, Stage.ENDED}
+    ),
     Stage.PREPARING: frozenset({Stage.DUMPING, Stage.REGROUPING, Stage.FINDING, Stage.ENDED}),
     Stage.DUMPING: frozenset(
         {Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING, Stage.REGROUPING, Stage.FINDING, Stage.ENDED}
@@ -33,6 +36,7 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.PUBLISHING: frozenset({Stage.REGROUPING, Stage.FINDING, Stage.ENDED}),
     Stage.REGROUPING: frozenset({Stage.RECOVERED, Stage.ENDED}),
     Stage.FINDING: frozenset({Stage.ENDED}),
+    Stage.ENDING_SCRIPTS: frozenset({Stage.ENDED}),
     Stage.RECOVERED: frozenset(),
     Stage.ENDED: frozenset(),
 }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from adaptor.controller.failures import Cause, Failures
 from adaptor.controller.incident import Incident
+from adaptor.controller.incident_state import Stage
 from adaptor.controller.membership import Membership
 from adaptor.controller.outcome import Orders
+from adaptor.controller.rank_words import ranks_in_words
 from adaptor.controller.step_choice import FINISHED
 from adaptor.protocol.messages import (
     Addressed,
@@ -23,6 +25,8 @@ from adaptor.protocol.messages import (
 )
 
 REFUSED_EXIT_CODE = 2
+# The most ranks that are named.
+_NAMED = 4
 # A save that takes longer is told of before its end: most take less.
 _LONG_SAVE_S = 2.0
 
@@ -49,12 +53,16 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
             line += f"; {membership.advice}" if outcome.unheld else ""
     if incident.regrouping.why_not and not failures.asked:
         line += f"; not recovered online: {incident.regrouping.why_not}"
-    stop, exit_code = "", cause.exit_code
+    stop, exit_code, cut_off = "", cause.exit_code, []
     if cause.mistake and outcome.kind == "nothing":
         stop = "another start would fail in the same way"
     elif _is_trained(incident, failures, cause, outcome.kind):
         stop = "nothing is left to train"
-        if cause.kind in ("signal", "exit"):
+        is_finished = incident.freeze_state.stage == ScriptStage.FINISHED
+        cut_off = sorted(incident.state.nodes.keys() - {cause.rank}) if is_finished else []
+        if cut_off:
+            line += f"; {_cut_off_words(cut_off, incident, failures)}"
+        elif cause.kind in ("signal", "exit") and not failures.lost:
             exit_code = max(0, cause.status or 0)
     newest = incident.freeze_state.newest_told if outcome.kind == "lost" else outcome.step
     return Verdict(
@@ -88,12 +96,30 @@ def _is_trained(incident: Incident, failures: Failures, cause: Cause, outcome: s
     return is_finished and cause.kind in ("exception", "signal", "exit")
 
 
+def _cut_off_words(ranks: Sequence[int], incident: Incident, failures: Failures) -> str:
+    """Return the words about live ranks whose scripts had not come to their end."""
+    running = [rank for rank in ranks if rank not in failures.raised]
+    raised = [rank for rank in ranks if rank in failures.raised]
+    seconds, limit = incident.state.now - incident.state.opened_at, incident.state.timeout_s
+    after = f"{seconds:.0f} s later{' (TTP_OT)' if seconds >= limit else ''}"
+    words = [
+        f"{ranks_in_words(running, 'was', 'were', most=_NAMED)} cut off {after}" if running else "",
+        f"{ranks_in_words(raised, 'has', 'have', most=_NAMED)} raised, too" if raised else "",
+    ]
+    return " and ".join(filter(None, words))
+
+
 def open_words(incident: Incident, failures: Failures) -> str:
     """Return what happens in an open incident, in words; '' where there is nothing yet to tell.
 
-    That is the step that is saved, once new processes are awaited, and before that a save that takes long.
+    That is the step that is saved, once new processes are awaited, and before that a save that takes long; or
+    the ranks whose scripts are waited for.
     """
     state, step, regrouping = incident.state, incident.step, incident.regrouping
+    if state.stage is Stage.ENDING_SCRIPTS and failures.is_known and (running := incident.running_scripts):
+        who = ranks_in_words(running, "has", "have", most=_NAMED)
+        cause = failures.first(state.silent).words
+        return f"{cause}; the training was over; {who} up to {state.timeout_s:g} s to end (TTP_OT)"
     if step < 0 or state.outcome is not None or not failures.is_known:
         return ""
     cause = failures.first(state.silent).words

@@ -35,6 +35,7 @@ _WORDS = {
     "regroup-ordered": "told to meet again",
     "joined": "has met the others",
     "recovered": "training goes on",
+    "end-ordered": "may end its script",
     "exit": "told to end",
 }
 # Their text is of many lines; the table of events has it.

@@ -26,6 +26,7 @@ from adaptor.protocol.messages import (
     BusyProbe,
     BusyReport,
     Dump,
+    EndScript,
     Exit,
     Freeze,
     FromWorker,
@@ -156,6 +157,11 @@ class Processor:
         self._outbox.put(messages)
         os.write(self._wake_writer, b"\0")
 
+    def tell_end_of_script(self) -> None:
+        """Answer `EndScript`; from any thread."""
+        assert self._session is not None
+        self.say(Frozen(self._rank, self._current[0], self._session.board.record()))
+
     def _serve(self) -> None:
         try:
             self._hear()
@@ -195,6 +201,7 @@ class Processor:
                 again = order.incident == self._current[0]
                 if not again:  # else it is asked whether it is there
                     self._current = (order.incident, 0)
+                    self._session.script_may_end.clear()
                     if self._rejoin is not None:
                         self._rejoin.freeze(order.incident)
                     # A lost controller may have let the main thread through: the answer must stay true.
@@ -229,6 +236,9 @@ class Processor:
                 if not self._modules_probed:
                     self._modules_probed = True
                     self._in_thread("modules", self._tell_modules, order)
+            case EndScript():
+                assert self._session is not None
+                self._session.script_may_end.set()
             case Exit():
                 self._send_queued()
                 if self._handlers is not None:

@@ -121,11 +121,17 @@ class Runtime:
         self.session.hold()
 
     def finish(self) -> None:
-        """Mark the end of the script; while an incident is open, wait, because this rank may be a holder."""
+        """Mark the end of the script.
+
+        While an incident is open, wait before that, because this rank may be a holder, until the controller
+        lets the script end.
+        """
         context.part(UnprotectedTraining).end_of_script()
         if self.session.door.closed:
-            self.session.hold()
+            self.session.hold(self.session.script_may_end)
         self.session.board.end()
+        if self.session.script_may_end.is_set():
+            self.processor.tell_end_of_script()
         context.part(Recorder).close()
         leftover_threads.end_after(self._timeout_s, self.rank)
 

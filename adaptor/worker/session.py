@@ -52,6 +52,7 @@ class Session:
         self._recorder = recorder
         self.window = window or UpdateWindow(board, report_broken_barrier)
         self.door = self.window.door
+        self.script_may_end = threading.Event()  # although an incident is open: its state is not needed
         self.freezer = Freezer(board, self.window)
         self.trainee: Trainee | None = None
         self._send_layout = send_layout
@@ -377,17 +378,20 @@ class Session:
         finally:
             self.door.leave()
 
-    def hold(self) -> None:
+    def hold(self, until: threading.Event | None = None) -> None:
         """Keep the main thread, and with it the process and its state, until the processor ends it.
 
         A handler of signals may raise on this thread, and would end the process. torch's does for each data
         loader that is killed: where all processes of a job are told to end, one rank loses several.
+
+        Args:
+            until: ends the hold, too.
         """
         drop_sigchld_handler()
-        never = threading.Event()
-        while True:
+        end = until or threading.Event()
+        while not end.is_set():
             with contextlib.suppress(Exception):
-                never.wait()
+                end.wait()
 
     def _report_protection_once(self) -> None:
         if self.trainee is not None and not self._is_protected and self.has_finished_a_step:

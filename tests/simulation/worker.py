@@ -12,6 +12,7 @@ from adaptor.devices.device import HOST
 from adaptor.protocol.board import Board
 from adaptor.protocol.messages import (
     Dump,
+    EndScript,
     Exit,
     Freeze,
     FromWorker,
@@ -144,6 +145,7 @@ class Worker(Process):
         self.main_hangs = False
         self._exit_code = 0
         self._current = (0, 0)
+        self._has_left = False  # its script, and it waits for the controller
         self._outcomes: dict[Any, bool] = {}  # of what it does with other ranks
         self.waits_for: dict[Any, frozenset[int]] = {}
         self._hanging: set[Any] = set()
@@ -180,9 +182,15 @@ class Worker(Process):
             self._exit_code = 1
             self.say(Raised(self.rank, f"{type(error).__name__}: {error}", 1))
             return  # and hold
-        if self.session.door.closed:
+        if self.session.door.closed and not self.session.script_may_end.is_set():
+            self._has_left = True
             return  # it may be a holder
+        yield from self._end()
+
+    def _end(self) -> Body[None]:
         self.session.board.end()
+        if self.session.script_may_end.is_set():
+            self.say(Frozen(self.rank, self._current[0], self.session.board.record()))
         yield self.world.random.uniform(0.001, 0.3)
         self.world.end(self, 0)
 
@@ -335,6 +343,7 @@ class Worker(Process):
             case Freeze():
                 if order.incident != self._current[0]:
                     self._current = (order.incident, 0)
+                    self.session.script_may_end.clear()
                     self.session.door.let_through(None)
                 self.thread(self._freeze(order))
             case Dump():
@@ -355,6 +364,11 @@ class Worker(Process):
                 self.changed()
             case PresenceProbe():
                 self.say(Present(self.rank, order.incident))
+            case EndScript():
+                self.session.script_may_end.set()
+                if self._has_left:
+                    self._has_left = False
+                    self.thread(self._end())
             case Exit():
                 self.world.end(self, self._exit_code)
 

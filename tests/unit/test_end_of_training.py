@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -54,13 +55,43 @@ def test_a_death_behind_a_finished_training(after: str, cause: str, launcher: La
     assert "the job has come to its end, 1 incident, 0 steps lost" in ended.last_line
 
 
-def test_an_exception_behind_a_finished_training(launcher: Launcher) -> None:
-    after = "if rank == '1': sys.exit(7)\nthreading.Event().wait(600)"
+# Rank 0 is still at work when it is asked where it stands, and in an exit function.
+EXPORTS = """
+waiting.until(lambda: session.door.closed, "the incident")
+threading.Event().wait(1.0)
+(here / "export").touch()
+def upload():
+    threading.Event().wait(1.0)
+    (here / "upload").touch()
+atexit.register(upload)
+"""
+
+
+def test_others_come_to_their_ends_after_a_death(launcher: Launcher, tmp_path: Path) -> None:
+    after = f"if rank == '1': os.abort()\n{EXPORTS}"
     ended = launcher.run(*TWO, "--max-restarts", "3", launcher.script(TRAINS + FINISHED + after))
-    assert (ended.code, starts(ended)) == (7, 2), ended.log
-    assert ended.last_line.startswith(
-        "[ttp] rank 1 raised SystemExit: 7; nothing to save: the training was over;"
-        " not started again: nothing is left to train"
+    assert (ended.code, starts(ended)) == (0, 2), ended.log
+    assert (tmp_path / "export").exists()
+    assert (tmp_path / "upload").exists()
+    assert "rank 1 was ended by SIGABRT; the training was over; rank 0 has up to " in ended.log
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "cause"),
+    [("sys.exit(7)", 7, "raised SystemExit: 7"), ("os.abort()", 134, "was ended by SIGABRT")],
+    ids=["exception", "death"],
+)
+def test_a_rank_that_does_not_end_behind_a_finished_training(
+    last: str, code: int, cause: str, launcher: Launcher
+) -> None:
+    after = f"if rank == '1': {last}\nthreading.Event().wait(600)"
+    script = launcher.script(TRAINS + FINISHED + after)
+    ended = launcher.run(*TWO, "--max-restarts", "3", "--ttp-ot", "10", script)
+    assert (ended.code, starts(ended)) == (code, 2), ended.log
+    assert re.search(
+        rf"^\[ttp\] rank 1 {cause}; nothing to save: the training was over; rank 0 was cut off"
+        r" \d+ s later \(TTP_OT\); not started again: nothing is left to train",
+        ended.last_line,
     ), ended.log
 
 

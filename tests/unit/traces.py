@@ -62,6 +62,7 @@ from adaptor.protocol.messages import (
     Died,
     Dump,
     Dying,
+    EndScript,
     Exit,
     FillPlaces,
     Find,
@@ -354,6 +355,8 @@ def _words(order: Message) -> str:
             return f"recovered, step {step}, {', '.join(who)}\n        {line}"
         case Rename(step=step):
             return f"rename step {step}"
+        case EndScript():
+            return "let the script end"
         case Exit():
             return "exit"
         case Prepare(step=step, term=term, number=number):

@@ -81,6 +81,7 @@ from adaptor.protocol.messages.to_agent import (
 from adaptor.protocol.messages.to_worker import (
     BusyProbe,
     Dump,
+    EndScript,
     Exit,
     Freeze,
     GroupOrder,
@@ -112,6 +113,7 @@ __all__ = [
     "Dismissed",
     "Dump",
     "Dying",
+    "EndScript",
     "Endpoint",
     "Exit",
     "Fault",

@@ -134,6 +134,15 @@ class Rename(Message, frozen=True):
     step: int
 
 
+class EndScript(Message, frozen=True):
+    """All ranks have finished their training: let the script, and the process, come to their end.
+
+    Answer: `Frozen`, with the phase ENDED, once the script is at its end.
+    """
+
+    incident: int
+
+
 class Exit(Message, frozen=True):
     """The incident is over: end this process.
 
@@ -145,4 +154,6 @@ class Exit(Message, frozen=True):
     blamed: bool = False
 
 
-ToWorker = BusyProbe | ModulesProbe | PresenceProbe | Freeze | Dump | Rename | Regroup | Proceed | Exit
+ToWorker = (
+    BusyProbe | ModulesProbe | PresenceProbe | Freeze | Dump | Rename | Regroup | Proceed | EndScript | Exit
+)
