@@ -198,7 +198,7 @@ class FailedSaves:
 
 def _reason(error: BaseException, folder: Path) -> str:
     """Return the first error of the operating system behind `error`, with its path or the folder of the save;
-    without such an error, the innermost cause.
+    without such an error, the innermost cause with a text.
     """
     for _ in range(_MOST_CAUSES):
         if isinstance(error, OSError) and error.strerror:
@@ -206,7 +206,7 @@ def _reason(error: BaseException, folder: Path) -> str:
         failures = getattr(error, "failures", None)  # of torch's CheckpointException, by rank
         if isinstance(failures, dict) and failures:
             error = next(iter(failures.values()))[0]
-        elif (cause := error.__cause__ or error.__context__) is not None:
+        elif (cause := error.__cause__ or error.__context__) is not None and text.say(cause):
             error = cause
         else:
             break

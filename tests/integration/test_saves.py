@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,10 @@ import pytest
 from adaptor.checkpoint import manifest, tracker
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, TP2_DP1, Job
+from tests.faults.harness import DP2, TP2_DP1, Job, Layout
+from tests.faults.same import differences
 from tests.faults.scenario import BaselineOf, assert_last_words
+from tests.integration.test_formats import DIST as TORCH_DIST
 
 
 @pytest.mark.parametrize(
@@ -54,26 +57,52 @@ def test_a_rank_is_killed_in_a_save(rank: int, phase: str, tmp_path: Path, basel
     outcome.assert_same_training(ended, baseline.records, steps=range(1, 7))
 
 
-def test_a_rank_cannot_write_its_part_of_a_save(tmp_path: Path, baseline_of: BaselineOf) -> None:
+@pytest.mark.parametrize(
+    ("layout", "arguments", "phase", "error"),
+    [
+        (TP2_DP1, (), "save-write", "InjectedError"),
+        (
+            TORCH_DIST,
+            ("--async-save", "--exit-interval", "8"),
+            "save-background",
+            "RuntimeError: results_queue",
+        ),
+    ],
+    ids=["torch", "async-before-an-exit"],
+)
+def test_a_rank_cannot_write_its_part_of_a_save(
+    layout: Layout,
+    arguments: tuple[str, ...],
+    phase: str,
+    error: str,
+    tmp_path: Path,
+    baseline_of: BaselineOf,
+) -> None:
     """Training goes on without the save of step 4. Where the save of the last step fails, that is a fault."""
-    baseline = baseline_of(TP2_DP1)
+    baseline = baseline_of(layout)
     job = Job(
         tmp_path / "job",
-        TP2_DP1,
+        layout,
         save=tmp_path / "save",
         save_interval=4,
         restarts=1,
-        faults=[f"rank=1,step={step},phase=save-write,kind=exception" for step in (4, 8)],
+        arguments=arguments,
+        faults=[f"rank=1,step={step},phase={phase},kind=exception" for step in (4, 8)],
     )
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-5000:]
-    (failed,) = [line for line in ended.said if "step 4 could not be saved: rank 1: InjectedError" in line]
+    (failed,) = [line for line in ended.said if f"step 4 could not be saved: rank 1: {error}" in line]
     assert failed.startswith("[ttp] step 4 ")
-    assert "training ends, and step 8 could not be saved: rank 1: InjectedError" in ended.log
+    assert f"training ends, and step 8 could not be saved: rank 1: {error}" in ended.log
     assert "step 8 is saved, no finished step is lost" in ended.log
     assert job.save is not None
     assert outcome.steps_in(job.save) == [8]
-    assert_last_words(job.save, 8, baseline)
+    folder = outcome.assert_saved(job.save, 8)
+    unlike = differences(folder, baseline.checkpoints / folder.name)
+    # The saved options are those of this job.
+    assert [
+        line for line in unlike if not re.search(r"args\./(async_save|exit_interval|ckpt_assume\w+): ", line)
+    ] == []
     outcome.assert_same_training(ended, baseline.records)
 
 

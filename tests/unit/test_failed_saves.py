@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_the_error_of_the_system_behind_others_is_named(everyone: dist.ProcessGr
     with agreement.noting():
         raise error
     assert agreement.error == "Input/output error (a.distcp)"
+
+
+def test_an_error_without_a_text_is_not_named(everyone: dist.ProcessGroup) -> None:
+    """Megatron-core asks the queue of its writers, which is empty where a writer has ended."""
+    agreement = SaveAgreement(everyone, FOLDER)
+    with agreement.noting():
+        try:
+            queue.Queue[int]().get_nowait()
+        except queue.Empty:
+            raise RuntimeError("results_queue should not be empty")  # noqa: B904
+    assert agreement.error == "RuntimeError: results_queue should not be empty"
 
 
 def test_what_may_follow_from_a_lost_rank_is_no_error_of_the_save(everyone: dist.ProcessGroup) -> None:
