@@ -13,7 +13,7 @@ import sys
 import types
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import wrapt
 
@@ -26,8 +26,6 @@ _FUNCTIONS: tuple[type, ...] = (
 )
 # Bytes of the code of a name, and of the code of a mark.
 _CODE = 4
-# Attributes of a class, past its metaclass, which may be somebody else's code.
-_attribute_of_class = type.__getattribute__
 
 
 def codes_of(module: str) -> bytes:
@@ -60,6 +58,11 @@ def first_difference(module: str, codes: bytes, worker_codes: bytes) -> str:
     replaced = {name for name in names if name + _FOREIGN in theirs and name + _FOREIGN not in ours}
     differ = names - replaced
     return min((name for name in names_of(module) if type(name) is str and _code(name) in differ), default="")
+
+
+def _attribute_of_class(cls: Any, name: str) -> Any:
+    """Return an attribute that each class has, without code of its metaclass, which may do anything."""
+    return type.__dict__[name].__get__(cls)
 
 
 def _split(codes: bytes) -> set[bytes]:
