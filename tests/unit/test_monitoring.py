@@ -129,6 +129,7 @@ def test_the_dashboard_shows_all_metrics_but_these() -> None:
         *("ttp_build_info", "ttp_running", "ttp_status_timestamp_seconds"),  # alerts have the last two
         *("ttp_generation", "ttp_controller_term", "ttp_checkpoint_bytes"),
         "ttp_failed_saves",  # an alert has it
+        "ttp_incidents_of_unknown_loss",  # of jobs that are not protected
         "ttp_agent_up",  # a series for each node; the counts are in ttp_nodes
         *("ttp_host_copy_step", "ttp_host_copy_timestamp_seconds"),  # of few jobs
     }
