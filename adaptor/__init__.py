@@ -125,13 +125,13 @@ def _is_wanted() -> bool:
     from adaptor import context, errors
 
     try:
-        wanted = context.get().settings.enabled
+        is_enabled = context.get().settings.enabled
     except errors.ConfigError:
         errors.say_in_one_line()
         raise
-    if wanted:
+    if is_enabled:
         errors.say_in_one_line()
-    return wanted
+    return is_enabled
 
 
 def _is_on() -> bool:

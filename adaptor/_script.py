@@ -86,14 +86,18 @@ def _forget_shadowed(folder: str) -> None:
     The adaptor keeps what it has imported.
     """
     try:
-        there = {entry.name.partition(".")[0] for entry in Path(folder).iterdir()}
+        names_there = {entry.name.partition(".")[0] for entry in Path(folder).iterdir()}
     except OSError:  # Python finds nothing there, either
         return
-    for name in there & ({name.partition(".")[0] for name in sys.modules} - _AT_START - {"adaptor"}):
-        found = importlib.machinery.PathFinder.find_spec(name, [folder])
-        if found is None or found.origin is None or found.origin == _origin(name):
+    for name in names_there & ({name.partition(".")[0] for name in sys.modules} - _AT_START - {"adaptor"}):
+        spec = importlib.machinery.PathFinder.find_spec(name, [folder])
+        if spec is None or spec.origin is None or spec.origin == _origin(name):
             continue
-        for loaded in [known for known in sys.modules if known == name or known.startswith(f"{name}.")]:
+        for loaded in [
+            module_name
+            for module_name in sys.modules
+            if module_name == name or module_name.startswith(f"{name}.")
+        ]:
             del sys.modules[loaded]
 
 

@@ -32,8 +32,8 @@ def arm_patches() -> None:
     # A child of a worker has this variable, too. It is not refused here: multiprocessing imports the script
     # again in each process that it spawns, for data loaders, too. `runtime.get` refuses one that trains.
     if "TTP_AGENT" not in os.environ:
-        other = distributions.conflict()  # elsewhere ttprun has said it, once for all ranks
-        raise StartError(f"{NOT_BY_TTPRUN}; {other}" if other else NOT_BY_TTPRUN)
+        conflict = distributions.conflict()  # elsewhere ttprun has said it, once for all ranks
+        raise StartError(f"{NOT_BY_TTPRUN}; {conflict}" if conflict else NOT_BY_TTPRUN)
     patching.arm("ttp", wait_for_claim=patches.own())
     expect_plug_ins()
     context.part(UnprotectedTraining).arm(runtime.of_this_process)

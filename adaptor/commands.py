@@ -75,11 +75,11 @@ def run(arguments: list[str] | None) -> int:
         warning = distributions.conflict()
     except AdaptorError as error:
         return _bad_usage(str(error))
-    given = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", ""))
+    world_size_source = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", ""))
     if parsed.world_size is not None:
-        given = ("--world-size", parsed.world_size)
+        world_size_source = ("--world-size", parsed.world_size)
     try:
-        world_size = _ranks(*given)
+        world_size = _ranks(*world_size_source)
         ranks_per_node = _ranks("--ranks-per-node", parsed.ranks_per_node or "")
     except ValueError as error:
         return _bad_usage(str(error))
@@ -189,8 +189,8 @@ def _report(
         for misfit in patching.misfits("ttp"):
             (findings.refusals if isinstance(misfit, DriftError) else broken).append(str(misfit))
         outcomes = patching.outcomes("ttp")
-        there = {outcome.unit for outcome in outcomes if outcome.found is not None}
-        shown = tuple(outcome for outcome in outcomes if outcome.unit in there)
+        units_there = {outcome.unit for outcome in outcomes if outcome.found is not None}
+        shown = tuple(outcome for outcome in outcomes if outcome.unit in units_there)
         if not (shown or broken or findings.refusals):
             broken.append("none of the patched modules is on the path: is the framework installed?")
     if not findings.error:
@@ -236,11 +236,11 @@ def _verdict(findings: Findings, lines: int, *, examined: bool) -> str:
         lines: how many reasons there are not to say that the job would be protected.
         examined: whether the script was run with its arguments.
     """
-    others = f" (and {lines - 1} more)" if lines > 1 else ""
+    further_lines = f" (and {lines - 1} more)" if lines > 1 else ""
     if findings.refusals:
-        return f"not protected: {findings.refusals[0]}{others}"
+        return f"not protected: {findings.refusals[0]}{further_lines}"
     if findings.error:
-        return f"not known: {findings.error}{others}"
+        return f"not known: {findings.error}{further_lines}"
     return findings.words() if examined else f"the patches fit; {_MORE}"
 
 

@@ -448,15 +448,19 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
             ) from None
         except ValueError:
             raise ConfigError(f"{setting.variable} is {text!r}: it must be {setting.allowed}") from None
-    made = Config(**values)
+    settings = Config(**values)
     require_one_kind_of_connection(
-        made.tls,
-        {"TTP_TLS_CERT": made.tls_cert, "TTP_TLS_KEY": made.tls_key, "TTP_TLS_CA": made.tls_ca},
+        settings.tls,
+        {"TTP_TLS_CERT": settings.tls_cert, "TTP_TLS_KEY": settings.tls_key, "TTP_TLS_CA": settings.tls_ca},
     )
-    for name, value in {"PROFILE": made.profile, "DUMP": made.dump, "HOST_COPY": made.host_copy}.items():
-        if made.provide_mindio and value:
+    for name, value in {
+        "PROFILE": settings.profile,
+        "DUMP": settings.dump,
+        "HOST_COPY": settings.host_copy,
+    }.items():
+        if settings.provide_mindio and value:
             raise ConfigError(
                 f"TTP_{name} is set, and TTP_PROVIDE_MINDIO is True: a script that was adapted to MindIO TTP"
                 " by hand has neither recordings nor copies in host memory; leave out one of them"
             )
-    return made
+    return settings

@@ -30,10 +30,10 @@ class Context:
 
     def part(self, kind: Callable[[Context], T]) -> T:
         """Return the one object of the class `kind` in this process; made when it is first asked for."""
-        found = self._parts.get(kind)
-        if found is None:
-            found = self._parts[kind] = kind(self)
-        return found  # type: ignore[return-value]  # a cast is a call, and this is called often in a step
+        instance = self._parts.get(kind)
+        if instance is None:
+            instance = self._parts[kind] = kind(self)
+        return instance  # type: ignore[return-value]  # a cast is a call, and this is called often in a step
 
     def discard(self, kind: Callable[[Context], object]) -> None:
         """Let the object of the class `kind` be made anew, as the environment has changed."""

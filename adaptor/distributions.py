@@ -27,20 +27,21 @@ def conflict() -> str:
         ConfigError: our `adaptor/__init__.py` was overwritten, or was removed when the other was uninstalled.
     """
     try:
-        other = f"{_SAME_NAME} {metadata.version(_SAME_NAME)}"
+        other_version = f"{_SAME_NAME} {metadata.version(_SAME_NAME)}"
     except metadata.PackageNotFoundError:
-        other = ""
+        other_version = ""
     remedy = "uninstall both, then install the adaptor again: pip install . in the folder of its sources"
     if not hasattr(sys.modules["adaptor"], "enable"):
-        who = (
-            f"the distribution {other} has replaced it"
-            if other
+        location = (
+            f"the distribution {other_version} has replaced it"
+            if other_version
             else "it was removed together with another distribution"
         )
-        raise ConfigError(f"adaptor/__init__.py is not that of {OURS}, {who}: {remedy}")
-    if not other:
+        raise ConfigError(f"adaptor/__init__.py is not that of {OURS}, {location}: {remedy}")
+    if not other_version:
         return ""
     return (
-        f"the distribution {other} is installed, which has the import name of {OURS}: each overwrites files"
+        f"the distribution {other_version} is installed, which has the import name of {OURS}: each "
+        "overwrites files"
         f" of the other; {remedy}"
     )

@@ -80,21 +80,21 @@ def target(text: str) -> NoticeTarget | None:
     """
     if not text:
         return None
-    kind, _, where = text.partition(":")
+    kind, _, target_place = text.partition(":")
     if kind == "exec":
-        if not shlex.split(where):
+        if not shlex.split(target_place):
             raise ValueError
-        return NoticeTarget(kind, where)
+        return NoticeTarget(kind, target_place)
     if kind == "file":
-        if not where:
+        if not target_place:
             raise ValueError
-        return NoticeTarget(kind, where)
+        return NoticeTarget(kind, target_place)
     if kind != "slack":
-        kind, where = "json", text
-    parts = urlsplit(where)
+        kind, target_place = "json", text
+    parts = urlsplit(target_place)
     parts.port  # noqa: B018  # raises where it is none
     if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
         raise ValueError
-    if not where.isascii() or not where.isprintable() or " " in where:
+    if not target_place.isascii() or not target_place.isprintable() or " " in target_place:
         raise ValueError
-    return NoticeTarget(kind, where)
+    return NoticeTarget(kind, target_place)

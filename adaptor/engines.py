@@ -62,5 +62,7 @@ class Builtin:
 
 def find(name: str) -> Engine:
     """Return the engine `name` (TTP_ENGINE). Raises ConfigError where none of that name is installed."""
-    made = cast("Callable[[], Engine]", plug_ins.choose(plug_ins.ENGINES, name, "TTP_ENGINE", "or left out"))
-    return made()
+    engine_factory = cast(
+        "Callable[[], Engine]", plug_ins.choose(plug_ins.ENGINES, name, "TTP_ENGINE", "or left out")
+    )
+    return engine_factory()

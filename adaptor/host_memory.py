@@ -50,9 +50,9 @@ def _of_the_machine() -> int:
 def _of_control_groups() -> Iterator[int]:
     """Return what each control group around this process leaves."""
     for folder, names in _groups_around(_OWN_GROUPS):
-        left = _left(folder, names)
-        if left is not None:
-            yield left
+        bytes_left = _left(folder, names)
+        if bytes_left is not None:
+            yield bytes_left
 
 
 def _groups_around(process: Path) -> Iterator[tuple[Path, _Names]]:
@@ -76,14 +76,14 @@ def _groups_around(process: Path) -> Iterator[tuple[Path, _Names]]:
 
 def _left(folder: Path, names: _Names) -> int | None:
     try:
-        most = (folder / names.limit).read_text().strip()
-        if most == "max" or int(most) >= _UNLIMITED:
+        limit_text = (folder / names.limit).read_text().strip()
+        if limit_text == "max" or int(limit_text) >= _UNLIMITED:
             return None
         used = int((folder / names.usage).read_text())
         stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):
         return None
-    return max(0, int(most) - used + int(stat.get(names.reclaimable, 0)))
+    return max(0, int(limit_text) - used + int(stat.get(names.reclaimable, 0)))
 
 
 class OutOfMemoryKills:

@@ -21,13 +21,15 @@ class Protection:
 
     Args:
         session: of this process; None where the adaptor is not enabled.
-        done: the last finished step.
+        steps_done: the last finished step.
         recovery: online recovery, where this process has it.
     """
 
-    def __init__(self, session: Session | None, done: int = 0, recovery: Recovery | None = None) -> None:
+    def __init__(
+        self, session: Session | None, steps_done: int = 0, recovery: Recovery | None = None
+    ) -> None:
         self._session = session
-        self._done = done
+        self._done = steps_done
         self._recovery = recovery
         self._has_run = False
 
@@ -261,21 +263,21 @@ def protect(
         lease_claim.claim(save)
         if not comes_new:
             left_overs.clean(Path(save))
-    where = library_state.folder_of_rank()
+    rank_folder = library_state.folder_of_rank()
     runtime_of_rank = runtime.get()
     if isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
         start.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
     everyone = group.of_everyone()
 
-    def describe(again: bool) -> MegatronTrainee:
-        """Describe what this rank holds: collective. `again`: the user has been told."""
+    def describe(is_repeated: bool) -> MegatronTrainee:
+        """Describe what this rank holds: collective. `is_repeated`: the user has been told."""
         mirrors = replicas_of(
             optimizer,
             parallel_state.get_data_parallel_world_size(with_context_parallel=True),
             parallel_state.get_expert_data_parallel_world_size(),
-            again,
+            is_repeated,
         )
-        place = place_of(optimizer, mirrors, where, everyone)
+        place = place_of(optimizer, mirrors, rank_folder, everyone)
         return MegatronTrainee(
             state=library_state.training_state(model, optimizer, scheduler, extra, place, format),
             save=str(Path(save).resolve()),
@@ -286,7 +288,7 @@ def protect(
             increment=lambda: samples_per_step,
             barrier=lambda: group.barrier(everyone),
             mirrors=mirrors,
-            local_copy=local_copy_of(optimizer, mirrors, again),
+            local_copy=local_copy_of(optimizer, mirrors, is_repeated),
             survives=place.survives,
         )
 
@@ -294,9 +296,11 @@ def protect(
     context.part(Watchdogs).warn_if_on()
     recovery = None
     if worker is not None:
-        recovery = Recovery(worker, session, model, optimizer, where, lambda: describe(again=True))
+        recovery = Recovery(
+            worker, session, model, optimizer, rank_folder, lambda: describe(is_repeated=True)
+        )
     if not comes_new:
-        trainee = describe(again=False)
+        trainee = describe(is_repeated=False)
         start.reserve(session.copier, trainee)
         context.part(Recorder).watch(trainee.state.model)
         session.begin_training(trainee, step_record.inner(optimizer), step)

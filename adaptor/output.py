@@ -93,9 +93,9 @@ class Writer:
         """Drain it; return what is left of `seconds`, below zero where they were not enough."""
         if self._thread is None or self._thread is threading.current_thread():
             return seconds
-        done = threading.Event()
-        self._jobs.put(done.set)
-        return threads.wait(done, seconds)
+        drained = threading.Event()
+        self._jobs.put(drained.set)
+        return threads.wait(drained, seconds)
 
     def close(self, seconds: float = DRAIN_S) -> bool:
         """Drain it for the last time, and let its thread end; one that hangs stays behind."""
@@ -150,10 +150,10 @@ def tell(text: str, to: Literal["stderr", "stdout"] = "stderr") -> None:
 
 def drain(seconds: float = DRAIN_S) -> bool:
     """Wait until what has been told, logged and reported is written, `seconds` at most for all of it."""
-    left = [seconds]
+    seconds_left = [seconds]
     for writer in list(_writers):
-        left.append(writer.left_after_drain(max(0.0, left[-1])))
-    return min(left) >= 0.0
+        seconds_left.append(writer.left_after_drain(max(0.0, seconds_left[-1])))
+    return min(seconds_left) >= 0.0
 
 
 def leave(code: int, seconds: float = DRAIN_S) -> NoReturn:
@@ -193,10 +193,10 @@ def _told_instead_of(handler: logging.StreamHandler[_Told]) -> logging.Handler:
     try:
         handler.setStream(_TOLD)
     except AttributeError:
-        another = logging.StreamHandler(_TOLD)
-        another.setLevel(handler.level)
-        another.setFormatter(handler.formatter)
-        return another
+        replacement = logging.StreamHandler(_TOLD)
+        replacement.setLevel(handler.level)
+        replacement.setFormatter(handler.formatter)
+        return replacement
     return handler
 
 

@@ -31,7 +31,7 @@ def declared(group: str) -> tuple[EntryPoint, ...]:
     Those of every distribution on the path: `importlib.metadata.entry_points` takes the first one alone of
     several with the same name, which may be what a build has left in the working directory.
     """
-    return tuple(found for found in _installed(tuple(sys.path)) if found.group == group)
+    return tuple(entry_point for entry_point in _installed(tuple(sys.path)) if entry_point.group == group)
 
 
 @functools.lru_cache
@@ -41,17 +41,17 @@ def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     Args:
         path: where `distributions` looks now: `sys.path`.
     """
-    found = {
-        (one.group, one.name, one.value): one
+    entry_points = {
+        (entry_point.group, entry_point.name, entry_point.value): entry_point
         for distribution in distributions(path=list(path))
-        for one in distribution.entry_points
+        for entry_point in distribution.entry_points
     }
-    return tuple(found[key] for key in sorted(found))
+    return tuple(entry_points[key] for key in sorted(entry_points))
 
 
 def names(group: str) -> tuple[str, ...]:
     """Return the names that a user may choose from."""
-    return tuple(dict.fromkeys(found.name for found in declared(group)))
+    return tuple(dict.fromkeys(entry_point.name for entry_point in declared(group)))
 
 
 def choose(group: str, name: str, setting: str, otherwise: str) -> object:
@@ -67,32 +67,32 @@ def choose(group: str, name: str, setting: str, otherwise: str) -> object:
         ConfigError: there is none of this name; the message names those that there are.
         StartError: there are two, or it cannot be imported.
     """
-    found = [one for one in declared(group) if one.name == name]
-    if not found:
+    matching = [entry_point for entry_point in declared(group) if entry_point.name == name]
+    if not matching:
         _require_own(group)
         raise ConfigError(
             f"{setting} is {name!r}: it must be one of {', '.join(names(group))}, {otherwise};"
             f" a plug-in could add it ({group})"
         )
-    if len(found) > 1:
+    if len(matching) > 1:
         raise StartError(
-            f"{setting} is {name!r}: {' and '.join(map(_owner, found))} both have a plug-in of that name;"
+            f"{setting} is {name!r}: {' and '.join(map(_owner, matching))} both have a plug-in of that name;"
             " uninstall one of them"
         )
-    return load(found[0])
+    return load(matching[0])
 
 
 def load(plug_in: EntryPoint) -> object:
     """Import what an entry point names. Raises StartError, in one line, where that fails."""
     try:
-        found: object = plug_in.load()
+        loaded: object = plug_in.load()
     except Exception as error:  # whatever somebody else's module raises
         owner = _owner(plug_in)
         raise StartError(
             f"the plug-in {plug_in.name} of {owner} cannot be loaded ({plug_in.value}:"
             f" {type(error).__name__}: {error}); repair it, or uninstall {owner}"
         ) from error
-    return found
+    return loaded
 
 
 def _owner(plug_in: EntryPoint) -> str:
@@ -101,7 +101,7 @@ def _owner(plug_in: EntryPoint) -> str:
 
 def _require_own(group: str) -> None:
     """Tell an installation that is older than its sources, or none at all, from a wrong name."""
-    if not any(_owner(found) == _OWN for found in declared(group)):
+    if not any(_owner(entry_point) == _OWN for entry_point in declared(group)):
         raise StartError(
             f"{_OWN} is installed without its own entry points ({group}), or is older than its sources:"
             " install it again (from a checkout: pip install -e .)"

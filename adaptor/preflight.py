@@ -127,17 +127,18 @@ class Findings:
         size, ranks = self.layout.data_parallel, f"with {self.layout.world_size} ranks"
         if self.replica == "none":
             lone = "no two ranks share experts" if self.layout.experts == 1 else "TTP_REPLICA is none"
-            why = "the data-parallel size is 1" if size == 1 else lone
-            return f"{ranks} {tolerance.alone(context.get().settings.host_copy)}: {why}"
+            reason = "the data-parallel size is 1" if size == 1 else lone
+            return f"{ranks} {tolerance.alone(context.get().settings.host_copy)}: {reason}"
         alone = ", but none of experts, which no two ranks share" if self.layout.experts == 1 else ""
         if self.replica == "whole":
             return (
                 f"protected {ranks}: each of {size} data-parallel ranks has the whole optimizer state{alone}"
             )
-        more = (self.cost() or 0) * 1e9 / 2**30
+        further_gib = (self.cost() or 0) * 1e9 / 2**30
         return (
             f"protected {ranks}: second copies of optimizer shards by {self.replica}, data-parallel size"
-            f" {size}{alone}; {more:.3g} GiB more on each rank for each billion parameters of the model"
+            f" {size}{alone}; {further_gib:.3g} GiB more on each rank for each billion parameters of the "
+            "model"
         )
 
 
@@ -168,13 +169,13 @@ def examine(
     """
     findings = context.part(Preflight).findings
     assert findings is not None
-    found: list[str] = []
+    problems: list[str] = []
     for check in checks:
         try:
             check()
         except AdaptorError as error:
-            found.append(str(error))
-    findings.refusals += [line for line in found if line not in findings.refusals]
+            problems.append(str(error))
+    findings.refusals += [line for line in problems if line not in findings.refusals]
     findings.layout = layout()
     findings.model = model()
     off = [] if context.get().settings.online_s else ["TTP_ONLINE is 0"]
@@ -221,8 +222,8 @@ def findings_of(begin: Callable[[], object]) -> Findings:
         result.refusals.append(str(error))
     except SystemExit as end:
         code = end.code or 0
-        words = f"exit code {code}" if isinstance(code, int) else _in_one_line(end)
-        result.error = f"the script ended with {words}"
+        end_text = f"exit code {code}" if isinstance(code, int) else _in_one_line(end)
+        result.error = f"the script ended with {end_text}"
     except KeyboardInterrupt:  # of whoever waits for the report
         raise
     except BaseException as error:
@@ -250,12 +251,16 @@ def _choose(result: Findings, layout: Layout) -> None:
 
 def _in_one_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    said = " ".join(str(error).split())
-    if not said and isinstance(error, AssertionError) and frames:
-        said = frames[-1].line or ""  # the statement; most of Megatron-LM's assertions say nothing
-        said += _flags_in(said)
-    return f"{type(error).__name__}: {said}{where}" if said else f"{type(error).__name__}{where}"
+    frame_place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    error_text = " ".join(str(error).split())
+    if not error_text and isinstance(error, AssertionError) and frames:
+        error_text = frames[-1].line or ""  # the statement; most of Megatron-LM's assertions say nothing
+        error_text += _flags_in(error_text)
+    return (
+        f"{type(error).__name__}: {error_text}{frame_place}"
+        if error_text
+        else f"{type(error).__name__}{frame_place}"
+    )
 
 
 def _flags_in(assertion: str) -> str:
@@ -284,13 +289,13 @@ def _no_training() -> Iterator[None]:
         (torch.distributed.distributed_c10d, "init_process_group", stop),
         (torch.optim.Optimizer, "__init__", stop),
     ]
-    before = [getattr(owner, name) for owner, name, _ in places]
+    originals = [getattr(owner, name) for owner, name, _ in places]
     try:
         for owner, name, stand_in in places:
             setattr(owner, name, stand_in)
         yield
     finally:
-        for (owner, name, _), original in zip(places, before, strict=True):
+        for (owner, name, _), original in zip(places, originals, strict=True):
             setattr(owner, name, original)
 
 
@@ -300,14 +305,14 @@ def least_world_size(arguments: list[str]) -> int:
     for name in {*_MODEL, *_EXPERTS}:
         parser.add_argument(f"--{name}", type=int)
     try:
-        given = vars(parser.parse_known_args(arguments)[0])
+        sizes_given = vars(parser.parse_known_args(arguments)[0])
     except (argparse.ArgumentError, SystemExit):
         return 1
 
-    def product(names: tuple[str, ...], given: Mapping[str, int | None]) -> int:
-        sizes = [given[name.replace("-", "_")] or 1 for name in names]
+    def product(names: tuple[str, ...], sizes_given: Mapping[str, int | None]) -> int:
+        sizes = [sizes_given[name.replace("-", "_")] or 1 for name in names]
         return max(1, math.prod(sizes))
 
-    if given["expert_tensor_parallel_size"] is None:
-        given["expert_tensor_parallel_size"] = given["tensor_model_parallel_size"]
-    return math.lcm(product(_MODEL, given), product(_EXPERTS, given))
+    if sizes_given["expert_tensor_parallel_size"] is None:
+        sizes_given["expert_tensor_parallel_size"] = sizes_given["tensor_model_parallel_size"]
+    return math.lcm(product(_MODEL, sizes_given), product(_EXPERTS, sizes_given))

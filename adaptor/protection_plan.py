@@ -204,10 +204,12 @@ def _replicas(
         local = _STATE * (shard + (copied if kind in _COPY else 0))
         host = _HOST_COPIES * _STATE * (shard + (copied if kind == "split" else 0))
     shares = _shares(kind, sharing, node_of)
-    words = tolerance.survives(kind, shares, node_of, host_copy)
-    words = words.removeprefix(f"{kind}; ").partition(":")[0]  # behind it are words for the job's first line
+    survival = tolerance.survives(kind, shares, node_of, host_copy)
+    survival = survival.removeprefix(f"{kind}; ").partition(":")[
+        0
+    ]  # behind it are words for the job's first line
     any_rack, better = _racks(shares, node_of, racks) if racks else (None, None)
-    return Replicas(kind, chosen, memory, local, host, sent, words, any_rack, better)
+    return Replicas(kind, chosen, memory, local, host, sent, survival, any_rack, better)
 
 
 def _racks(
@@ -224,10 +226,10 @@ def _racks(
     # Second copies are half a group away (split), or on the next node (mirror): rack after rack puts the
     # former apart, one node of each rack in turn the latter.
     sizes = Counter(racks)
-    after = sorted(nodes, key=lambda node: (-sizes[racks[node]], racks[node]))
+    sorted_nodes = sorted(nodes, key=lambda node: (-sizes[racks[node]], racks[node]))
     turn = {node: racks[:node].count(racks[node]) for node in nodes}
-    in_turn = sorted(nodes, key=lambda node: (turn[node], after.index(node)))
-    return False, next((tuple(order) for order in (after, in_turn) if fits(order)), None)
+    in_turn = sorted(nodes, key=lambda node: (turn[node], sorted_nodes.index(node)))
+    return False, next((tuple(order) for order in (sorted_nodes, in_turn) if fits(order)), None)
 
 
 def _shares(kind: str, sharing: Sharing, node_of: dict[int, int]) -> dict[int, list[Share]]:
@@ -263,7 +265,7 @@ def _share(
     size = len(group)
     count = {"whole": 1, "split": max(1, size // max(2, instances))}.get(kind, size)
     for place, rank in enumerate(group):
-        held = {place % count}
+        held_shards = {place % count}
         if kind == "mirror":
-            held.add((place - apart) % count)
-        shares[rank] += [Share(name, shard, count) for shard in sorted(held)]
+            held_shards.add((place - apart) % count)
+        shares[rank] += [Share(name, shard, count) for shard in sorted(held_shards)]

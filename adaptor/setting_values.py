@@ -108,16 +108,16 @@ def pulls(text: str) -> tuple[Pull, ...]:
 
     The folder is what follows the last `=`: prefixes such as `date=2026` have others.
     """
-    words = re.split(r"\s+(?=[^\s/=]*://)", text.strip()) if text.strip() else []
-    if any("@" in re.sub("^[^/]*://", "", word).partition("/")[0] for word in words):
+    parts = re.split(r"\s+(?=[^\s/=]*://)", text.strip()) if text.strip() else []
+    if any("@" in re.sub("^[^/]*://", "", word).partition("/")[0] for word in parts):
         raise NotShownError
-    found = []
-    for word in words:
+    pulls_found = []
+    for word in parts:
         url, _, folder = word.rpartition("=")
         if "://" not in url or not folder or "://" in folder or not word.isprintable():
             raise ValueError
-        found.append(Pull(url, folder))
-    return tuple(found)
+        pulls_found.append(Pull(url, folder))
+    return tuple(pulls_found)
 
 
 def rate(text: str) -> int:

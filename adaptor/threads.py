@@ -98,12 +98,12 @@ def wait(event: threading.Event, limit_s: float) -> float:
     Returns:
         The seconds that are left; below zero where it was not set.
     """
-    left = limit_s
-    while not event.wait(min(_SLICE_S, max(0.0, left))):
-        left -= _SLICE_S
-        if left <= 0.0:
+    remaining_s = limit_s
+    while not event.wait(min(_SLICE_S, max(0.0, remaining_s))):
+        remaining_s -= _SLICE_S
+        if remaining_s <= 0.0:
             return -1.0
-    return max(0.0, left)
+    return max(0.0, remaining_s)
 
 
 class Background(Generic[T]):

@@ -107,24 +107,24 @@ def _in_slices(work: Work, native: Callable[..., bool], wait: Wait) -> bool:
 def _in_a_thread(native: Callable[..., bool], wait: Wait) -> bool:
     """Wait for a message: gloo breaks all connections of the group where the time of such a wait is over, so
     it gets no time."""
-    done = threading.Event()
-    found: list[bool] = []
+    finished = threading.Event()
+    answers: list[bool] = []
     raised: list[BaseException] = []
 
     def act() -> None:
         try:
-            found.append(native())
+            answers.append(native())
         except BaseException as error:
             raised.append(error)
         finally:
-            done.set()
+            finished.set()
 
     try:
         threads.reserve.run("ttp-wait", act)
     except RuntimeError:  # no thread can be had
         return native()
-    while not done.wait(SLICE_S):
+    while not finished.wait(SLICE_S):
         wait.require_not_ended()
     for error in raised:
         raise error
-    return found[0]
+    return answers[0]

@@ -172,7 +172,9 @@ async def job(nodes: int, groups: int, fault: str, folder: str) -> dict[str, flo
     controller_host = CountingHub(
         0, nodes * PER_NODE, nodes, GIVE_UP_S, LOOPBACK, IncidentReport(JobFiles(folder)), rejected
     )
-    listener = AgentListener(secret, None, rejected, controller_host.serve, read_hello, more=nodes)
+    listener = AgentListener(
+        secret, None, rejected, controller_host.serve, read_hello, further_connections=nodes
+    )
     before = _resident_mib()
     controller_host.start()
     port = listener.listen(LOOPBACK, PORT)

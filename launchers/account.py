@@ -16,12 +16,12 @@ class Account:
 
     Args:
         restarts: the number of restarts that the job may make (--max-restarts).
-        begun: how many it has made before this node came.
+        begun_restarts: how many it has made before this node came.
     """
 
-    def __init__(self, restarts: int, begun: int = 0) -> None:
+    def __init__(self, restarts: int, begun_restarts: int = 0) -> None:
         self._restarts = restarts
-        self._begun = begun  # restarts
+        self._begun = begun_restarts  # restarts
         self._again = ""  # the start that has been begun last, in words
         self._last: Verdict | None = None  # since training has gone on
         self._newest = -1  # the newest step that was finished before the faults since then
@@ -81,9 +81,9 @@ class Account:
         self._again = f"restart {self._begun} of {self._restarts}"
         return self._again
 
-    def begin_after(self, begun: int) -> None:
+    def begin_after(self, begun_restarts: int) -> None:
         """Take over how many restarts the job had made before this node came."""
-        self._begun = begun
+        self._begun = begun_restarts
 
     def join(self) -> str:
         """Note that the workers are about to be started again, on more nodes; return that, in words."""
@@ -108,8 +108,8 @@ class Account:
             return
         lost = None if self._newest < 0 and last.outcome == "lost" else max(0, self._newest - origin)
         self._add(lost)
-        after = f"{max(0.0, at - self._noticed):.1f} s after the fault"
-        say(f"{_utc(time.time())} {self._again}: from step {origin}, {_lost(lost)}, {after}")
+        delay = f"{max(0.0, at - self._noticed):.1f} s after the fault"
+        say(f"{_utc(time.time())} {self._again}: from step {origin}, {_lost(lost)}, {delay}")
 
     def _add(self, lost: int | None) -> None:
         self._lost = None if lost is None or self._lost is None else self._lost + lost
@@ -132,8 +132,8 @@ class Account:
         tell = [partial(self._tell_all, self._tracker), partial(conclude, line, tracker=self._tracker)]
         if not self._tracker.answers:
             tell.reverse()
-        for each in tell:
-            each()
+        for report_line in tell:
+            report_line()
 
     def _tell_all(self, tracker: TrackerReading) -> None:
         last = self._last
@@ -142,15 +142,15 @@ class Account:
             is_known = step is not None and self._newest >= 0
             self._add(max(0, self._newest - max(step or 0, self._origin)) if is_known else None)
         if self.incidents > 1:
-            how = "was ended" if last is not None and last.is_requested else "has failed"
-            say(f"{_utc(time.time())} the job {how}, {self._sum}")
+            end_text = "was ended" if last is not None and last.is_requested else "has failed"
+            say(f"{_utc(time.time())} the job {end_text}, {self._sum}")
 
     @property
     def _sum(self) -> str:
         several = "" if self.incidents == 1 else "s"
         without = f" ({self._recoveries} without a restart)" if self._recoveries else ""
-        where = f"; reports {self._reports}" if self._reports else ""
-        return f"{self.incidents} incident{several}{without}, {_lost(self._lost)}{where}"
+        reports_place = f"; reports {self._reports}" if self._reports else ""
+        return f"{self.incidents} incident{several}{without}, {_lost(self._lost)}{reports_place}"
 
 
 def conclude(line: str, save: str = "", tracker: TrackerReading | None = None) -> None:
@@ -175,8 +175,8 @@ def _utc(at: float) -> str:
 
 def _who(verdict: Verdict) -> list[str]:
     if verdict.cause_rank < 0:
-        where = _where(verdict.fault)
-        return [f"ttprun ({where})"] if where else []
+        location = _where(verdict.fault)
+        return [f"ttprun ({location})"] if location else []
     return _rank(verdict.fault, verdict.cause_rank)
 
 

@@ -41,10 +41,10 @@ async def reap(workers: Workers, job_is_over: Callable[[], bool]) -> None:
     await _until(job_is_over, SHUTDOWN_GRACE_S)
 
 
-async def _until(done: Callable[[], bool], seconds: float) -> None:
+async def _until(is_done: Callable[[], bool], seconds: float) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
-    while not done() and loop.time() < deadline:
+    while not is_done() and loop.time() < deadline:
         await asyncio.sleep(0.01)
 
 
@@ -68,18 +68,18 @@ def failure_in(message: FromAgent) -> str:
     """Return the failure that `message` tells after the controller has left; '' if it tells none."""
     match message:
         case Died(rank=rank, status=status) if status != 0:
-            what = f"rank {rank} ended with status {status}"
+            description = f"rank {rank} ended with status {status}"
         case AgentTerminationRequested(error=error) if error:
-            what = f"ttprun has failed: {error},"
+            description = f"ttprun has failed: {error},"
         case AgentTerminationRequested(signal=name):
-            what = f"ttprun was told to end by {name}"
+            description = f"ttprun was told to end by {name}"
         case TerminationRequested(rank=rank, signal=name):
-            what = f"rank {rank} was told to end by {name}"
+            description = f"rank {rank} was told to end by {name}"
         case Raised(rank=rank, error=error):
-            what = f"rank {rank} raised {error}"
+            description = f"rank {rank} raised {error}"
         case _:
             return ""
-    return f"{what} after node 0 had finished"
+    return f"{description} after node 0 had finished"
 
 
 def verdict_here(line: str, stop: str) -> Verdict:

@@ -189,9 +189,9 @@ class SurvivorsAgent(LocalElasticAgent):
         if node == 0:
             store.set(_RESTARTS, str(self._account.begun))
         elif not self._record.has_started:
-            begun = int(store.get(_RESTARTS))
-            self._account.begin_after(begun)
-            self._remaining_restarts -= begun
+            begun_restarts = int(store.get(_RESTARTS))
+            self._account.begin_after(begun_restarts)
+            self._remaining_restarts -= begun_restarts
 
     def _keep_place(self, worker_group: Any, *, joins: bool) -> None:
         """Check that no spare node has the place of this node.
@@ -317,8 +317,8 @@ class SurvivorsAgent(LocalElasticAgent):
             return self._fill(verdict, worker_group)
         settings = getattr(worker_group.spec.rdzv_handler, "settings", None)
         fewest = int(getattr(settings, "min_nodes", worker_group.group_world_size))
-        left = worker_group.group_world_size - len(verdict.leaves)
-        return 0 not in verdict.leaves and left >= fewest  # node 0 has the rendezvous store
+        ranks_left = worker_group.group_world_size - len(verdict.leaves)
+        return 0 not in verdict.leaves and ranks_left >= fewest  # node 0 has the rendezvous store
 
     def _fill(self, verdict: Verdict, worker_group: Any) -> bool:
         """Return True if spare nodes take the places of all lost nodes; node 0 decides, for all."""
@@ -382,9 +382,9 @@ class SurvivorsAgent(LocalElasticAgent):
     def _write_down_given_places(self) -> None:
         """Let an agent that was taken for lost know before its next start that a spare node has its place."""
         while not self._control.given.empty():
-            given = self._control.given.get()
+            given_places = self._control.given.get()
             assert self._places is not None
-            self._places.give(given)
+            self._places.give(given_places)
 
     def _tell_of_recoveries(self) -> None:
         while not self._control.recovered.empty():

@@ -95,7 +95,7 @@ async def _reach(address: str, port: int) -> socket.socket:
         return _reach_here(address)
     loop = asyncio.get_running_loop()
     failure: OSError | None = None
-    for family, kind, protocol, _, where in await _addresses(address, port):
+    for family, kind, protocol, _, socket_address in await _addresses(address, port):
         try:
             connection = socket.socket(family, kind, protocol)
         except OSError as error:  # a family that this machine does not have
@@ -103,7 +103,7 @@ async def _reach(address: str, port: int) -> socket.socket:
             continue
         try:
             connection.setblocking(False)
-            await loop.sock_connect(connection, where)
+            await loop.sock_connect(connection, socket_address)
             silence.notice(connection)
         except OSError as error:
             connection.close()

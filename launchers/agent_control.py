@@ -210,16 +210,16 @@ class AgentControl:
 
     def _on_failure(self, error: BaseException) -> None:
         """Have the job saved and ended after an error on the control thread, on which it may depend."""
-        what = text.describe(error)
+        description = text.describe(error)
         try:
             if self.verdict is not None:
                 self.reaped.set()
                 self.settled.set()
             else:
-                self._forward(AgentTerminationRequested(self.node, "", what))
+                self._forward(AgentTerminationRequested(self.node, "", description))
         except Exception as another:
-            what = f"{what}, then {text.describe(another)}"
-            self.judge(f"ttprun has failed: {what}", stop="its control thread has failed")
+            description = f"{description}, then {text.describe(another)}"
+            self.judge(f"ttprun has failed: {description}", stop="its control thread has failed")
 
     def _forward(self, message: FromAgent) -> None:
         """Do with `message` what the state says."""
@@ -233,10 +233,10 @@ class AgentControl:
                 if failure := after_verdict.failure_in(message):
                     self.judge(failure)
 
-    def judge(self, what: str, stop: str = "") -> None:
+    def judge(self, description: str, stop: str = "") -> None:
         """The verdict where no controller gives one; `stop`: why the job is not started again."""
         if self.verdict is None:
-            line = f"{what}; nothing more can be saved from node {self.node}"
+            line = f"{description}; nothing more can be saved from node {self.node}"
             self.obey(after_verdict.verdict_here(line, stop))
             for rank in sorted(self.workers.alive):  # else they would be ended, and show nothing
                 self.workers.order(rank, Exit(0, blamed=rank == self.news.first_raised))
@@ -339,8 +339,10 @@ class AgentControl:
                 self.dismissed = True
                 self._stop_sending(Forwarding.JUDGED_HERE)
                 assert self.client is not None
-                for told in self.client.said:  # while the controller left: no verdict of it comes any more
-                    if failure := after_verdict.failure_in(told):
+                for (
+                    early_message
+                ) in self.client.said:  # while the controller left: no verdict of it comes any more
+                    if failure := after_verdict.failure_in(early_message):
                         self.judge(failure)
             case Verdict():
                 self.verdict = order

@@ -61,7 +61,7 @@ class AgentListener(Generic[T]):
         welcome: serves a connection, after its first message, until it ends.
         first: reads the first message.
         first_at_once: the first message has to come within the time for the proof.
-        more: the number of clients of the job that may connect at once, besides `MOST`.
+        further_connections: the number of clients of the job that may connect at once, besides `MOST`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class AgentListener(Generic[T]):
         first: First[T],
         *,
         first_at_once: bool = True,
-        more: int = 0,
+        further_connections: int = 0,
     ) -> None:
         self._first = first
         self._first_at_once = first_at_once
@@ -83,7 +83,9 @@ class AgentListener(Generic[T]):
         self._welcome = welcome
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = (
-            MOST + more if descriptors == resource.RLIM_INFINITY else min(MOST + more, descriptors // 4)
+            MOST + further_connections
+            if descriptors == resource.RLIM_INFINITY
+            else min(MOST + further_connections, descriptors // 4)
         )
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()

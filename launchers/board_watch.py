@@ -38,17 +38,17 @@ async def watch(
     """
     loop = asyncio.get_running_loop()
     last = 0
-    hang_detector, still = HangDetector(node, hang_s), False
+    hang_detector, is_still = HangDetector(node, hang_s), False
     while workers.boards is not None:
         await asyncio.sleep(PROGRESS_S)
         boards = workers.read()
         look(boards)
-        said = hang_detector.look(boards, loop.time(), traced=workers.traced)
-        if isinstance(said, NodeStalled) and not still and await workers.are_busy():
-            said = hang_detector.look(boards, loop.time(), traced=True)
-        if said is not None:
-            still = isinstance(said, NodeStalled)
-            report(said)
+        stall_change = hang_detector.look(boards, loop.time(), traced=workers.traced)
+        if isinstance(stall_change, NodeStalled) and not is_still and await workers.are_busy():
+            stall_change = hang_detector.look(boards, loop.time(), traced=True)
+        if stall_change is not None:
+            is_still = isinstance(stall_change, NodeStalled)
+            report(stall_change)
         total = sum(board.progress for board in boards) + moved()
         if total != last:
             last = total

@@ -55,13 +55,13 @@ def connect(registry: Any, params: Any, note: Callable[[str], None] = ignore) ->
         has_store = params.backend != "c10d" and _is_here(_host_and_port(params)[0])
         return registry.get_rendezvous_handler(_with_own_address(params)), has_store
     host, port = _host_and_port(params)
-    told = params.get_as_bool("is_host")
-    if _is_here(host) if told is None else told:
+    host_setting = params.get_as_bool("is_host")
+    if _is_here(host) if host_setting is None else host_setting:
         params = _with_own_address(params)
         try:
             return registry.get_rendezvous_handler(_told(params, is_host=True)), True
         except RendezvousConnectionError:
-            if told is not None:
+            if host_setting is not None:
                 raise
     timeout_s = params.get_as_int("read_timeout", _TIMEOUT_S)
     wait_until_it_answers(host, port, time.monotonic() + timeout_s, note)
@@ -76,9 +76,9 @@ def limit(params: Any) -> str:
 
 
 def _told(params: Any, *, is_host: bool) -> Any:
-    told = copy.copy(params)
-    told.config = {**params.config, "is_host": is_host}
-    return told
+    copied_parameters = copy.copy(params)
+    copied_parameters.config = {**params.config, "is_host": is_host}
+    return copied_parameters
 
 
 def _host_and_port(params: Any) -> tuple[str, int]:
@@ -168,8 +168,8 @@ def wait_until_it_answers(
     wait_until_it_resolves(host, deadline, note)
     while True:
         try:
-            left = deadline - time.monotonic()
-            try_s = max(min(left, ONE_TRY_S), _LEAST_TRY_S)
+            remaining_s = deadline - time.monotonic()
+            try_s = max(min(remaining_s, ONE_TRY_S), _LEAST_TRY_S)
             socket.create_connection((host.strip("[]"), port), try_s).close()
             return
         except OSError as error:

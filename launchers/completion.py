@@ -50,7 +50,7 @@ def script(shell: str, ttp: argparse.ArgumentParser) -> str:
         import shtab
     except ModuleNotFoundError:
         raise ConfigError(f"ttp completion needs shtab: {distributions.install_command('ops')}") from None
-    made = []
+    scripts = []
     for parser in (ttp, flags.whole_parser()):
         for action in _actions(parser):
             if action.nargs == 0:
@@ -60,15 +60,15 @@ def script(shell: str, ttp: argparse.ArgumentParser) -> str:
                 action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]  # as shtab has it
             elif name.endswith(_FILES):
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
-        made.append(shtab.complete(parser, shell=shell))
-    return "\n".join(made)
+        scripts.append(shtab.complete(parser, shell=shell))
+    return "\n".join(scripts)
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Return the actions of a parser and of its commands."""
-    found = list(parser._actions)
+    actions = list(parser._actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
-                found += _actions(command)
-    return found
+                actions += _actions(command)
+    return actions

@@ -81,9 +81,9 @@ class ControlThread:
             ControlThreadError: the thread has ended, or has not done it in time.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
-        done = threading.Event()
-        future.add_done_callback(lambda _: done.set())
-        while threads.wait(done, min(ALIVE_S, limit_s)) < 0.0:
+        finished = threading.Event()
+        future.add_done_callback(lambda _: finished.set())
+        while threads.wait(finished, min(ALIVE_S, limit_s)) < 0.0:
             if not self._thread.is_alive() and not future.done():
                 work.close()
                 raise ControlThreadError("the control thread of ttprun has ended")

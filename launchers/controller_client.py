@@ -136,22 +136,24 @@ class ControllerClient:
         endpoint = self.listener.listen(self._secret, self._address)
         return drawn._replace(port=endpoint.port, name=drawn.name if endpoint.port else endpoint.address)
 
-    async def join(self, host: str, said: bytes, ranks: tuple[int, ...], owner: str = "") -> Invitation:
+    async def join(
+        self, host: str, invitation_bytes: bytes, ranks: tuple[int, ...], owner: str = ""
+    ) -> Invitation:
         """Connect to the first controller, on node 0, and register there.
 
         Args:
             host: the address of node 0.
-            said: the invitation, as node 0 has put it into the rendezvous store.
+            invitation_bytes: the invitation, as node 0 has put it into the rendezvous store.
             ranks: the ranks of this node.
             owner: as in `AgentHello`.
 
         Raises:
             StartError: the settings of the nodes differ, or there is no such controller.
         """
-        found = Invitation.decode(said, self._kind)
-        self._secret = found.secret
-        where = (host, found.port) if found.kind != UNIX else (found.name, 0)
-        reader, writer = await connect(*where, found.secret, self._tls)
+        invitation = Invitation.decode(invitation_bytes, self._kind)
+        self._secret = invitation.secret
+        address_of_controller = (host, invitation.port) if invitation.kind != UNIX else (invitation.name, 0)
+        reader, writer = await connect(*address_of_controller, invitation.secret, self._tls)
         endpoint = None
         if self._kind != UNIX:
             self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
@@ -160,7 +162,7 @@ class ControllerClient:
         self._link = RemoteLink(writer)
         self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid(), owner))
         self._spawn(self._follow(reader, writer))
-        return found
+        return invitation
 
     async def meet(self) -> None:
         """Wait, before workers start, for the addresses of the nodes that stand by.
@@ -256,10 +258,10 @@ class ControllerClient:
                 self._knows_standbys.set()  # or never will
             finally:
                 writer.close()
-            found = None if self._resting else await self._connect_to_next()
-            if found is None:
+            connection = None if self._resting else await self._connect_to_next()
+            if connection is None:
                 return
-            reader, writer = found
+            reader, writer = connection
             patience_s = PATIENCE_S
             self._link = RemoteLink(writer)
             self._report_again()
@@ -295,9 +297,9 @@ class ControllerClient:
                 return None
             endpoint = self._succession.endpoint
             assert endpoint is not None
-            found = await try_connect(endpoint.address, endpoint.port, self._secret, self._tls)
-            if found is not None:
-                return found
+            connection = await try_connect(endpoint.address, endpoint.port, self._secret, self._tls)
+            if connection is not None:
+                return connection
         self._on_controller_unreachable()
         return None
 

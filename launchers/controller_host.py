@@ -120,9 +120,9 @@ class ControllerHost:
 
     def take_over(self, standby_state: Iterable[StandbyState]) -> None:
         """Take over from the controllers of earlier terms; `standby_state`: what they have passed on."""
-        known = list(standby_state)
-        self._registry.succeed(known)
-        self.controller.succeed(known, range(self.term, self.nodes), time.monotonic())
+        known_messages = list(standby_state)
+        self._registry.succeed(known_messages)
+        self.controller.succeed(known_messages, range(self.term, self.nodes), time.monotonic())
         self._record(functools.partial(self._incident_report.record_takeover, self.term))
 
     def lose(self, node: int) -> None:
@@ -160,25 +160,25 @@ class ControllerHost:
 
     def _process(self, node: int, message: ToController) -> None:
         """Let the controller decide, and send its orders; only then record them, so that nothing waits."""
-        now = time.time()
+        time_now = time.time()
         if self._replicator and not isinstance(message, Frozen):
             for standby, order in self._replicator.replicate(message):
                 self._send(standby, [order])
         orders = self._decide(message)
         try:
-            self._incident_report.record_message(node, message, now)
+            self._incident_report.record_message(node, message, time_now)
         except Exception as error:
             tell_error(_GAP, error)
         if orders:
-            self._record_orders(orders, now)
+            self._record_orders(orders, time_now)
         if type(message) is not Frozen:
             self._record(self._tell_of_open_incident)
 
-    async def until(self, done: Callable[[], bool], limit_s: float) -> None:
-        """Wait until `done` is true of what the controller knows, `limit_s` seconds at most."""
+    async def until(self, is_done: Callable[[], bool], limit_s: float) -> None:
+        """Wait until `is_done` is true of what the controller knows, `limit_s` seconds at most."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with deadline(limit_s):
-                while not done():
+                while not is_done():
                     self._has_heard.clear()
                     await self._has_heard.wait()
 
@@ -212,15 +212,15 @@ class ControllerHost:
             self._send(node, all_of_it)
         self.frames.forget()
 
-    def _record_orders(self, orders: Orders, now: float) -> None:
-        others = orders
+    def _record_orders(self, orders: Orders, time_now: float) -> None:
+        other_orders = orders
         try:
-            others = self._incident_report.note_orders(orders, now)
+            other_orders = self._incident_report.note_orders(orders, time_now)
         except Exception as error:
             tell_error(_GAP, error)
-        for node, order in others:
+        for node, order in other_orders:
             rank, message = (order.rank, order.message) if isinstance(order, Addressed) else (None, order)
-            self._record(functools.partial(self._incident_report.record_order, node, rank, message, now))
+            self._record(functools.partial(self._incident_report.record_order, node, rank, message, time_now))
 
     def _record(self, write: Callable[[], None]) -> None:
         """Record in the report; it is for people, so an error in it ends nothing."""
@@ -232,8 +232,8 @@ class ControllerHost:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            now = time.time()
-            self._record_orders(self._decide(None), now)
+            time_now = time.time()
+            self._record_orders(self._decide(None), time_now)
             self._record(self._tell_of_open_incident)
 
     def _tell_of_open_incident(self) -> None:
@@ -251,10 +251,14 @@ class ControllerHost:
         Args:
             message: what it is told; None: only that time has passed.
         """
-        failure, now = None, time.monotonic()
+        failure, time_now = None, time.monotonic()
         self._has_heard.set()  # who waits looks when this is done
         try:
-            orders = self.controller.tick(now) if message is None else self.controller.handle(message, now)
+            orders = (
+                self.controller.tick(time_now)
+                if message is None
+                else self.controller.handle(message, time_now)
+            )
         except Exception as error:
             orders, failure = self.controller.give_up(text.describe(error)), error
         if orders:

@@ -39,8 +39,8 @@ class CopyFiles:
             if rank not in self._own:
                 self._own[rank] = [_made() for _ in range(FILES)]
         paths: dict[int, list[str]] = {}
-        for held in (self._own, self._others):
-            for rank, files in held.items():
+        for files_by_rank in (self._own, self._others):
+            for rank, files in files_by_rank.items():
                 paths.setdefault(rank, []).extend(map(_path, files))
         return json.dumps(paths)
 
@@ -62,10 +62,10 @@ class CopyFiles:
             self._others[rank] = [_made() for _ in range(FILES)]
         return CopyFile(_path(self._others[rank][slot]))
 
-    def to_overwrite(self, rank: int, generation: str, step: int, beside: int) -> CopyFile:
+    def to_overwrite(self, rank: int, generation: str, step: int, other_step: int) -> CopyFile:
         """Open the file in which the copy of `step` of a rank of another node is to be kept.
 
-        The copy of the step `beside` is not overwritten, and else the older one is: a spare node that has
+        The copy of the step `other_step` is not overwritten, and else the older one is: a spare node that has
         taken the place of a lost one has no copy, and these may be the only ones. What is not older than
         `step` was sent before, or is of a step from which the job has gone back.
 
@@ -73,7 +73,7 @@ class CopyFiles:
             rank: whose copy it is.
             generation: the start of the workers in which it was made.
             step: that was copied.
-            beside: the step of the other copy that the sender has; -1: it has none.
+            other_step: the step of the other copy that the sender has; -1: it has none.
 
         Raises:
             OSError: no more files can be made or opened.
@@ -84,7 +84,7 @@ class CopyFiles:
                 header = file.header
             if header is None or header.generation != generation or header.step >= step:
                 return -1
-            return step if header.step == beside else header.step
+            return step if header.step == other_step else header.step
 
         return self.other(rank, min(range(FILES), key=worth))
 
@@ -94,17 +94,17 @@ class CopyFiles:
         Args:
             is_kept: only copies count that another node has, too.
         """
-        found: set[int] | None = None
+        common_steps: set[int] | None = None
         for rank in sorted(self._ranks):
             steps = set()
-            for held in self._own.get(rank, ()):
-                file = CopyFile(_path(held))
+            for copy_descriptors in self._own.get(rank, ()):
+                file = CopyFile(_path(copy_descriptors))
                 header, kept = file.header, file.kept
                 file.close()
                 if header is not None and (not is_kept or kept == header.step):
                     steps.add(header.step)
-            found = steps if found is None else found & steps
-        return max(found, default=None) if found else None
+            common_steps = steps if common_steps is None else common_steps & steps
+        return max(common_steps, default=None) if common_steps else None
 
     def close(self) -> None:
         """Let go of all."""
@@ -112,9 +112,9 @@ class CopyFiles:
         _keep_only(self._others, ())
 
 
-def _keep_only(held: dict[int, list[int]], ranks: Collection[int]) -> None:
-    for rank in held.keys() - set(ranks):
-        for file in held.pop(rank):
+def _keep_only(files_by_rank: dict[int, list[int]], ranks: Collection[int]) -> None:
+    for rank in files_by_rank.keys() - set(ranks):
+        for file in files_by_rank.pop(rank):
             os.close(file)
 
 

@@ -95,14 +95,14 @@ class CopyKeeper:
             StartError: it is none.
         """
         try:
-            found = msgspec.json.decode(endpoint, type=Endpoint)
+            endpoint_of_keeper = msgspec.json.decode(endpoint, type=Endpoint)
         except msgspec.DecodeError as error:
             raise StartError(
                 f"the rendezvous store has no address of a node for host copies: {error}"
             ) from None
 
         async def begin() -> None:
-            self._thread.spawn(self._give(found, find))
+            self._thread.spawn(self._give(endpoint_of_keeper, find))
 
         self._thread.wait_for(begin())
 
@@ -127,67 +127,67 @@ class CopyKeeper:
     def _on_failure(self, error: BaseException) -> None:
         self._tell(text.describe(error))
 
-    def _tell(self, why: str) -> None:
+    def _tell(self, reason: str) -> None:
         """Say once that copies do not come to the other node."""
         if not self._told:
             self._told = True
             output.tell(
                 f"[ttp] node {self._node}: the next node keeps no new copies of this node's ranks"
-                f" (TTP_HOST_COPY): {why}"
+                f" (TTP_HOST_COPY): {reason}"
             )
 
     # giving
 
     async def _give(self, endpoint: Endpoint, find: Callable[[], str]) -> None:
-        own = self._files.own()
+        own_files = self._files.own()
         with contextlib.ExitStack() as opened:
-            for file in (file for files in own.values() for file in files):
+            for file in (file for files in own_files.values() for file in files):
                 opened.callback(file.close)
             while True:
-                await self._give_until_it_is_lost(endpoint, own)
+                await self._give_until_it_is_lost(endpoint, own_files)
                 await asyncio.sleep(AGAIN_S)
-                other = await self._find_again(find)
-                if other is not None and other != endpoint:
-                    endpoint = other
-                    for file in (file for files in own.values() for file in files):
+                other_endpoint = await self._find_again(find)
+                if other_endpoint is not None and other_endpoint != endpoint:
+                    endpoint = other_endpoint
+                    for file in (file for files in own_files.values() for file in files):
                         file.forget_kept()  # that node is lost
 
     @staticmethod
     async def _find_again(find: Callable[[], str]) -> Endpoint | None:
         """Return where the next node keeps copies now; None where the store does not tell."""
         loop = asyncio.get_running_loop()
-        found: asyncio.Future[str] = loop.create_future()
+        answer: asyncio.Future[str] = loop.create_future()
 
-        def end(said: str) -> None:
-            if not found.done():  # else nobody waits any longer
-                found.set_result(said)
+        def end(endpoint_text: str) -> None:
+            if not answer.done():  # else nobody waits any longer
+                answer.set_result(endpoint_text)
 
         def run() -> None:
-            said = ""
+            endpoint_text = ""
             try:
-                said = find()
+                endpoint_text = find()
             except Exception:  # torch's, of a store that is gone
                 pass
             with contextlib.suppress(RuntimeError):  # the loop is closed: the generation is over
-                loop.call_soon_threadsafe(end, said)
+                loop.call_soon_threadsafe(end, endpoint_text)
 
         try:
             # A store that hangs must not keep ttprun from its end, as a thread of a pool would.
             threads.reserve.run("ttp-find", run)
-            return msgspec.json.decode(await found, type=Endpoint)
+            return msgspec.json.decode(await answer, type=Endpoint)
         except (RuntimeError, msgspec.DecodeError):  # no thread can be had, or nothing was found
             return None
 
-    async def _give_until_it_is_lost(self, endpoint: Endpoint, own: dict[int, list[CopyFile]]) -> None:
+    async def _give_until_it_is_lost(self, endpoint: Endpoint, own_files: dict[int, list[CopyFile]]) -> None:
         """Give the newest copies to the keeper at `endpoint` until the connection fails or ends."""
         writer = None
         try:
-            where = (endpoint.address, endpoint.port)
-            reader, writer = await connect(*where, self._secret, self._tls)
+            keeper_address = (endpoint.address, endpoint.port)
+            reader, writer = await connect(*keeper_address, self._secret, self._tls)
             writer.write(wire.frame(CopyHello(self._node)))
             while True:
                 self._changed.clear()
-                for rank, files in own.items():
+                for rank, files in own_files.items():
                     await self._give_newest(rank, files, reader, writer)
                 await self._wait_for_a_copy(reader)
         except StartError:
@@ -222,15 +222,17 @@ class CopyKeeper:
         self, rank: int, files: list[CopyFile], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Send the newest copy of `rank`, unless it is kept already."""
-        whole = [(header.step, slot, header) for slot, file in enumerate(files) if (header := file.header)]
-        if not whole:
+        complete_slots = [
+            (header.step, slot, header) for slot, file in enumerate(files) if (header := file.header)
+        ]
+        if not complete_slots:
             return
-        *others, (step, slot, header) = sorted(whole)
+        *older_slots, (step, slot, header) = sorted(complete_slots)
         file = files[slot]
         if file.kept == step:
             return
-        beside = others[0][0] if others else -1
-        writer.write(wire.frame(CopyFollows(beside, *header)))
+        older_step = older_slots[0][0] if older_slots else -1
+        writer.write(wire.frame(CopyFollows(older_step, *header)))
         for start in range(0, header.size, PIECE):
             writer.write(file.read(start, min(PIECE, header.size - start)))
             async with deadline(SLOW_S):
@@ -278,9 +280,9 @@ class CopyKeeper:
         at = 0
         try:
             while at < message.size:
-                most = min(PIECE, message.size - at)
+                piece_size = min(PIECE, message.size - at)
                 async with deadline(SLOW_S):
-                    part = await reader.read(most)
+                    part = await reader.read(piece_size)
                 if not part or not is_newest():
                     raise EOFError("the other side closed the connection")
                 if memory is not None:

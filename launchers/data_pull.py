@@ -54,7 +54,9 @@ def bring(config: Config) -> int:
     from adaptor.launchers.waiting import Interrupted, wait_for  # torch
 
     pairs = [word for pull in config.pull for word in (pull.url, pull.folder)]
-    what = " and ".join(f"the data of {pull.url}, which comes to {pull.folder}" for pull in config.pull)
+    description = " and ".join(
+        f"the data of {pull.url}, which comes to {pull.folder}" for pull in config.pull
+    )
     try:
         process = subprocess.Popen(
             [sys.executable, str(programs.DATA), config.store_endpoint, *pairs],
@@ -67,7 +69,7 @@ def bring(config: Config) -> int:
     with process:
         assert process.stdout is not None
         try:
-            answer = wait_for(process.stdout.read, lambda: what, quiet=True)  # it tells how far it is
+            answer = wait_for(process.stdout.read, lambda: description, quiet=True)  # it tells how far it is
         except Interrupted as error:
             programs.end(process, _LEAVING_S)
             output.tell(
@@ -78,8 +80,8 @@ def bring(config: Config) -> int:
             programs.end(process, _LEAVING_S)
             raise
     if process.returncode:
-        why = answer.decode(errors="replace").strip()
+        reason = answer.decode(errors="replace").strip()
         raise ConfigError(
-            f"TTP_PULL: {why or f'the process that pulls has ended with status {process.returncode}'}"
+            f"TTP_PULL: {reason or f'the process that pulls has ended with status {process.returncode}'}"
         )
     return 0

@@ -84,19 +84,21 @@ def arguments_of_job(parsed: argparse.Namespace) -> list[str]:
     """
     from torch.distributed import run
 
-    given, taken = list(parsed.training_script_args), list[str]()
-    fewest, most = run.parse_min_max_nnodes(parsed.nnodes)
-    if fewest == most and not parsed.standalone:
-        taken += ["--nnodes", str(most)]
-        options = given[: given.index("--")] if "--" in given else given
+    script_arguments, taken = list(parsed.training_script_args), list[str]()
+    fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    if fewest == most_nodes and not parsed.standalone:
+        taken += ["--nnodes", str(most_nodes)]
+        options = (
+            script_arguments[: script_arguments.index("--")] if "--" in script_arguments else script_arguments
+        )
         if any(option.partition("=")[0] == "--save" for option in options):
-            taken += ["--nodes", str(most)]
+            taken += ["--nodes", str(most_nodes)]
     with contextlib.suppress(ValueError):  # auto, on a machine that has no such device
         taken += ["--nproc-per-node", str(run.determine_local_world_size(parsed.nproc_per_node))]
     port = parsed.rdzv_endpoint.rpartition(":")[2] if parsed.rdzv_backend != "static" else parsed.master_port
     if str(port).isdigit():
         taken += ["--rdzv-port", str(port)]
-    return ["doctor", *taken, *given[1:]]
+    return ["doctor", *taken, *script_arguments[1:]]
 
 
 def _mebibytes(text: str) -> int:
@@ -128,22 +130,22 @@ def _answer(parsed: argparse.Namespace) -> int:
         plan.require_ranks(nodes, parsed.nproc_per_node)
         plan.require_file(script)
     job = Job(script, nodes, parsed.nproc_per_node)
-    found: list[Finding] = []
+    all_findings: list[Finding] = []
     for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes, parsed.rdzv_port, job):
-        found.append(finding)
+        all_findings.append(finding)
         if not parsed.json:
             show([_line(finding)])
-    bad = sum(finding.level == "FAIL" for finding in found)
+    bad = sum(finding.level == "FAIL" for finding in all_findings)
     if parsed.json:
-        print(msgspec.json.encode({"host": socket.gethostname(), "findings": found}).decode())
+        print(msgspec.json.encode({"host": socket.gethostname(), "findings": all_findings}).decode())
     else:
-        show([f"{socket.gethostname()}: {len(found)} checks, {bad} failed"])
+        show([f"{socket.gethostname()}: {len(all_findings)} checks, {bad} failed"])
     return FINDING if bad else OK
 
 
 def _line(finding: Finding) -> str:
-    more = f": {finding.remedy}" if finding.remedy else ""
-    return text.encodable(f"{finding.level:<4} {finding.name:<12} {finding.words}{more}")
+    remedy_text = f": {finding.remedy}" if finding.remedy else ""
+    return text.encodable(f"{finding.level:<4} {finding.name:<12} {finding.words}{remedy_text}")
 
 
 def findings(save: Path | None, size: int, nodes: int, rendezvous_port: int, job: Job) -> Iterator[Finding]:

@@ -38,8 +38,10 @@ def save_folder(folder: Path, size: int, job: Job, settings: Config) -> Iterator
         folder.mkdir(parents=True, exist_ok=True)
         yield from _tried(folder, size, job, settings)
     except OSError as error:
-        words = f"{folder}: a save would fail there ({error.strerror})"
-        yield Finding("save", "FAIL", words, "give this user the right and room, or name another --save")
+        description = f"{folder}: a save would fail there ({error.strerror})"
+        yield Finding(
+            "save", "FAIL", description, "give this user the right and room, or name another --save"
+        )
     finally:
         for path in missing:
             with contextlib.suppress(OSError):
@@ -65,38 +67,38 @@ def _tried(folder: Path, size: int, job: Job, settings: Config) -> Iterator[Find
 
 
 def _rename(place: Path) -> Finding:
-    one, other = place / "iter_tmp", place / "iter_0000001"
-    one.mkdir()
+    first_path, second_path = place / "iter_tmp", place / "iter_0000001"
+    first_path.mkdir()
     try:
-        one.rename(other)
+        first_path.rename(second_path)
         disk.sync(place)
     except OSError as error:
-        words = f"a folder cannot get its name, or not reach the disk ({error.strerror})"
-        return Finding("rename", "FAIL", words, "use a file system that renames folders and syncs them")
+        description = f"a folder cannot get its name, or not reach the disk ({error.strerror})"
+        return Finding("rename", "FAIL", description, "use a file system that renames folders and syncs them")
     return Finding("rename", "OK", "a folder gets its name, and that is on disk")
 
 
 def _exchange(place: Path) -> Finding:
-    one, other = place / "a", place / "b"
-    one.mkdir()
-    other.mkdir()
-    if linux_calls.exchange(one, other):
+    first_path, second_path = place / "a", place / "b"
+    first_path.mkdir()
+    second_path.mkdir()
+    if linux_calls.exchange(first_path, second_path):
         return Finding("exchange", "OK", "two folders can exchange their names at once")
-    words = "two folders cannot exchange their names at once (NFS cannot)"
+    description = "two folders cannot exchange their names at once (NFS cannot)"
     remedy = "a checkpoint of a step that was saved before is replaced in two steps: docs/promises.md"
-    return Finding("exchange", "WARN", words, remedy)
+    return Finding("exchange", "WARN", description, remedy)
 
 
 def _lock(place: Path) -> Finding:
     path = place / "lock"
-    with path.open("w") as one, path.open("w") as other:
+    with path.open("w") as first_file, path.open("w") as second_file:
         try:
-            fcntl.flock(one, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(first_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            words = f"flock does not work ({error.strerror})"
-            return Finding("lock", "FAIL", words, "mount the file system with locks (Lustre: -o flock)")
+            description = f"flock does not work ({error.strerror})"
+            return Finding("lock", "FAIL", description, "mount the file system with locks (Lustre: -o flock)")
         try:
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(second_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return Finding("lock", "OK", "flock keeps others out, on this node")
     return Finding("lock", "FAIL", "two locks on one file are held at once", "mount it with working locks")
@@ -111,7 +113,8 @@ def _speed(place: Path, size: int) -> tuple[Speed, Finding]:
             file.write(block)
     moved.append(time.monotonic())
     speed = Speed(
-        file.bytes / max(moved[-1] - moved[0], 1e-9), max(after - before for before, after in pairwise(moved))
+        file.bytes / max(moved[-1] - moved[0], 1e-9),
+        max(moved_after - moved_before for moved_before, moved_after in pairwise(moved)),
     )
-    words = f"{file.bytes / 2**20:.0f} MiB were written and synced at {speed.rate / 1e6:.0f} MB/s"
-    return speed, Finding("speed", "OK", words)
+    description = f"{file.bytes / 2**20:.0f} MiB were written and synced at {speed.rate / 1e6:.0f} MB/s"
+    return speed, Finding("speed", "OK", description)

@@ -96,9 +96,11 @@ class Job:
         """
         if self._plan is not None and self._plan.save is not None:
             return Save(self._plan.save, self._plan.nodes, "by the arguments of the script")
-        found = newest_checkpoint.newest(folder)
+        newest_save = newest_checkpoint.newest(folder)
         return (
-            None if found is None else Save(found.size, self.nodes, f"as large as that of step {found.step}")
+            None
+            if newest_save is None
+            else Save(newest_save.size, self.nodes, f"as large as that of step {newest_save.step}")
         )
 
 
@@ -113,39 +115,44 @@ def memory(of_job: plan.JobPlan, settings: Config) -> Iterator[Finding]:
     row = next((row for row in of_job.replicas if row.chosen), None)
     need = None if row is None else _of_a_rank(of_job, row, settings)
     if row is None or need is None:
-        words = "how much memory a rank takes is not known of this framework"
-        yield Finding("replica", "WARN", words, "calculate it with the formulas of docs/costs.md")
+        description = "how much memory a rank takes is not known of this framework"
+        yield Finding("replica", "WARN", description, "calculate it with the formulas of docs/costs.md")
         return
     on_host = host_memory.available()
     # With several nodes each keeps the copies of another one, too.
     copies = (row.host_copy or 0.0) * ranks * min(2, of_job.nodes) if settings.host_copy else 0.0
     device = _device_memory(settings)
-    free, where = (
+    free, memory_place = (
         device
         if device is not None
         else (max(0.0, on_host - copies) / ranks, f"this host for each of {ranks} ranks")
     )
-    words = (
+    description = (
         f"{row.kind} takes {_bytes(row.memory)} more on a rank, {_bytes(need)} with weights, gradients and"
-        f" optimizer; {_bytes(free)} are free on {where}"
+        f" optimizer; {_bytes(free)} are free on {memory_place}"
     )
     if need > free:
-        yield Finding("replica", "FAIL", words, _instead(of_job, settings, free))
+        yield Finding("replica", "FAIL", description, _instead(of_job, settings, free))
     elif need * _MARGIN > free:
-        yield Finding("replica", "WARN", words, "activations come on top: docs/costs.md")
+        yield Finding("replica", "WARN", description, "activations come on top: docs/costs.md")
     else:
-        yield Finding("replica", "OK", f"{words}; activations come on top")
+        yield Finding("replica", "OK", f"{description}; activations come on top")
     if settings.host_copy and row.host_copy is not None:
-        words = f"the copies of this node take {_bytes(copies)}, and {_bytes(on_host)} are free"
+        description = f"the copies of this node take {_bytes(copies)}, and {_bytes(on_host)} are free"
         bad = copies > on_host
         remedy = "leave TTP_HOST_COPY out, or give the node more memory" if bad else ""
-        yield Finding("host copies", "FAIL" if bad else "OK", words, remedy)
-    left = on_host - copies if device is not None else on_host - copies - need * ranks
-    if of_job.writer is not None and of_job.writer > left:
-        words = (
+        yield Finding("host copies", "FAIL" if bad else "OK", description, remedy)
+    remaining_bytes = on_host - copies if device is not None else on_host - copies - need * ranks
+    if of_job.writer is not None and of_job.writer > remaining_bytes:
+        description = (
             f"where a save cannot be written in place, one rank gathers {_bytes(of_job.writer)} on the host"
         )
-        yield Finding("gathering", "WARN", f"{words}; {_bytes(max(0.0, left))} are left there", _GATHERING)
+        yield Finding(
+            "gathering",
+            "WARN",
+            f"{description}; {_bytes(max(0.0, remaining_bytes))} are left there",
+            _GATHERING,
+        )
 
 
 def _of_a_rank(of_job: plan.JobPlan, row: plan.ReplicaRow, settings: Config) -> float | None:
@@ -189,18 +196,18 @@ def times(speed: Speed, save: Save | None, room: int, settings: Config) -> Itera
         settings: with TTP_OT and TTP_GRACE.
     """
     if save is None:
-        words = (
+        description = (
             f"{speed.rate * settings.grace_s / 1e9:.1f} GB can be written in it ({settings.grace_s:.0f} s)"
         )
         remedy = (
             "say -- SCRIPT ARGUMENTS, or a --save with a checkpoint, to compare it with a save of the job"
         )
-        yield Finding("TTP_GRACE", "OK", words, remedy)
+        yield Finding("TTP_GRACE", "OK", description, remedy)
         yield _without_progress(speed, None, settings)
         return
     if save.size > room:
-        words = f"a save has {_bytes(save.size)} ({save.source}), and {_bytes(room)} are free there"
-        yield Finding("room", "FAIL", words, "make room, or name another --save")
+        description = f"a save has {_bytes(save.size)} ({save.source}), and {_bytes(room)} are free there"
+        yield Finding("room", "FAIL", description, "make room, or name another --save")
     yield _grace(save, save.part / speed.rate, settings.grace_s)
     yield _without_progress(speed, save, settings)
 
@@ -208,42 +215,43 @@ def times(speed: Speed, save: Save | None, room: int, settings: Config) -> Itera
 def _grace(save: Save, seconds: float, grace_s: float) -> Finding:
     """Compare the seconds of this node's part of a save with TTP_GRACE."""
     all_of = "all of it" if save.nodes == 1 else f"1 of {save.nodes} nodes"
-    words = (
+    description = (
         f"this node writes {_bytes(save.part)} of a save in {duration(seconds)} ({all_of}, {save.source});"
         f" when the job is told to end it has {duration(grace_s)}"
     )
-    wanted = math.ceil(seconds * _MARGIN)
-    if wanted <= grace_s:
-        return Finding("TTP_GRACE", "OK", words)
+    needed_s = math.ceil(seconds * _MARGIN)
+    if needed_s <= grace_s:
+        return Finding("TTP_GRACE", "OK", description)
     remedy = (
-        f"set TTP_GRACE to {wanted} or more, and what the scheduler gives to more than that (KillWait,"
+        f"set TTP_GRACE to {needed_s} or more, and what the scheduler gives to more than that (KillWait,"
         " GraceTime, terminationGracePeriodSeconds)"
-        if wanted <= _LONGEST
+        if needed_s <= _LONGEST
         else f"name a --save that is faster: TTP_GRACE is {_LONGEST} at most"
     )
-    return Finding("TTP_GRACE", "FAIL" if seconds > grace_s else "WARN", words, remedy)
+    return Finding("TTP_GRACE", "FAIL" if seconds > grace_s else "WARN", description, remedy)
 
 
 def _without_progress(speed: Speed, save: Save | None, settings: Config) -> Finding:
     """Compare the longest pause of the trial with TTP_OT, which is a limit of time without progress."""
     limit, pause = settings.timeout_s, speed.pause_s
-    there = f"{speed.rate * limit / 1e9:.1f} GB could be written in them"
+    written_text = f"{speed.rate * limit / 1e9:.1f} GB could be written in them"
     if save is not None:
-        there = f"this node's part of a save takes {duration(save.part / speed.rate)}"
-    words = (
-        f"a save may take any time, but for {limit:.0f} s without progress; {there}, and the longest pause of"
+        written_text = f"this node's part of a save takes {duration(save.part / speed.rate)}"
+    description = (
+        f"a save may take any time, but for {limit:.0f} s without progress; {written_text}, and the "
+        "longest pause of"
         f" the trial was {duration(pause)}"
     )
     if pause * _ASKS < limit:
-        return Finding("TTP_OT", "OK", words)
-    wanted = math.ceil(pause * _ASKS * _MARGIN)
+        return Finding("TTP_OT", "OK", description)
+    needed_s = math.ceil(pause * _ASKS * _MARGIN)
     remedy = (
-        f"set TTP_OT to {wanted} or more: a save that stands still for {limit:.0f} s is given up, and for"
+        f"set TTP_OT to {needed_s} or more: a save that stands still for {limit:.0f} s is given up, and for"
         f" {limit / _TAKES_OVER:.0f} s is begun anew on another node"
-        if wanted <= _LONGEST
+        if needed_s <= _LONGEST
         else "name a --save on a disk that does not stand still"
     )
-    return Finding("TTP_OT", "FAIL" if pause >= limit else "WARN", words, remedy)
+    return Finding("TTP_OT", "FAIL" if pause >= limit else "WARN", description, remedy)
 
 
 def _bytes(count: float | None) -> str:

@@ -90,53 +90,60 @@ def device(settings: Config) -> Iterator[Finding]:
 def network(settings: Config) -> Iterator[Finding]:
     """Look whether other nodes reach this one where gloo listens, and at the port of the controller."""
     named = os.environ.get(INTERFACES, "")
-    own = ", ".join(name for _, name in socket.if_nameindex())
+    own_interfaces = ", ".join(name for _, name in socket.if_nameindex())
     try:
         require_interfaces(named)
     except AdaptorError as error:
         yield Finding("network", "FAIL", str(error))
     else:
-        yield from [Finding("network", "OK", f"{INTERFACES} is {named}")] if named else _host_name(own)
+        yield from (
+            [Finding("network", "OK", f"{INTERFACES} is {named}")] if named else _host_name(own_interfaces)
+        )
     with socket.socket() as listener:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(("", settings.port))
         except OSError as error:
-            words = f"TTP_PORT {settings.port} cannot be had ({error.strerror})"
-            yield Finding("port", "WARN", words, "the next free one will be taken; firewalls must allow it")
+            description = f"TTP_PORT {settings.port} cannot be had ({error.strerror})"
+            yield Finding(
+                "port", "WARN", description, "the next free one will be taken; firewalls must allow it"
+            )
         else:
             yield Finding("port", "OK", f"TTP_PORT {settings.port} is free")
 
 
-def _host_name(own: str) -> Iterator[Finding]:
+def _host_name(interface_names: str) -> Iterator[Finding]:
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
     except OSError as error:
-        address, words = "", f"the host name {host} does not resolve ({error.strerror})"
+        address, description = "", f"the host name {host} does not resolve ({error.strerror})"
     else:
-        words = f"the host name {host} is {address}"
+        description = f"the host name {host} is {address}"
     if address and not address.startswith("127."):
-        yield Finding("network", "OK", words)
+        yield Finding("network", "OK", description)
     else:
-        remedy = f"for several nodes set {INTERFACES} to the interface that other nodes reach, one of {own}"
-        yield Finding("network", "WARN", words, remedy)
+        remedy = (
+            f"for several nodes set {INTERFACES} to the interface that other nodes reach, one of "
+            f"{interface_names}"
+        )
+        yield Finding("network", "WARN", description, remedy)
 
 
 def certificates(settings: Config) -> Iterator[Finding]:
     """Look whether other nodes would accept the certificate, and for how long."""
     if not settings.tls_cert:
-        words = "plain connections" if settings.tls == "plain" else "no certificates: one machine only"
-        yield Finding("certificates", "OK", words)
+        description = "plain connections" if settings.tls == "plain" else "no certificates: one machine only"
+        yield Finding("certificates", "OK", description)
         return
     try:
-        left = tls.ends(settings) - time.time()
+        remaining_s = tls.ends(settings) - time.time()
     except AdaptorError as error:
         yield Finding("certificates", "FAIL", str(error))
         return
-    words = f"TTP_TLS_CERT {settings.tls_cert} ends in {left / 86400:.1f} days"
-    remedy = "renew the file in place: it is read again at each connection" if left < _RENEW_S else ""
-    yield Finding("certificates", "WARN" if remedy else "OK", words, remedy)
+    description = f"TTP_TLS_CERT {settings.tls_cert} ends in {remaining_s / 86400:.1f} days"
+    remedy = "renew the file in place: it is read again at each connection" if remaining_s < _RENEW_S else ""
+    yield Finding("certificates", "WARN" if remedy else "OK", description, remedy)
 
 
 def limits(settings: Config) -> Iterator[Finding]:
@@ -147,19 +154,19 @@ def limits(settings: Config) -> Iterator[Finding]:
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     remedy = "data loaders need it: docker run --shm-size, or a memory volume there" if shm < _SHM else ""
     yield Finding("/dev/shm", "WARN" if remedy else "OK", f"{_bytes(shm)} free", remedy)
-    words = f"{_bytes(host_memory.available())} free on the host, limits of control groups included"
-    yield Finding("memory", "OK", words)
+    description = f"{_bytes(host_memory.available())} free on the host, limits of control groups included"
+    yield Finding("memory", "OK", description)
 
 
 def folders(settings: Config) -> Iterator[Finding]:
     """Look at the folder for logs and the one for sockets."""
     logs, temporary = Path(settings.log_path), Path(tempfile.gettempdir())
-    made = not logs.exists()
+    is_missing = not logs.exists()
     try:
         logs.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=logs):
             pass
-        if made:
+        if is_missing:
             logs.rmdir()
     except OSError as error:
         yield Finding("logs", "FAIL", f"{logs} cannot be written ({error.strerror})", "set TTP_LOG_PATH")
@@ -171,9 +178,9 @@ def folders(settings: Config) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("temporary", "FAIL", f"{temporary} cannot be written ({error.strerror})", "set TMPDIR")
         return
-    long = len(os.fsencode(temporary)) > _LONGEST_TEMPORARY
-    remedy = "sockets are in it, whose paths are short: set TMPDIR to a shorter one" if long else ""
-    yield Finding("temporary", "FAIL" if long else "OK", str(temporary), remedy)
+    is_long = len(os.fsencode(temporary)) > _LONGEST_TEMPORARY
+    remedy = "sockets are in it, whose paths are short: set TMPDIR to a shorter one" if is_long else ""
+    yield Finding("temporary", "FAIL" if is_long else "OK", str(temporary), remedy)
 
 
 def stacks(settings: Config) -> Iterator[Finding]:
@@ -185,8 +192,10 @@ def stacks(settings: Config) -> Iterator[Finding]:
             "stacks", "WARN", "py-spy is not installed", "pip install py-spy for native stacks of a hang"
         )
     elif scope in ("2", "3") and os.geteuid() != 0:
-        words = f"kernel.yama.ptrace_scope is {scope}: py-spy may not look into workers"
-        yield Finding("stacks", "WARN", words, "allow it (1, or CAP_SYS_PTRACE) for native stacks of a hang")
+        description = f"kernel.yama.ptrace_scope is {scope}: py-spy may not look into workers"
+        yield Finding(
+            "stacks", "WARN", description, "allow it (1, or CAP_SYS_PTRACE) for native stacks of a hang"
+        )
     else:
         yield Finding("stacks", "OK", f"py-spy is {spy}")
 
@@ -214,8 +223,8 @@ def scheduler(settings: Config) -> Iterator[Finding]:
             seconds = float(value.split()[0])
             short = seconds < settings.grace_s
             remedy = "raise KillWait, or lower TTP_GRACE" if short else ""
-            words = f"Slurm's KillWait is {seconds:.0f} s, TTP_GRACE {settings.grace_s:.0f} s"
-            yield Finding("scheduler", "FAIL" if short else "OK", words, remedy)
+            description = f"Slurm's KillWait is {seconds:.0f} s, TTP_GRACE {settings.grace_s:.0f} s"
+            yield Finding("scheduler", "FAIL" if short else "OK", description, remedy)
 
 
 CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (

@@ -78,13 +78,13 @@ class _Meeting:
         self.there: set[str] = set()  # files that were there then
         self.ahead: dict[str, float] = {}  # by how much a clock is ahead of this node's, at least
 
-    def wait(self, done: Callable[[], bool], limit_s: float = MEET_S) -> bool:
-        """Write and read until `done`; return False when it has not come in time, at most `limit_s`."""
+    def wait(self, is_done: Callable[[], bool], limit_s: float = MEET_S) -> bool:
+        """Write and read until `is_done`; return False when it has not come in time, at most `limit_s`."""
         until = min(self._until, time.monotonic() + limit_s)
         while True:
             self._write()
             self._read()
-            if len(self.others) == self._nodes - 1 and done():
+            if len(self.others) == self._nodes - 1 and is_done():
                 return True
             if time.monotonic() > until:
                 return False
@@ -113,11 +113,11 @@ class _Meeting:
                 node = msgspec.json.decode(path.read_bytes(), type=_Node)
             except (OSError, msgspec.MsgspecError):
                 continue  # it has just left, or is another kind of file
-            now = time.time()
+            time_now = time.time()
             if path.name == self.name or self._first.setdefault(path.name, node.count) == node.count:
                 continue
             self.others[path.name] = node
-            self.ahead[path.name] = max(self.ahead.get(path.name, 0.0), node.clock - now)
+            self.ahead[path.name] = max(self.ahead.get(path.name, 0.0), node.clock - time_now)
 
 
 def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) -> Iterator[Finding]:
@@ -142,10 +142,10 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
     meeting.own.ports = listening.ports
     try:
         if not meeting.wait(lambda: True):
-            there = ", ".join(sorted(node.host for node in meeting.others.values())) or "no other node"
-            words = f"{there} of {nodes - 1} others met this one in {folder} within {MEET_S:.0f} s"
+            hosts_met = ", ".join(sorted(node.host for node in meeting.others.values())) or "no other node"
+            description = f"{hosts_met} of {nodes - 1} others met this one in {folder} within {MEET_S:.0f} s"
             remedy = "run it on all nodes at once (srun), with a --save that all of them share"
-            yield Finding("nodes", "FAIL", words, remedy)
+            yield Finding("nodes", "FAIL", description, remedy)
             return
         yield Finding("nodes", "OK", f"{nodes} nodes share {folder}")
         yield from _ports(meeting, contexts)
@@ -160,9 +160,9 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
 
 def _ports(meeting: _Meeting, contexts: tls.Contexts | None) -> Iterator[Finding]:
     """Connect to all others; nobody goes on, and ceases to listen, before all have tried."""
-    others = sorted(meeting.others.values(), key=lambda node: node.host)
+    other_nodes = sorted(meeting.others.values(), key=lambda node: node.host)
     yield from doctor_ports.reach(
-        [Peer(node.host, node.address, tuple(node.ports)) for node in others], contexts
+        [Peer(node.host, node.address, tuple(node.ports)) for node in other_nodes], contexts
     )
     meeting.own.tried = True
     if not meeting.wait(lambda: all(node.tried or not node.ports for node in meeting.others.values())):
@@ -188,44 +188,54 @@ def _lock(place: Path, meeting: _Meeting) -> Finding:
             return Finding("locks", "OK", "this node held a lock, which the others tried to get")
         if not meeting.wait(lambda: meeting.others[holder].stage == "locked" or holder not in meeting.there):
             return late
-        who = meeting.others[holder].host
+        holder_host = meeting.others[holder].host
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            found = Finding("locks", "OK", f"a lock of {who} keeps this node out")
+            finding = Finding("locks", "OK", f"a lock of {holder_host} keeps this node out")
         except OSError as error:
-            found = Finding("locks", "FAIL", f"flock does not work ({error.strerror})", remedy)
+            finding = Finding("locks", "FAIL", f"flock does not work ({error.strerror})", remedy)
         else:
             fcntl.flock(file, fcntl.LOCK_UN)
-            found = Finding("locks", "FAIL", f"this node got a lock that {who} holds", remedy)
+            finding = Finding("locks", "FAIL", f"this node got a lock that {holder_host} holds", remedy)
         meeting.own.stage = "done"
-        return found if meeting.wait(lambda: holder not in meeting.there) else late
+        return finding if meeting.wait(lambda: holder not in meeting.there) else late
 
 
 def _clocks(meeting: _Meeting) -> Finding:
     """Compare clocks: what another has written before it was read may not be later than now."""
-    name, most = max(meeting.ahead.items(), key=lambda pair: pair[1])
-    if most < SKEW_S:
+    name, most_ahead_s = max(meeting.ahead.items(), key=lambda pair: pair[1])
+    if most_ahead_s < SKEW_S:
         return Finding("clocks", "OK", f"no clock of the others is ahead of this one by {SKEW_S:.0f} s")
-    words = f"the clock of {meeting.others[name].host} is ahead of this one by at least {most:.1f} s"
-    return Finding("clocks", "WARN", words, "run chrony or ntpd: times in reports would be in a wrong order")
+    description = (
+        f"the clock of {meeting.others[name].host} is ahead of this one by at least {most_ahead_s:.1f} s"
+    )
+    return Finding(
+        "clocks", "WARN", description, "run chrony or ntpd: times in reports would be in a wrong order"
+    )
 
 
 def _routes(meeting: _Meeting) -> Iterator[Finding]:
-    own = meeting.own.address
+    own_address = meeting.own.address
     wrong = 0
     for node in sorted(meeting.others.values(), key=lambda node: node.host):
         leaves = _source(node.address)
-        if own and leaves != own:
+        if own_address and leaves != own_address:
             wrong += 1
-            how = f"leaves from {leaves}" if leaves else f"does not exist (to {node.address or 'no address'})"
-            words = f"the route to {node.host} {how}, and others reach this node at {own}"
-            yield Finding("routes", "WARN", words, f"set {INTERFACES} to the interface that nodes share")
-    if not own:
+            route_text = (
+                f"leaves from {leaves}" if leaves else f"does not exist (to {node.address or 'no address'})"
+            )
+            description = (
+                f"the route to {node.host} {route_text}, and others reach this node at {own_address}"
+            )
+            yield Finding(
+                "routes", "WARN", description, f"set {INTERFACES} to the interface that nodes share"
+            )
+    if not own_address:
         yield Finding("routes", "WARN", "this node has no address for others", f"set {INTERFACES}")
     elif not wrong:
         yield Finding(
-            "routes", "OK", f"the routes to the others leave from {own}, where they reach this node"
+            "routes", "OK", f"the routes to the others leave from {own_address}, where they reach this node"
         )
 
 
@@ -235,18 +245,18 @@ def _rendezvous(meeting: _Meeting) -> Iterator[Finding]:
     if variable is None:
         return
     host = re.sub(r":\d+$", "", os.environ[variable])
-    found: list[str] = []
+    addresses_found: list[str] = []
 
     def is_known() -> bool:
-        found[:] = _addresses(host)
-        return bool(found)
+        addresses_found[:] = _addresses(host)
+        return bool(addresses_found)
 
     if not meeting.wait(is_known, NAME_S):
         remedy = "on Kubernetes a headless Service with publishNotReadyAddresses gives pods their names"
         yield Finding("rendezvous", "FAIL", f"{variable}: {host} has no address here", remedy)
         return
-    nodes = [node.host for node in (meeting.own, *meeting.others.values()) if node.address in found]
-    yield Finding("rendezvous", "OK", f"{variable}: {host} is {', '.join(nodes or found)}")
+    nodes = [node.host for node in (meeting.own, *meeting.others.values()) if node.address in addresses_found]
+    yield Finding("rendezvous", "OK", f"{variable}: {host} is {', '.join(nodes or addresses_found)}")
 
 
 def _addresses(host: str) -> list[str]:
@@ -264,8 +274,8 @@ def _own_address() -> str:
         if not named:
             return socket.gethostbyname(socket.gethostname())
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asks:
-            told = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("256s", named.encode()))
-            return socket.inet_ntoa(told[20:24])
+            request_answer = fcntl.ioctl(asks, _SIOCGIFADDR, struct.pack("256s", named.encode()))
+            return socket.inet_ntoa(request_answer[20:24])
     except OSError:
         return ""
 

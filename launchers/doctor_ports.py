@@ -51,12 +51,12 @@ class Listening:
         self._contexts = contexts
         self._selector = selectors.DefaultSelector()
         self.ports: list[int] = []
-        for wanted in (*dict.fromkeys(ports), 0):
+        for wanted_port in (*dict.fromkeys(ports), 0):
             with contextlib.suppress(OSError):
-                listeners = bind("", wanted)
+                listeners = bind("", wanted_port)
                 self.ports.append(int(listeners[0].getsockname()[1]))
-                for one in listeners:
-                    self._selector.register(one, selectors.EVENT_READ)
+                for listener in listeners:
+                    self._selector.register(listener, selectors.EVENT_READ)
         self._wake, self._ends = socket.socketpair()
         self._selector.register(self._ends, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._accept, name="ttp-doctor", daemon=True)
@@ -100,24 +100,37 @@ def reach(peers: Sequence[Peer], contexts: Contexts | None) -> Iterator[Finding]
         peers: all other nodes.
         contexts: of the certificates; None: without TLS.
     """
-    asked = [(peer, port) for peer in peers for port in peer.ports if peer.address]
-    if not asked:
+    connections_tried = [(peer, port) for peer in peers for port in peer.ports if peer.address]
+    if not connections_tried:
         yield Finding("ports", "WARN", "no other node says where it listens: connections were not tried")
         return
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        found = list(pool.map(lambda one: _why_not(one[0].address, one[1], contexts), asked))
-    wrong = [(peer, port, why) for (peer, port), why in zip(asked, found, strict=True) if why]
-    for peer, port, why in wrong:
-        words = f"port {port} of {peer.host} ({peer.address}) cannot be reached from here: {why}"
+        answers = list(
+            pool.map(
+                lambda peer_and_port: _why_not(peer_and_port[0].address, peer_and_port[1], contexts),
+                connections_tried,
+            )
+        )
+    wrong = [
+        (peer, port, reason)
+        for (peer, port), reason in zip(connections_tried, answers, strict=True)
+        if reason
+    ]
+    for peer, port, reason in wrong:
+        description = f"port {port} of {peer.host} ({peer.address}) cannot be reached from here: {reason}"
         yield Finding(
             "ports",
             "FAIL",
-            words,
-            _REMEDY if "TLS" not in why else "give all nodes certificates of one signer",
+            description,
+            _REMEDY if "TLS" not in reason else "give all nodes certificates of one signer",
         )
     if not wrong:
-        count, how = len({peer for peer, _ in asked}), " over TLS" if contexts else ""
-        yield Finding("ports", "OK", f"this node has reached {count} others{how}, {len(asked)} ports in all")
+        count, over_tls = len({peer for peer, _ in connections_tried}), " over TLS" if contexts else ""
+        yield Finding(
+            "ports",
+            "OK",
+            f"this node has reached {count} others{over_tls}, {len(connections_tried)} ports in all",
+        )
 
 
 def _why_not(address: str, port: int, contexts: Contexts | None) -> str:

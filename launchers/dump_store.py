@@ -44,7 +44,13 @@ class DumpStore:
         self._rejected = RejectedConnections("the store for dumps")
         # Between its proof and its first message gloo looks for addresses, which may take name servers long.
         self._listener = AgentListener[Keep | Ask](
-            self.secret, None, self._rejected, self._serve, _first, first_at_once=False, more=world_size
+            self.secret,
+            None,
+            self._rejected,
+            self._serve,
+            _first,
+            first_at_once=False,
+            further_connections=world_size,
         )
         self._groups: dict[str, dict[str, bytes]] = {}  # by the beginning of their keys
         self._changed = asyncio.Event()
@@ -55,14 +61,14 @@ class DumpStore:
     async def close(self) -> None:
         await self._listener.close()
         self._rejected.close()
-        for one in self._sockets:
-            one.close()
+        for store_socket in self._sockets:
+            store_socket.close()
 
     async def _serve(
         self, first: Keep | Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Answer a worker until its connection ends."""
-        told: set[str] = set()
+        told_keys: set[str] = set()
         message = first
         try:
             while True:
@@ -73,7 +79,7 @@ class DumpStore:
                 else:
                     while message.key not in self._group(message.key):
                         await self._changed.wait()
-                    writer.write(wire.frame(Kept(self._for(message.key, told))))
+                    writer.write(wire.frame(Kept(self._for(message.key, told_keys))))
                     await writer.drain()
                 message = await wire.read(reader, to_store, wire.SLOW_S)
         except (EOFError, OSError, msgspec.DecodeError):
@@ -82,17 +88,17 @@ class DumpStore:
     def _group(self, key: str) -> dict[str, bytes]:
         return self._groups.setdefault(key.rpartition("/")[0], {})
 
-    def _for(self, key: str, told: set[str]) -> dict[str, bytes]:
+    def _for(self, key: str, told_keys: set[str]) -> dict[str, bytes]:
         """Return what is under `key`, and what this connection has not been told of the same group."""
         group = self._group(key)
         values, size = {key: group[key]}, len(group[key])
         for name, value in group.items():
-            if name not in told and name != key:
+            if name not in told_keys and name != key:
                 size += len(value)
                 if size > AHEAD_BYTES:
                     break
                 values[name] = value
-        told.update(values)
+        told_keys.update(values)
         return values
 
 

@@ -54,7 +54,7 @@ class ElasticEvents:
             node: this agent's, as torch elastic's group rank.
             noticed: when it learnt of the fault, in Unix seconds.
         """
-        known: dict[str, str | int | float | bool | None] = {
+        event_data: dict[str, str | int | float | bool | None] = {
             "run_id": self._run_id,
             "group_rank": node,
             "incident": verdict.incident,
@@ -63,12 +63,12 @@ class ElasticEvents:
             "cause": verdict.line,
         }
         concluded = {
-            **known,
+            **event_data,
             "step": verdict.step if verdict.outcome == "saved" else None,
             "outcome": verdict.outcome,
             "exit_code": verdict.exit_code,
         }
-        self._record((INCIDENT, noticed, known), (VERDICT, time.time(), concluded))
+        self._record((INCIDENT, noticed, event_data), (VERDICT, time.time(), concluded))
 
     def go_on(self, recovered: Recovered, node: int) -> None:
         """Record an incident after which training went on online: its outcome is `recovered`.
@@ -77,8 +77,8 @@ class ElasticEvents:
             recovered: the end of the incident.
             node: this agent's, as torch elastic's group rank.
         """
-        now = time.time()
-        known: dict[str, str | int | float | bool | None] = {
+        time_now = time.time()
+        event_data: dict[str, str | int | float | bool | None] = {
             "run_id": self._run_id,
             "group_rank": node,
             "incident": recovered.incident,
@@ -86,8 +86,8 @@ class ElasticEvents:
             "step": recovered.step,
             "cause": recovered.line,
         }
-        concluded = {**known, "outcome": "recovered", "exit_code": None}
-        self._record((INCIDENT, now - recovered.seconds, known), (VERDICT, now, concluded))
+        concluded = {**event_data, "outcome": "recovered", "exit_code": None}
+        self._record((INCIDENT, time_now - recovered.seconds, event_data), (VERDICT, time_now, concluded))
 
     def _record(self, *all_of_one: tuple[str, float, dict[str, str | int | float | bool | None]]) -> None:
         for name, at, metadata in all_of_one:

@@ -38,22 +38,22 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
     There the workers find them. Raises ConfigError for a flag that does not exist, or has no value.
     """
-    ours, torchs = _ours(), _torchs()
+    own_parser, torchs = _ours(), _torchs()
     torchs.formatter_class = argparse.RawDescriptionHelpFormatter  # the epilog has its lines already
-    torchs.epilog = ours.format_help()
-    mine, rest = _split(arguments, torchs)
-    _require_known(mine)
+    torchs.epilog = own_parser.format_help()
+    own_arguments, remaining_arguments = _split(arguments, torchs)
+    _require_known(own_arguments)
     try:
-        given = vars(ours.parse_args(mine))
+        values_given = vars(own_parser.parse_args(own_arguments))
     except argparse.ArgumentError as error:
         raise ConfigError(str(error)) from None
-    parsed, unknown = torchs.parse_known_args(rest)
+    parsed, unknown = torchs.parse_known_args(remaining_arguments)
     if unknown:
         raise _no_flag(unknown[0])
     os.environ.update(
         {
             variable: value if isinstance(value, str) else "\n".join(value)
-            for variable, value in given.items()
+            for variable, value in values_given.items()
             if value is not None
         }
     )
@@ -67,8 +67,10 @@ def without(flag: str, arguments: list[str]) -> tuple[list[str], bool]:
         if argument == "--":
             break
         if argument == flag:
-            _, before = _split([each for each in arguments[:place] if each != DRY_RUN], torchs)
-            if _comes_before_the_script(before, torchs):
+            _, arguments_before = _split(
+                [argument for argument in arguments[:place] if argument != DRY_RUN], torchs
+            )
+            if _comes_before_the_script(arguments_before, torchs):
                 return [*arguments[:place], *arguments[place + 1 :]], True
             break
     return arguments, False
@@ -87,13 +89,15 @@ def take_hosts(arguments: list[str]) -> tuple[list[str], str | None]:
         name, equals, value = argument.partition("=")
         if name != HOSTS:
             continue
-        _, before = _split([each for each in arguments[:place] if each not in (DRY_RUN, SPARE)], torchs)
-        if not _comes_before_the_script(before, torchs):
+        _, arguments_before = _split(
+            [argument for argument in arguments[:place] if argument not in (DRY_RUN, SPARE)], torchs
+        )
+        if not _comes_before_the_script(arguments_before, torchs):
             break
-        after = place + 1 if equals else place + 2
-        if after > len(arguments) or not (path := value if equals else arguments[place + 1]):
+        next_index = place + 1 if equals else place + 2
+        if next_index > len(arguments) or not (path := value if equals else arguments[place + 1]):
             raise ConfigError(f"{HOSTS}: name a file with a line 'HOST RACK' for each node")
-        return [*arguments[:place], *arguments[after:]], path
+        return [*arguments[:place], *arguments[next_index:]], path
     return arguments, None
 
 
@@ -102,8 +106,10 @@ def given(arguments: list[str]) -> set[str]:
     torchs = _torchs()
     unset = object()
     names = [action.dest for action in torchs._actions if action.option_strings]
-    found = torchs.parse_args(_split(arguments, torchs)[1], argparse.Namespace(**dict.fromkeys(names, unset)))
-    return {name for name in names if getattr(found, name, unset) is not unset}
+    parsed_flags = torchs.parse_args(
+        _split(arguments, torchs)[1], argparse.Namespace(**dict.fromkeys(names, unset))
+    )
+    return {name for name in names if getattr(parsed_flags, name, unset) is not unset}
 
 
 def require_sense(parsed: argparse.Namespace) -> None:
@@ -126,9 +132,11 @@ def require_sense(parsed: argparse.Namespace) -> None:
     _require("tee", parsed.tee, streams, _STREAMS)
     if not parsed.standalone:  # else torch makes one
         _require("rdzv-id", parsed.rdzv_id, _names_a_folder, _ID)
-    _, most = run.parse_min_max_nnodes(parsed.nnodes)
-    if most > 1 and parsed.rdzv_backend == "static" and not parsed.standalone:  # else nobody asks for it
-        _require("node-rank", parsed.node_rank, range(most).__contains__, f"from 0 to {most - 1}")
+    _, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    if (
+        most_nodes > 1 and parsed.rdzv_backend == "static" and not parsed.standalone
+    ):  # else nobody asks for it
+        _require("node-rank", parsed.node_rank, range(most_nodes).__contains__, f"from 0 to {most_nodes - 1}")
 
 
 def _names_a_folder(text: str) -> bool:
@@ -172,14 +180,16 @@ def _torchs() -> argparse.ArgumentParser:
 
 def whole_parser() -> argparse.ArgumentParser:
     """Return a parser that has torch's flags and ours: for what completes them, not to parse."""
-    whole = argparse.ArgumentParser(
+    combined_parser = argparse.ArgumentParser(
         prog="ttprun", parents=[_torchs(), _ours()], add_help=False, conflict_handler="resolve"
     )
-    whole.add_argument(DRY_RUN, action="store_true", help="say what protection takes and gives")
-    whole.add_argument(HOSTS, help="with --dry-run: a file with a line 'HOST RACK' for each node")
-    whole.add_argument(SPARE, action="store_true", help=help.SPARE)
-    whole.add_argument(VERSION, action="store_true", help="print the versions of the adaptor and of torch")
-    return whole
+    combined_parser.add_argument(DRY_RUN, action="store_true", help="say what protection takes and gives")
+    combined_parser.add_argument(HOSTS, help="with --dry-run: a file with a line 'HOST RACK' for each node")
+    combined_parser.add_argument(SPARE, action="store_true", help=help.SPARE)
+    combined_parser.add_argument(
+        VERSION, action="store_true", help="print the versions of the adaptor and of torch"
+    )
+    return combined_parser
 
 
 def _ours() -> argparse.ArgumentParser:
@@ -201,31 +211,31 @@ def _ours() -> argparse.ArgumentParser:
 
 def _split(arguments: list[str], torchs: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
     """Our flags before the script, each with its value, and all the rest."""
-    mine: list[str] = []
-    before: list[str] = []
-    rest = list(arguments)
-    while rest and rest[0] != "--":  # no flags after it
-        if not rest[0].startswith(_PREFIX):
-            before.append(rest.pop(0))
+    adaptor_arguments: list[str] = []
+    own_arguments: list[str] = []
+    remaining_arguments = list(arguments)
+    while remaining_arguments and remaining_arguments[0] != "--":  # no flags after it
+        if not remaining_arguments[0].startswith(_PREFIX):
+            own_arguments.append(remaining_arguments.pop(0))
             continue
-        if not _comes_before_the_script(before, torchs):
+        if not _comes_before_the_script(own_arguments, torchs):
             break
-        takes = 1 if "=" in rest[0] else 2
-        mine += rest[:takes]
-        del rest[:takes]
-    return mine, before + rest
+        takes = 1 if "=" in remaining_arguments[0] else 2
+        adaptor_arguments += remaining_arguments[:takes]
+        del remaining_arguments[:takes]
+    return adaptor_arguments, own_arguments + remaining_arguments
 
 
-def _comes_before_the_script(before: list[str], torchs: argparse.ArgumentParser) -> bool:
+def _comes_before_the_script(arguments_before: list[str], torchs: argparse.ArgumentParser) -> bool:
     """Return whether the next argument could still be the script, so that a flag there is for ttprun."""
-    parsed, _ = torchs.parse_known_args([*before, _ANY, _ANY])
+    parsed, _ = torchs.parse_known_args([*arguments_before, _ANY, _ANY])
     return [parsed.training_script, *parsed.training_script_args] == [_ANY, _ANY]
 
 
-def _require_known(mine: list[str]) -> None:
-    known = [setting.flag for setting in config.SETTINGS]
-    for argument in mine:
-        if argument.startswith(_PREFIX) and argument.partition("=")[0] not in known:
+def _require_known(own_arguments: list[str]) -> None:
+    known_flags = [setting.flag for setting in config.SETTINGS]
+    for argument in own_arguments:
+        if argument.startswith(_PREFIX) and argument.partition("=")[0] not in known_flags:
             raise _no_flag(argument)
 
 

@@ -129,11 +129,11 @@ def short(torchs: argparse.ArgumentParser) -> str:
         if title == "Several nodes":
             rows.append(_row("--ttp-spare", SPARE, width))
         parts.append("\n".join([f"{title}:", *rows, ""]))
-    words = {action.dest: action for action in torchs._actions}
+    help_by_dest = {action.dest: action for action in torchs._actions}
     rows = [
-        _row(words[name].option_strings[0], " ".join((words[name].help or "").split()), width)
+        _row(help_by_dest[name].option_strings[0], " ".join((help_by_dest[name].help or "").split()), width)
         for name in TORCHS
-        if name in words
+        if name in help_by_dest
     ]
     parts.append("\n".join(["torchrun's, the most used:", *rows, ""]))
     parts.append(_CODES)
@@ -145,10 +145,10 @@ def short(torchs: argparse.ArgumentParser) -> str:
     return "\n".join(parts)
 
 
-def _row(flag: str, words: str, width: int) -> str:
+def _row(flag: str, help_text: str, width: int) -> str:
     """Return one flag with its words beside it."""
     indent = " " * 30
-    lines = textwrap.wrap(words.rstrip("."), max(20, width - len(indent)))
+    lines = textwrap.wrap(help_text.rstrip("."), max(20, width - len(indent)))
     head = f"  {flag}".ljust(len(indent) - 1)
     if len(head) >= len(indent):
         return "\n".join([head, *(indent + line for line in lines)])

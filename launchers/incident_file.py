@@ -33,18 +33,18 @@ class GoneOn(NamedTuple):
     origin: int
 
 
-def with_going_on(incident: Incident, after: GoneOn) -> Incident:
+def with_going_on(incident: Incident, gone_on: GoneOn) -> Incident:
     """Return the file of `incident` with how the job went on."""
-    again = bool(after.started)
+    is_repeated = bool(gone_on.started)
     phases = msgspec.structs.replace(
         incident.phases,
-        restart=seconds_between(after.ended, after.started) if again else None,
-        load=seconds_between(after.started, after.trained) if again else None,
-        first_step=seconds_between(after.trained, after.finished),
+        restart=seconds_between(gone_on.ended, gone_on.started) if is_repeated else None,
+        load=seconds_between(gone_on.started, gone_on.trained) if is_repeated else None,
+        first_step=seconds_between(gone_on.trained, gone_on.finished),
     )
     lost = incident.steps_lost
     if incident.newest_step is not None:
-        lost = max(0, incident.newest_step - after.origin)
+        lost = max(0, incident.newest_step - gone_on.origin)
     return msgspec.structs.replace(incident, phases=phases, steps_lost=lost)
 
 
@@ -53,7 +53,7 @@ class IncidentFile:
 
     Args:
         make: makes the file with the verdict.
-        ended: when that was given, in Unix seconds.
+        ended_at: when that was given, in Unix seconds.
         generation: in which the incident was.
         online: whether training went on in the same generation.
 
@@ -62,12 +62,14 @@ class IncidentFile:
         gone_on: how the job went on, as soon as it has
     """
 
-    def __init__(self, make: Callable[[], Incident], ended: float, generation: int, *, online: bool) -> None:
+    def __init__(
+        self, make: Callable[[], Incident], ended_at: float, generation: int, *, online: bool
+    ) -> None:
         self._make = make
         self._made: Incident | None = None
         self._generation = generation
         self._online = online
-        self.ended = ended
+        self.ended = ended_at
         self.actions: list[str] = []
         self.gone_on: GoneOn | None = None
 
@@ -82,12 +84,12 @@ class IncidentFile:
             at: when that was, in Unix seconds.
             gone_on: how the job went on, if that was known then.
         """
-        made = self._make()
+        incident = self._make()
         if self.actions:
-            made.next_action = self.actions[-1]
+            incident.next_action = self.actions[-1]
         if gone_on is not None:
-            made = with_going_on(made, gone_on)
-        return notices.of_incident(made, records.utc(at), "incident" if gone_on is None else "resumed")
+            incident = with_going_on(incident, gone_on)
+        return notices.of_incident(incident, records.utc(at), "incident" if gone_on is None else "resumed")
 
     def again(self) -> Incident:
         """Return what the file has now."""

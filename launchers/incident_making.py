@@ -28,18 +28,18 @@ from adaptor.protocol.messages import Fault, Recovered, Verdict
 _RUNBOOK = "docs/runbook.md"
 
 
-def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: float) -> Incident:
+def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_at: float) -> Incident:
     """Return the file of the incident that has ended with `end`.
 
     Args:
         end: the verdict, or the end of an online recovery.
         timeline: what happened.
         name: the id of the file.
-        ended: when the verdict was given, in Unix seconds.
+        ended_at: when the verdict was given, in Unix seconds.
     """
-    events = sorted(map(happened, timeline.happened), key=lambda one: one.at)
-    begun = [one for one in events if one.what == "collectives"]
-    events = [one for one in events if one.what != "collectives"]
+    events = sorted(map(happened, timeline.happened), key=lambda event: event.at)
+    collectives_events = [event for event in events if event.what == "collectives"]
+    events = [event for event in events if event.what != "collectives"]
     fault = end.fault
     blamed = next(iter(fault.ranks), -1) if isinstance(end, Recovered) else end.cause_rank
     is_hang = fault.kind == "hang"
@@ -61,8 +61,8 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         job=timeline.job,
         generation=timeline.generation,
         incident=end.incident,
-        began=records.utc(noticed.at if noticed is not None else ended),
-        ended=records.utc(ended),
+        began=records.utc(noticed.at if noticed is not None else ended_at),
+        ended=records.utc(ended_at),
         cause=_cause(fault, exit_code),
         reason=end.line,
         blamed=blamed if blamed >= 0 else None,
@@ -82,10 +82,10 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended: 
         next_action=action,
         not_started_again=stop,
         runbook=f"{_RUNBOOK}#{_kind(fault)}",
-        collectives=_missing(begun, silent),
+        collectives=_missing(collectives_events, silent),
         versions=_versions(),
-        ranks=sorted({one.rank for one in events if one.rank is not None}),
-        events=[timeline.event(one, end.incident) for one in events],
+        ranks=sorted({event.rank for event in events if event.rank is not None}),
+        events=[timeline.event(event, end.incident) for event in events],
     )
 
 
@@ -103,8 +103,8 @@ def _lost(end: Verdict, newest: int | None, timeline: Timeline) -> int | None:
         return None if timeline.unprotected else 0
     if newest is None:
         return None
-    there = end.step if end.outcome == "saved" else timeline.again()
-    return None if there is None else max(0, newest - there)
+    resumed_step = end.step if end.outcome == "saved" else timeline.again()
+    return None if resumed_step is None else max(0, newest - resumed_step)
 
 
 def _next(end: Verdict, timeline: Timeline) -> str:
@@ -119,18 +119,18 @@ def _next(end: Verdict, timeline: Timeline) -> str:
 def _missing(happened: Sequence[Happened], silent: Sequence[int]) -> list[str]:
     """Return which rank misses which collective; it is also written beside the stacks."""
     files, of_ranks = [], {}
-    for one in happened:
-        if one.rank is not None:
+    for event in happened:
+        if event.rank is not None:
             with contextlib.suppress(msgspec.MsgspecError):
-                path, of_ranks[one.rank] = collectives.decode(one.detail)
+                path, of_ranks[event.rank] = collectives.decode(event.detail)
                 files.append(path)
-    found = missing_collectives.missing(of_ranks, silent)
-    if found:
+    missing_lines = missing_collectives.missing(of_ranks, silent)
+    if missing_lines:
         with contextlib.suppress(OSError):  # the file of the incident has it, too
             place = Path(files[0]).with_name("collectives.txt")
             place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text("".join(f"{line}\n" for line in found))
-    return found
+            place.write_text("".join(f"{line}\n" for line in missing_lines))
+    return missing_lines
 
 
 def _versions() -> Versions:
@@ -169,8 +169,8 @@ def _signal(number: int) -> str:
 
 def _noticed(blamed: int, happened: Sequence[Happened]) -> Happened | None:
     """Return the notice of the fault of the rank `blamed`; survivors may have raised before it."""
-    noticed = [one for one in happened if one.what == NOTICED]
-    return next((one for one in noticed if one.rank == blamed), noticed[0] if noticed else None)
+    noticed = [event for event in happened if event.what == NOTICED]
+    return next((event for event in noticed if event.rank == blamed), noticed[0] if noticed else None)
 
 
 def _node(blamed: int, noticed: Happened | None, timeline: Timeline) -> int | None:
@@ -184,19 +184,21 @@ def _silent(happened: Sequence[Happened], *, is_hang: bool) -> list[int]:
 
     In a hang a process that ends once new ones are ordered was ended for its silence.
     """
-    ordered = min((one.at for one in happened if one.what == "replace"), default=math.inf)
+    ordered = min((event.at for event in happened if event.what == "replace"), default=math.inf)
     given_up = ordered if is_hang else math.inf
-    told = {one.rank for one in happened if one.what == "freeze" and one.rank is not None}
-    ended = {one.rank for one in happened if one.what in ("died", NOTICED) and one.at < given_up}
-    return sorted(told - ended - {one.rank for one in happened if one.what == "frozen"})
+    frozen_ranks = {event.rank for event in happened if event.what == "freeze" and event.rank is not None}
+    ended_ranks = {
+        event.rank for event in happened if event.what in ("died", NOTICED) and event.at < given_up
+    }
+    return sorted(frozen_ranks - ended_ranks - {event.rank for event in happened if event.what == "frozen"})
 
 
 def _phases(happened: Sequence[Happened], noticed: Happened | None, silent_s: float) -> Phases:
-    def first(*what: str) -> float | None:
-        return min((one.at for one in happened if one.what in what), default=None)
+    def first(*event_names: str) -> float | None:
+        return min((event.at for event in happened if event.what in event_names), default=None)
 
-    def last(*what: str) -> float | None:
-        return max((one.at for one in happened if one.what in what), default=None)
+    def last(*event_names: str) -> float | None:
+        return max((event.at for event in happened if event.what in event_names), default=None)
 
     ordered = first("freeze")
     detect = silent_s or seconds_between(noticed.at if noticed is not None else None, ordered)

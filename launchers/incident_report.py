@@ -109,19 +109,19 @@ class IncidentReport:
         self.path = ""  # the path of the last one
         self.last_id: str | None = None
 
-    def record_message(self, node: int, message: ToController, now: float | None = None) -> None:
+    def record_message(self, node: int, message: ToController, time_now: float | None = None) -> None:
         """Record a message of the agent of `node`, or of a worker by way of it.
 
         Args:
             node: the node that it came from.
             message: the message.
-            now: when it came, in Unix seconds; by default now.
+            time_now: when it came, in Unix seconds; by default now.
         """
-        now = time.time() if now is None else now
+        time_now = time.time() if time_now is None else time_now
         if type(message) is Frozen and not _log.isEnabledFor(logging.DEBUG):
             if message.incident > self._over:  # else it comes late: the report is written
                 pid = message.board.pid or self._pids.get(message.rank)
-                self._happened.append(Seen(now, node, message.rank, message, pid))
+                self._happened.append(Seen(time_now, node, message.rank, message, pid))
             return
         if isinstance(message, (Dying, Died, Frozen)) and message.board.pid:
             # Of a process that ends before its Hello nothing else names the pid.
@@ -131,10 +131,10 @@ class IncidentReport:
                 self._hosts[there] = host
             case Layout(rank=rank, origin=origin, save=save):
                 _log.debug("rank %d: begins to train after step %d", rank, origin)
-                self._trained, self._origin = now, origin
+                self._trained, self._origin = time_now, origin
                 self._loaded, self._save = max(0, origin), save
             case SaveEnded(step=step, reason=reason):
-                self._record_save(step, reason, now)
+                self._record_save(step, reason, time_now)
             case Unprotected(rank=rank, why=why):
                 self._unprotected = True
                 _log.warning("rank %d: not protected: %s", rank, why)
@@ -143,47 +143,47 @@ class IncidentReport:
                 self._add("fault-noticed", at, rank, node, f"{board.phase_name} after step {board.finished}")
             case Died(rank=rank, status=status, at=at, board=board) if not self._ended and status != 0:
                 why = f" ({message.why})" if message.why else ""
-                where = f"status {status}{why}, {board.phase_name} after step {board.finished}"
-                self._add("died" if rank in self._noticed else "fault-noticed", at, rank, node, where)
+                state_text = f"status {status}{why}, {board.phase_name} after step {board.finished}"
+                self._add("died" if rank in self._noticed else "fault-noticed", at, rank, node, state_text)
             case Raised(rank=rank, error=error, calls=calls) if not self._ended:
                 self._noticed.add(rank)
-                self._add("fault-noticed", now, rank, node, error)
+                self._add("fault-noticed", time_now, rank, node, error)
                 if calls and len(self._noticed) <= MOST_CALLS:
-                    self._add("calls", now, rank, node, calls)
+                    self._add("calls", time_now, rank, node, calls)
             case TerminationRequested(rank=rank, signal=name) if not self._ended:
                 self._noticed.add(rank)
-                self._add("fault-noticed", now, rank, node, f"told to end by {name}")
+                self._add("fault-noticed", time_now, rank, node, f"told to end by {name}")
             case AgentTerminationRequested(signal=name, error=error) if not self._ended:
-                self._add("fault-noticed", now, None, node, error or f"told to end by {name}")
+                self._add("fault-noticed", time_now, None, node, error or f"told to end by {name}")
             case NodeStalled(seconds=seconds) if not self._happened:  # it is told again while it is handled
                 self._still_s = seconds
             case AgentLost():
-                self._add("fault-noticed", now, None, node, "the connection to the agent is gone")
+                self._add("fault-noticed", time_now, None, node, "the connection to the agent is gone")
             case Frozen(incident=number) | TimelineEvent(incident=number) if number <= self._over:
                 pass  # it comes late: the report is written
             case Hello(rank=rank, pid=pid):
                 self._nodes[rank], self._pids[rank] = node, pid
                 if self._happened:
-                    self._add("started", now, rank, node, f"pid {pid}")
+                    self._add("started", time_now, rank, node, f"pid {pid}")
                 else:
-                    self._started = now
+                    self._started = time_now
             case Joined(rank=rank, step=step):
-                self._add("joined", now, rank, node, step=step)
+                self._add("joined", time_now, rank, node, step=step)
             case RegroupFailed(rank=rank, reason=reason):
-                self._add("failed", now, rank, node, reason)
+                self._add("failed", time_now, rank, node, reason)
             case Frozen(rank=rank, board=board):
-                self._add("frozen", now, rank, node, f"{board.phase_name} after step {board.finished}")
+                self._add("frozen", time_now, rank, node, f"{board.phase_name} after step {board.finished}")
             case TimelineEvent(rank=rank, at=at, what=what, detail=detail):
                 self._add(what, at, rank, node, detail)
             case WriteFailed(rank=rank, reason=reason):
-                self._add("failed", now, rank, node, reason)
+                self._add("failed", time_now, rank, node, reason)
             case Renamed(rank=rank, reason=reason):
-                self._add("failed" if reason else "renamed", now, rank, node, reason)
+                self._add("failed" if reason else "renamed", time_now, rank, node, reason)
             case Published(step=step, path=path):
                 self._checkpoint = path
-                self._add("published", now, None, node, step=step)
+                self._add("published", time_now, None, node, step=step)
             case PublishFailed(reason=reason):
-                self._add("failed", now, None, node, reason)
+                self._add("failed", time_now, None, node, reason)
 
     def _record_save(self, step: int, reason: str, now: float) -> None:
         """Record that a save of the framework has ended; those that fail, and the first one after them."""
@@ -203,57 +203,59 @@ class IncidentReport:
         self._records = True
         self._add("took-over", time.time(), None, node, "the controllers of earlier terms are lost")
 
-    def note_orders(self, orders: Orders, now: float) -> Orders:
-        """Note those of `orders` of which each rank gets one, given at `now`, in Unix seconds.
+    def note_orders(self, orders: Orders, time_now: float) -> Orders:
+        """Note those of `orders` of which each rank gets one, given at `time_now`, in Unix seconds.
 
         Returns:
             The others, each of which is for `record_order`.
         """
         if _log.isEnabledFor(logging.DEBUG):
             return orders
-        others, note = [], self._happened.append
-        for told in orders:
-            node, order = told
+        remaining_orders, note = [], self._happened.append
+        for addressed_order in orders:
+            node, order = addressed_order
             if type(order) is not Addressed or type(order.message) not in _SEEN:
-                others.append(told)
+                remaining_orders.append(addressed_order)
             elif self._happened:
-                note(Seen(now, node, order.rank, order.message, self._pids.get(order.rank)))
+                note(Seen(time_now, node, order.rank, order.message, self._pids.get(order.rank)))
             else:  # the first event of a timeline may need another one before it
-                self.record_order(node, order.rank, order.message, now)
-        return others
+                self.record_order(node, order.rank, order.message, time_now)
+        return remaining_orders
 
-    def record_order(self, node: int, rank: int | None, order: object, now: float | None = None) -> None:
+    def record_order(self, node: int, rank: int | None, order: object, time_now: float | None = None) -> None:
         """Record an order of the controller; a verdict ends the incident, and writes the report.
 
         Args:
             node: the node that it goes to.
             rank: the rank that it is for; None: for the agent itself.
             order: the order.
-            now: when it was given, in Unix seconds; by default now.
+            time_now: when it was given, in Unix seconds; by default now.
         """
-        now = time.time() if now is None else now
+        time_now = time.time() if time_now is None else time_now
         if isinstance(order, Verdict):
             if not self._ended:
                 self._ended = True
-                self._add("verdict", now, None, None, order.outcome)
-                self._write(order, now)
+                self._add("verdict", time_now, None, None, order.outcome)
+                self._write(order, time_now)
             return
         if isinstance(order, Recovered):
             if self._over < order.incident:  # once, though every agent is told
                 self._over = order.incident
-                self._add("recovered", now, None, None, step=order.step)
-                self._write(order, now)
-                self._started, self._trained, self._origin = 0.0, now, order.step
+                self._add("recovered", time_now, None, None, step=order.step)
+                self._write(order, time_now)
+                self._started, self._trained, self._origin = 0.0, time_now, order.step
                 self._reset()
             return
         if isinstance(order, Freeze) and order.stacks and not self._happened:
-            words, still = f"nothing has moved for {self._still_s:.0f} s", f"{self._still_s:.3f}"
-            self._add("fault-noticed", now, None, None, words, more={records.STILL: still})
+            description, still_text = f"nothing has moved for {self._still_s:.0f} s", f"{self._still_s:.3f}"
+            self._add(
+                "fault-noticed", time_now, None, None, description, further_data={records.STILL: still_text}
+            )
         if isinstance(order, Publish):
             self._size = sum(entry.bytes for entry in order.files)
-        what = ORDERS.get(type(order), "")
-        if what:
-            self._add(what, now, rank, node, step=getattr(order, "step", None))
+        event_name = ORDERS.get(type(order), "")
+        if event_name:
+            self._add(event_name, time_now, rank, node, step=getattr(order, "step", None))
 
     def record_end(self, incident: int) -> None:
         """Note that `incident` has ended, whichever node has written its file."""
@@ -274,11 +276,11 @@ class IncidentReport:
         last = self._last
         if last is not None and last.is_over(self._generation) and self._trained and finished > self._origin:
             self._last = None
-            now = time.time()
-            last.gone_on = GoneOn(last.ended, self._started, self._trained, now, self._origin)
+            time_now = time.time()
+            last.gone_on = GoneOn(last.ended, self._started, self._trained, time_now, self._origin)
             self._files.write_incident(last.again)
-            self._notifier.submit(partial(last.notice, now, last.gone_on))
-            self._tell("gone-on", now, step=finished)
+            self._notifier.submit(partial(last.notice, time_now, last.gone_on))
+            self._tell("gone-on", time_now, step=finished)
 
     def record_training(self, load_s: float) -> None:
         """Record that every rank trains, and after which step it began: once in a generation of workers.
@@ -286,8 +288,8 @@ class IncidentReport:
         Args:
             load_s: seconds in which a checkpoint was loaded.
         """
-        one = Happened(self._trained or time.time(), "training", None, None, "", self._origin, None)
-        self._files.append(partial(self._timeline([]).event, one, None, {records.LOAD: f"{load_s:.3f}"}))
+        event = Happened(self._trained or time.time(), "training", None, None, "", self._origin, None)
+        self._files.append(partial(self._timeline([]).event, event, None, {records.LOAD: f"{load_s:.3f}"}))
 
     def record_start(self) -> None:
         """Record that a generation of workers is started, whose controller is on this node."""
@@ -306,9 +308,11 @@ class IncidentReport:
     def close(self) -> None:
         """Record that ttprun ends; wait for what is being written, for a bounded time."""
         if self._records:
-            now = time.time()
-            self._tell("ended", now)
-            self._notifier.submit(partial(notices.of_end, self._files.job, self.incidents, records.utc(now)))
+            time_now = time.time()
+            self._tell("ended", time_now)
+            self._notifier.submit(
+                partial(notices.of_end, self._files.job, self.incidents, records.utc(time_now))
+            )
         self._files.close()
         self._notifier.close()
 
@@ -318,28 +322,34 @@ class IncidentReport:
 
     def _add(
         self,
-        what: str,
+        event_name: str,
         at: float,
         rank: int | None,
         node: int | None,
         detail: str = "",
         *,
         step: int | None = None,
-        more: Mapping[str, str] | None = None,
+        further_data: Mapping[str, str] | None = None,
     ) -> None:
-        who = f"rank {rank}" if rank is not None else f"node {node}" if node is not None else "job"
+        origin_text = f"rank {rank}" if rank is not None else f"node {node}" if node is not None else "job"
         about = detail if step is None else f"step {step}"
-        _log.log(logging.DEBUG if what in _OF_EACH_RANK else logging.INFO, "%s: %s %s", who, what, about)
+        _log.log(
+            logging.DEBUG if event_name in _OF_EACH_RANK else logging.INFO,
+            "%s: %s %s",
+            origin_text,
+            event_name,
+            about,
+        )
         pid = None if rank is None else self._pids.get(rank)
-        one = Happened(at, what, rank, node, detail, step, pid)
-        self._happened.append(one)
-        if what not in _OF_EACH_RANK:
-            self._files.append(partial(self._timeline([]).event, one, self.next_incident, more))
+        event = Happened(at, event_name, rank, node, detail, step, pid)
+        self._happened.append(event)
+        if event_name not in _OF_EACH_RANK:
+            self._files.append(partial(self._timeline([]).event, event, self.next_incident, further_data))
 
-    def _tell(self, what: str, at: float, *, detail: str = "", step: int | None = None) -> None:
+    def _tell(self, event_name: str, at: float, *, detail: str = "", step: int | None = None) -> None:
         """Append an event of the job that belongs to no incident."""
-        one = Happened(at, what, None, None, detail, step, None)
-        self._files.append(partial(self._timeline([]).event, one, None))
+        event = Happened(at, event_name, None, None, detail, step, None)
+        self._files.append(partial(self._timeline([]).event, event, None))
 
     def _timeline(self, happened: Sequence[Happened | Seen]) -> Timeline:
         return Timeline(
@@ -351,11 +361,11 @@ class IncidentReport:
             hosts=self._hosts,
         )
 
-    def _write(self, end: Verdict | Recovered, now: float) -> None:
+    def _write(self, end: Verdict | Recovered, time_now: float) -> None:
         if isinstance(end, Verdict) and end.outcome == "refused":
             return
         self.next_incident = max(self.next_incident, end.incident + 1)
-        self.last_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(now))}-{end.incident}"
+        self.last_id = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime(time_now))}-{end.incident}"
         self.path = str(self._files.incident_path(self.last_id))
         timeline = dataclasses.replace(
             self._timeline(self._happened),
@@ -367,10 +377,10 @@ class IncidentReport:
             again=cache(partial(_start_of, getattr(end, "save", "") or self._save, self._loaded)),
             unprotected=self._unprotected,
         )
-        make = partial(incident_of, end, timeline, self.last_id, now)
-        self._last = IncidentFile(make, now, self._generation, online=isinstance(end, Recovered))
+        make = partial(incident_of, end, timeline, self.last_id, time_now)
+        self._last = IncidentFile(make, time_now, self._generation, online=isinstance(end, Recovered))
         self._files.write_incident(self._last.again)
-        self._notifier.submit(partial(self._last.notice, now, None))
+        self._notifier.submit(partial(self._last.notice, time_now, None))
 
 
 def _start_of(save: str, loaded: int) -> int | None:

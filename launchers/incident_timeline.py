@@ -64,23 +64,23 @@ ORDERS: dict[type, str] = {
 }
 
 
-def happened(one: Happened | Seen) -> Happened:
-    """Return `one` in words."""
-    if isinstance(one, Happened):
-        return one
-    if isinstance(one.message, Frozen):
-        board = one.message.board
+def happened(event: Happened | Seen) -> Happened:
+    """Return `event` in words."""
+    if isinstance(event, Happened):
+        return event
+    if isinstance(event.message, Frozen):
+        board = event.message.board
         return Happened(
-            one.at,
+            event.at,
             "frozen",
-            one.rank,
-            one.node,
+            event.rank,
+            event.node,
             f"{board.phase_name} after step {board.finished}",
             None,
-            one.pid,
+            event.pid,
         )
-    step = getattr(one.message, "step", None)
-    return Happened(one.at, ORDERS[type(one.message)], one.rank, one.node, "", step, one.pid)
+    step = getattr(event.message, "step", None)
+    return Happened(event.at, ORDERS[type(event.message)], event.rank, event.node, "", step, event.pid)
 
 
 @dataclass
@@ -109,25 +109,34 @@ class Timeline:
     again: Callable[[], int | None] = lambda: None
     unprotected: bool = False
 
-    def event(self, one: Happened, incident: int | None, more: Mapping[str, str] | None = None) -> Event:
+    def event(
+        self, happened_event: Happened, incident: int | None, further_data: Mapping[str, str] | None = None
+    ) -> Event:
         """Return the record of a line of events.jsonl.
 
         Args:
-            one: what happened.
+            happened_event: what happened.
             incident: the number of the incident that was open; None between incidents.
-            more: what its data has besides the detail.
+            further_data: what its data has besides the detail.
         """
-        node = one.node if one.node is not None or one.rank is None else self.nodes.get(one.rank)
+        node = (
+            happened_event.node
+            if happened_event.node is not None or happened_event.rank is None
+            else self.nodes.get(happened_event.rank)
+        )
         return Event(
-            time=records.utc(one.at),
+            time=records.utc(happened_event.at),
             job=self.job,
             generation=self.generation,
             incident=incident,
-            type=one.what,
+            type=happened_event.what,
             node=node,
             host=self.hosts.get(node) if node is not None else None,
-            rank=one.rank,
-            pid=one.pid,
-            step=one.step,
-            data={**({"detail": one.detail} if one.detail else {}), **(more or {})},
+            rank=happened_event.rank,
+            pid=happened_event.pid,
+            step=happened_event.step,
+            data={
+                **({"detail": happened_event.detail} if happened_event.detail else {}),
+                **(further_data or {}),
+            },
         )

@@ -65,28 +65,35 @@ class Invitation(NamedTuple):
 
     def encode(self) -> bytes:
         """Return the text that nodes find in the store of the rendezvous."""
-        words = (self.kind, self.generation, f"{self.restart:d}", str(self.port), self.name, self.job)
-        return " ".join(words).encode()
+        fields = (self.kind, self.generation, f"{self.restart:d}", str(self.port), self.name, self.job)
+        return " ".join(fields).encode()
 
     @classmethod
-    def decode(cls, said: bytes, kind: str) -> Invitation:
+    def decode(cls, encoded: bytes, kind: str) -> Invitation:
         """Return what the store has; `kind`: as this node's settings ask for it.
 
         Raises:
             StartError: it is of another kind, or somebody else has written it.
         """
-        found = _FORM.fullmatch(said.decode("utf-8", "replace"))
-        if found is None:
+        form_match = _FORM.fullmatch(encoded.decode("utf-8", "replace"))
+        if form_match is None:
             raise StartError(
                 "what the rendezvous store says of the controller was not written by ttprun of this version:"
                 " another program writes to that store, or node 0 has another version of ttp-adaptor"
             )
-        if found[1] != kind:
+        if form_match[1] != kind:
             raise StartError(
-                f"node 0 waits for agents by {_WORDS[found[1]]}, and this node is set to {_WORDS[kind]}:"
+                f"node 0 waits for agents by {_WORDS[form_match[1]]}, and this node is set to {_WORDS[kind]}:"
                 " TTP_TLS, TTP_TLS_CERT and --rdzv-endpoint or --master-addr must mean the same on every node"
             )
-        return cls(found[1], found[2], found[3] == "1", int(found[4]), found[5], found[6])
+        return cls(
+            form_match[1],
+            form_match[2],
+            form_match[3] == "1",
+            int(form_match[4]),
+            form_match[5],
+            form_match[6],
+        )
 
 
 _WORDS = {

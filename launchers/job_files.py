@@ -63,13 +63,13 @@ class JobFiles:
 
     def write_status(self, status: Status, *, always: bool = False) -> None:
         """Replace status.json; without `always` only if none is waiting to be written."""
-        now = time.monotonic()
+        time_now = time.monotonic()
         if always or not self._status_waits:
-            self._waits_since = now
+            self._waits_since = time_now
             self._status_waits = True  # before it is queued: the thread may have written it by then
             if not self._writer.submit(partial(self._write_status, status)):
                 self._status_waits = False
-        elif now - self._waits_since >= self._patience_s:
+        elif time_now - self._waits_since >= self._patience_s:
             self._tell_gap("the disk does not answer")
 
     def calculate(self, work: Callable[[], None]) -> None:
@@ -84,12 +84,13 @@ class JobFiles:
         """Wait for what is being written, for a bounded time."""
         self._writer.close()
 
-    def _tell_gap(self, why: str) -> None:
+    def _tell_gap(self, reason: str) -> None:
         """Tell once that nothing is written, until something is written again."""
         if not self._has_gap:
             self._has_gap = True
             output.tell(
-                f"[ttp] {self.folder}: the status of the job cannot be written ({why}); the job goes on, and"
+                f"[ttp] {self.folder}: the status of the job cannot be written ({reason}); the job goes "
+                "on, and"
                 " what ttp and the metrics say of it is old"
             )
 

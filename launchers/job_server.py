@@ -61,8 +61,8 @@ def clients_of(address: Address, token: str, certificate: str, key: str) -> acce
     Raises:
         ServeError: other machines reach it and something is missing, or a file is not as it must be.
     """
-    both = (Path(certificate), Path(key)) if _speaks_tls(address, certificate) else None
-    return access.clients(address, Path(token) if token else None, both)
+    certificate_files = (Path(certificate), Path(key)) if _speaks_tls(address, certificate) else None
+    return access.clients(address, Path(token) if token else None, certificate_files)
 
 
 def _speaks_tls(address: Address, certificate: str) -> bool:
@@ -97,7 +97,7 @@ class JobServer:
         with access.listen(config.serve) as listening:
             bound = Address(*listening.getsockname()[:2])  # a name may be one of a loopback address
             descriptor = listening.fileno()
-            words = (
+            arguments = (
                 str(self._folder()),
                 str(descriptor),
                 config.serve_token,
@@ -105,7 +105,7 @@ class JobServer:
                 config.tls_key,
             )
             process = self._process = subprocess.Popen(
-                [sys.executable, str(programs.SERVE), *words],
+                [sys.executable, str(programs.SERVE), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(descriptor,),
@@ -136,19 +136,19 @@ class JobServer:
             programs.end(self._process, _END_S)
 
     def _start_when_free(self) -> None:
-        why: Exception | None = None
+        reason: Exception | None = None
         for _ in range(_RETRIES):
             try:
                 self.start()
                 return
             except (ServeError, OSError, RuntimeError) as error:
-                why = error
+                reason = error
             if self._ends.wait(RETRY_S):
                 return
-        self._tell_why(why)
+        self._tell_why(reason)
 
-    def _tell_why(self, why: Exception | None) -> None:
-        output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(why)}")
+    def _tell_why(self, reason: Exception | None) -> None:
+        output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(reason)}")
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()

@@ -90,10 +90,10 @@ class JobStatus:
             generation: of workers, from 1 on.
             spare_nodes: how many wait here.
         """
-        now = time.time()
+        time_now = time.time()
         step = max((board.finished for board in boards), default=-1)
         if step != self._step and step >= 0:
-            self._step, self._step_time = step, now
+            self._step, self._step_time = step, time_now
         members, state = controller.membership, _state_of(controller)
         training = len(members.layouts)
         self._timer.look(step, time.monotonic(), counts=state == "training")
@@ -109,9 +109,9 @@ class JobStatus:
         why_not = next(iter(members.unprotected.values()), "")
         copied = self._newest_copy()
         if copied != self._copy[0]:
-            self._copy = (copied, now)
+            self._copy = (copied, time_now)
         self._last = Status(
-            time=utc(now),
+            time=utc(time_now),
             job=self._files.job,
             state=state,
             generation=generation,
@@ -172,11 +172,11 @@ class JobStatus:
     def end(self) -> None:
         """Write that ttprun ends, if this node has written the status."""
         if self._last is not None:
-            now = utc(time.time())
+            utc_now = utc(time.time())
             self._files.write_status(
                 msgspec.structs.replace(
                     self._last,
-                    time=now,
+                    time=utc_now,
                     state="ended",
                     open_incident="",
                     step=self._step if self._step >= 0 else None,

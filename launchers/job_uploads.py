@@ -50,13 +50,13 @@ def require(config: Config) -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         try:
-            told = process.stdout.read().decode(errors="replace").strip()
+            output_text = process.stdout.read().decode(errors="replace").strip()
         except BaseException:
             process.kill()
             raise
     if process.returncode:
-        why = told or f"the process that tried it has ended with status {process.returncode}"
-        raise ConfigError(f"TTP_STORE: {why}")
+        reason = output_text or f"the process that tried it has ended with status {process.returncode}"
+        raise ConfigError(f"TTP_STORE: {reason}")
 
 
 class JobUploads:
@@ -134,8 +134,10 @@ class JobUploads:
             self._tell_the_end()
             thread = self._thread
         if thread is not None:
-            left = None if self._until is None else max(0.0, self._until - time.monotonic()) + _LAST_LINE_S
-            thread.join(left)
+            remaining_s = (
+                None if self._until is None else max(0.0, self._until - time.monotonic()) + _LAST_LINE_S
+            )
+            thread.join(remaining_s)
 
     def stop(self) -> None:
         """End the process at once; `begin` starts it anew."""
@@ -182,14 +184,14 @@ class JobUploads:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, *ending_signals()})
         wait_s = FIRST_WAIT_S
         while True:
-            how, again = self._run_once(order)
-            if not how:
+            end_description, is_repeated = self._run_once(order)
+            if not end_description:
                 return
             output.tell(
-                f"[ttp] the process that sends {self._what}s to {order.url} has ended {how}; "
-                + ("it is started again" if again else _what_is_left(order))
+                f"[ttp] the process that sends {self._what}s to {order.url} has ended {end_description}; "
+                + ("it is started again" if is_repeated else _what_is_left(order))
             )
-            if not again:
+            if not is_repeated:
                 return
             self._ends.wait(wait_s)  # if the job ends meanwhile, another process sends the newest one
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
@@ -223,8 +225,8 @@ class JobUploads:
         status = process.wait()
         with self._lock:
             # Under the lock, as `close`: where that finds no process to tell the end, another one is started.
-            again = not self._ends.is_set()
-            expected = self._process is not process or (status == 0 and not again)
+            is_repeated = not self._ends.is_set()
+            expected = self._process is not process or (status == 0 and not is_repeated)
             if self._process is process:
                 self._process = None
         if process.stdin is not None:
@@ -232,7 +234,7 @@ class JobUploads:
                 process.stdin.close()
         if expected:
             return "", False
-        return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}", again
+        return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}", is_repeated
 
 
 class OutputUploads(JobUploads):

@@ -47,8 +47,8 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             output.tell(f"ttprun: error: {rendezvous_errors.why_not(error, parsed)}")
             return USAGE_EXIT_CODE
         if verdict is not None and rendezvous_errors.lacks_means(error):
-            why = text.describe(error)
-            _conclude(f"{verdict.line}; the workers cannot be started again: {why}", verdict.save)
+            reason = text.describe(error)
+            _conclude(f"{verdict.line}; the workers cannot be started again: {reason}", verdict.save)
             return int(verdict.exit_code)
         if verdict is None:
             raise
@@ -56,8 +56,8 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             log.tell_error("an error in ttprun itself", error)
             _conclude(f"{verdict.line}; ttprun has failed: {text.describe(error)}", verdict.save)
             return 1
-        why = rendezvous_errors.why_not_again(error, parsed)
-        _conclude(f"{verdict.line}; nodes cannot meet again, {why}", verdict.save)
+        reason = rendezvous_errors.why_not_again(error, parsed)
+        _conclude(f"{verdict.line}; nodes cannot meet again, {reason}", verdict.save)
         return int(verdict.exit_code)
     except SignalException as error:
         return end_by(error.sigval, record)

@@ -60,25 +60,26 @@ class LaterNodes:
         """Begin anew: workers are about to be started."""
         self._count = self._refused = 0
 
-    def look(self, here: int) -> None:
+    def look(self, nodes_here: int) -> None:
         """Ask for the nodes that wait, where their time has come.
 
         Args:
-            here: the number of nodes that train.
+            nodes_here: the number of nodes that train.
         """
-        count, now = self._meeting.nodes_that_wait, self._clock()
+        count, time_now = self._meeting.nodes_that_wait, self._clock()
         if count != self._count:
-            self._count, self._since = count, now
-        if not count or now - self._since < self._meeting.last_call_s:
+            self._count, self._since = count, time_now
+        if not count or time_now - self._since < self._meeting.last_call_s:
             return
-        fits = self._job.fits(here + count)
+        fits = self._job.fits(nodes_here + count)
         if fits:
-            self._since = now  # asked again, if an incident was open
+            self._since = time_now  # asked again, if an incident was open
             self._job.ask_for_nodes(count)
-        elif fits is False and self._refused != here + count:
-            self._refused = here + count
-            more = "1 more node waits" if count == 1 else f"{count} more nodes wait"
+        elif fits is False and self._refused != nodes_here + count:
+            self._refused = nodes_here + count
+            waiting_text = "1 more node waits" if count == 1 else f"{count} more nodes wait"
             output.tell(
-                f"[ttp] {more}: {here + count} nodes cannot train this job (parallel sizes, global batch,"
-                f" TTP_REPLICA); it goes on with {here}"
+                f"[ttp] {waiting_text}: {nodes_here + count} nodes cannot train this job (parallel sizes, "
+                "global batch,"
+                f" TTP_REPLICA); it goes on with {nodes_here}"
             )

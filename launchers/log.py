@@ -16,16 +16,16 @@ from adaptor.config import Config
 _log = logging.getLogger("adaptor")
 
 
-def tell_error(what: str, error: BaseException) -> None:
+def tell_error(subject: str, error: BaseException) -> None:
     """Tell the user of an error of ttprun's own, with its traceback, and log it.
 
     It reads sources, and their disk may hang: call it behind the decision.
 
     Args:
-        what: the beginning of the line.
+        subject: the beginning of the line.
         error: the error.
     """
-    page = f"{what}: {text.trace(error)}"
+    page = f"{subject}: {text.trace(error)}"
     output.tell(f"[ttp] {page}")
     _log.error("%s", page)
 

@@ -158,7 +158,7 @@ class Node:
         wait = control.thread.wait_for
         if node == 0:
             self._serve()
-            made: Invitation = wait(
+            own_invitation: Invitation = wait(
                 client.host(
                     host,
                     restart=has_met_before or control.generations_begun > 1,
@@ -166,33 +166,35 @@ class Node:
                 )
             )
             if nodes > 1:
-                store.set(invitation.KEY, made.encode())
+                store.set(invitation.KEY, own_invitation.encode())
             wait(control.say(AgentHello(node, tuple(ranks), host=socket.gethostname(), pid=os.getpid())))
         else:
-            there = f"the controller, on node 0 of {nodes} at {host}"
-            told: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: there)
+            awaited_place = f"the controller, on node 0 of {nodes} at {host}"
+            invitation_bytes: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: awaited_place)
             # Before an order can come, which to a spare node may be the first thing that the controller says.
-            control.generation = Invitation.decode(told, invitation.kind_of(self._config)).generation
-            join = client.join(host, told, tuple(ranks), place.owner if place is not None else "")
-            made = wait_for(lambda: wait(join), lambda: there)
+            control.generation = Invitation.decode(
+                invitation_bytes, invitation.kind_of(self._config)
+            ).generation
+            join = client.join(host, invitation_bytes, tuple(ranks), place.owner if place is not None else "")
+            own_invitation = wait_for(lambda: wait(join), lambda: awaited_place)
             control.records.files.job = name_of(
-                made.job
+                own_invitation.job
             )  # after a take-over this node writes to the same folder
         if self._config.host_copy and nodes > 1:
             self._keep_copies(client, node, nodes, store)
-        control.generation = os.environ[GENERATION] = made.generation
-        os.environ[IS_RESTART] = str(int(made.restart))
+        control.generation = os.environ[GENERATION] = own_invitation.generation
+        os.environ[IS_RESTART] = str(int(own_invitation.restart))
 
     def _keep_copies(self, client: ControllerClient, node: int, nodes: int, store: RendezvousStore) -> None:
         """Keep host copies of the node before, and give those of this node to the next one."""
         keeper = self.control.keeper = CopyKeeper(node, self._copies, self._config, self._tls)
         store.set(_KEEPER.format(node), keeper.listen(client.secret, client.address).encode())
-        other = (node + 1) % nodes
+        next_node = (node + 1) % nodes
 
         def find() -> str:
-            return store.get(_KEEPER.format(other)).decode("utf-8", "replace")
+            return store.get(_KEEPER.format(next_node)).decode("utf-8", "replace")
 
-        keeper.give(wait_for(find, lambda: f"node {other}, which keeps copies of this one"), find)
+        keeper.give(wait_for(find, lambda: f"node {next_node}, which keeps copies of this one"), find)
 
     def _set_environment(self, ranks: Sequence[int]) -> None:
         """Make the boards of `ranks`, and tell their workers where all is."""
@@ -240,11 +242,11 @@ class Node:
             ranks: of its workers.
             taken: the place that this node has taken as a spare, with its connection.
         """
-        found = Invitation.decode(gate, invitation.kind_of(self._config))
+        gate_invitation = Invitation.decode(gate, invitation.kind_of(self._config))
         owner = taken.place.owner if taken is not None else ""
         me = MemberHello(node, ranks, socket.gethostname(), os.getpid(), owner)
         self._at_gate = spare_node.Member(
-            lambda: spare_node.stay_at_gate(found, host, self._tls, me),
+            lambda: spare_node.stay_at_gate(gate_invitation, host, self._tls, me),
             taken.connection if taken is not None else None,
         )
         self.control.thread.wait_for(self._at_gate.begin())

@@ -33,8 +33,8 @@ class OrderedNode(_NodeDesc):
     since: int = 0
     is_apart: bool = True
 
-    def __lt__(self, other: object) -> bool:
-        return self._order < self._require_ours(other)._order
+    def __lt__(self, other_node: object) -> bool:
+        return self._order < self._require_ours(other_node)._order
 
     def __gt__(self, other: object) -> bool:
         return self._order > self._require_ours(other)._order

@@ -34,11 +34,14 @@ def targets(config: Config) -> list[NoticeTarget]:
     target = config.notify
     if target is None:
         return []
-    found = [target] if target.kind != "file" else _read(Path(target.where))
-    for each in found:
-        if each.kind == "exec" and shutil.which(program := shlex.split(each.where)[0]) is None:
+    notice_targets = [target] if target.kind != "file" else _read(Path(target.where))
+    for notice_target in notice_targets:
+        if (
+            notice_target.kind == "exec"
+            and shutil.which(program := shlex.split(notice_target.where)[0]) is None
+        ):
             raise ConfigError(f"TTP_NOTIFY is exec:{program}: there is no such program on this node")
-    return found
+    return notice_targets
 
 
 def secret(config: Config) -> str:
@@ -56,7 +59,7 @@ def _read(path: Path) -> list[NoticeTarget]:
         lines = access.read_private(path, "TTP_NOTIFY").splitlines()
     except AdaptorError as error:
         raise ConfigError(str(error)) from None
-    found = []
+    notice_targets = []
     for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
@@ -68,8 +71,8 @@ def _read(path: Path) -> list[NoticeTarget]:
             raise ConfigError(
                 f"TTP_NOTIFY {path}, line {number}: it must be {endpoints.TARGETS}, and no other file"
             )
-        found.append(target)
-    return found
+        notice_targets.append(target)
+    return notice_targets
 
 
 def of_job(config: Config) -> Notifier:
@@ -115,24 +118,28 @@ class Notifier:
     def _send(self, target: NoticeTarget, make: Callable[[], Notice]) -> None:
         if self._closed:
             return
-        why: list[str] = [f"no answer within {notices.LIMIT_S:g} s"]
+        problems: list[str] = [f"no answer within {notices.LIMIT_S:g} s"]
         notice = make()
-        sends = threading.Thread(target=_try, args=(target, notice, self._secret, why), daemon=True)
+        sends = threading.Thread(target=_try, args=(target, notice, self._secret, problems), daemon=True)
         try:
             sends.start()
         except RuntimeError as error:  # this process may have no more threads
-            why = [str(error)]
+            problems = [str(error)]
         else:
             sends.join(notices.LIMIT_S)
-        if why and not self._closed:
-            output.tell(f"[ttp] TTP_NOTIFY {target}: the notice {notice.type!r} was not delivered: {why[0]}")
+        if problems and not self._closed:
+            output.tell(
+                f"[ttp] TTP_NOTIFY {target}: the notice {notice.type!r} was not delivered: {problems[0]}"
+            )
 
 
-def _try(target: NoticeTarget, notice: Notice, secret: str, why: list[str]) -> None:
-    """Deliver a notice, and leave the reason in `why` if that fails; nothing if it does not."""
+def _try(target: NoticeTarget, notice: Notice, secret: str, problems: list[str]) -> None:
+    """Deliver a notice, and leave the reason in `problems` if that fails; nothing if it does not."""
     try:
         notices.deliver(target, notice, secret)
     except Exception as error:
-        why[:] = [text.describe(error) if not isinstance(error, notices.NotDeliveredError) else str(error)]
+        problems[:] = [
+            text.describe(error) if not isinstance(error, notices.NotDeliveredError) else str(error)
+        ]
     else:
-        why.clear()
+        problems.clear()

@@ -51,7 +51,7 @@ async def fill_online(
     members: Membership,
     order: FillPlaces,
     counts: StartCounts,
-    wanted: Callable[[], bool],
+    is_wanted: Callable[[], bool],
 ) -> PlacesFilled:
     """Give the places of an order while the other nodes keep their workers.
 
@@ -60,7 +60,7 @@ async def fill_online(
         members: of this generation.
         order: of the controller.
         counts: of this generation.
-        wanted: is asked when spare nodes have answered: whether the places are still to be filled.
+        is_wanted: is asked when spare nodes have answered: whether the places are still to be filled.
 
     Returns:
         What the controller is to hear.
@@ -68,6 +68,8 @@ async def fill_online(
     owners: dict[int, str] = {}
     if gate is not None:
         places = {node: members.ranks_of(node) for node in order.nodes}
-        before = counts._replace(generations=counts.generations - 1)  # its own start is in this generation
-        owners = await gate.fill(places, before, order.incident, wanted=wanted)
+        counts_before = counts._replace(
+            generations=counts.generations - 1
+        )  # its own start is in this generation
+        owners = await gate.fill(places, counts_before, order.incident, is_wanted=is_wanted)
     return PlacesFilled(0, order.incident, order.nodes, owners, "" if owners else _NONE_WAITS)

@@ -103,12 +103,12 @@ def count(text: str) -> int:
 
 def _bandwidth(text: str) -> float:
     try:
-        found = float(text)
+        bandwidth = float(text)
     except ValueError:
-        found = 0.0
-    if not 1e-6 <= found <= 1e6:
+        bandwidth = 0.0
+    if not 1e-6 <= bandwidth <= 1e6:
         raise argparse.ArgumentTypeError(f"{text!r}: it must be a number of GB/s above 0")
-    return found * 1e9
+    return bandwidth * 1e9
 
 
 def _answer(parsed: argparse.Namespace) -> int:
@@ -157,21 +157,21 @@ def racks_of(path: Path, nodes: int) -> dict[str, str]:
         raise ConfigError(f"--hosts {path} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError:
         raise ConfigError(f"--hosts {path} cannot be read (it is no text in UTF-8)") from None
-    found: dict[str, str] = {}
+    rack_by_node: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
-        words = line.partition("#")[0].split()
-        if not words:
+        fields = line.partition("#")[0].split()
+        if not fields:
             continue
-        if len(words) != 2:
+        if len(fields) != 2:
             raise ConfigError(f"--hosts {path}, line {number}: {line!r}: it must be HOST RACK")
-        if words[0] in found:
-            raise ConfigError(f"--hosts {path}, line {number}: {words[0]} is there twice")
-        found[words[0]] = words[1]
-    if not found:
+        if fields[0] in rack_by_node:
+            raise ConfigError(f"--hosts {path}, line {number}: {fields[0]} is there twice")
+        rack_by_node[fields[0]] = fields[1]
+    if not rack_by_node:
         raise ConfigError(f"--hosts {path} names no host: it must have a line 'HOST RACK' for each node")
-    if len(found) != nodes:
-        raise ConfigError(f"--hosts {path} has {len(found)} hosts, and --nnodes is {nodes}")
-    return found
+    if len(rack_by_node) != nodes:
+        raise ConfigError(f"--hosts {path} has {len(rack_by_node)} hosts, and --nnodes is {nodes}")
+    return rack_by_node
 
 
 def show(
@@ -193,17 +193,17 @@ def show(
         racks: the rack of each host, in the order of the nodes; None or empty: not known.
         as_json: print one JSON object.
     """
-    code, made = _ask(script, nodes, ranks_per_node, list((racks or {}).values()))
+    code, answer = _ask(script, nodes, ranks_per_node, list((racks or {}).values()))
     if code not in (OK, FINDING):
         return USAGE
-    report = msgspec.json.decode(made, type=Report)
+    report = msgspec.json.decode(answer, type=Report)
     plan = report.plan
     if plan is not None and plan.save is not None:
         plan.bandwidth, plan.save_seconds = bandwidth, plan.save / bandwidth
     if as_json:
-        whole = msgspec.json.decode(made, type=dict[str, msgspec.Raw])
-        whole["plan"] = msgspec.Raw(msgspec.json.encode(plan))
-        print(msgspec.json.encode(whole).decode())
+        report_fields = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
+        report_fields["plan"] = msgspec.Raw(msgspec.json.encode(plan))
+        print(msgspec.json.encode(report_fields).decode())
     else:
         terminal.show(map(text.encodable, _lines(report, list(racks or {}))))
     return code
@@ -217,8 +217,8 @@ def report(script: Sequence[str], nodes: int, ranks_per_node: int | None) -> Rep
         nodes: of the job.
         ranks_per_node: None: as many as the arguments need for a second copy, on one node.
     """
-    code, made = _ask(script, nodes, ranks_per_node, [])
-    return msgspec.json.decode(made, type=Report) if code in (OK, FINDING) else None
+    code, answer = _ask(script, nodes, ranks_per_node, [])
+    return msgspec.json.decode(answer, type=Report) if code in (OK, FINDING) else None
 
 
 def _ask(
@@ -230,8 +230,8 @@ def _ask(
         sizes = ["--world-size", str(nodes * ranks_per_node), "--ranks-per-node", str(ranks_per_node)]
     sizes += [f"--rack={rack}" for rack in racks]
     command = [sys.executable, "-m", "adaptor", "report", "--json", *sizes, "--", *script]
-    made = subprocess.run(command, stdout=subprocess.PIPE, check=False)
-    return made.returncode, made.stdout
+    completed = subprocess.run(command, stdout=subprocess.PIPE, check=False)
+    return completed.returncode, completed.stdout
 
 
 def _lines(report: Report, hosts: Sequence[str]) -> list[str]:
@@ -244,9 +244,9 @@ def _lines(report: Report, hosts: Sequence[str]) -> list[str]:
         f" data-parallel size {report.layout.data_parallel}"
     )
     if plan.parameters is not None:
-        most, taken = _billions(plan.parameters), _bytes(plan.training)
+        parameter_text, taken = _billions(plan.parameters), _bytes(plan.training)
         lines += [
-            f"model        {most} parameters on the rank that has most (calculated)",
+            f"model        {parameter_text} parameters on the rank that has most (calculated)",
             f"memory       {taken} there of weights, gradients and optimizer, without the adaptor",
         ]
     columns = f"{'more memory':>12} {'local copy':>12} {'host copies':>12} {'sent in a step':>15}"

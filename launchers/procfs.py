@@ -43,19 +43,19 @@ def end_sessions(leaders: Mapping[int, int]) -> None:
     Args:
         leaders: the start of each worker (ticks of the kernel), by its process number.
     """
-    told: set[tuple[int, int]] = set()
+    known_processes: set[tuple[int, int]] = set()
     for _ in range(_LOOKS):
         reused = {leader for leader, at in leaders.items() if started(leader) not in (-1, at)}
         new = {
-            found
-            for found in _members(leaders.keys() - reused)
-            if found not in told and found[0] not in leaders
+            member
+            for member in _members(leaders.keys() - reused)
+            if member not in known_processes and member[0] not in leaders
         }
         if not new:
             return
         for pid, at in new:
             _end(pid, at)
-        told |= new
+        known_processes |= new
 
 
 def _members(sessions: set[int]) -> Iterator[tuple[int, int]]:

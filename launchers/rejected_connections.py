@@ -16,20 +16,20 @@ class RejectedConnections:
     """The counter of a listener; used on the agent's control thread.
 
     Args:
-        where: the listener, in words for the log.
+        listener_place: the listener, in words for the log.
 
     Attributes:
         counted: the number of rejected connections for each reason
     """
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    def __init__(self, listener_place: str) -> None:
+        self._where = listener_place
         self.counted: Counter[str] = Counter()
         self._timer: asyncio.TimerHandle | None = None
 
-    def count(self, what: str) -> None:
-        """Count a connection that was rejected; `what`: the reason, as the predicate of a sentence."""
-        self.counted[what] += 1
+    def count(self, rejection: str) -> None:
+        """Count a connection that was rejected; `rejection`: the reason, as the predicate of a sentence."""
+        self.counted[rejection] += 1
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(LINE_S, self._log_counts)
 
@@ -41,7 +41,7 @@ class RejectedConnections:
 
     def _log_counts(self) -> None:
         self._timer = None
-        each = ", ".join(f"{number} {what}" for what, number in self.counted.most_common())
+        counts_text = ", ".join(f"{number} {rejection}" for rejection, number in self.counted.most_common())
         _log.warning(
-            "%d rejected connections at %s so far: %s", sum(self.counted.values()), self._where, each
+            "%d rejected connections at %s so far: %s", sum(self.counted.values()), self._where, counts_text
         )

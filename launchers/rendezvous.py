@@ -49,7 +49,7 @@ class Registry:
     def get_rendezvous_handler(self, params: Any) -> Rendezvous:
         """Return torch's handler for `params`, wrapped."""
         is_alone = params.max_nodes == 1
-        what = _OWN_STORE if is_alone else f"the rendezvous at {params.endpoint}"
+        rendezvous_name = _OWN_STORE if is_alone else f"the rendezvous at {params.endpoint}"
         trouble = ""
 
         def note(text: str) -> None:
@@ -58,14 +58,14 @@ class Registry:
 
         def connect() -> Rendezvous:
             handler, has_store = c10d_store.connect(self._registry, params, note)
-            made = Rendezvous(handler, params.endpoint, params.max_nodes, has_store=has_store)
+            rendezvous = Rendezvous(handler, params.endpoint, params.max_nodes, has_store=has_store)
             if params.backend != "static":
                 node_order.put_in_order(handler, has_store=has_store)
-            return made
+            return rendezvous
 
         return wait_for(
             connect,
-            lambda: _with(trouble, what),
+            lambda: _with(trouble, rendezvous_name),
             limit=lambda: c10d_store.limit(params),
             first_s=AGAIN_S if is_alone else FIRST_S,
         )
@@ -79,15 +79,17 @@ class Rendezvous:
 
     Args:
         handler: torch's.
-        where: the address at which the nodes meet.
-        most: the number of nodes that may come.
+        endpoint: the address at which the nodes meet.
+        most_nodes: the number of nodes that may come.
         has_store: whether the store ends with this agent; a static rendezvous has it on node 0.
     """
 
-    def __init__(self, handler: Any, where: str = "", most: int = 1, *, has_store: bool = False) -> None:
+    def __init__(
+        self, handler: Any, endpoint: str = "", most_nodes: int = 1, *, has_store: bool = False
+    ) -> None:
         self._handler = handler
-        self._where = where
-        self._most = most
+        self._where = endpoint
+        self._most = most_nodes
         self._static = _Static(handler) if handler.get_backend() == "static" else None
         self._signs = signs_of_life.watch(handler)
         self._has_store = self._static.is_host if self._static is not None else has_store
@@ -185,11 +187,11 @@ class Rendezvous:
 
     def shutdown(self) -> bool:
         """End the rendezvous for all nodes, but not if a signal has ended this one alone (as torchrun)."""
-        ended = self._interrupted or bool(self._handler.shutdown())
+        has_ended = self._interrupted or bool(self._handler.shutdown())
         if self._tell_of_end is not None:
             with contextlib.suppress(RuntimeError):  # the store is lost: nobody is left who waits
                 self._tell_of_end()
-        return ended
+        return has_ended
 
     def next_rendezvous(self) -> Any:
         if self._static is not None and not self._static.met:
@@ -215,9 +217,9 @@ class Rendezvous:
                 if not self._is_outside:
                     raise
                 lost = ", or has lost the node with the rendezvous store"
-                how = "" if isinstance(error, RendezvousClosedError) else lost
+                lost_note = "" if isinstance(error, RendezvousClosedError) else lost
                 raise NotTakenInError(
-                    f"the job at {self._where} has ended{how}; it has not taken this node in"
+                    f"the job at {self._where} has ended{lost_note}; it has not taken this node in"
                 ) from None
 
     @property
@@ -255,8 +257,8 @@ class Rendezvous:
             return _with(trouble, _OWN_STORE)
         if self._trains_without_this_node:
             return f"the job at {self._where}, which trains, to take this node in"
-        words = self._static.missing if self._static is not None else _missing_of(self._handler)
-        return _with(trouble, f"{words or 'the other nodes'} at {self._where}")
+        missing_text = self._static.missing if self._static is not None else _missing_of(self._handler)
+        return _with(trouble, f"{missing_text or 'the other nodes'} at {self._where}")
 
 
 class _Static:
@@ -338,8 +340,10 @@ class _Static:
 
     def _name_missing(self, nodes: Sequence[int]) -> None:
         named = ", ".join(map(str, nodes[:_NAMED]))
-        more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
-        self.missing = f"node{'s' if len(nodes) > 1 else ''} {named}{more} of {self._nodes}" if nodes else ""
+        omitted = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
+        self.missing = (
+            f"node{'s' if len(nodes) > 1 else ''} {named}{omitted} of {self._nodes}" if nodes else ""
+        )
 
 
 def _with(trouble: str, what: str) -> str:
@@ -355,8 +359,8 @@ def _missing_of(handler: Any) -> str:
     settings, holder = getattr(handler, "settings", None), getattr(handler, "_state_holder", None)
     if settings is None or holder is None:
         return ""
-    here, least, most = len(holder.state.participants), settings.min_nodes, settings.max_nodes
-    wanted = str(most) if least == most else f"{least} to {most}"
-    if here < least:
-        return f"{least - here} more of {wanted} nodes"
-    return f"more nodes ({here} of {wanted} are there)" if here < most else ""
+    nodes_here, least, most_nodes = len(holder.state.participants), settings.min_nodes, settings.max_nodes
+    wanted_text = str(most_nodes) if least == most_nodes else f"{least} to {most_nodes}"
+    if nodes_here < least:
+        return f"{least - nodes_here} more of {wanted_text} nodes"
+    return f"more nodes ({nodes_here} of {wanted_text} are there)" if nodes_here < most_nodes else ""

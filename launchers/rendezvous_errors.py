@@ -71,16 +71,18 @@ def why_not(error: Exception, parsed: argparse.Namespace) -> str:
         error: the exception of `torch.distributed.run.run`.
         parsed: its flags, as it has completed them.
     """
-    where = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
+    endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
     match error:
         case RuntimeError() if _TAKEN in str(error):  # of torch 2.4 it is no DistError
             return (
-                f"the port of {where} is taken on this machine: another job has it, or what is left of one;"
+                f"the port of {endpoint} is taken on this machine: another job has it, or what is left of "
+                "one;"
                 " choose another one (--master-port, or the port in --rdzv-endpoint)"
             )
         case RendezvousClosedError():
             return (
-                f"the rendezvous at {where} was closed before the job began: another node has ended, and its"
+                f"the rendezvous at {endpoint} was closed before the job began: another node has ended, "
+                "and its"
                 " last line says why"
             )
         case HostUnknownError():
@@ -90,22 +92,24 @@ def why_not(error: Exception, parsed: argparse.Namespace) -> str:
             )
         case DistError() | RendezvousConnectionError() if parsed.nnodes.rpartition(":")[2].strip() == "1":
             return (
-                f"this node does not reach its own rendezvous store at {where}: {text.describe(error)}; with"
+                f"this node does not reach its own rendezvous store at {endpoint}: {text.describe(error)}; "
+                "with"
                 " one node, leave out --master-addr and --rdzv-endpoint"
             )
         case DistError() | RendezvousConnectionError():
             return (
-                f"no rendezvous answers at {where}: ttprun has to run on the node with that address, and this"
+                f"no rendezvous answers at {endpoint}: ttprun has to run on the node with that address, "
+                "and this"
                 " one has to reach it (--master-addr and --master-port, or --rdzv-endpoint)"
             )
         case RendezvousTimeoutError() if parsed.rdzv_backend == "static":
             return (
-                f"{error} did not come to {where} {_in_time(parsed)}; ttprun has to run on each node, with"
+                f"{error} did not come to {endpoint} {_in_time(parsed)}; ttprun has to run on each node, with"
                 " the same --nnodes, --master-addr and --master-port, and a --node-rank of its own"
             )
         case RendezvousTimeoutError():
             return (
-                f"--nnodes is {parsed.nnodes}: fewer nodes came to the rendezvous at {where}"
+                f"--nnodes is {parsed.nnodes}: fewer nodes came to the rendezvous at {endpoint}"
                 f" {_in_time(parsed)}; ttprun has to run on each of them, with the same --rdzv-endpoint and"
                 " --rdzv-id"
             )

@@ -85,11 +85,11 @@ class Replacements:
         self._starter = None
         await self._spares.end()
 
-    async def replace(self, order: Replace, wanted: Callable[[], bool]) -> RegroupFailed | None:
+    async def replace(self, order: Replace, is_wanted: Callable[[], bool]) -> RegroupFailed | None:
         """Start a process in the place of the one of a rank; it speaks for itself from then on.
 
         Args:
-            wanted: whether it still is, when the process of before has ended.
+            is_wanted: whether it still is, when the process of before has ended.
 
         Returns:
             What the controller must hear where none can be started.
@@ -104,7 +104,7 @@ class Replacements:
         self._newcomers.add(order.rank)
 
         def start() -> subprocess.Popen[bytes] | None:
-            if not wanted():
+            if not is_wanted():
                 return None
             spare = None if order.cold and not self._spares_alone else self._spares.take()
             if spare is None and self._spares_alone:
@@ -150,14 +150,20 @@ class Replacements:
                 self._workers.order(board.rank, ModulesProbe())
                 return
 
-    def hear(self, told: Modules) -> Import | None:
+    def hear(self, module_report: Modules) -> Import | None:
         """A worker has told what it has imported; return what processes of spare nodes are to import.
 
         None: nobody needs to know.
         """
         if self._starter is None or not self._spares.wanted:
             return None
-        imports = Import(told.path, told.origins, told.names, told.variables, self._starter.of_a_rank)
+        imports = Import(
+            module_report.path,
+            module_report.origins,
+            module_report.names,
+            module_report.variables,
+            self._starter.of_a_rank,
+        )
         self._spares.begin(self._starter.spare, imports)
         return msgspec.structs.replace(
             imports,

@@ -90,13 +90,13 @@ class SaveFolderTasks:
     def _below(self, root: Path, act: Callable[[], T]) -> T:
         """Call `act`, after making sure that `root` is a folder that this node's workers save to."""
         if not any(disk.is_same(root, Path(save)) for save in self.saves):
-            told = " or ".join(sorted(self.saves)) or "none yet"
-            raise CheckpointError(f"{root}: is not the save folder of this node's workers ({told})")
+            known_folders = " or ".join(sorted(self.saves)) or "none yet"
+            raise CheckpointError(f"{root}: is not the save folder of this node's workers ({known_folders})")
         return act()
 
     def _publish(self, root: Path, order: Publish, generation: str) -> int:
-        what = (order.step, order.files, order.writers, order.world_size, generation)
-        publish.publish(root, *what, order.term, order.number, order.written, self._move)
+        publish_arguments = (order.step, order.files, order.writers, order.world_size, generation)
+        publish.publish(root, *publish_arguments, order.term, order.number, order.written, self._move)
         # The other side of a cut network may have saved a later step.
         return max(order.step, tracker.tracked_step(root) or 0)
 
@@ -118,19 +118,19 @@ class SaveFolderTasks:
         """Run `act` in a thread that is not joined: a thread that hangs must not keep ttprun from its end."""
         job = functools.partial(act, *args, **kwargs)
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[T] = loop.create_future()
+        answer: asyncio.Future[T] = loop.create_future()
 
         def end(tell: Callable[[], None]) -> None:
             self._running.discard(job)
-            if not done.done():  # else nobody waits any longer
+            if not answer.done():  # else nobody waits any longer
                 tell()
 
         def run() -> None:
             try:
-                tell = functools.partial(done.set_result, job())
+                tell = functools.partial(answer.set_result, job())
             except BaseException as error:  # an answer is waited for, whatever it is
-                told = error if isinstance(error, Exception) else OSError(_line(error))
-                tell = functools.partial(done.set_exception, told)
+                job_error = error if isinstance(error, Exception) else OSError(_line(error))
+                tell = functools.partial(answer.set_exception, job_error)
             with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
                 loop.call_soon_threadsafe(end, tell)
 
@@ -140,7 +140,7 @@ class SaveFolderTasks:
         except RuntimeError:
             self._running.discard(job)
             raise
-        return await done
+        return await answer
 
 
 def _line(error: BaseException) -> str:

@@ -69,29 +69,32 @@ class SignsOfLife:
 
     def _look(self) -> None:
         """Remove nodes that are lost from what was just read; torch calls it each time."""
-        state, now, here = self._holder.state, self._clock(), datetime.now(timezone.utc)
-        passed_s, self._looked = min(now - self._looked, self._most_s), now
+        state, time_now, wall_clock = self._holder.state, self._clock(), datetime.now(timezone.utc)
+        passed_s, self._looked = min(time_now - self._looked, self._most_s), time_now
         signs: dict[Any, datetime] = state.last_heartbeats
-        self._stay(state, here)
+        self._stay(state, wall_clock)
         self._seen = {node: self._see(node, sign, passed_s) for node, sign in signs.items()}
         state.last_heartbeats = {
-            node: here - timedelta(seconds=seen.silent_s) for node, seen in self._seen.items()
+            node: wall_clock - timedelta(seconds=node_signs.silent_s)
+            for node, node_signs in self._seen.items()
         }
         self._remove_silent()
         state.last_heartbeats = {node: signs[node] for node in state.last_heartbeats}
 
     def _see(self, node: Any, sign: datetime, passed_s: float) -> _Seen:
-        before = self._seen.get(node)
-        is_silent = node != self._node and before is not None and before.sign == sign
-        return _Seen(sign, before.silent_s + passed_s if is_silent and before is not None else 0.0)
+        signs_before = self._seen.get(node)
+        is_silent = node != self._node and signs_before is not None and signs_before.sign == sign
+        return _Seen(
+            sign, signs_before.silent_s + passed_s if is_silent and signs_before is not None else 0.0
+        )
 
-    def _stay(self, state: Any, here: datetime) -> None:
+    def _stay(self, state: Any, wall_clock: datetime) -> None:
         """Put this node back where another one has removed it, and let torch renew its sign of life."""
         if self._node in state.last_heartbeats:  # it is in the future where this machine's clock was set back
-            state.last_heartbeats[self._node] = min(state.last_heartbeats[self._node], here)
+            state.last_heartbeats[self._node] = min(state.last_heartbeats[self._node], wall_clock)
         if state.complete and state.round == self._round and self._node not in state.participants:
             state.participants[self._node] = self._rank
-            state.last_heartbeats[self._node] = here
+            state.last_heartbeats[self._node] = wall_clock
             self._holder.mark_dirty()
 
 

@@ -75,7 +75,7 @@ class SpareGate:
         kind: how agents of this job meet (`invitation.kind_of`).
         port: where to listen, or the next free one.
         tls: the certificates of this node; None: without TLS.
-        mine: what a spare must have in common with this node.
+        own_hello: what a spare must have in common with this node.
         on_gone: is called when `gone` gets one more.
 
     Attributes:
@@ -84,12 +84,12 @@ class SpareGate:
     """
 
     def __init__(
-        self, kind: str, port: int, tls: Tls | None, mine: SpareHello, on_gone: Callable[[], None]
+        self, kind: str, port: int, tls: Tls | None, own_hello: SpareHello, on_gone: Callable[[], None]
     ) -> None:
         self._invitation = Invitation.draw(kind, False, _NAME)
         self._port = port
         self._tls = tls
-        self._mine = mine
+        self._mine = own_hello
         self._rejected = RejectedConnections("the gate of spare nodes")
         self._listener: AgentListener[SpareHello | MemberHello] | None = None
         self._waiting: list[_Waiting] = []
@@ -112,7 +112,7 @@ class SpareGate:
         lost: Mapping[int, tuple[int, ...]],
         counts: StartCounts,
         incident: int = 0,
-        wanted: Callable[[], bool] = lambda: True,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
         """Give the places of `lost` to spares.
 
@@ -120,13 +120,13 @@ class SpareGate:
             lost: the nodes, with their ranks.
             counts: of the starts before that of the spare nodes' workers.
             incident: as in `TakePlace`.
-            wanted: whether they still are, when spares have answered.
+            is_wanted: whether they still are, when spares have answered.
 
         Returns:
             The new owner of each place; empty if there is not a spare for each.
         """
         ready = await those_that_answer(self._waiting, len(lost), _Waiting.answers)
-        if len(ready) < len(lost) or not wanted():
+        if len(ready) < len(lost) or not is_wanted():
             return {}
         owners = {}
         for (node, ranks), spare in zip(lost.items(), ready, strict=True):
@@ -141,11 +141,11 @@ class SpareGate:
             output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left}")
         return owners
 
-    def tell_imports(self, what: Import) -> None:
+    def tell_imports(self, imports: Import) -> None:
         """Let the processes of all spares, of later ones too, import what a worker of this node has."""
-        self._imports = what
+        self._imports = imports
         for spare in self._waiting:
-            spare.writer.write(wire.frame(SpareImports(what)))
+            spare.writer.write(wire.frame(SpareImports(imports)))
 
     async def close(self) -> None:
         """Send the spares home: the job is over."""
@@ -250,17 +250,17 @@ async def _read_hello(reader: asyncio.StreamReader) -> SpareHello | MemberHello 
     return hello if isinstance(hello, SpareHello | MemberHello) else None
 
 
-def _difference(spare: SpareHello, mine: SpareHello) -> str:
+def _difference(spare: SpareHello, own_hello: SpareHello) -> str:
     """Return the first difference that keeps a spare from standing in for a node; '' if there is none."""
-    for name, value in mine.facts.items():
+    for name, value in own_hello.facts.items():
         if spare.facts.get(name, value) != value:  # a fact that a node does not know is not compared
             return f"{name} is {spare.facts[name]!r} there and {value!r} on node 0"
-    for there, here in zip(spare.arguments, mine.arguments, strict=False):
-        if there != here:
-            return f"the script's arguments differ: {there!r} there, {here!r} on node 0"
-    if len(spare.arguments) != len(mine.arguments):
-        has_more = len(spare.arguments) > len(mine.arguments)
-        where, longer = ("there", spare) if has_more else ("on node 0", mine)
-        first = longer.arguments[min(len(spare.arguments), len(mine.arguments))]
-        return f"the script's arguments differ: {first!r} is only {where}"
+    for spare_argument, own_argument in zip(spare.arguments, own_hello.arguments, strict=False):
+        if spare_argument != own_argument:
+            return f"the script's arguments differ: {spare_argument!r} there, {own_argument!r} on node 0"
+    if len(spare.arguments) != len(own_hello.arguments):
+        has_more = len(spare.arguments) > len(own_hello.arguments)
+        side_name, longer = ("there", spare) if has_more else ("on node 0", own_hello)
+        first = longer.arguments[min(len(spare.arguments), len(own_hello.arguments))]
+        return f"the script's arguments differ: {first!r} is only {side_name}"
     return ""

@@ -63,12 +63,12 @@ class Taken(NamedTuple):
     warm: WarmProcesses
 
 
-def require(parsed: argparse.Namespace, given: Iterable[str], settings: Config) -> None:
+def require(parsed: argparse.Namespace, flags_given: Iterable[str], settings: Config) -> None:
     """Refuse `--ttp-spare` where a spare node could not take a place.
 
     Args:
         parsed: torchrun's arguments.
-        given: the names of those that were given.
+        flags_given: the names of those that were given.
         settings: the user's.
 
     Raises:
@@ -83,13 +83,13 @@ def require(parsed: argparse.Namespace, given: Iterable[str], settings: Config) 
             f"{FLAG}: give the job's own --nnodes (2 or more), --master-addr and --master-port; with"
             " --rdzv-backend c10d any ttprun that is started later takes a free place, without this flag"
         )
-    fewest, _, most = parsed.nnodes.partition(":")
-    if most and fewest.strip() != most.strip():
+    fewest, _, most_nodes = parsed.nnodes.partition(":")
+    if most_nodes and fewest.strip() != most_nodes.strip():
         raise ConfigError(
             f"{FLAG}: --nnodes is {parsed.nnodes}, and spare nodes are for a fixed number: with"
             " --rdzv-backend c10d a node that is started later is taken in, without this flag"
         )
-    if "node_rank" in given:
+    if "node_rank" in flags_given:
         raise ConfigError(f"{FLAG} and --node-rank: a spare node has no place; leave one of them out")
 
 
@@ -123,7 +123,7 @@ def _value_of(flag: str, arguments: tuple[str, ...]) -> str:
     return value
 
 
-def wait(parsed: argparse.Namespace, settings: Config, mine: SpareHello) -> Taken | None:
+def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) -> Taken | None:
     """Wait for a place; return None if the job is over and no place was free.
 
     The connection of what is returned has to stay open as long as this process lives.
@@ -131,7 +131,7 @@ def wait(parsed: argparse.Namespace, settings: Config, mine: SpareHello) -> Take
     Args:
         parsed: torchrun's arguments.
         settings: the user's.
-        mine: what node 0 compares.
+        own_hello: what node 0 compares.
 
     Raises:
         ConfigError: node 0 refuses this spare.
@@ -142,19 +142,19 @@ def wait(parsed: argparse.Namespace, settings: Config, mine: SpareHello) -> Take
 
     from adaptor.launchers.waiting import wait_for
 
-    warm = warm_start.of_spare_node(parsed, wanted=settings.spares > 0 and settings.online_s > 0)
+    warm = warm_start.of_spare_node(parsed, is_wanted=settings.spares > 0 and settings.online_s > 0)
     endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
     host, port = utils.parse_rendezvous_endpoint(endpoint, -1)
-    there = awaited = f"node 0 at {host}:{port}, as a spare node"
+    gate_place = awaited = f"node 0 at {host}:{port}, as a spare node"
 
     def note(text: str) -> None:
         nonlocal awaited
-        awaited = f"{there} ({text})" if text else there
+        awaited = f"{gate_place} ({text})" if text else gate_place
 
-    said = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited)
-    found = Invitation.decode(said, invitation.kind_of(settings))
+    gate_bytes = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited)
+    gate_invitation = Invitation.decode(gate_bytes, invitation.kind_of(settings))
     return wait_for(
-        lambda: asyncio.run(wait_at_gate(found, host, settings, mine, warm)),
+        lambda: asyncio.run(wait_at_gate(gate_invitation, host, settings, own_hello, warm)),
         lambda: "a place in the job, as a spare node",
         quiet=True,
     )
@@ -179,12 +179,12 @@ def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -
 
 
 async def stay_at_gate(
-    found: Invitation, host: str, tls: Tls | None, me: MemberHello
+    gate_invitation: Invitation, host: str, tls: Tls | None, me: MemberHello
 ) -> socket.socket | None:
     """Connect a node of the job to the gate; return the connection, which ends with this process.
 
     Args:
-        found: the invitation.
+        gate_invitation: the invitation.
         host: the address of node 0.
         tls: the certificates of this node; None: without TLS.
         me: what node 0 is told.
@@ -192,8 +192,8 @@ async def stay_at_gate(
     Returns:
         None where the gate cannot be reached; the job trains all the same.
     """
-    where = (found.name, 0) if found.kind == UNIX else (host, found.port)
-    reached = await try_connect(*where, found.secret, tls)
+    gate_address = (gate_invitation.name, 0) if gate_invitation.kind == UNIX else (host, gate_invitation.port)
+    reached = await try_connect(*gate_address, gate_invitation.secret, tls)
     if reached is None:
         return None
     reader, writer = reached
@@ -275,14 +275,14 @@ class Member:
 
 
 async def wait_at_gate(
-    found: Invitation, host: str, settings: Config, mine: SpareHello, warm: WarmProcesses
+    gate_invitation: Invitation, host: str, settings: Config, own_hello: SpareHello, warm: WarmProcesses
 ) -> Taken | None:
-    """Wait at the gate to which `found` invites, and let `warm` import; the rest is as for `wait`."""
+    """Wait at the gate to which `gate_invitation` invites, and let `warm` import; the rest is as for `wait`."""
     imports: list[asyncio.Task[None]] = []
-    where = (found.name, 0) if found.kind == UNIX else (host, found.port)
-    reader, writer = await connect(*where, found.secret, tls.load(settings))
+    gate_address = (gate_invitation.name, 0) if gate_invitation.kind == UNIX else (host, gate_invitation.port)
+    reader, writer = await connect(*gate_address, gate_invitation.secret, tls.load(settings))
     try:
-        writer.write(wire.frame(mine))
+        writer.write(wire.frame(own_hello))
         while True:
             match await wire.read(reader, to_spare_node, wire.SLOW_S):
                 case SpareRefused(reason=reason):

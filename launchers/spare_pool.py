@@ -109,11 +109,11 @@ class Spare:
     async def ended(self) -> None:
         """Return when it has ended."""
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[None] = loop.create_future()
+        ended_future: asyncio.Future[None] = loop.create_future()
         descriptor = os.pidfd_open(self.process.pid)
         try:
-            loop.add_reader(descriptor, _settle, ended)
-            await ended
+            loop.add_reader(descriptor, _settle, ended_future)
+            await ended_future
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
@@ -132,9 +132,9 @@ class Spare:
             self.process.wait()
 
 
-def _settle(ended: asyncio.Future[None]) -> None:
-    if not ended.done():  # else it is about to be noticed
-        ended.set_result(None)
+def _settle(ended_future: asyncio.Future[None]) -> None:
+    if not ended_future.done():  # else it is about to be noticed
+        ended_future.set_result(None)
 
 
 class Spares:
@@ -228,20 +228,21 @@ class Spares:
         else:
             self.fill()
 
-    def _stop(self, why: str) -> None:
+    def _stop(self, reason: str) -> None:
         """Make no more of them."""
         if self._start is not None:
             self._start = None
-            self._tell(why)
+            self._tell(reason)
 
-    def _tell(self, why: str) -> None:
+    def _tell(self, reason: str) -> None:
         """Print how many spares there are, once for each reason."""
-        count, when = "no spare process waits", ""
+        count, condition = "no spare process waits", ""
         if self._waiting:
             count = f"only {len(self._waiting)} of {self._count} spare processes wait"
-            when = "once they are used up, "
+            condition = "once they are used up, "
         self._tell_once(
-            f"{count} on this node: {why}; {when}a rank that fails is replaced by a new process", why
+            f"{count} on this node: {reason}; {condition}a rank that fails is replaced by a new process",
+            reason,
         )
 
     def _tell_once(self, line: str, why: str = "") -> None:

@@ -81,10 +81,10 @@ class StackCollector:
     def _look_at(self, rank: int, pid: int) -> None:
         for way in _WAYS[_state(pid)[0] in _NOT_ATTACHED :]:
             command = [str(self._py_spy), "dump", way, "--pid", str(pid)]
-            seen = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)
-            if seen.returncode == 0:
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=LOOK_S, check=False)
+            if completed.returncode == 0:
                 break
-        self._write(self._folder / f"rank{rank}.native.txt", seen.stdout or seen.stderr)
+        self._write(self._folder / f"rank{rank}.native.txt", completed.stdout or completed.stderr)
 
     def _ask(self, rank: int, pid: int) -> None:
         if not self._of(rank).exists() and _handles(pid, stack_files.SIGNAL):
@@ -94,28 +94,28 @@ class StackCollector:
     def _await(self, rank: int, pid: int) -> None:
         """Wait until a worker has written what the signal asks for; one that is stopped writes nothing."""
         until = time.monotonic() + LOOK_S
-        before = self._written_before(rank, pid)
-        seen = self._size(rank)
+        size_before = self._written_before(rank, pid)
+        size_now = self._size(rank)
         while not self._of(rank).exists() and time.monotonic() < until:
             time.sleep(0.05)
             size = self._size(rank)
-            if size > before and size == seen:
+            if size > size_before and size == size_now:
                 return
-            seen = size
+            size_now = size
 
     def _size(self, rank: int) -> int:
         return stack_files.scratch(self._scratch, rank).stat().st_size
 
     def _written_before(self, rank: int, pid: int) -> int:
         """Return the bytes that a process had written in earlier incidents."""
-        asked, size = self._asked_at.get(rank, (pid, 0))
-        return size if asked == pid else 0
+        asked_pid, size = self._asked_at.get(rank, (pid, 0))
+        return size if asked_pid == pid else 0
 
     def _keep(self, rank: int, pid: int) -> None:
         if not self._of(rank).exists():
             written = stack_files.scratch(self._scratch, rank).read_bytes()
-            said = written[self._written_before(rank, pid) :].decode(errors="replace")
-            self._write(self._of(rank), said or f"Nothing was written. State: {_state(pid)}\n")
+            stack_text = written[self._written_before(rank, pid) :].decode(errors="replace")
+            self._write(self._of(rank), stack_text or f"Nothing was written. State: {_state(pid)}\n")
 
     def _of(self, rank: int) -> Path:
         return self._folder / f"rank{rank}.txt"
@@ -134,8 +134,8 @@ async def _for_each(processes: Mapping[int, int], act: Callable[[int, int], None
             act(rank, pid)
 
     threads = [
-        threading.Thread(target=safely, args=each, name="ttp-stack-collector", daemon=True)
-        for each in processes.items()
+        threading.Thread(target=safely, args=process, name="ttp-stack-collector", daemon=True)
+        for process in processes.items()
     ]
     until = time.monotonic() + LOOK_S
     with contextlib.suppress(RuntimeError):  # no more threads can be started: it goes on without

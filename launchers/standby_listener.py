@@ -61,7 +61,7 @@ class StandbyListener:
             address: at which other nodes reach this one.
         """
         self._listener = AgentListener(
-            secret, self._tls, self._rejected, self._welcome, read_hello, more=self._nodes
+            secret, self._tls, self._rejected, self._welcome, read_hello, further_connections=self._nodes
         )
         if self._kind == UNIX:
             self.endpoint = Endpoint(self._listener.listen_here(), 0)

@@ -38,13 +38,13 @@ def require_working_directory() -> None:
 
 def needs_own_agent(settings: config.Config) -> str:
     """Return a setting for which this package's own agent and controller must run; '' where none is set."""
-    given = {
+    torchelastic_values = {
         "TTP_SERVE": settings.serve,
         "TTP_NOTIFY": settings.notify,
         "TTP_STORE": settings.store or None,
         "TTP_HOST_COPY": settings.host_copy or None,
     }
-    return next((name for name, value in given.items() if value is not None), "")
+    return next((name for name, value in torchelastic_values.items() if value is not None), "")
 
 
 def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
@@ -138,11 +138,17 @@ def require_safe_connections(parsed: argparse.Namespace, settings: config.Config
 
 def takes_fixed_nodes(parsed: argparse.Namespace) -> str:
     """Return the line about MIN:MAX nodes with numbers, of which torch takes MAX alone; '' for other jobs."""
-    fewest, _, most = parsed.nnodes.partition(":")
-    if parsed.standalone or parsed.rdzv_backend != "static" or not most or fewest.strip() == most.strip():
+    fewest, _, most_nodes = parsed.nnodes.partition(":")
+    if (
+        parsed.standalone
+        or parsed.rdzv_backend != "static"
+        or not most_nodes
+        or fewest.strip() == most_nodes.strip()
+    ):
         return ""
     return (
-        f"[ttp] --nnodes {parsed.nnodes} with --node-rank: all {most.strip()} nodes have to come, and the job"
+        f"[ttp] --nnodes {parsed.nnodes} with --node-rank: all {most_nodes.strip()} nodes have to come, "
+        "and the job"
         " ends when one is lost; with --rdzv-backend c10d in place of --node-rank it goes on with fewer"
     )
 
@@ -172,21 +178,23 @@ def require_interfaces(named: str) -> None:
     Raises:
         ConfigError: names the interface, and those that are there.
     """
-    own = [name for _, name in socket.if_nameindex()]
+    own_interfaces = [name for _, name in socket.if_nameindex()]
     for name in named.split(",") if named else []:
-        if name.partition(":")[0] not in own:  # behind the colon is the label of an address (eth0:1)
+        if (
+            name.partition(":")[0] not in own_interfaces
+        ):  # behind the colon is the label of an address (eth0:1)
             raise ConfigError(
                 f"{INTERFACES} is {named!r}: this node has no network interface {name!r}, it has"
-                f" {', '.join(own)}; name the one with the address at which other nodes reach it"
+                f" {', '.join(own_interfaces)}; name the one with the address at which other nodes reach it"
             )
 
 
 def require_folder(path: str) -> None:
     """Refuse a folder of logs that cannot be written. Raises ConfigError."""
-    what = "the folder cannot be made"
+    problem = "the folder cannot be made"
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
-        what = "the folder cannot be written"
+        problem = "the folder cannot be written"
         tempfile.TemporaryFile(dir=path).close()  # permissions do not tell of file systems and quotas
     except OSError as error:
-        raise ConfigError(f"TTP_LOG_PATH is {path!r}: {what} ({error.strerror})") from None
+        raise ConfigError(f"TTP_LOG_PATH is {path!r}: {problem} ({error.strerror})") from None

@@ -34,8 +34,12 @@ class Starter:
         self._context = context
         self._local_ranks = dict(local_ranks)
         self._commands = {rank: _words(handler) for rank, handler in context.subprocess_handlers.items()}
-        first, *others = context.envs.values()
-        differ = {name for name in first if any(other.get(name) != first[name] for other in others)}
+        first, *other_environments = context.envs.values()
+        differ = {
+            name
+            for name in first
+            if any(other_environment.get(name) != first[name] for other_environment in other_environments)
+        }
         self.of_a_rank = tuple(sorted(differ | _OF_A_RANK))
         self.of_all_ranks = {name: value for name, value in first.items() if name not in self.of_a_rank}
 
@@ -71,8 +75,8 @@ class Starter:
     @property
     def may_spare(self) -> bool:
         """Return whether a process can wait for any rank: not where torch binds each to processors."""
-        first, *others = self._commands.values()
-        return str(WORKER) in first and all(other == first for other in others)
+        first, *other_commands = self._commands.values()
+        return str(WORKER) in first and all(other_command == first for other_command in other_commands)
 
     def spare(self) -> Spare:
         """Start one. Raises OSError where that cannot be."""

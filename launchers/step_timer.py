@@ -23,27 +23,27 @@ class StepTimer:
         self._counts = [0] * (len(LIMITS_S) + 1)
         self._sum = 0.0
 
-    def look(self, step: int, now: float, *, counts: bool) -> None:
+    def look(self, step: int, time_now: float, *, counts: bool) -> None:
         """Take a reading.
 
         Args:
             step: the newest finished one; -1: none.
-            now: on the monotonic clock.
+            time_now: on the monotonic clock.
             counts: whether the job trains; what lies across a time in which it does not is no step's.
         """
         if not counts or step < 0:
             self._last = None
         elif self._last is None or step < self._last[0]:
             # The step may have ended long ago: the time of the next one is not known.
-            self._last = step, now
+            self._last = step, time_now
             self._is_exact = False
         elif step > self._last[0]:
-            before, at = self._last
+            step_before, at = self._last
             if self._is_exact:
-                each = (now - at) / (step - before)
-                self._counts[bisect_left(LIMITS_S, each)] += step - before
-                self._sum += now - at
-            self._last, self._is_exact = (step, now), True
+                step_s = (time_now - at) / (step - step_before)
+                self._counts[bisect_left(LIMITS_S, step_s)] += step - step_before
+                self._sum += time_now - at
+            self._last, self._is_exact = (step, time_now), True
 
     def times(self) -> StepTimes | None:
         """Return the durations so far; None where there are none."""

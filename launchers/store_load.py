@@ -71,32 +71,32 @@ def take(parsed: argparse.Namespace) -> Load | None:
 def _sizes(arguments: Sequence[str]) -> tuple[int, int] | None:
     if any(argument.startswith(_NUMBERS_OTHERWISE) for argument in arguments):
         return None
-    found = [_value(arguments, name) or "1" for name in _SIZES]
-    if not all(size.isascii() and size.isdigit() and int(size) for size in found):
+    size_texts = [_value(arguments, name) or "1" for name in _SIZES]
+    if not all(size.isascii() and size.isdigit() and int(size) for size in size_texts):
         return None
-    tensor, pipeline = map(int, found)
+    tensor, pipeline = map(int, size_texts)
     return tensor, pipeline
 
 
 def _value(arguments: Sequence[str], name: str) -> str | None:
     """Return the last value of an option, as argparse takes it."""
-    found = None
+    value_text = None
     for number, argument in enumerate(arguments):
         if argument == name and number + 1 < len(arguments):
-            found = arguments[number + 1]
+            value_text = arguments[number + 1]
         elif argument.startswith(f"{name}="):
-            found = argument.partition("=")[2]
-    return found
+            value_text = argument.partition("=")[2]
+    return value_text
 
 
 def _replaced(arguments: Sequence[str], name: str, value: str) -> list[str]:
-    made, skips = [], False
+    new_arguments, skips = [], False
     for argument in arguments:
         if skips:
-            made.append(value)
+            new_arguments.append(value)
         elif argument.startswith(f"{name}="):
-            made.append(f"{name}={value}")
+            new_arguments.append(f"{name}={value}")
         else:
-            made.append(argument)
+            new_arguments.append(argument)
         skips = not skips and argument == name
-    return made
+    return new_arguments

@@ -37,14 +37,14 @@ def main() -> None:
     # What tells a whole job to end, as Slurm does, is for ttprun: it saves first, and that is sent.
     for number in (signal.SIGHUP, *ending_signals()):
         signal.signal(number, signal.SIG_IGN)
-    what, *arguments = sys.argv[1:]
+    task_name, *arguments = sys.argv[1:]
     try:
-        if what == "probe":
+        if task_name == "probe":
             _probe(*arguments)
-        elif what == "pull":
+        elif task_name == "pull":
             _pull(*arguments)
         else:
-            _send(what)
+            _send(task_name)
     except AdaptorError as error:
         print(error)
         sys.stdout.flush()
@@ -81,20 +81,22 @@ def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
     _end_with_ttprun()
     store = open_waiting(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))
     ranks = msgspec.json.decode(node, type=NodeRanks | None)
-    done = pull.resume(store, Path(save), json.loads(step), ranks)
-    for problem in done.problems if done is not None else ():
+    pulled = pull.resume(store, Path(save), json.loads(step), ranks)
+    for problem in pulled.problems if pulled is not None else ():
         output.tell(f"[ttp] damaged, so an older checkpoint is taken: {shown(problem)}")
-    if done is None:
+    if pulled is None:
         output.tell(f"[ttp] {store} has no checkpoint, and {save} has none: training begins anew")
-    elif done.there:
-        later = f"; step {done.untracked} is in both, but the tracker there names step {done.step}"
-        more = "" if done.untracked is None else f"{later}, as after going back by hand"
-        output.tell(f"[ttp] step {done.step} is in {save}, nothing is pulled from {store}{more}")
+    elif pulled.there:
+        later_note = f"; step {pulled.untracked} is in both, but the tracker there names step {pulled.step}"
+        tracker_note = "" if pulled.untracked is None else f"{later_note}, as after going back by hand"
+        output.tell(f"[ttp] step {pulled.step} is in {save}, nothing is pulled from {store}{tracker_note}")
     else:
-        what = size(done.bytes) if done.whole else f"{size(done.bytes)}, what the ranks of this node load"
-        output.tell(f"[ttp] step {done.step} has come from {store} to {save} ({what})")
+        size_text = (
+            size(pulled.bytes) if pulled.whole else f"{size(pulled.bytes)}, what the ranks of this node load"
+        )
+        output.tell(f"[ttp] step {pulled.step} has come from {store} to {save} ({size_text})")
     output.finish()
-    print(json.dumps(done.step if done is not None else None))
+    print(json.dumps(pulled.step if pulled is not None else None))
     sys.stdout.flush()
     os._exit(0)
 
@@ -135,10 +137,10 @@ def _send(what: str) -> None:
     else:
         sending = Uploader(msgspec.json.decode(text, type=UploadSettings), tell)
 
-    def leave(why: str) -> None:
+    def leave(reason: str) -> None:
         try:
             # The disk of the save folder may hang, and nobody waits for it.
-            telling = threading.Thread(target=sending.tell_what_is_local, args=(why,), daemon=True)
+            telling = threading.Thread(target=sending.tell_what_is_local, args=(reason,), daemon=True)
             telling.start()
             telling.join(_TELLING_S)
             output.finish()

@@ -81,11 +81,11 @@ class StoreResume:
             if nodes > 1:
                 store.set(_KEY, json.dumps(step).encode())
         elif self._is_first:
-            there = f"node 0, which pulls {self._load.url}"
-            told = wait_for(lambda: _told(store), lambda: there).decode()
-            if told.startswith(_REFUSED):
-                raise ResumeError(told.removeprefix(_REFUSED))
-            step = json.loads(told)
+            puller = f"node 0, which pulls {self._load.url}"
+            start_message = wait_for(lambda: _told(store), lambda: puller).decode()
+            if start_message.startswith(_REFUSED):
+                raise ResumeError(start_message.removeprefix(_REFUSED))
+            step = json.loads(start_message)
             if step is not None:
                 self._pull_here(step, ranks, world_size)
         self._is_first = False
@@ -102,7 +102,7 @@ class StoreResume:
     def _pull(self, step: int | None, needs: NodeRanks | None = None) -> int | None:
         """Pull in a process of its own; return the step, None where the store is empty."""
         load = self._load
-        what = f"the checkpoint of {load.url}, which comes to {load.save}"
+        description = f"the checkpoint of {load.url}, which comes to {load.save}"
         command = [
             sys.executable,
             str(STORE),
@@ -117,14 +117,14 @@ class StoreResume:
             assert process.stdout is not None
             read = process.stdout.read
             try:
-                answer = wait_for(read, lambda: what)
+                answer = wait_for(read, lambda: description)
             except BaseException:
                 process.kill()
                 raise
         if process.returncode:
-            why = answer.decode(errors="replace").strip()
+            reason = answer.decode(errors="replace").strip()
             raise ResumeError(
-                f"--load: {why or f'the process that pulls has ended with status {process.returncode}'}"
+                f"--load: {reason or f'the process that pulls has ended with status {process.returncode}'}"
             )
         pulled: int | None = json.loads(answer)
         return pulled

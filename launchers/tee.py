@@ -67,10 +67,10 @@ class _Stream:
     def wait_for(self, end: threading.Event) -> None:
         """Wait for the end of one that writes to it, as long as it takes anything."""
         while not self._hangs:
-            before = self._written
+            written_before = self._written
             if threads.wait(end, output.DRAIN_S) >= 0.0:
                 return
-            self._hangs = self._written == before
+            self._hangs = self._written == written_before
 
 
 class _Threads:
@@ -79,8 +79,8 @@ class _Threads:
     def __init__(self, stream: _Stream) -> None:
         self._stream = stream
 
-    def submit(self, copy: Callable[..., None], **what: object) -> _Copy:
-        return _Copy(partial(copy, **what), self._stream)
+    def submit(self, copy: Callable[..., None], **job: object) -> _Copy:
+        return _Copy(partial(copy, **job), self._stream)
 
     def shutdown(self, wait: bool) -> None:
         """Has nothing to do: each copy has been waited for."""

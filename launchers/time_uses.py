@@ -24,13 +24,13 @@ class TimeUses:
 
     def look(self, reading: Sequence[float]) -> None:
         """Take a reading of the board; one that is less than the last one is that of a new process."""
-        if any(now < last for now, last in zip(reading, self._last, strict=True)):
+        if any(seconds_now < last for seconds_now, last in zip(reading, self._last, strict=True)):
             self.begin()
         self._last = list(reading)
 
     def begin(self) -> None:
         """The next reading is that of a new process."""
-        self._before = [sum(both) for both in zip(self._before, self._last, strict=True)]
+        self._before = [sum(seconds_pair) for seconds_pair in zip(self._before, self._last, strict=True)]
         self._last = [0.0] * len(USES)
 
     @property
@@ -41,7 +41,7 @@ class TimeUses:
     def totals(self) -> dict[str, float]:
         """Return the seconds of all processes by their use, without loads."""
         sums = zip(USES, self._before, self._last, strict=True)
-        return {use: before + last for use, before, last in sums if use != USES[_LOAD]}
+        return {use: seconds_before + last for use, seconds_before, last in sums if use != USES[_LOAD]}
 
 
 class JobUses:
@@ -58,26 +58,28 @@ class JobUses:
         self._divided = StepsMadeAgain()
 
     def total(
-        self, own: Mapping[str, float], step: int | None, generation: int, job: Path
+        self, own_uses: Mapping[str, float], step: int | None, generation: int, job: Path
     ) -> dict[str, float]:
         """Return the seconds of the whole job.
 
         Args:
-            own: of this ttprun.
+            own_uses: of this ttprun.
             step: the newest that is finished; None: none is known.
             generation: of workers; in each the controller may have come from another node.
             job: the folder of the job.
         """
         if generation != self._generation:
             self._generation = generation
-            found: Mapping[str, float] = {}
+            uses_before: Mapping[str, float] = {}
             with contextlib.suppress(JobFolderError):  # the first status of a job
                 status = job_folder.status(job)
-                found = status.spent
+                uses_before = status.spent
                 self._divided.look(None, status.step)
-            self._before = {use: max(0.0, found[use] - self._written.get(use, 0.0)) for use in found}
-        self._divided.look(own.get(_STEPS, 0.0), step)
-        uses = {use: seconds for use, seconds in own.items() if use != _STEPS}
+            self._before = {
+                use: max(0.0, uses_before[use] - self._written.get(use, 0.0)) for use in uses_before
+            }
+        self._divided.look(own_uses.get(_STEPS, 0.0), step)
+        uses = {use: seconds for use, seconds in own_uses.items() if use != _STEPS}
         self._written = {"productive": self._divided.first, "wasted": self._divided.again, **uses}
         return {use: self._before.get(use, 0.0) + seconds for use, seconds in self._written.items()}
 
@@ -105,16 +107,16 @@ class StepsMadeAgain:
         """
         if step is None:
             return
-        before, self._step = self._step, step
-        if step < before:  # it has gone back, and made the steps up to this one again
-            self._highest = max(self._highest, before)
+        step_before, self._step = self._step, step
+        if step < step_before:  # it has gone back, and made the steps up to this one again
+            self._highest = max(self._highest, step_before)
             share = 1.0
-        elif step == before:
+        elif step == step_before:
             share = float(step <= self._highest)
         else:
-            share = max(0, min(step, self._highest) - before) / (step - before)
+            share = max(0, min(step, self._highest) - step_before) / (step - step_before)
         if seconds is not None:
-            more = max(0.0, seconds - self._seconds)
+            further_s = max(0.0, seconds - self._seconds)
             self._seconds = seconds
-            self.again += more * share
-            self.first += more * (1.0 - share)
+            self.again += further_s * share
+            self.first += further_s * (1.0 - share)

@@ -108,10 +108,13 @@ def ends(settings: Config) -> float:
 def _state(files: tuple[str, ...]) -> tuple[tuple[int, ...], ...] | None:
     """Return the state of the files, which differs when one changes; None if one is missing."""
     try:
-        found = [Path(path).stat() for path in files]
+        file_states = [Path(path).stat() for path in files]
     except OSError:
         return None
-    return tuple((each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+    return tuple(
+        (file_state.st_dev, file_state.st_ino, file_state.st_size, file_state.st_mtime_ns)
+        for file_state in file_states
+    )
 
 
 def _load(settings: Config) -> Contexts:
@@ -124,9 +127,11 @@ def _load(settings: Config) -> Contexts:
             Path(path).read_bytes()
         except OSError as error:
             raise ConfigError(f"{name} is {path!r}: the file cannot be read ({error.strerror})") from None
-    made = Contexts(_context(ssl.PROTOCOL_TLS_SERVER, settings), _context(ssl.PROTOCOL_TLS_CLIENT, settings))
-    _try(made, settings)
-    return made
+    contexts = Contexts(
+        _context(ssl.PROTOCOL_TLS_SERVER, settings), _context(ssl.PROTOCOL_TLS_CLIENT, settings)
+    )
+    _try(contexts, settings)
+    return contexts
 
 
 def _context(protocol: int, settings: Config) -> ssl.SSLContext:
@@ -143,24 +148,24 @@ def _context(protocol: int, settings: Config) -> ssl.SSLContext:
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
-            what = "it is not the key of the certificate"
+            problem = "it is not the key of the certificate"
         else:
-            what = "one of them is not in PEM form, or the key has a passphrase"
+            problem = "one of them is not in PEM form, or the key has a passphrase"
         raise ConfigError(
-            f"TTP_TLS_KEY is {settings.tls_key!r}, TTP_TLS_CERT {settings.tls_cert!r}: {what}"
+            f"TTP_TLS_KEY is {settings.tls_key!r}, TTP_TLS_CERT {settings.tls_cert!r}: {problem}"
         ) from None
     return context
 
 
-def _try(made: Contexts, settings: Config) -> ssl.SSLObject:
+def _try(contexts: Contexts, settings: Config) -> ssl.SSLObject:
     """Make a handshake in memory, so that a certificate which other nodes would refuse is found now.
 
     Returns:
         The side of the client, which knows the certificate of the server.
     """
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = made.client.wrap_bio(back, there)
-    server = made.server.wrap_bio(there, back, server_side=True)
+    incoming, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = contexts.client.wrap_bio(back, incoming)
+    server = contexts.server.wrap_bio(incoming, back, server_side=True)
     try:
         for side in (client, server, client, server):
             try:
@@ -168,9 +173,9 @@ def _try(made: Contexts, settings: Config) -> ssl.SSLObject:
             except ssl.SSLWantReadError:
                 pass
     except ssl.SSLError as error:
-        what = getattr(error, "verify_message", None) or error.reason
+        problem = getattr(error, "verify_message", None) or error.reason
         raise ConfigError(
             f"TTP_TLS_CERT is {settings.tls_cert!r}:"
-            f" it is not accepted with TTP_TLS_CA {settings.tls_ca!r}: {what}"
+            f" it is not accepted with TTP_TLS_CA {settings.tls_ca!r}: {problem}"
         ) from None
     return client

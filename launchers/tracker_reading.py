@@ -36,16 +36,16 @@ class TrackerReading:
     @property
     def step(self) -> int | None:
         """Return the step that it names, 0 where there is no checkpoint; None where nobody can tell."""
-        found = self._found
-        return None if found is None else found[0] or 0
+        tracker_answer = self._found
+        return None if tracker_answer is None else tracker_answer[0] or 0
 
     @property
     def words(self) -> str:
         """Name the newest checkpoint; '' where the disk hangs, or there is no folder."""
-        found = self._found
-        if found is None:
+        tracker_answer = self._found
+        if tracker_answer is None:
             return ""
-        step = found[0]
+        step = tracker_answer[0]
         return (
             f"no checkpoint is in {self.save}"
             if step is None

@@ -179,8 +179,8 @@ def _run(
         data_pull.require(settings)
         engine, load = _check(parsed, settings) if settings.enabled else (None, None)
         if engine is not None:
-            if other := distributions.conflict():
-                output.tell(f"[ttp] {other}")
+            if conflict := distributions.conflict():
+                output.tell(f"[ttp] {conflict}")
             if line := start_checks.takes_fixed_nodes(parsed):
                 output.tell(line)
             start_checks.require_folder(settings.log_path)
@@ -289,11 +289,11 @@ def _run_with_survivors(
         output.tell(f"[ttp] {error}")
     except waiting.Interrupted as error:
         verdict = record.verdict
-        said = f"ended by {error.sigval.name} while it waited for {error.what}"
+        end_text = f"ended by {error.sigval.name} while it waited for {error.what}"
         if verdict is None:
-            conclude(f"{said}; nothing was started")
+            conclude(f"{end_text}; nothing was started")
         else:
-            conclude(f"{verdict.line}; {said}", verdict.save)
+            conclude(f"{verdict.line}; {end_text}", verdict.save)
         code, at_once = 128 + error.sigval, True  # the thread that still waits would abort the interpreter
     except SignalException as error:  # it came while the last line was told
         code, at_once = last_line.end_by(error.sigval, record), True
@@ -315,8 +315,8 @@ def _may_have_spares(parsed: argparse.Namespace) -> bool:
     """Return whether spare nodes may take places in the job: nodes have numbers, and there are several."""
     from torch.distributed import run
 
-    fewest, most = run.parse_min_max_nnodes(parsed.nnodes)
-    return bool(parsed.rdzv_backend == "static" and not parsed.standalone and fewest == most > 1)
+    fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    return bool(parsed.rdzv_backend == "static" and not parsed.standalone and fewest == most_nodes > 1)
 
 
 def _job(parsed: argparse.Namespace) -> str:

@@ -32,15 +32,15 @@ class Interrupted(BaseException):
     torch's own SignalException is not used: torch writes lines of its own about it.
     """
 
-    def __init__(self, what: str, sigval: signal.Signals) -> None:
-        super().__init__(f"{sigval.name} while it waited for {what}")
-        self.what = what
+    def __init__(self, awaited_text: str, sigval: signal.Signals) -> None:
+        super().__init__(f"{sigval.name} while it waited for {awaited_text}")
+        self.what = awaited_text
         self.sigval = sigval
 
 
 def wait_for(
     work: Callable[[], T],
-    what: Callable[[], str],
+    awaited_text: Callable[[], str],
     *,
     quiet: bool = False,
     limit: Callable[[], str] = lambda: "",
@@ -50,7 +50,7 @@ def wait_for(
 
     Args:
         work: waits for other nodes.
-        what: returns what is waited for now, in words; empty: no line. It must not block.
+        awaited_text: returns what is waited for now, in words; empty: no line. It must not block.
         quiet: no line says so.
         limit: returns for how long at most, and by which setting; empty: that is not known, or for any time.
         first_s: seconds after which the first line comes.
@@ -59,7 +59,7 @@ def wait_for(
         Interrupted: SIGINT, SIGTERM or another signal that torch handles came first. `work` goes on until
             the process ends.
     """
-    done = threading.Event()
+    finished = threading.Event()
     returned: list[T] = []
     raised: list[BaseException] = []
 
@@ -69,23 +69,23 @@ def wait_for(
         except BaseException as error:  # the main thread raises it
             raised.append(error)
         finally:
-            done.set()
+            finished.set()
 
     with _signals_raise():
         try:
             # In here: a signal that comes while it starts is one that comes while it waits.
             threading.Thread(target=run, name="ttp-waiting", daemon=True).start()
             wait_s = first_s
-            while not done.wait(wait_s):
+            while not finished.wait(wait_s):
                 if not quiet:
-                    _say(what(), limit())
+                    _say(awaited_text(), limit())
                 wait_s = AGAIN_S
         except KeyboardInterrupt:
             ignore_signals()
-            raise Interrupted(what(), signal.SIGINT) from None
+            raise Interrupted(awaited_text(), signal.SIGINT) from None
         except SignalException as error:
             ignore_signals()
-            raise Interrupted(what(), error.sigval) from None
+            raise Interrupted(awaited_text(), error.sigval) from None
     if raised:
         raise raised[0]
     return returned[0]
@@ -117,9 +117,9 @@ def _raise_once(number: int, frame: FrameType | None) -> None:
     raise SignalException("", sigval=signal.Signals(number))
 
 
-def _say(what: str, limit: str) -> None:
-    if what:
-        output.tell(f"[ttp] waiting for {what}{limit and f', {limit}'}")
+def _say(awaited_text: str, limit: str) -> None:
+    if awaited_text:
+        output.tell(f"[ttp] waiting for {awaited_text}{limit and f', {limit}'}")
 
 
 @contextlib.contextmanager

@@ -30,17 +30,17 @@ class WaitingAgents:
 
     async def wait(self, node: int) -> bool:
         """Wait until it is this node's turn; return False if the same agent connects again meanwhile."""
-        before, mine = self._superseded.get(node), asyncio.Event()
-        self._superseded[node] = mine
-        if before is not None:
-            before.set()
-        superseded = asyncio.ensure_future(mine.wait())
+        event_before, own_event = self._superseded.get(node), asyncio.Event()
+        self._superseded[node] = own_event
+        if event_before is not None:
+            event_before.set()
+        superseded = asyncio.ensure_future(own_event.wait())
         turn = asyncio.ensure_future(self._turn.wait())
         try:
             await asyncio.wait((superseded, turn), return_when=asyncio.FIRST_COMPLETED)
-            return not mine.is_set()
+            return not own_event.is_set()
         finally:
             superseded.cancel()
             turn.cancel()
-            if self._superseded.get(node) is mine:
+            if self._superseded.get(node) is own_event:
                 del self._superseded[node]

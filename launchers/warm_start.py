@@ -37,19 +37,19 @@ class WarmProcesses:
         self._spares: list[Spare] = []
         with contextlib.suppress(OSError):  # no process, no descriptor, no memory: cold ones may start later
             for _ in range(count):
-                words = [str(SPARE) if word == str(WORKER) else word for word in self._command]
-                self._spares.append(Spare(words, {**os.environ, AGENT: ""}))  # which is not there yet
+                command_words = [str(SPARE) if word == str(WORKER) else word for word in self._command]
+                self._spares.append(Spare(command_words, {**os.environ, AGENT: ""}))  # which is not there yet
         self._told = ""
 
-    async def have_import(self, what: Import) -> None:
-        """Have all import `what` at the same time; return when they are done. Later calls change nothing."""
+    async def have_import(self, imports: Import) -> None:
+        """Have all import `imports` at the same time; return when they are done. Later calls change nothing."""
         untold = [spare for spare in self._spares if not spare.told]
-        await asyncio.gather(*(self._have_import(spare, what) for spare in untold))
+        await asyncio.gather(*(self._have_import(spare, imports) for spare in untold))
 
-    async def _have_import(self, spare: Spare, what: Import) -> None:
+    async def _have_import(self, spare: Spare, imports: Import) -> None:
         ready = Ready()
         with contextlib.suppress(EOFError, OSError, msgspec.DecodeError):  # it has ended
-            ready = await spare.imports(what)
+            ready = await spare.imports(imports)
         if ready.unfit and not self._told:
             self._told = ready.unfit
             without = (
@@ -66,13 +66,13 @@ class WarmProcesses:
         cold = SubprocessHandler._popen
 
         def start(
-            handler: SubprocessHandler, words: tuple[str, ...], environment: dict[str, str]
+            handler: SubprocessHandler, command_words: tuple[str, ...], environment: dict[str, str]
         ) -> subprocess.Popen[bytes]:
-            spare = self._take() if [str(word) for word in words] == self._command else None
+            spare = self._take() if [str(word) for word in command_words] == self._command else None
             if spare is not None:
                 with contextlib.suppress(OSError):  # it has just ended
                     return spare.become(environment, handler._stdout, handler._stderr)
-            process: subprocess.Popen[bytes] = cold(handler, words, environment)
+            process: subprocess.Popen[bytes] = cold(handler, command_words, environment)
             return process
 
         SubprocessHandler._popen = start  # type: ignore[method-assign, assignment]
@@ -97,22 +97,22 @@ class WarmProcesses:
             spare.kill()
 
 
-def of_spare_node(parsed: argparse.Namespace, *, wanted: bool) -> WarmProcesses:
+def of_spare_node(parsed: argparse.Namespace, *, is_wanted: bool) -> WarmProcesses:
     """Start the processes of this spare node, on the main thread.
 
     Args:
         parsed: torchrun's arguments.
-        wanted: whether there are to be any (TTP_SPARES, TTP_ONLINE).
+        is_wanted: whether there are to be any (TTP_SPARES, TTP_ONLINE).
     """
     from torch.distributed import run
     from torch.distributed.elastic.utils import macros
 
     # It sets OMP_NUM_THREADS as for workers; and it makes a folder for logs, where it is given none.
-    asked = argparse.Namespace(**{**vars(parsed), "log_dir": os.devnull})
-    config, entrypoint, arguments = run.config_from_args(asked)
+    parsed_copy = argparse.Namespace(**{**vars(parsed), "log_dir": os.devnull})
+    config, entrypoint, arguments = run.config_from_args(parsed_copy)
     command = [str(entrypoint), *map(str, arguments)]
     # Where torch gives each rank other arguments, or processors of its own, none can be any rank.
     is_same = str(WORKER) in command and not any(macros.local_rank in word for word in command)
     is_bound = getattr(config, "numa_options", None) is not None
-    count = config.nproc_per_node if wanted and is_same and not is_bound else 0
+    count = config.nproc_per_node if is_wanted and is_same and not is_bound else 0
     return WarmProcesses(command, count)

@@ -42,7 +42,7 @@ class WorkerLifelines:
         assert boards is not None
         lifeline, process = boards.lifelines[rank], self._replaced[rank]
 
-        ended: asyncio.Future[None] = self._loop.create_future()
+        ended_future: asyncio.Future[None] = self._loop.create_future()
 
         def wait() -> None:
             try:
@@ -53,7 +53,7 @@ class WorkerLifelines:
                 else:
                     self.held.discard(rank)
             finally:
-                self._loop.call_soon_threadsafe(ended.set_result, None)
+                self._loop.call_soon_threadsafe(ended_future.set_result, None)
 
         thread = threading.Thread(target=wait, name=f"ttp-lifeline-{rank}", daemon=True)
         try:
@@ -61,7 +61,7 @@ class WorkerLifelines:
         except RuntimeError:  # no more threads: its death is learnt a moment later, from its descriptor
             return
         self.held.add(rank)
-        self._ended[rank] = ended
+        self._ended[rank] = ended_future
 
     async def let_go(self, rank: int) -> None:
         """Wait for no lifeline of `rank` any more: it gets another process."""

@@ -185,12 +185,12 @@ class Workers:
     async def are_busy(self) -> bool:
         """Return whether one of the workers is in a debugger of its own, or in a compiler; it is asked."""
         self._looked = asyncio.Queue()
-        asked = list(self.alive)  # some of them may die meanwhile
-        for rank in asked:
+        asked_ranks = list(self.alive)  # some of them may die meanwhile
+        for rank in asked_ranks:
             self.order(rank, BusyProbe())
         with contextlib.suppress(asyncio.TimeoutError):
             async with deadline(LOOKED_S):
-                for _ in asked:
+                for _ in asked_ranks:
                     if (await self._looked.get()).busy:
                         return True
         return False
@@ -360,10 +360,10 @@ class Workers:
     def _sweep(self, leaders: Iterable[int]) -> None:
         """End the processes that are left in the sessions of dead workers, in other process groups."""
         living = set(self._living.values())
-        ended = {
+        ended_workers = {
             leader: at for leader in leaders if (at := self._sessions.get(leader)) and leader not in living
         }
-        procfs.end_sessions(ended)
+        procfs.end_sessions(ended_workers)
 
     def _forget(self, rank: int) -> None:
         descriptor = self._deaths.pop(rank)

@@ -56,8 +56,8 @@ def the_tracker_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from ascendspeed import get_args
 
-    given = get_args()
-    load = getattr(given, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
+    megatron_args = get_args()
+    load = getattr(megatron_args, args[3] if len(args) > 3 else kwargs.get("load_arg", "load"))
     with runtime.get().session.pace.loading(), context.part(CheckedFiles).loading():
-        resume_check.require_intact(Path(load), Path(given.save), None)
+        resume_check.require_intact(Path(load), Path(megatron_args.save), None)
         return wrapped(*args, **kwargs)

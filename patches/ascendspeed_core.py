@@ -36,8 +36,10 @@ def data_parallel_groups_are_cut(wrapped: Any, instance: Any, args: Any, kwargs:
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
     result = wrapped(*args, **kwargs)
-    given = call.arguments
-    ascendspeed_shards.cut(given["tensor_model_parallel_size"], given["pipeline_model_parallel_size"])
+    call_arguments = call.arguments
+    ascendspeed_shards.cut(
+        call_arguments["tensor_model_parallel_size"], call_arguments["pipeline_model_parallel_size"]
+    )
     return result
 
 
@@ -128,13 +130,17 @@ def zeros_are_counted_once(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.frameworks import ascendspeed_shards
 
-    made = wrapped(*args, **kwargs)
-    if hasattr(made, "model_gbuf_ranges"):
-        ascendspeed_shards.describe(made)
+    inner_result = wrapped(*args, **kwargs)
+    if hasattr(inner_result, "model_gbuf_ranges"):
+        ascendspeed_shards.describe(inner_result)
     session = runtime.get().session
-    made.optimizer.register_step_pre_hook(lambda which, *_: session.before_update(which))
-    made.optimizer.register_step_post_hook(lambda which, *_: session.after_update(which))
-    return made
+    inner_result.optimizer.register_step_pre_hook(
+        lambda inner_optimizer, *_: session.before_update(inner_optimizer)
+    )
+    inner_result.optimizer.register_step_post_hook(
+        lambda inner_optimizer, *_: session.after_update(inner_optimizer)
+    )
+    return inner_result
 
 
 @optimizer.patch(

@@ -31,9 +31,9 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     if not rejoin.is_newcomer():
         return wrapped(*args, **kwargs)
     with loop_recovery.loads_nothing(get_args()):
-        made = wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
     ascendspeed_online.take_place(get_args())
-    return made
+    return result
 
 
 @newcomer.patch(

@@ -29,8 +29,8 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     patching.claim("ttp")  # this parser is of one framework, whose loop is protected
     patching.require_modules("ttp")
     context.part(UnprotectedTraining).expect("ModelLink")
-    provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
-    parsed = wrapped(local_copy_flag.accepts_local_copy(provider), *rest, **kwargs)
+    provider, *further_args = args or (kwargs.pop("extra_args_provider", None),)
+    parsed = wrapped(local_copy_flag.accepts_local_copy(provider), *further_args, **kwargs)
     if context.part(preflight.Preflight).findings is not None:
         _examine(parsed)
         return parsed
@@ -117,11 +117,15 @@ def _begin(args: Any, kwargs: Any) -> None:
     patching.check("ttp")
     folder.require_no_later_step(get_args().save, get_args().iteration)
     names = ("forward_step_func", "model", "optimizer", "lr_scheduler")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    trainee = ascendspeed.trainee(given["model"], given["optimizer"], given["lr_scheduler"])
+    call_arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    trainee = ascendspeed.trainee(
+        call_arguments["model"], call_arguments["optimizer"], call_arguments["lr_scheduler"]
+    )
     context.part(Watchdogs).warn_if_on()
     context.part(Recorder).watch(trainee.state.model)
-    runtime.get().session.begin_training(trainee, [given["optimizer"].optimizer], get_args().iteration)
+    runtime.get().session.begin_training(
+        trainee, [call_arguments["optimizer"].optimizer], get_args().iteration
+    )
 
 
 @training.patch(

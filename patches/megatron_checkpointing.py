@@ -109,9 +109,9 @@ def asynchronous_saves_may_fail(wrapped: Any, instance: Any, args: Any, kwargs: 
 )
 def wandb_is_told_the_final_name(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     names = ("checkpoint_path", "tracker_filename", "save_dir", "iteration")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    path, tracker, *rest = (given[name] for name in names)
-    context.part(RegularSaves).tell(path, tracker, lambda *named: wrapped(*named, *rest))
+    call_arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    path, tracker, *further_arguments = (call_arguments[name] for name in names)
+    context.part(RegularSaves).tell(path, tracker, lambda *named: wrapped(*named, *further_arguments))
 
 
 @checkpointing.patch(
@@ -132,7 +132,7 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
 
     from adaptor.host_copy import start  # torch, which is for the script to import
 
-    given = get_args()
+    megatron_args = get_args()
     load_arg = args[3] if len(args) > 3 else kwargs.get("load_arg", "load")
     copies = context.get().settings.host_copy and context.part(Generation).is_restart and load_arg == "load"
     if copies:
@@ -147,18 +147,18 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
             _write_host_copies(args, kwargs)
 
     if load_arg == "load":
-        megatron_restart.settle(given, check, write)
+        megatron_restart.settle(megatron_args, check, write)
     else:
         check()
-    if load_arg == "load" and given.load:
-        _require_sizes(given)
-    load = getattr(given, load_arg)
-    is_filtered = adapter_base.is_filtered(given)
+    if load_arg == "load" and megatron_args.load:
+        _require_sizes(megatron_args)
+    load = getattr(megatron_args, load_arg)
+    is_filtered = adapter_base.is_filtered(megatron_args)
     if is_filtered:
-        adapter_base.settle(Path(load), Path(given.save))
+        adapter_base.settle(Path(load), Path(megatron_args.save))
     scheduler = args[2] if len(args) > 2 else kwargs.get("opt_param_scheduler")
-    all_of_it = megatron_restart.load_what_is_saved(given, scheduler)
-    chosen = context.part(ChosenStep).loading(given, None if is_filtered else load)
+    all_of_it = megatron_restart.load_what_is_saved(megatron_args, scheduler)
+    chosen = context.part(ChosenStep).loading(megatron_args, None if is_filtered else load)
     with chosen, all_of_it if load_arg == "load" else contextlib.nullcontext():
         loaded = wrapped(*args, **kwargs)
     if is_filtered:
@@ -176,7 +176,7 @@ def the_chosen_step_is_loaded_whole(wrapped: Any, instance: Any, args: Any, kwar
     return wrapped(*args, **kwargs) if step is None else (step, False)
 
 
-def _require_sizes(given: Any) -> None:
+def _require_sizes(megatron_args: Any) -> None:
     """Have the checkpoint transformed that was saved in other parallel sizes, or refuse it."""
     from adaptor.frameworks import reshape_sizes
 
@@ -186,9 +186,9 @@ def _require_sizes(given: Any) -> None:
         from adaptor.frameworks import reshape  # torch, which is for the script to import
 
         tensor, pipeline = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
-        reshape.bring_to_sizes(given, (tensor, pipeline, mpu.get_expert_model_parallel_rank()))
-    elif given.rank == 0:
-        reshape_sizes.require_sizes_of_checkpoint(given)
+        reshape.bring_to_sizes(megatron_args, (tensor, pipeline, mpu.get_expert_model_parallel_rank()))
+    elif megatron_args.rank == 0:
+        reshape_sizes.require_sizes_of_checkpoint(megatron_args)
 
 
 def _require_intact(load_arg: str, optimizer: Any) -> None:
@@ -197,12 +197,14 @@ def _require_intact(load_arg: str, optimizer: Any) -> None:
 
     from adaptor.frameworks.loaded_files import loaded_here  # torch, which is for the script to import
 
-    given = get_args()
-    pretrained = getattr(given, "pretrained_checkpoint", None)
-    for folder in filter(None, (getattr(given, load_arg), pretrained)):  # the second where the first is empty
-        chosen = getattr(given, "ckpt_step", None) or None
+    megatron_args = get_args()
+    pretrained = getattr(megatron_args, "pretrained_checkpoint", None)
+    for folder in filter(
+        None, (getattr(megatron_args, load_arg), pretrained)
+    ):  # the second where the first is empty
+        chosen = getattr(megatron_args, "ckpt_step", None) or None
         loads = loaded_here(folder, optimizer)
-        resume_check.require_intact(Path(folder), Path(given.save), chosen, loads)
+        resume_check.require_intact(Path(folder), Path(megatron_args.save), chosen, loads)
         if checkpoint_exists(folder):
             break
 
@@ -211,10 +213,13 @@ def _write_host_copies(args: Any, kwargs: Any) -> None:
     from adaptor.frameworks import megatron_lm
 
     names = ("ddp_model", "optimizer", "opt_param_scheduler")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    model, optimizer = given["ddp_model"] if "ddp_model" in given else given["model"], given["optimizer"]
+    call_arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    model, optimizer = (
+        call_arguments["ddp_model"] if "ddp_model" in call_arguments else call_arguments["model"],
+        call_arguments["optimizer"],
+    )
     if optimizer is not None:
-        megatron_lm.write_host_copies(model, optimizer, given["opt_param_scheduler"])
+        megatron_lm.write_host_copies(model, optimizer, call_arguments["opt_param_scheduler"])
 
 
 @checkpointing.patch(

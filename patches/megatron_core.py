@@ -56,16 +56,20 @@ def data_parallel_groups_are_split(wrapped: Any, instance: Any, args: Any, kwarg
 
     call = inspect.signature(wrapped).bind(*args, **kwargs)
     call.apply_defaults()
-    given = call.arguments
-    world, stages = torch.distributed.get_world_size(), given["pipeline_model_parallel_size"]
-    tensor = given["tensor_model_parallel_size"]
-    experts = given["expert_model_parallel_size"] * (given.get("expert_tensor_parallel_size") or tensor)
+    call_arguments = call.arguments
+    world, stages = torch.distributed.get_world_size(), call_arguments["pipeline_model_parallel_size"]
+    tensor = call_arguments["tensor_model_parallel_size"]
+    experts = call_arguments["expert_model_parallel_size"] * (
+        call_arguments.get("expert_tensor_parallel_size") or tensor
+    )
     choice = context.part(ReplicaChoice)
     if not choice.is_decided:  # else the framework's arguments have told more
         choice.cannot_split(optimizer_instances.wrong_in_framework())
-    made = choice.instances(world // (tensor * stages), given.get(INSTANCES, 1), world // (experts * stages))
-    if INSTANCES in given:
-        given[INSTANCES] = made
+    instances = choice.instances(
+        world // (tensor * stages), call_arguments.get(INSTANCES, 1), world // (experts * stages)
+    )
+    if INSTANCES in call_arguments:
+        call_arguments[INSTANCES] = instances
     return wrapped(*call.args, **call.kwargs)
 
 
@@ -93,11 +97,11 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
         choice.require_instances(size, instances)
         # A loop of one's own says it only here. In its pipeline all stages reduce as their gradients become
         # ready, unless it says otherwise; and what it has asked the framework for itself, it gets.
-        asked = getattr(ddp_config, INSTANCES)
-        if instances > 1 and asked == 1 and not choice.is_decided:
+        requested_instances = getattr(ddp_config, INSTANCES)
+        if instances > 1 and requested_instances == 1 and not choice.is_decided:
             stages = parallel_state.get_pipeline_model_parallel_world_size()
-            if why := optimizer_instances.wrong_with_options(ddp_config, stages, aligned=False):
-                raise UnsupportedError(f"{why}: set TTP_REPLICA=mirror")
+            if reason := optimizer_instances.wrong_with_options(ddp_config, stages, aligned=False):
+                raise UnsupportedError(f"{reason}: set TTP_REPLICA=mirror")
         ddp_config.num_distributed_optimizer_instances = instances
         return wrapped(*args, **kwargs)
     if instances == 1:
@@ -106,13 +110,13 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
     # whole optimizer. The framework would reduce its gradients over one half alone.
     half = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
     with _whole_groups():
-        made = wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
     if any(buffer.data_parallel_group is half for buffer in instance.buffers):
         raise UnsupportedError(
             "the optimizer is not distributed, and this version of Megatron-core would reduce its gradients "
             "over half of the ranks: set TTP_REPLICA=none; nothing is lost, because each rank has all of it"
         )
-    return made
+    return result
 
 
 @optimizer.patch(
@@ -130,9 +134,9 @@ def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, k
         return None
     # The last optimizer of the chain gathers what the others would have; in MindSpeed those of experts, for
     # which there is an argument, gather theirs alone, and so do the others.
-    for before in context.part(PutOff).calls.pop(instance, []):
-        if before != call:
-            wrapped(*before[0], **before[1])
+    for put_off_call in context.part(PutOff).calls.pop(instance, []):
+        if put_off_call != call:
+            wrapped(*put_off_call[0], **put_off_call[1])
     return wrapped(*args, **kwargs)
 
 

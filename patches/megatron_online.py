@@ -30,9 +30,9 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     if not rejoin.is_newcomer():
         return wrapped(*args, **kwargs)
     with loop_recovery.loads_nothing(get_args()):
-        made = wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
     megatron_online.take_place(get_args())
-    return made
+    return result
 
 
 @newcomer.patch(
@@ -61,10 +61,10 @@ def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: A
     from adaptor.frameworks import megatron_online
     from adaptor.online import rejoin
 
-    made = wrapped(*args, **kwargs)
+    result = wrapped(*args, **kwargs)
     if rejoin.is_newcomer():
         megatron_online.take_answers()
-    return made
+    return result
 
 
 @newcomer.patch(

@@ -48,8 +48,8 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     if not script_loop.claim_if_protected():
         return wrapped(*args, **kwargs)
     patching.require_modules("ttp")
-    provider, *rest = args or (kwargs.pop("extra_args_provider", None),)
-    parsed = wrapped(local_copy_flag.accepts_local_copy(provider), *rest, **kwargs)
+    provider, *further_args = args or (kwargs.pop("extra_args_provider", None),)
+    parsed = wrapped(local_copy_flag.accepts_local_copy(provider), *further_args, **kwargs)
     if context.part(preflight.Preflight).findings is not None:
         examine(parsed)
         return parsed
@@ -212,15 +212,17 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     megatron_nodes.count_iterations(get_args())
     megatron_restart.tell_of_last_words(get_args())
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    state = (given["model"], given["optimizer"], given["opt_param_scheduler"])
+    call_arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+    state = (call_arguments["model"], call_arguments["optimizer"], call_arguments["opt_param_scheduler"])
     trainee = megatron_lm.trainee(*state, operations, rerun)
     if path := context.get().settings.layout_only:
         layout_beside.write_alone(Path(path), trainee.barrier)
     start.reserve(runtime.get().session.copier, trainee)
     context.part(Watchdogs).warn_if_on()
     context.part(Recorder).watch(trainee.state.model)
-    runtime.get().session.begin_training(trainee, inner_optimizers(given["optimizer"]), get_args().iteration)
+    runtime.get().session.begin_training(
+        trainee, inner_optimizers(call_arguments["optimizer"]), get_args().iteration
+    )
 
 
 @training.patch(
@@ -239,10 +241,10 @@ def steps_are_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> An
 
         loop_recovery.begin_step(step)
     with runtime.get().session.step(step):
-        made = wrapped(*args, **kwargs)
+        result = wrapped(*args, **kwargs)
     if rejoin.of_this_process() is not None:
         loop_recovery.end_step()
-    return made
+    return result
 
 
 @training.patch(
@@ -294,10 +296,10 @@ def write_log(wrapped: Any, args: Any, kwargs: Any) -> Any:
             from adaptor.frameworks import loop_recovery
 
             log = loop_recovery.log_of_this_process()
-        made = wrapped(*args, **kwargs) if log is None else log.write(wrapped, args, kwargs)
+        result = wrapped(*args, **kwargs) if log is None else log.write(wrapped, args, kwargs)
         from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
         run = context.part(OpenRun).client = get_wandb_writer()
         if (marks := context.part(IncidentMarks)).are_missing:
             marks.write(runtime.get().session.board.finished, get_tensorboard_writer(), run)
-        return made
+        return result

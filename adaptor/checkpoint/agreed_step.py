@@ -56,11 +56,11 @@ def go_back(root: Path, step: int, aside: Mapping[int, Path]) -> None:
     Raises:
         CheckpointError: the disk refuses.
     """
-    for which, target in aside.items():
+    for aside_step, target in aside.items():
         # A shared file system may show other times of its files on each machine, as if each had a disk of its
         # own: then another rank has done it.
         with contextlib.suppress(FileNotFoundError):
-            (root / naming.final_name(which)).rename(target)
+            (root / naming.final_name(aside_step)).rename(target)
     disk.sync(root)
     with locked(root):
         tracker.set_under_lock(root, step)
@@ -89,8 +89,8 @@ def complete(root: Path, name: str, generation: str) -> str:
                 to="stdout",
             )
     except Exception as error:
-        why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return f"{root / name}: was written, and cannot get its name now: {why}"
+        reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return f"{root / name}: was written, and cannot get its name now: {reason}"
     return ""
 
 
@@ -162,5 +162,5 @@ def _bears_name(root: Path, step: int) -> bool:
 
 
 def _of_trackers(root: Path, named: int | None, step: int) -> str:
-    said = "no step" if named is None else f"step {named}"
-    return f"{root / naming.TRACKER}: names {said}, that of node 0 step {step}"
+    named_step = "no step" if named is None else f"step {named}"
+    return f"{root / naming.TRACKER}: names {named_step}, that of node 0 step {step}"

@@ -96,12 +96,12 @@ class ArchiveLayout(Generic[T]):
         self._fix("byteorder", b"little")
         self._fix("version", b"3\n")
         for key, storage in enumerate(pickler.storages.values()):
-            known = planned(storage)
-            if known is None:
+            planned_range = planned(storage)
+            if planned_range is None:
                 content = _content(storage)
                 self._add(f"data/{key}", content, _ALIGNMENT, content.numel())
             else:
-                self._add(f"data/{key}", known, PAGE, storage.nbytes())
+                self._add(f"data/{key}", planned_range, PAGE, storage.nbytes())
         self.size = self._end + sum(map(len, self._directory([0] * len(self._all))))
 
     def _fix(self, name: str, content: bytes) -> None:
@@ -127,17 +127,19 @@ class ArchiveLayout(Generic[T]):
         Args:
             crcs: the CRC-32 of each entry, in order.
         """
-        given = iter(crcs)
-        found = [crc32(content, 0) if content is not None else next(given) for _, content in self._all]
+        crc_iterator = iter(crcs)
+        all_crcs = [
+            crc32(content, 0) if content is not None else next(crc_iterator) for _, content in self._all
+        ]
         at, data = 0, b""
-        for (entry, content), crc in zip(self._all, found, strict=True):
+        for (entry, content), crc in zip(self._all, all_crcs, strict=True):
             data += _local(entry, crc)
             if content is not None:
                 data += content
             else:
                 yield at, data
                 at, data = entry.begin + entry.size, b""
-        yield at, data + b"".join(self._directory(found))
+        yield at, data + b"".join(self._directory(all_crcs))
 
     def _directory(self, crcs: Sequence[int]) -> Iterator[bytes]:
         length = 0
@@ -165,13 +167,13 @@ def _local(entry: Entry[Any], crc: int) -> bytes:
 
 
 def _central(entry: Entry[Any], crc: int) -> bytes:
-    size, header, more = entry.size, entry.header, b""
+    size, header, extra_field = entry.size, entry.header, b""
     if size >= _LIMIT:
-        more, size = struct.pack("<2Q", size, size), _LIMIT
+        extra_field, size = struct.pack("<2Q", size, size), _LIMIT
     if header >= _LIMIT:
-        more, header = more + struct.pack("<Q", header), _LIMIT
-    extra = struct.pack("<2H", 1, len(more)) + more if more else b""
-    version = 45 if more else 0
+        extra_field, header = extra_field + struct.pack("<Q", header), _LIMIT
+    extra = struct.pack("<2H", 1, len(extra_field)) + extra_field if extra_field else b""
+    version = 45 if extra_field else 0
     name = entry.name.encode()
     fields = (version, version, 0, 0, 0, _DATE, crc, size, size, len(name), len(extra), 0, 0, 0, 0, header)
     return _CENTRAL.pack(b"PK\1\2", *fields) + name + extra
@@ -225,12 +227,12 @@ def _power(count: int) -> int:
     return result
 
 
-def _multiply(one: int, other: int) -> int:
+def _multiply(first: int, second: int) -> int:
     """Multiply polynomials over the field of two elements, whose highest bit has the power 0."""
     product, bit = 0, 1 << 31
     while bit:
-        if one & bit:
-            product ^= other
-        other = other >> 1 ^ (_CRC_POLYNOMIAL if other & 1 else 0)
+        if first & bit:
+            product ^= second
+        second = second >> 1 ^ (_CRC_POLYNOMIAL if second & 1 else 0)
         bit >>= 1
     return product

@@ -106,18 +106,18 @@ def entries(folder: Path, files: list[Path]) -> list[FileEntry]:
         OSError: a file is not there.
     """
     earlier = _of_earlier_call(folder)
-    found = []
+    file_entries = []
     for path in files:
         name, state = path.relative_to(folder).as_posix(), path.stat()
         note = _read(path, state) or (
             earlier.get(name) if _is_newer(folder / naming.MANIFEST, state) else None
         )
         if note is None or note.bytes != state.st_size:
-            found.append(FileEntry(name, state.st_size, None))
+            file_entries.append(FileEntry(name, state.st_size, None))
         else:
             blocks = note.xxh3_128_blocks
-            found.append(FileEntry(name, note.bytes, note.xxh3_128, xxh3_128_blocks=blocks))
-    return found
+            file_entries.append(FileEntry(name, note.bytes, note.xxh3_128, xxh3_128_blocks=blocks))
+    return file_entries
 
 
 def remove(folder: Path) -> None:

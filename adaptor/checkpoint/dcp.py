@@ -92,8 +92,8 @@ class RankPart:
 
         # A planner's own kind of plan is unknown where the parts are joined.
         plan = SavePlan(items=list(self._plan.items))
-        known = (plan, tuple(self._results), getattr(self._plan, "mcore_data", None))
-        file.write(pickle.dumps(known))
+        plan_and_results = (plan, tuple(self._results), getattr(self._plan, "mcore_data", None))
+        file.write(pickle.dumps(plan_and_results))
 
 
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,8 +130,8 @@ def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
         # What the ranks of this job have written a moment ago, by its checksum.
         parts.sort(key=lambda part: int(part.path.removeprefix(_PART)))
         _finish(folder, [_Known(*pickle.loads((folder / part.draft).read_bytes())) for part in parts])
-    whole = FileEntry(METADATA, joined.stat().st_size, hashing.hash_file(joined))
-    return (*(entry for entry in entries if entry not in parts), whole)
+    joined_metadata = FileEntry(METADATA, joined.stat().st_size, hashing.hash_file(joined))
+    return (*(entry for entry in entries if entry not in parts), joined_metadata)
 
 
 def _finish(folder: Path, parts: Sequence[_Known]) -> None:

@@ -99,7 +99,7 @@ def _add_value(
     layout: SequenceLayout[Source], value: Any, planned: PlannedTensors, name: str
 ) -> tuple[int, int]:
     """Add what torch.save would have made of `value` with the tensors. Raises CannotBePlanned."""
-    known: dict[int, Source] = {}
+    sources_by_storage: dict[int, Source] = {}
 
     def on_host(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or not planned.stands_for_state(leaf):
@@ -109,12 +109,12 @@ def _add_value(
             raise CannotBePlanned(name)
         if type(leaf) is not torch.Tensor or leaf.requires_grad:  # torch would save that as well
             raise CannotBePlanned(name)
-        made = stand_in_for(leaf)
-        known[made.untyped_storage()._cdata] = source
-        return made
+        stand_in = stand_in_for(leaf)
+        sources_by_storage[stand_in.untyped_storage()._cdata] = source
+        return stand_in
 
-    made = _mapped(value, on_host)
-    archive = ArchiveLayout(made, lambda storage: known.get(storage._cdata))
+    stand_in = _mapped(value, on_host)
+    archive = ArchiveLayout(stand_in, lambda storage: sources_by_storage.get(storage._cdata))
     # Such as a sum of stand-ins, or one in a value of another kind: nothing of it would be in the file.
     require_no_stand_in(archive.structure, name)
     return layout.add_archive(archive)
@@ -130,14 +130,14 @@ def _mapped(value: Any, act: Callable[[Any], Any]) -> Any:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
 
     def note(leaf: Any) -> None:
         if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
 
     _mapped(value, note)
-    return found
+    return tensors
 
 
 def require_no_stand_in(content: bytes, name: str) -> None:
@@ -165,11 +165,11 @@ def _is_part_on_host(tensor: torch.Tensor) -> bool:
 
 def _sources(items: Sequence[tuple[Any, torch.Tensor]], planned: PlannedTensors) -> dict[Any, Source]:
     """Return what stands for each of these tensors, by the index of its item. Raises CannotBePlanned."""
-    known = {item.index: planned.range_of(tensor) for item, tensor in items}
-    starts = _starts(items, known)
-    found: dict[Any, Source] = {}
+    sources_by_index = {item.index: planned.range_of(tensor) for item, tensor in items}
+    starts = _starts(items, sources_by_index)
+    sources_found: dict[Any, Source] = {}
     for item, tensor in items:
-        source = known[item.index]
+        source = sources_by_index[item.index]
         if source is None and not planned.stands_for_state(tensor):
             source = _padding(item, tensor, starts)
         if (
@@ -179,8 +179,8 @@ def _sources(items: Sequence[tuple[Any, torch.Tensor]], planned: PlannedTensors)
             or not tensor.is_contiguous()
         ):
             raise CannotBePlanned(item.index.fqn)
-        found[item.index] = source
-    return found
+        sources_found[item.index] = source
+    return sources_found
 
 
 # Where a flat tensor starts in a world tensor: its position, number, key, dtype, and the place there.
@@ -188,12 +188,12 @@ _Start = tuple[int, int, str, torch.dtype, int]
 
 
 def _starts(
-    items: Sequence[tuple[Any, torch.Tensor]], known: Mapping[Any, Source | None]
+    items: Sequence[tuple[Any, torch.Tensor]], sources_by_index: Mapping[Any, Source | None]
 ) -> dict[str, set[_Start]]:
     """Return where the tensor under each key starts, as its pieces tell: one place, if it is flat."""
     starts: dict[str, set[_Start]] = defaultdict(set)
     for item, _ in items:
-        source = known[item.index]
+        source = sources_by_index[item.index]
         if _FLAT.match(item.index.fqn) and source is not None and not source.view:
             begin = source.begin - item.tensor_data.chunk.offsets[0]
             starts[item.index.fqn].add((source.position, source.number, source.key, source.dtype, begin))

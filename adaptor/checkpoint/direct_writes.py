@@ -146,10 +146,10 @@ def _past_the_cache(descriptor: int) -> int | None:
 
 
 def _write(direct: int, through_cache: int, data: memoryview, at: int) -> None:
-    done = 0
-    while done < len(data):
+    written = 0
+    while written < len(data):
         try:
-            done += os.pwrite(direct, data[done:], at + done)
+            written += os.pwrite(direct, data[written:], at + written)
         except OSError as error:
             if error.errno != errno.EINVAL:  # the disk asks for larger units, or has taken a part of one
                 raise

@@ -93,10 +93,10 @@ def is_folder(path: Path) -> bool:
         return False
 
 
-def is_same(one: Path, other: Path) -> bool:
+def is_same(first: Path, second: Path) -> bool:
     """Return whether both are the same folder; False where nobody can say."""
     try:
-        return one == other or one.samefile(other)
+        return first == second or first.samefile(second)
     except (OSError, ValueError):
         return False
 
@@ -169,24 +169,24 @@ def create(folder: Path, name: str) -> int:
         OSError: `folder` is not there, a part of `name` is a link or a file, or the disk refuses.
     """
     *between, last = PurePosixPath(name).parts
-    where = os.open(folder, _FOLDER)
+    folder_descriptor = os.open(folder, _FOLDER)
     try:
         for part in between:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(part, dir_fd=where)
-            inner = os.open(part, _FOLDER, dir_fd=where)
-            os.close(where)
-            where = inner
+                os.mkdir(part, dir_fd=folder_descriptor)
+            inner = os.open(part, _FOLDER, dir_fd=folder_descriptor)
+            os.close(folder_descriptor)
+            folder_descriptor = inner
         try:
-            return os.open(last, _ANEW, 0o666, dir_fd=where)
+            return os.open(last, _ANEW, 0o666, dir_fd=folder_descriptor)
         except FileExistsError:
-            os.unlink(last, dir_fd=where)
-            return os.open(last, _ANEW, 0o666, dir_fd=where)
+            os.unlink(last, dir_fd=folder_descriptor)
+            return os.open(last, _ANEW, 0o666, dir_fd=folder_descriptor)
     except OSError as error:
         error.filename = str(folder / name)
         raise
     finally:
-        os.close(where)
+        os.close(folder_descriptor)
 
 
 def open_below(folder: Path, name: str, flags: int) -> int:
@@ -201,15 +201,17 @@ def open_below(folder: Path, name: str, flags: int) -> int:
         OSError: it is not there, or is no regular file.
     """
     *between, last = PurePosixPath(name).parts
-    where = os.open(folder, _FOLDER)
+    folder_descriptor = os.open(folder, _FOLDER)
     try:
         for part in between:
-            inner = os.open(part, _FOLDER, dir_fd=where)
-            os.close(where)
-            where = inner
-        descriptor = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=where)
+            inner = os.open(part, _FOLDER, dir_fd=folder_descriptor)
+            os.close(folder_descriptor)
+            folder_descriptor = inner
+        descriptor = os.open(
+            last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_descriptor
+        )
     finally:
-        os.close(where)
+        os.close(folder_descriptor)
     try:
         _require_regular(os.fstat(descriptor), folder / name)
     except OSError:
@@ -229,22 +231,22 @@ def write(folder: Path, name: str, content: bytes) -> None:
 def replace(folder: Path, name: str, content: bytes) -> None:
     """Let `name` in `folder` become a file with this `content`, at once or not at all; it may be a link."""
     draft = f"{name}.{secrets.token_hex(4)}{DRAFT}"
-    where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    folder_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with os.fdopen(os.open(draft, _ANEW, 0o666, dir_fd=where), "wb") as file:
+        with os.fdopen(os.open(draft, _ANEW, 0o666, dir_fd=folder_descriptor), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.rename(draft, name, src_dir_fd=where, dst_dir_fd=where)
-        os.fsync(where)
+        os.rename(draft, name, src_dir_fd=folder_descriptor, dst_dir_fd=folder_descriptor)
+        os.fsync(folder_descriptor)
     except Exception as error:
         with contextlib.suppress(OSError):
-            os.unlink(draft, dir_fd=where)
+            os.unlink(draft, dir_fd=folder_descriptor)
         if isinstance(error, OSError):
             error.filename = str(folder / name)
         raise
     finally:
-        os.close(where)
+        os.close(folder_descriptor)
 
 
 def sync(path: Path) -> None:

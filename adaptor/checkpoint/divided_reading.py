@@ -76,12 +76,12 @@ class Division:
 
     def whole_files(self, files: Sequence[FileEntry]) -> list[FileEntry]:
         """Return the files that the rank compares: each has one reader, who are spread over all ranks."""
-        found = []
+        whole_file_list = []
         for number, file in enumerate(files):
             ranks = self._ranks_of(file)
             if ranks[number * len(ranks) // len(files)] == self._rank:
-                found.append(file)
-        return found
+                whole_file_list.append(file)
+        return whole_file_list
 
     def blocks(self, file: FileEntry) -> tuple[int, int]:
         """Return the first of the blocks of a file that the rank reads, and the number behind the last one.
@@ -110,10 +110,10 @@ class Division:
 
 def views(readers: Sequence[Reader]) -> list[list[int]]:
     """Return the ranks that see the same folder, in order, for each folder."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    ranks_by_view: dict[tuple[int, ...], list[int]] = {}
     for rank, reader in enumerate(readers):
-        found.setdefault(reader.view, []).append(rank)
-    return list(found.values())
+        ranks_by_view.setdefault(reader.view, []).append(rank)
+    return list(ranks_by_view.values())
 
 
 def unlike(readers: Sequence[Reader]) -> frozenset[int]:
@@ -121,9 +121,9 @@ def unlike(readers: Sequence[Reader]) -> frozenset[int]:
     return frozenset(rank for rank, reader in enumerate(readers) if is_unlike(reader.view, readers[0].view))
 
 
-def is_unlike(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+def is_unlike(first_view: tuple[int, ...], second_view: tuple[int, ...]) -> bool:
     """Return whether two views are of different manifests, whatever inodes machines see."""
-    return one[:2] != other[:2]
+    return first_view[:2] != second_view[:2]
 
 
 def apart(readers: Sequence[Reader]) -> frozenset[int]:

@@ -176,14 +176,15 @@ class PartWriter:
             self._stretches.append(_Stretch(file, at + begin, len(part), functools.partial(_slice, part)))
 
     def add_shards(
-        self, regions: Sequence[Region], optimizers: Sequence[Any], own: Sequence[Mapping[int, Any]]
+        self, regions: Sequence[Region], optimizers: Sequence[Any], own_shards: Sequence[Mapping[int, Any]]
     ) -> None:
         """Add what this rank has of the `regions`.
 
         Args:
             regions: of all files.
             optimizers: those of the chain.
-            own: per optimizer, the readers of the shards that this rank gives (`shard_exchange.own_shards`).
+            own_shards: per optimizer, the readers of the shards that this rank gives
+            (`shard_exchange.own_shards`).
         """
         # Once for each, and not for each of the regions, of which a file of one archive per tensor has many.
         buckets: dict[tuple[int, int], list[shards.Bucket]] = {}
@@ -194,14 +195,18 @@ class PartWriter:
             if buffer not in buckets:
                 buckets[buffer] = shards.buckets_of(optimizer, optimizer.buffers[region.number])
             for bucket in buckets[buffer]:
-                for index, reader in own[region.position].items():
+                for index, reader in own_shards[region.position].items():
                     start, stop = bucket.extent(index)
                     begin, end = max(start, region.begin), min(stop, region.end)
                     if begin < end:
                         if (place := (*buffer, bucket.index, index)) not in pieces:
                             part = reader(region.number, bucket.index)
                             pieces[place] = sorted(
-                                ((start + low, start + high, held) for low, high, held in part), key=_extent
+                                (
+                                    (start + low, start + high, shard_reader)
+                                    for low, high, shard_reader in part
+                                ),
+                                key=_extent,
                             )
                         if region.view:
                             if place not in filled:
@@ -262,11 +267,11 @@ class PartWriter:
         return stretch.is_whole and self._direct.takes(stretch.file), stretch.file, stretch.at
 
     def _write(self, stretch: _Stretch) -> Iterator[None]:
-        descriptor, done, crc, digests = self._files[stretch.file], 0, 0, bytearray()
-        while done < stretch.size:
-            at = stretch.at + done
-            count = min(BLOCK - at % BLOCK, stretch.size - done)
-            data = stretch.read(done, done + count)
+        descriptor, digested, crc, digests = self._files[stretch.file], 0, 0, bytearray()
+        while digested < stretch.size:
+            at = stretch.at + digested
+            count = min(BLOCK - at % BLOCK, stretch.size - digested)
+            data = stretch.read(digested, digested + count)
             crc = crc32(data, crc)
             is_whole = count == BLOCK
             if is_whole:
@@ -274,7 +279,7 @@ class PartWriter:
             if not (is_whole and self._direct.take(stretch.file, data, at)):
                 write_all(descriptor, data, at)
                 self._sync.wrote(descriptor, count)
-            done += count
+            digested += count
             self._exchange.advanced(count)
             yield
         self.parts.append(WrittenPart(stretch.file, stretch.at, stretch.size, crc, bytes(digests)))
@@ -306,9 +311,9 @@ class _Shard:
 
     def read(self, begin: int, end: int) -> memoryview:
         first, last = (self._begin + edge // self.itemsize for edge in (begin, end))
-        if (here := self._on_host(first, last)) is not None:
-            self._note(here, first, last)
-            return _view(here.view(torch.uint8))
+        if (host_bytes := self._on_host(first, last)) is not None:
+            self._note(host_bytes, first, last)
+            return _view(host_bytes.view(torch.uint8))
         block = self._block[: last - first].zero_()
         while self._pieces and self._pieces[-1][0] < last:  # they come in order, and are read in order
             start, stop, tensor = self._pieces[-1]
@@ -351,22 +356,22 @@ class _StridedPart:
         piece: _Piece,
         exchange: Exchange,
         not_finite: list[NotFinite],
-        held: _Held,
+        held_part: _Held,
     ) -> None:
         self._region, self._index, self._view, self._exchange = region, index, view, exchange
         self._begin, self._end, tensors = piece
         self._tensor = shards.tensor_of(tensors, region.key).detach().view(-1)
         self._not_finite = not_finite
         self._is_finite = True
-        self._held = held
+        self._held = held_part
         self._dtype = getattr(torch, region.dtype)
         self.itemsize = self._dtype.itemsize
 
     def read(self, start: int, begin: int, end: int) -> memoryview:
         """Return bytes [`begin`, `end`) of the run that begins at element `start` of the view."""
         first, last = (start + edge // self.itemsize for edge in (begin, end))
-        low, held = self._on_host(first, last)
-        content = held[self._view.places(first, last) - low].to(self._dtype)
+        low, held_part = self._on_host(first, last)
+        content = held_part[self._view.places(first, last) - low].to(self._dtype)
         if self._is_finite and not finite.is_finite(content):
             self._is_finite = False
             self._not_finite.append(_not_finite(self._region, self._index, self._begin, self._end))
@@ -378,13 +383,13 @@ class _StridedPart:
         low, high = max(low, self._begin), min(high, self._end)
         if 2 * (high - low) > self._end - self._begin:  # matrices that lie in each other need all, each
             low, high = self._begin, self._end
-        held = self._held.get(self._index)
-        if held is None or held[:3] != (self, low, high):
-            held = None
+        held_part = self._held.get(self._index)
+        if held_part is None or held_part[:3] != (self, low, high):
+            held_part = None
             self._held.pop(self._index, None)  # one of a shard at a time
-            there = self._tensor[low - self._begin : high - self._begin]
-            held = self._held[self._index] = self, low, high, self._exchange.device.to_host(there)
-        return low, held[3]
+            device_part = self._tensor[low - self._begin : high - self._begin]
+            held_part = self._held[self._index] = self, low, high, self._exchange.device.to_host(device_part)
+        return low, held_part[3]
 
 
 def _not_finite(region: Region, index: int, begin: int, end: int) -> NotFinite:
@@ -429,6 +434,6 @@ def read_all(descriptor: int, count: int, at: int) -> bytes:
         OSError: the disk refuses.
     """
     data = os.pread(descriptor, count, at)
-    while len(data) < count and (more := os.pread(descriptor, count - len(data), at + len(data))):
-        data += more
+    while len(data) < count and (chunk := os.pread(descriptor, count - len(data), at + len(data))):
+        data += chunk
     return data

@@ -39,7 +39,7 @@ def bad_shards(optimizer: Any, state: Mapping[Any, Any]) -> dict[int, list[str]]
 
     Each world tensor is read once; only one that is not finite is examined shard by shard.
     """
-    found: dict[int, list[str]] = {}
+    keys_by_shard: dict[int, list[str]] = {}
     for number, buffer in enumerate(optimizer.buffers):
         (world,) = state[number].values()
         for key in shards.KEYS:
@@ -47,16 +47,16 @@ def bad_shards(optimizer: Any, state: Mapping[Any, Any]) -> dict[int, list[str]]
                 continue
             for bucket in shards.buckets_of(optimizer, buffer):
                 for index in range(shards.shard_of(optimizer)[1]):
-                    keys = found.setdefault(index, [])
+                    keys = keys_by_shard.setdefault(index, [])
                     if key not in keys and not is_finite(world[key][slice(*bucket.extent(index))]):
                         keys.append(key)
-    return {index: keys for index, keys in sorted(found.items()) if keys}
+    return {index: keys for index, keys in sorted(keys_by_shard.items()) if keys}
 
 
 def words(things: list[str]) -> str:
     """Describe bad things, some by name: "a, b, c and 4 more are not finite"; empty for none."""
     if not things:
         return ""
-    more = len(things) - _TOLD
-    told = ", ".join(things[:_TOLD]) + (f" and {more} more" if more > 0 else "")
-    return f"{told} {'is' if len(things) == 1 else 'are'} not finite"
+    omitted = len(things) - _TOLD
+    shown = ", ".join(things[:_TOLD]) + (f" and {omitted} more" if omitted > 0 else "")
+    return f"{shown} {'is' if len(things) == 1 else 'are'} not finite"

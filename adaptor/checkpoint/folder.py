@@ -46,10 +46,10 @@ def require_possible(save: str | Path | None) -> None:
         ConfigError: as it does.
     """
     folder = _require_folder(save).absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
+    nearest_existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest_existing.is_dir():
         raise ConfigError(f"--save is {save}: it cannot be written ({os.strerror(errno.ENOTDIR)})")
-    if not os.access(there, os.W_OK | os.X_OK):
+    if not os.access(nearest_existing, os.W_OK | os.X_OK):
         raise ConfigError(f"--save is {save}: it cannot be written ({os.strerror(errno.EACCES)})")
 
 
@@ -88,7 +88,11 @@ def require_no_later_step(save: str | Path, step: int) -> None:
 
 
 def _tell_of_untracked(save: Path, step: int) -> None:
-    newer = [one for one in saved_steps.steps(save) if one > step and saved_steps.has_manifest(save, one)]
+    newer = [
+        later_step
+        for later_step in saved_steps.steps(save)
+        if later_step > step and saved_steps.has_manifest(save, later_step)
+    ]
     if newer:
         output.tell(
             f"[ttp] {save} holds checkpoints up to step {newer[-1]} that no tracker names: training begins at"

@@ -50,12 +50,12 @@ def probe(folder: Path) -> os.stat_result:
     The user number of the process does not tell: a server may give another one to root, and know no rights.
     """
     path = folder / f"{PROBE}{secrets.token_hex(4)}"
-    made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         path.unlink()
-        return os.fstat(made)
+        return os.fstat(descriptor)
     finally:
-        os.close(made)
+        os.close(descriptor)
 
 
 def name_user(number: int) -> str:

@@ -112,13 +112,13 @@ def _padded(tensor: torch.Tensor, bucket: shards.Bucket, buffer: Any) -> torch.T
     return padded
 
 
-def _places(before: str, saved: dict[str, Any]) -> Iterator[TensorSlot]:
+def _places(prefix: str, saved: dict[str, Any]) -> Iterator[TensorSlot]:
     """Models from before Megatron-core save a dict of dicts, by their parts."""
     for name, value in saved.items():
         if isinstance(value, torch.Tensor):
-            yield f"{before}{name}", value, partial(saved.__setitem__, name)
+            yield f"{prefix}{name}", value, partial(saved.__setitem__, name)
         elif isinstance(value, dict):
-            yield from _places(f"{before}{name}.", value)
+            yield from _places(f"{prefix}{name}.", value)
 
 
 def _write(content: bytes, file: HashingFile) -> None:

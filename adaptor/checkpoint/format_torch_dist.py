@@ -79,7 +79,7 @@ class Sharding:
     def optimizer(
         self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], gathered: Sequence[Any]
     ) -> Any:
-        made = [
+        chained_states = [
             plain_stand_in(optimizer, live, plain)
             if whole_state is None
             else gathered_stand_in(optimizer, plain, whole_state, stored)
@@ -87,11 +87,11 @@ class Sharding:
                 state.chained, states, gathered, strict=True
             )
         ]
-        whole = made[0]
+        whole_optimizer = chained_states[0]
         if hasattr(state.optimizer, "chained_optimizers"):
-            whole = copy.copy(state.optimizer)
-            whole.chained_optimizers = made
-        return whole.sharded_state_dict(dict(model), metadata=dict(self.metadata))
+            whole_optimizer = copy.copy(state.optimizer)
+            whole_optimizer.chained_optimizers = chained_states
+        return whole_optimizer.sharded_state_dict(dict(model), metadata=dict(self.metadata))
 
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
         return [dataclasses.replace(place, data=list(states)) for place in self.random]
@@ -204,8 +204,10 @@ def make(state: TrainingState, first: int) -> CheckpointFormat:
         return TorchFormat()
     metadata = getattr(checkpointing, _METADATA)(state.args)
     groups = (mpu.get_tensor_model_parallel_group(), mpu.get_pipeline_model_parallel_group())
-    asked = inspect.signature(checkpointing.get_rng_state).parameters
-    random = checkpointing.get_rng_state(state.args.ckpt_format, *(groups if "tp_group" in asked else ()))
+    parameters = inspect.signature(checkpointing.get_rng_state).parameters
+    random = checkpointing.get_rng_state(
+        state.args.ckpt_format, *(groups if "tp_group" in parameters else ())
+    )
     peers = mpu.get_data_parallel_group(with_context_parallel=True)
     return agree(state, metadata, random, first, peers)
 
@@ -235,27 +237,27 @@ def agree(
     for optimizer, _, _ in state.chained:
         if shards.is_sharded(optimizer) and not all(hasattr(optimizer, name) for name in REPLACED):
             raise UnsupportedError(_refused("the optimizer of this version"))
-        if kind == ONE_INSTANCE and (made := _instances(optimizer)) > 1:
+        if kind == ONE_INSTANCE and (instances := _instances(optimizer)) > 1:
             raise UnsupportedError(
                 f"--ckpt-format is torch_dist: the framework cannot load optimizer state of the kind {kind} "
-                f"with {made} optimizer instances; use TTP_REPLICA=mirror, or --ckpt-fully-parallel-save"
+                f"with {instances} optimizer instances; use TTP_REPLICA=mirror, or --ckpt-fully-parallel-save"
             )
     from megatron.core.dist_checkpointing.mapping import is_main_replica
 
     marks = tuple((base.key, base.replica_id) for base in _bases(_model(state.chunks, metadata)))
-    mine = dist.get_rank() == first
-    stray = [key for key, replica in marks if is_main_replica(replica) and not mine]
+    is_first = dist.get_rank() == first
+    stray = [key for key, replica in marks if is_main_replica(replica) and not is_first]
     saved = [random.without_data()] if is_main_replica(random.replica_id) else []
-    told: list[Any] = [None] * peers.size()
-    dist.all_gather_object(told, (first, marks if mine else None, saved, stray), group=peers)
-    for _, _, _, strange in told:
+    gathered: list[Any] = [None] * peers.size()
+    dist.all_gather_object(gathered, (first, marks if is_first else None, saved, stray), group=peers)
+    for _, _, _, strange in gathered:
         if strange:
             raise UnsupportedError(
                 _refused(f"{strange[0]}, which is not saved by the first rank that has it,")
             )
-    (known,) = (marks for group, marks, _, _ in told if group == first and marks is not None)
-    objects = [one for group, _, saved, _ in told if group == first for one in saved]
-    sharding = Sharding(first, metadata, known, tuple(objects))
+    (first_marks,) = (marks for group, marks, _, _ in gathered if group == first and marks is not None)
+    objects = [rank_objects for group, _, saved, _ in gathered if group == first for rank_objects in saved]
+    sharding = Sharding(first, metadata, first_marks, tuple(objects))
     _rehearse(sharding, state)
     return sharding
 
@@ -271,7 +273,10 @@ def _rehearse(sharding: Sharding, state: TrainingState) -> None:
 
     empty: dict[str, Any] = {"state": {}, "param_groups": []}
     states = [{**empty, "optimizer": {**empty}, "fp32_from_fp16_params": []} for _ in state.chained]
-    gathered = [state_without_memory(one) if shards.is_sharded(one) else None for one, _, _ in state.chained]
+    gathered = [
+        state_without_memory(chained_optimizer) if shards.is_sharded(chained_optimizer) else None
+        for chained_optimizer, _, _ in state.chained
+    ]
     try:
         body = dict(sharding.model(state.chunks))
         if not shards.is_stub(state.optimizer):
@@ -283,8 +288,8 @@ def _rehearse(sharding: Sharding, state: TrainingState) -> None:
         ) from error
 
 
-def _refused(what: str) -> str:
+def _refused(subject: str) -> str:
     return (
-        f"--ckpt-format is torch_dist: {what} cannot be written by the survivors alone; "
+        f"--ckpt-format is torch_dist: {subject} cannot be written by the survivors alone; "
         "use --ckpt-format torch, or set ENABLE_TTP=False"
     )

@@ -142,15 +142,19 @@ def block_digests(path: Path, first: int, end: int, threads: int = 1) -> bytes:
         if threads == 1:
             return b"".join(hashed(stretches))
         with ThreadPoolExecutor(threads, thread_name_prefix="ttp-hash") as pool:
-            found = list(pool.map(hashed, (stretches[number::threads] for number in range(threads))))
-        return b"".join(found[number % threads][number // threads] for number in range(len(stretches)))
+            digests_by_thread = list(
+                pool.map(hashed, (stretches[number::threads] for number in range(threads)))
+            )
+        return b"".join(
+            digests_by_thread[number % threads][number // threads] for number in range(len(stretches))
+        )
     finally:
         os.close(descriptor)
 
 
 def _digests_in(descriptor: int, end: int, stretches: range) -> list[bytes]:
     """Return the digests of the blocks of each stretch, as far as they stand before block `end`."""
-    memory, found = memoryview(bytearray(BLOCK)), []  # memory that stays in the cache
+    memory, block_list = memoryview(bytearray(BLOCK)), []  # memory that stays in the cache
     for first in stretches:
         digests = bytearray()
         for block in range(first, min(first + _SLICE // BLOCK, end)):
@@ -163,8 +167,8 @@ def _digests_in(descriptor: int, end: int, stretches: range) -> list[bytes]:
                 digest = xxhash.xxh3_128()
                 digest.update(memory[:filled])  # without the interpreter's lock
                 digests += digest.digest()
-        found.append(bytes(digests))
-    return found
+        block_list.append(bytes(digests))
+    return block_list
 
 
 def join_blocks(digests: bytes) -> str:
@@ -182,10 +186,13 @@ class HashingFile:
     """
 
     def __init__(
-        self, path: Path, progress: Callable[[int], None] = lambda count: None, below: Path | None = None
+        self,
+        path: Path,
+        progress: Callable[[int], None] = lambda count: None,
+        base_folder: Path | None = None,
     ) -> None:
         self.path = path
-        root = below or path.parent
+        root = base_folder or path.parent
         self.bytes = 0
         self._progress = progress
         self._failure: BaseException | None = None

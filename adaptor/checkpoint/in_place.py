@@ -128,9 +128,9 @@ class InPlace:
                 self._order(Order.SEND)
                 return False
             self._in_rounds(writer)
-        same = all(self._is_there(part) for rank, part in self._parts if rank in self._foreign)
-        self._order(Order.END if same else Order.SEND)
-        return same
+        is_unchanged = all(self._is_there(part) for rank, part in self._parts if rank in self._foreign)
+        self._order(Order.END if is_unchanged else Order.SEND)
+        return is_unchanged
 
     def finish(self) -> list[FileEntry]:
         """Write what stands around the data, and return the entries of the files, which are on disk then.
@@ -181,31 +181,32 @@ class InPlace:
             send(Offer(self._drafts, regions, token, slot), rank, self._exchange)
         answers = {rank: receive(Answer, rank, self._exchange) for rank in self._others}
         # Opened anew: that is when a shared file system brings its cache up to date.
-        here = disk.open_below(self._root, self._drafts[0], os.O_RDONLY)
+        descriptor = disk.open_below(self._root, self._drafts[0], os.O_RDONLY)
         try:
-            mine = in_place_messages.seen(here)
+            own_identity = in_place_messages.seen(descriptor)
             self._foreign = {
                 rank
                 for rank, answer in answers.items()
-                if (answer.kernel, answer.device, answer.inode) != (mine.kernel, mine.device, mine.inode)
+                if (answer.kernel, answer.device, answer.inode)
+                != (own_identity.kernel, own_identity.device, own_identity.inode)
             }
             return all(
-                not answer.problem and read_all(here, TOKEN_BYTES, slots[rank]) == answer.token
+                not answer.problem and read_all(descriptor, TOKEN_BYTES, slots[rank]) == answer.token
                 for rank, answer in answers.items()
             )
         finally:
-            os.close(here)
+            os.close(descriptor)
 
     def _in_rounds(self, writer: PartWriter) -> None:
         """Write the own parts while the others write theirs, until all are on disk."""
-        failure, done = "", False
+        failure, is_finished = "", False
         error: Exception | None = None
         waiting = set(self._others)
-        while waiting or not done:
+        while waiting or not is_finished:
             self._order(Order.WRITE, waiting)
             self._order(Order.WAIT, set(self._others) - waiting)
             try:
-                done = writer.write_for(ROUND_S)
+                is_finished = writer.write_for(ROUND_S)
             except DumpCancelled:
                 raise
             except Exception as raised:  # the others, who are at work, are told behind this round
@@ -216,12 +217,12 @@ class InPlace:
                 if report.done:
                     waiting.discard(rank)
                     self._parts += [(rank, part) for part in report.parts]
-                    self.not_finite += [(rank, what) for what in report.not_finite]
+                    self.not_finite += [(rank, bad_shard) for bad_shard in report.not_finite]
             if error is not None or failure:
                 self._order(Order.END)
                 raise error or CheckpointError(failure)
         self._parts += [(self._exchange.rank, part) for part in writer.parts]
-        self.not_finite += [(self._exchange.rank, what) for what in writer.not_finite]
+        self.not_finite += [(self._exchange.rank, bad_shard) for bad_shard in writer.not_finite]
 
     def _order(self, order: Order, ranks: set[int] | None = None) -> None:
         for rank in self._others if ranks is None else sorted(ranks):
@@ -232,18 +233,18 @@ class InPlace:
 
         The others are told meanwhile to wait.
         """
-        here = disk.open_below(self._root, self._drafts[part.file], os.O_RDONLY)
+        descriptor = disk.open_below(self._root, self._drafts[part.file], os.O_RDONLY)
         try:
             crc = 0
             for begin in range(0, part.size, BLOCK):
-                data = read_all(here, min(BLOCK, part.size - begin), part.at + begin)
+                data = read_all(descriptor, min(BLOCK, part.size - begin), part.at + begin)
                 crc = crc32(data, crc)
                 self._exchange.advanced(len(data))
                 if time.monotonic() >= self._next_round:
                     self._order(Order.WAIT)
                     self._next_round = time.monotonic() + ROUND_S
         finally:
-            os.close(here)
+            os.close(descriptor)
         return crc == part.crc
 
     def _digest(self, draft: str, layout: FileLayout[Source], parts: Sequence[WrittenPart]) -> str:
@@ -254,33 +255,35 @@ class InPlace:
         Raises:
             CheckpointError: a block has changed.
         """
-        known = {}
+        digests_by_block = {}
         for part in parts:
             first = -(-part.at // BLOCK)
             for begin in range(0, len(part.digests), DIGEST_BYTES):
-                known[first + begin // DIGEST_BYTES] = part.digests[begin : begin + DIGEST_BYTES]
-        whole = BlockDigest()
-        here = disk.open_below(self._root, draft, os.O_RDONLY)
+                digests_by_block[first + begin // DIGEST_BYTES] = part.digests[begin : begin + DIGEST_BYTES]
+        whole_digest = BlockDigest()
+        descriptor = disk.open_below(self._root, draft, os.O_RDONLY)
         try:
             for block in range(-(-layout.size // BLOCK)):
-                digest = known.get(block)
+                digest = digests_by_block.get(block)
                 if digest is None or layout.reader is not None:
                     if layout.reader is not None:
                         # The reader takes longer with a block than the disk, which reads on meanwhile.
-                        os.posix_fadvise(here, (block + 1) * BLOCK, _AHEAD * BLOCK, os.POSIX_FADV_WILLNEED)
-                    data = read_all(here, BLOCK, block * BLOCK)
-                    found = xxhash.xxh3_128_digest(data)
-                    if digest not in (None, found):
-                        told = f"other bytes are read at byte {block * BLOCK} than were written there"
-                        raise CheckpointError(f"{self._root / draft}: {told}")
+                        os.posix_fadvise(
+                            descriptor, (block + 1) * BLOCK, _AHEAD * BLOCK, os.POSIX_FADV_WILLNEED
+                        )
+                    data = read_all(descriptor, BLOCK, block * BLOCK)
+                    digest_read = xxhash.xxh3_128_digest(data)
+                    if digest not in (None, digest_read):
+                        problem = f"other bytes are read at byte {block * BLOCK} than were written there"
+                        raise CheckpointError(f"{self._root / draft}: {problem}")
                     if layout.reader is not None:
                         layout.reader(data)
                     self._exchange.advanced(len(data))
-                    digest = found
-                whole.add_block(digest)
+                    digest = digest_read
+                whole_digest.add_block(digest)
         finally:
-            os.close(here)
-        return whole.hexdigest()
+            os.close(descriptor)
+        return whole_digest.hexdigest()
 
 
 def decline(exchange: Exchange) -> None:
@@ -305,7 +308,7 @@ def _crcs(name: str, layout: FileLayout[Source], parts: Sequence[WrittenPart]) -
         while part.at >= layout.entries[number].begin + layout.entries[number].size:
             number += 1
         inside[number].append(part)
-    found = []
+    crcs = []
     for number, entry in enumerate(layout.entries):
         at = entry.begin
         for part in inside[number]:
@@ -314,5 +317,5 @@ def _crcs(name: str, layout: FileLayout[Source], parts: Sequence[WrittenPart]) -
             at += part.size
         if at != entry.begin + entry.size:
             raise CheckpointError(f"{name}: no rank has written what belongs at byte {at}")
-        found.append(join_crcs([(part.crc, part.size) for part in inside[number]]))
-    return found
+        crcs.append(join_crcs([(part.crc, part.size) for part in inside[number]]))
+    return crcs

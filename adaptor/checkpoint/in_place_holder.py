@@ -31,7 +31,7 @@ def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> boo
         RuntimeError: from the process group, when the writer is gone.
     """
     assert exchange.folder is not None
-    own = own_readers(optimizers, exchange)
+    own_by_optimizer = own_readers(optimizers, exchange)
     offer = receive(Offer, writer, exchange)
     if not offer.drafts:
         return True
@@ -43,7 +43,7 @@ def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> boo
             answer = Answer(problem=f"{error.filename or exchange.folder}: {error.strerror or error}")
         send(answer, writer, exchange)
         with PartWriter(files, exchange) as parts:
-            add = functools.partial(parts.add_shards, offer.regions, optimizers, own)
+            add = functools.partial(parts.add_shards, offer.regions, optimizers, own_by_optimizer)
             return _in_rounds(parts, add, writer, exchange) is Order.SEND
     finally:
         for descriptor in files:
@@ -60,19 +60,19 @@ def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[i
     Raises:
         CheckpointError: it has not what it was chosen for, or no state yet.
     """
-    found: list[Mapping[int, Any]] = []
+    readers: list[Mapping[int, Any]] = []
     for position, optimizer in enumerate(optimizers):
-        own: Mapping[int, Any] = {}
+        own_shards: Mapping[int, Any] = {}
         if shards.is_sharded(optimizer) and exchange.rank in exchange.sources[position]:
-            own = shard_exchange.own_shards(optimizer, position, exchange)
-        for reader in own.values():
+            own_shards = shard_exchange.own_shards(optimizer, position, exchange)
+        for reader in own_shards.values():
             for number, buffer in enumerate(optimizer.buffers):
                 for bucket in range(len(buffer.buckets)):
                     for _, _, tensors in reader(number, bucket):
                         for key in shards.KEYS:
                             shards.tensor_of(tensors, key)
-        found.append(own)
-    return found
+        readers.append(own_shards)
+    return readers
 
 
 def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange: Exchange) -> Order:
@@ -116,13 +116,13 @@ def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange
 
 def _proof(offer: Offer, folder: Path, files: list[int]) -> Answer:
     """Open the files, which are appended to `files`, and leave a token. Raises OSError."""
-    here = disk.open_below(folder, offer.drafts[0], os.O_RDONLY)
+    descriptor = disk.open_below(folder, offer.drafts[0], os.O_RDONLY)
     try:
-        answer = in_place_messages.seen(here)
-        if read_all(here, TOKEN_BYTES, 0) != offer.token:
+        answer = in_place_messages.seen(descriptor)
+        if read_all(descriptor, TOKEN_BYTES, 0) != offer.token:
             return Answer(problem=f"{folder}: is another folder than the writer's")
     finally:
-        os.close(here)
+        os.close(descriptor)
     # Not for reading as well: a client of NFS would then write pages as a whole that it has read before.
     files += [disk.open_below(folder, draft, os.O_WRONLY) for draft in offer.drafts]
     answer.token = secrets.token_bytes(TOKEN_BYTES)

@@ -47,36 +47,36 @@ def digest() -> hashlib._Hash:
 
 
 def with_part(
-    files: Mapping[str, _Write], rank: int, others: Mapping[str, Callable[[], str]] | None = None
+    files: Mapping[str, _Write], rank: int, other_digests: Mapping[str, Callable[[], str]] | None = None
 ) -> dict[str, _Write]:
     """Return the files of a writer, and behind them its part: the digests of those that are not joined.
 
     Args:
         files: that it writes, by name.
         rank: that names the part.
-        others: for each file that is there before these, what returns its digest in hexadecimal.
+        other_digests: for each file that is there before these, what returns its digest in hexadecimal.
     """
     digests: dict[str, str] = {}
 
     def digested(name: str, write: _Write) -> _Write:
         def act(file: HashingFile) -> None:
-            made = digest()
-            file.also(made.update)
+            file_digest = digest()
+            file.also(file_digest.update)
             write(file)
-            digests[name] = made.hexdigest()
+            digests[name] = file_digest.hexdigest()
 
         return act
 
     def write_part(file: HashingFile) -> None:
-        told = {name: hexdigest() for name, hexdigest in (others or {}).items()}
-        file.write(msgspec.json.encode(_Integrity(_ALGORITHM, told | digests)))
+        hex_digests = {name: hexdigest() for name, hexdigest in (other_digests or {}).items()}
+        file.write(msgspec.json.encode(_Integrity(_ALGORITHM, hex_digests | digests)))
 
-    made = {
+    parts = {
         name: write if name.startswith(dcp.METADATA) else digested(name, write)
         for name, write in files.items()
     }
-    made[f"{_PART}{rank}"] = write_part
-    return made
+    parts[f"{_PART}{rank}"] = write_part
+    return parts
 
 
 def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
@@ -95,26 +95,26 @@ def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
         problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
         if problems:
             raise CheckpointError(f"{problems[0]}: it was reported as written")
-        whole: dict[str, str] = {}
+        all_digests: dict[str, str] = {}
         for part in parts:
-            whole |= _decoded((folder / part.draft).read_bytes(), folder / part.draft).files
-        whole[dcp.METADATA] = _hash(folder / dcp.METADATA)
-        disk.replace(folder, NAME, _Integrity(_ALGORITHM, dict(sorted(whole.items()))).encode())
+            all_digests |= _decoded((folder / part.draft).read_bytes(), folder / part.draft).files
+        all_digests[dcp.METADATA] = _hash(folder / dcp.METADATA)
+        disk.replace(folder, NAME, _Integrity(_ALGORITHM, dict(sorted(all_digests.items()))).encode())
     content = joined.read_bytes()
     entry = FileEntry(NAME, len(content), xxhash.xxh3_128_hexdigest(content))
-    return (*(one for one in entries if one not in parts), entry)
+    return (*(file_entry for file_entry in entries if file_entry not in parts), entry)
 
 
-def content(folder: Path, digests: Mapping[str, str], others: Sequence[str]) -> bytes:
+def content(folder: Path, digests: Mapping[str, str], other_names: Sequence[str]) -> bytes:
     """Return the content of the file, for a checkpoint that is complete but for it.
 
     Args:
         folder: of the checkpoint.
         digests: of files that were hashed while they were written, by name.
-        others: the names of further files, which are small.
+        other_names: the names of further files, which are small.
     """
-    whole = {**digests, **{name: _hash(folder / name) for name in others}}
-    return _Integrity(_ALGORITHM, dict(sorted(whole.items()))).encode()
+    all_digests = {**digests, **{name: _hash(folder / name) for name in other_names}}
+    return _Integrity(_ALGORITHM, dict(sorted(all_digests.items()))).encode()
 
 
 def settle(folder: Path) -> None:
@@ -126,12 +126,12 @@ def settle(folder: Path) -> None:
     if not path.exists():
         return
     try:
-        said = _decoded(disk.read(path, _LARGEST), path)
+        recorded = _decoded(disk.read(path, _LARGEST), path)
     except CheckpointError:
         return
-    kept = {name: digest for name, digest in said.files.items() if not checksum_notes.is_note(Path(name))}
-    if kept != said.files:
-        disk.replace(folder, NAME, _Integrity(said.algorithm, kept).encode())
+    kept = {name: digest for name, digest in recorded.files.items() if not checksum_notes.is_note(Path(name))}
+    if kept != recorded.files:
+        disk.replace(folder, NAME, _Integrity(recorded.algorithm, kept).encode())
 
 
 def _decoded(text: bytes, path: Path) -> _Integrity:
@@ -142,8 +142,8 @@ def _decoded(text: bytes, path: Path) -> _Integrity:
 
 
 def _hash(path: Path) -> str:
-    made = digest()
+    file_digest = digest()
     with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
         while piece := file.read(_SLICE):
-            made.update(piece)
-    return made.hexdigest()
+            file_digest.update(piece)
+    return file_digest.hexdigest()

@@ -194,17 +194,17 @@ def folders(path: Path) -> set[str]:
     return {place.folder for place in places(_content(path), str(path))}
 
 
-def places(content: bytes, where: str) -> tuple[RankPlace, ...]:
+def places(content: bytes, source_name: str) -> tuple[RankPlace, ...]:
     """Return the places of all model-parallel ranks of the job, without what they have of the model.
 
     Args:
         content: of a layout file.
-        where: it was read, for the message.
+        source_name: it was read, for the message.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    return _decoded(content, where, _Places).ranks
+    return _decoded(content, source_name, _Places).ranks
 
 
 def read_part(path: Path) -> tuple[RankLayout, ...]:
@@ -228,12 +228,12 @@ def _content(path: Path) -> bytes:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
 
-def _decoded(packed: bytes, where: str, kind: type[_Kind]) -> _Kind:
+def _decoded(packed: bytes, source_name: str, kind: type[_Kind]) -> _Kind:
     try:
         text = _unpacked(packed) if packed.startswith(_GZIP) else packed
         return msgspec.json.decode(text, type=kind)
     except (OSError, msgspec.MsgspecError, EOFError, zlib.error, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: is no layout file ({error})") from error
+        raise CheckpointError(f"{source_name}: is no layout file ({error})") from error
 
 
 def _unpacked(packed: bytes) -> bytes:
@@ -245,12 +245,12 @@ def _unpacked(packed: bytes) -> bytes:
     return text
 
 
-def is_of_one_job(one: RankLayout, other: RankLayout) -> bool:
+def is_of_one_job(first: RankLayout, second: RankLayout) -> bool:
     """Return whether two ranks may be of the same job: of the same sizes, arguments and version."""
-    return (one.sizes, one.args, one.core) == (other.sizes, other.args, other.core)
+    return (first.sizes, first.args, first.core) == (second.sizes, second.args, second.core)
 
 
-def require_complete(layouts: Iterable[RankLayout], where: Path) -> None:
+def require_complete(layouts: Iterable[RankLayout], source_path: Path) -> None:
     """Refuse layouts that are not of one job, or not of all its stages and tensor-parallel ranks.
 
     Raises:
@@ -258,20 +258,24 @@ def require_complete(layouts: Iterable[RankLayout], where: Path) -> None:
     """
     ranks = list(layouts)
     if not ranks:
-        raise CheckpointError(f"{where}: has no layout of any rank")
+        raise CheckpointError(f"{source_path}: has no layout of any rank")
     first = ranks[0]
     for rank in ranks:
         if not is_of_one_job(rank, first):
-            raise CheckpointError(f"{where}: the layouts of {first.folder} and {rank.folder} are of two jobs")
-    found = {(rank.tp, rank.pp) for rank in ranks}
+            raise CheckpointError(
+                f"{source_path}: the layouts of {first.folder} and {rank.folder} are of two jobs"
+            )
+    stage_places = {(rank.tp, rank.pp) for rank in ranks}
     for stage in range(first.sizes.get("pp", 1)):
         for number in range(first.sizes.get("tp", 1)):
-            if (number, stage) not in found:
-                raise CheckpointError(f"{where}: has no layout of tensor rank {number} of stage {stage}")
+            if (number, stage) not in stage_places:
+                raise CheckpointError(
+                    f"{source_path}: has no layout of tensor rank {number} of stage {stage}"
+                )
     experts = {rank.ep for rank in ranks}
     missing = set(range(first.sizes.get("ep", 1))) - experts
     if missing:
-        raise CheckpointError(f"{where}: has no layout of expert rank {min(missing)}")
+        raise CheckpointError(f"{source_path}: has no layout of expert rank {min(missing)}")
 
 
 def _require_whole(layout: RankLayout, path: Path) -> None:
@@ -290,7 +294,7 @@ def _require_whole(layout: RankLayout, path: Path) -> None:
                         f"{path}: optimizer {number} has {place.end - place.begin} elements of"
                         f" {place.chunk}: {place.name}, which has another size"
                     )
-            if any(one.end > two.begin for one, two in pairwise(places)) or (
+            if any(first.end > two.begin for first, two in pairwise(places)) or (
                 places and places[-1].end > buffer.numel
             ):
                 raise CheckpointError(f"{path}: optimizer {number}: params lie on each other or outside")
@@ -312,6 +316,6 @@ def _is_whole(entry: Entry) -> bool:
         if piece.here != at or piece.whole + piece.length > entry.whole[entry.axis]:
             return False
         at += piece.length
-    whole = list(entry.whole)
-    whole[entry.axis] = at
-    return tuple(whole) == entry.shape
+    whole_shape = list(entry.whole)
+    whole_shape[entry.axis] = at
+    return tuple(whole_shape) == entry.shape

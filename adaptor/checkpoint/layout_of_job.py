@@ -46,7 +46,7 @@ def describe(
     Raises:
         UnsupportedError: the framework does not say where something lies.
     """
-    said = {name: getattr(state.args, name, None) for name in layout_file.ARGUMENTS}
+    argument_values = {name: getattr(state.args, name, None) for name in layout_file.ARGUMENTS}
     return RankLayout(
         format=FORMAT,
         folder=state.folder,
@@ -55,7 +55,11 @@ def describe(
         ep=ranks["ep"],
         sizes=dict(sizes),
         core=core,
-        args={name: value for name, value in said.items() if isinstance(value, int | float | str | None)},
+        args={
+            name: value
+            for name, value in argument_values.items()
+            if isinstance(value, int | float | str | None)
+        },
         chunks={key: tuple(_entries(chunk)) for key, chunk in state.chunks.items()},
         optimizers=tuple(_optimizers(state)),
     )
@@ -102,7 +106,7 @@ def _entry(name: str, value: torch.Tensor, sharded: Any, param: Any) -> Entry:
     parts = parts if isinstance(parts, list) else [parts]
     first = parts[0]
     front = first.prepend_axis_num
-    index, whole = first.global_offset[:front], tuple(first.global_shape[front:])
+    index, whole_shape = first.global_offset[:front], tuple(first.global_shape[front:])
     if any(
         part.key != first.key
         or part.global_offset[:front] != index
@@ -112,20 +116,20 @@ def _entry(name: str, value: torch.Tensor, sharded: Any, param: Any) -> Entry:
         for part in parts
     ):
         raise UnsupportedError(f"the framework makes {name} of several tensors, not of pieces of one")
-    axis = _axis(name, value, parts, whole, param)
+    axis = _axis(name, value, parts, whole_shape, param)
     pieces = []
-    here = 0
+    axis_start = 0
     for part in parts if axis is not None else ():
         length = part.local_shape[axis]
-        pieces.append(Piece(part.global_offset[front + axis], here, length))
-        here += length
+        pieces.append(Piece(part.global_offset[front + axis], axis_start, length))
+        axis_start += length
     layer, expert = _numbers(name, first.key, index)
     return Entry(
         name,
         dtype=str(value.dtype).removeprefix("torch."),
         shape=tuple(value.shape),
         key=first.key,
-        whole=whole,
+        whole=whole_shape,
         axis=axis,
         pieces=tuple(pieces),
         layer=layer,
@@ -136,9 +140,9 @@ def _entry(name: str, value: torch.Tensor, sharded: Any, param: Any) -> Entry:
     )
 
 
-def _axis(name: str, value: torch.Tensor, parts: Any, whole: tuple[int, ...], param: Any) -> int | None:
+def _axis(name: str, value: torch.Tensor, parts: Any, whole_shape: tuple[int, ...], param: Any) -> int | None:
     """Return the axis that is cut: where there is one rank, the param says along which it would be."""
-    different = [axis for axis, length in enumerate(value.shape) if length != whole[axis]]
+    different = [axis for axis, length in enumerate(value.shape) if length != whole_shape[axis]]
     cut = [
         axis
         for axis in range(value.ndim)
@@ -155,22 +159,22 @@ def _axis(name: str, value: torch.Tensor, parts: Any, whole: tuple[int, ...], pa
 def _numbers(name: str, key: str, index: tuple[int, ...]) -> tuple[int | None, int | None]:
     """Return the numbers of layer and expert in the whole model: the framework has them in its key, or as
     places on axes in front."""
-    left = list(index)
+    remaining = list(index)
     numbers: list[int | None] = []
     for pattern in (_LAYER, _EXPERT):
         if not pattern.fullmatch(name):
             numbers.append(None)
             continue
-        said = re.fullmatch(
+        number_match = re.fullmatch(
             r".*\.layers\.(\d+)\..*" if pattern is _LAYER else r".*\.experts\.(\d+)\..*", f".{key}"
         )
-        if said:
-            numbers.append(int(said.group(1)))
-        elif left:
-            numbers.append(int(left.pop(0)))
+        if number_match:
+            numbers.append(int(number_match.group(1)))
+        elif remaining:
+            numbers.append(int(remaining.pop(0)))
         else:
             raise UnsupportedError(f"the framework does not say of which layer or expert {name} is")
-    if left:
+    if remaining:
         raise UnsupportedError(f"the framework puts more axes in front of {name} than layers and experts")
     return numbers[0], numbers[1]
 
@@ -208,5 +212,5 @@ def _buffer(optimizer: Any, buffer: Any, names: Mapping[Any, tuple[str, str]]) -
         if prod(param.shape) != end - start:
             raise UnsupportedError(f"the buffer has another size of {names[param][1]} than the model")
         places.append(Place(*names[param], start - shift, end - shift))
-    dtypes = tuple(str(one).removeprefix("torch.") for one in (buffer.param_dtype, buffer.grad_dtype))
+    dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in (buffer.param_dtype, buffer.grad_dtype))
     return BufferLayout((dtypes[0], dtypes[1]), buffer.numel_unpadded, tuple(places))

@@ -133,18 +133,22 @@ class Lease:
             CheckpointError: the disk refuses.
             OSError: the disk refuses.
         """
-        path, found = self._root / naming.LEASE, self._after_who_is_leaving(stale_s, patience_s)
-        if found is not None and found.owner != self._owner:
-            if _is_there(self._root, found, stale_s):
-                raise ConfigError(self._refusal(found))
-            self._say_replaced(found)
+        path, seen_before = self._root / naming.LEASE, self._after_who_is_leaving(stale_s, patience_s)
+        if seen_before is not None and seen_before.owner != self._owner:
+            if _is_there(self._root, seen_before, stale_s):
+                raise ConfigError(self._refusal(seen_before))
+            self._say_replaced(seen_before)
             if _look(self._root) is None:
-                found = None  # removed: whoever is there under our lock has taken it anew
+                seen_before = None  # removed: whoever is there under our lock has taken it anew
         with locked(self._root, patience_s=LOCK_PATIENCE_S):
-            now = _look(self._root)
-            known = now is None or now.owner == self._owner
-            if now is not None and not known and (found is None or now.text != found.text):
-                raise ConfigError(self._refusal(now))  # another one was quicker
+            seen_now = _look(self._root)
+            is_own = seen_now is None or seen_now.owner == self._owner
+            if (
+                seen_now is not None
+                and not is_own
+                and (seen_before is None or seen_now.text != seen_before.text)
+            ):
+                raise ConfigError(self._refusal(seen_now))  # another one was quicker
             if path.is_dir() and not path.is_symlink():  # no file can take its place
                 disk.remove(path)
             self._write()
@@ -162,24 +166,25 @@ class Lease:
 
     def _after_who_is_leaving(self, stale_s: float, patience_s: float) -> _Seen | None:
         """Return the lease as it is once nobody who is leaving has it, or after `patience_s`."""
-        found = _look(self._root)
+        seen_lease = _look(self._root)
         looks, unchanged = 0, 0.0
-        while found is not None and found.leaving and found.owner not in (None, self._owner):
-            owner, waited = found.owner, looks * LOOK_S
+        while seen_lease is not None and seen_lease.leaving and seen_lease.owner not in (None, self._owner):
+            owner, waited = seen_lease.owner, looks * LOOK_S
             assert owner is not None
             if waited >= patience_s or unchanged >= stale_s or owner.lives() is False:
                 break
             if looks % max(1, round(AGAIN_S / LOOK_S)) == 0:
-                who = f"{owner.host}, pid {owner.pid}"
+                owner_name = f"{owner.host}, pid {owner.pid}"
                 output.tell(
-                    f"[ttp] waiting for a job that ends and still saves in {self._root} ({who})", to="stdout"
+                    f"[ttp] waiting for a job that ends and still saves in {self._root} ({owner_name})",
+                    to="stdout",
                 )
             time.sleep(LOOK_S)
             looks += 1
             with contextlib.suppress(OSError):  # a disk with troubles: it is looked at again
-                before, found = found, _look(self._root)
-                unchanged = unchanged + LOOK_S if found == before else 0.0
-        return found
+                previous, seen_lease = seen_lease, _look(self._root)
+                unchanged = unchanged + LOOK_S if seen_lease == previous else 0.0
+        return seen_lease
 
     def leave(self) -> None:
         """Mark it: its job saves for the last time, so one that is started again waits; in a thread."""
@@ -188,9 +193,9 @@ class Lease:
 
     def _mark(self) -> None:
         with contextlib.suppress(OSError, CheckpointError):
-            found = _look(self._root)
-            if found is not None and found.owner == self._owner and not self._released.is_set():
-                written = decode(found.text, LeaseContent)
+            seen_lease = _look(self._root)
+            if seen_lease is not None and seen_lease.owner == self._owner and not self._released.is_set():
+                written = decode(seen_lease.text, LeaseContent)
                 # That of the workers, who save for the last time: by it nodes see that they share the folder.
                 self._generation = self._generation or (written.generation if written is not None else "")
                 self._write(leaving=True)
@@ -216,73 +221,74 @@ class Lease:
                 (self._root / naming.LEASE).unlink()
 
     def _is_ours(self) -> bool:
-        found = _look(self._root)
-        return found is not None and found.owner == self._owner
+        seen_lease = _look(self._root)
+        return seen_lease is not None and seen_lease.owner == self._owner
 
     def _keep(self) -> None:
-        told = False
+        is_reported = False
         while not self._released.wait(REFRESH_S):
             with contextlib.suppress(OSError):  # a disk with troubles; a job does not end by them
-                found = _look(self._root)
-                if found is None or found.owner is None:
+                seen_lease = _look(self._root)
+                if seen_lease is None or seen_lease.owner is None:
                     continue
-                if found.owner == self._owner:
+                if seen_lease.owner == self._owner:
                     os.utime(self._root / naming.LEASE, follow_symlinks=False)
-                elif not told:
-                    told = True
+                elif not is_reported:
+                    is_reported = True
                     output.tell(
-                        f"[ttp] {self._root / naming.LEASE} now names {found.owner.words}:"
+                        f"[ttp] {self._root / naming.LEASE} now names {seen_lease.owner.words}:"
                         " it and this job both save in this folder",
                         to="stdout",
                     )
 
-    def _refusal(self, found: _Seen) -> str:
-        owner = found.owner
-        who = "another job" if owner is None else owner.words
+    def _refusal(self, seen_lease: _Seen) -> str:
+        owner = seen_lease.owner
+        owner_name = "another job" if owner is None else owner.words
         return (
-            f"--save is {self._root}: {who}, saves there; end that one, or choose another folder"
+            f"--save is {self._root}: {owner_name}, saves there; end that one, or choose another folder"
             f" (if it is gone for sure, remove {naming.LEASE} there)"
         )
 
-    def _say_replaced(self, found: _Seen) -> None:
-        owner = found.owner
+    def _say_replaced(self, seen_lease: _Seen) -> None:
+        owner = seen_lease.owner
         if owner is None:
-            who = "something that is no lease"
-        elif owner.lives() and found.is_copied(self._root):
-            who = f"{owner.words}, and came here with a copy of its folder"
+            owner_name = "something that is no lease"
+        elif owner.lives() and seen_lease.is_copied(self._root):
+            owner_name = f"{owner.words}, and came here with a copy of its folder"
         else:
-            who = f"{owner.words}, which is gone"
+            owner_name = f"{owner.words}, which is gone"
         output.tell(
-            f"[ttp] {self._root / naming.LEASE} belonged to {who}: this job saves there now", to="stdout"
+            f"[ttp] {self._root / naming.LEASE} belonged to {owner_name}: this job saves there now",
+            to="stdout",
         )
 
 
-def _is_there(root: Path, found: _Seen, stale_s: float) -> bool:
+def _is_there(root: Path, seen_lease: _Seen, stale_s: float) -> bool:
     """Return True if the owner of a lease is alive.
 
     The kernel knows that of a process of this machine. A lease of another machine is watched for `stale_s`
     seconds, and its owner is alive if the lease changes.
     """
-    owner = found.owner
+    owner = seen_lease.owner
     lives = False if owner is None else owner.lives()
     if owner is None or lives is not None:
         # A copied lease from another machine is not refreshed, which is noticed below; device numbers are
         # local.
-        return bool(lives) and not found.is_copied(root)
+        return bool(lives) and not seen_lease.is_copied(root)
     output.tell(f"[ttp] {root}: waiting up to {stale_s:g} s for a sign of life of {owner.words}", to="stdout")
     # Looks are counted, not seconds: while the disk hangs for this machine, it may for the owner.
     pause = min(LOOK_S, stale_s / 4)
-    left = failures = round(stale_s / pause)
-    while left:
+    remaining_looks = failures = round(stale_s / pause)
+    while remaining_looks:
         time.sleep(pause)
         try:
-            now = _look(root)
+            seen_now = _look(root)
         except OSError:
             if not failures:
                 raise
             failures -= 1
             continue
-        if now != found:
-            return now is not None
-        left -= 1
+        if seen_now != seen_lease:
+            return seen_now is not None
+        remaining_looks -= 1
     return False

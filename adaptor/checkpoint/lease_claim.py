@@ -49,9 +49,9 @@ def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
             Path(environ[NOTE]).write_text(str(root))
         lease.keep()
     except (OSError, CheckpointError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         output.tell(
-            f"[ttp] the lease {root / naming.LEASE} cannot be taken ({why}): if a second job saves in this"
+            f"[ttp] the lease {root / naming.LEASE} cannot be taken ({reason}): if a second job saves in this"
             " folder, neither of the two is refused",
             to="stdout",
         )
@@ -67,21 +67,22 @@ def require_same_user(save: str | Path) -> None:
     Raises:
         ConfigError: rank 0 writes there as another user.
     """
-    root, found = Path(save), None
+    root, lease_of_job = Path(save), None
     try:
         if save:
-            found = _lease_of_this_generation(root)
-        if found is None:
+            lease_of_job = _lease_of_this_generation(root)
+        if lease_of_job is None:
             return
-        theirs, written = found
-        ours = folder_rights.probe(root).st_uid
+        theirs, written = lease_of_job
+        own_uid = folder_rights.probe(root).st_uid
     except OSError:
         return
-    if theirs == ours:
+    if theirs == own_uid:
         return
-    here = f"node {context.part(Place).node} ({platform.node()})"
+    node_name = f"node {context.part(Place).node} ({platform.node()})"
     raise ConfigError(
-        f"--save is {root}: {here} writes there as {folder_rights.name_user(ours)}, node 0 ({written.host})"
+        f"--save is {root}: {node_name} writes there as {folder_rights.name_user(own_uid)}, node 0 "
+        f"({written.host})"
         f" as {folder_rights.name_user(theirs)}, and neither can write into the other's checkpoints: start"
         " ttprun as the same user on every node"
     )

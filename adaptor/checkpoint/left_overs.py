@@ -146,8 +146,8 @@ def _is_removed(path: Path) -> bool:
     try:
         disk.remove(path)
     except (OSError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or "its folders are nested too deep"
-        output.tell(f"[ttp] {path}: was left by an earlier job and cannot be removed ({why})", to="stdout")
+        reason = getattr(error, "strerror", None) or "its folders are nested too deep"
+        output.tell(f"[ttp] {path}: was left by an earlier job and cannot be removed ({reason})", to="stdout")
         return False
     return True
 

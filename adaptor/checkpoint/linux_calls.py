@@ -19,7 +19,7 @@ _OWN_DISK = frozenset((0xEF53, 0x58465342))  # linux/magic.h: ext4 and xfs
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Swap two names in one step; return False where the system or its filesystem cannot.
 
     Raises:
@@ -28,12 +28,12 @@ def exchange(one: Path, other: Path) -> bool:
     renameat2 = getattr(_libc, "renameat2", None)
     if renameat2 is None:
         return False
-    if renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
         return False
-    raise OSError(code, os.strerror(code), str(one))
+    raise OSError(code, os.strerror(code), str(first))
 
 
 def begin_to_write(descriptor: int, begin: int = 0, count: int = 0) -> None:
@@ -67,7 +67,7 @@ def is_on_own_disk(descriptor: int) -> bool:
     Args:
         descriptor: of the file.
     """
-    found = ctypes.create_string_buffer(_STATFS_BYTES)
-    if _libc.fstatfs(descriptor, found) != 0:
+    status_buffer = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.fstatfs(descriptor, status_buffer) != 0:
         return False
-    return ctypes.c_long.from_buffer(found).value in _OWN_DISK
+    return ctypes.c_long.from_buffer(status_buffer).value in _OWN_DISK

@@ -24,8 +24,8 @@ class _Kept:
 
     def __init__(self, owner: torch.optim.Optimizer) -> None:
         self._owner = owner
-        made = [[_like(param) for param in group["params"]] for group in owner.param_groups]
-        self.optimizer = twin.make(owner, made, twin.scalars(owner))
+        param_copies = [[_like(param) for param in group["params"]] for group in owner.param_groups]
+        self.optimizer = twin.make(owner, param_copies, twin.scalars(owner))
         self._copies = dict(zip(twin.params(owner), twin.params(self.optimizer), strict=True))
 
     @property
@@ -38,7 +38,7 @@ class _Kept:
 
     @torch.no_grad()
     def take(self) -> None:
-        into, given = list(self._copies.values()), list(self._copies)
+        into, source_tensors = list(self._copies.values()), list(self._copies)
         for group, scalars in zip(self.optimizer.param_groups, twin.scalars(self._owner), strict=True):
             group.update({key: _frozen(value) for key, value in scalars.items()})
         for param, entries in self._owner.state.items():
@@ -50,9 +50,9 @@ class _Kept:
                 if key not in state:
                     state[key] = torch.empty_like(value)
                 into.append(state[key])
-                given.append(value)
-        if given:  # a shard that is padding alone has no params, which torch takes for a mistake
-            torch._foreach_copy_(into, given)
+                source_tensors.append(value)
+        if source_tensors:  # a shard that is padding alone has no params, which torch takes for a mistake
+            torch._foreach_copy_(into, source_tensors)
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -81,11 +81,16 @@ class LocalCopy:
     """
 
     def __init__(self, optimizer: Any, mirrors: Sequence[Mirror | None]) -> None:
-        inner = [getattr(one, "optimizer", None) for one in chain(optimizer)]
-        own = [None if one is None else _Kept(one) for one in inner]
+        inner = [getattr(inner_optimizer, "optimizer", None) for inner_optimizer in chain(optimizer)]
+        own_copies = [
+            None if inner_optimizer is None else _Kept(inner_optimizer) for inner_optimizer in inner
+        ]
         copies = [None if mirror is None else _Kept(mirror.optimizer) for mirror in mirrors]
-        self._kept = [kept for kept in (*own, *copies) if kept is not None]
-        stand_ins = [_stand_in(one, kept) for one, kept in zip(chain(optimizer), own, strict=True)]
+        self._kept = [kept for kept in (*own_copies, *copies) if kept is not None]
+        stand_ins = [
+            _stand_in(inner_optimizer, kept)
+            for inner_optimizer, kept in zip(chain(optimizer), own_copies, strict=True)
+        ]
         self.optimizer: Any = stand_ins[0]
         if hasattr(optimizer, "chained_optimizers"):
             self.optimizer = copy.copy(optimizer)
@@ -113,21 +118,21 @@ class LocalCopy:
 
 def _stand_in(optimizer: Any, kept: _Kept | None) -> Any:
     """The framework's optimizer, on the tensors that were kept."""
-    made = copy.copy(optimizer)
+    stand_in = copy.copy(optimizer)
     if kept is None:  # it has no params here
-        return made
-    made.optimizer = kept.optimizer
+        return stand_in
+    stand_in.optimizer = kept.optimizer
     mains = getattr(optimizer, "fp32_from_float16_groups", None)
     if mains is not None:
-        made.fp32_from_float16_groups = [[kept.of(main) for main in group] for group in mains]
-    return made
+        stand_in.fp32_from_float16_groups = [[kept.of(main) for main in group] for group in mains]
+    return stand_in
 
 
 def _like(param: torch.Tensor) -> torch.Tensor:
     """Return a copy of `param` with the attributes that the framework has set: they are saved with it."""
-    made = param.detach().clone()
-    made.__dict__.update(vars(param))
-    return made.requires_grad_(param.requires_grad)
+    param_copy = param.detach().clone()
+    param_copy.__dict__.update(vars(param))
+    return param_copy.requires_grad_(param.requires_grad)
 
 
 def _frozen(value: Any) -> Any:

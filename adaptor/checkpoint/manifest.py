@@ -78,8 +78,12 @@ class Manifest:
 
 
 def _described(file: FileEntry) -> dict[str, object]:
-    known: dict[str, object] = {"bytes": file.bytes, "xxh3_128": file.xxh3_128}
-    return known if file.xxh3_128_blocks is None else {**known, "xxh3_128_blocks": file.xxh3_128_blocks}
+    described_file: dict[str, object] = {"bytes": file.bytes, "xxh3_128": file.xxh3_128}
+    return (
+        described_file
+        if file.xxh3_128_blocks is None
+        else {**described_file, "xxh3_128_blocks": file.xxh3_128_blocks}
+    )
 
 
 class UnreadableError(CheckpointError):
@@ -136,13 +140,20 @@ def decode(text: bytes, path: str) -> Manifest:
         CheckpointError: it cannot be understood, or names a file outside of its folder.
     """
     try:
-        given = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
-        if isinstance(given, dict) and given.get("format", FORMAT) != FORMAT:
-            raise CheckpointError(f"{path}: format {given['format']!r}; this version reads format {FORMAT}")
-        body = msgspec.convert(given, _Body)
+        parsed_body = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
+        if isinstance(parsed_body, dict) and parsed_body.get("format", FORMAT) != FORMAT:
+            raise CheckpointError(
+                f"{path}: format {parsed_body['format']!r}; this version reads format {FORMAT}"
+            )
+        body = msgspec.convert(parsed_body, _Body)
         files = tuple(
-            FileEntry(name, one.bytes, one.xxh3_128, xxh3_128_blocks=one.xxh3_128_blocks)
-            for name, one in body.files.items()
+            FileEntry(
+                name,
+                described_file.bytes,
+                described_file.xxh3_128,
+                xxh3_128_blocks=described_file.xxh3_128_blocks,
+            )
+            for name, described_file in body.files.items()
         )
         require_inside(files)
     # RecursionError: thousands of brackets.
@@ -263,7 +274,7 @@ def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True)
     """
     examined = (examine(folder, entry, checksums=checksums) for entry in files)
     return [
-        Unreadable(one.problem) if one.state == "unreadable" else one.problem
-        for one in examined
-        if one.problem
+        Unreadable(examined_file.problem) if examined_file.state == "unreadable" else examined_file.problem
+        for examined_file in examined
+        if examined_file.problem
     ]

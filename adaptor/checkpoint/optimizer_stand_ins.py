@@ -29,10 +29,10 @@ _ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 def plain_stand_in(optimizer: Any, live: Any, plain: Any) -> Any:
     """Return a stand-in for an optimizer without shards: it saves `plain`, under the params of `live`."""
-    made = copy.copy(optimizer)
-    made.state_dict = lambda *_, **__: plain
-    made.get_parameters = live.get_parameters
-    return made
+    stand_in = copy.copy(optimizer)
+    stand_in.state_dict = lambda *_, **__: plain
+    stand_in.get_parameters = live.get_parameters
+    return stand_in
 
 
 def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], stored: bool) -> Any:
@@ -45,21 +45,21 @@ def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], s
         gathered: the state of its shards, as `shard_exchange.gather` returns it.
         stored: False: another group saves all of it, as the first optimizer instance saves it for the second.
     """
-    made = copy.copy(optimizer)
-    made.buffers = [_without_padding(optimizer, buffer) for buffer in optimizer.buffers]
-    made.gbuf_ranges = [made._build_gbuf_range_map(buffer) for buffer in made.buffers]
-    made.data_parallel_group = made.data_parallel_group_gloo = _ALONE
-    made.distributed_optimizer_instance_id = 0 if stored else 1
-    made.state_dict = lambda *_, **__: dict(plain)
-    made.get_parameter_state_dp_zero = lambda *_, **__: gathered
-    whole = {
+    stand_in = copy.copy(optimizer)
+    stand_in.buffers = [_without_padding(optimizer, buffer) for buffer in optimizer.buffers]
+    stand_in.gbuf_ranges = [stand_in._build_gbuf_range_map(buffer) for buffer in stand_in.buffers]
+    stand_in.data_parallel_group = stand_in.data_parallel_group_gloo = _ALONE
+    stand_in.distributed_optimizer_instance_id = 0 if stored else 1
+    stand_in.state_dict = lambda *_, **__: dict(plain)
+    stand_in.get_parameter_state_dp_zero = lambda *_, **__: gathered
+    whole_state = {
         param: {key: tensor[start:end] for key, tensor in tensors.items() if key in shards.KEYS}
-        for number, buffer in enumerate(made.buffers)
+        for number, buffer in enumerate(stand_in.buffers)
         for tensors in gathered[number].values()
         for param, (start, end, _) in buffer.param_index_map.items()
     }
-    made._get_main_param_and_optimizer_states = lambda param: dict(whole[param])
-    return made
+    stand_in._get_main_param_and_optimizer_states = lambda param: dict(whole_state[param])
+    return stand_in
 
 
 def _without_padding(optimizer: Any, buffer: Any) -> SimpleNamespace:

@@ -41,8 +41,13 @@ def of_another_save(folder: Path, generation: str) -> str:
     Raises:
         UnreadableError: nobody can tell.
     """
-    own = read(folder)
-    if own is None or own.generation == generation or not own.generation or not generation:
+    own_manifest = read(folder)
+    if (
+        own_manifest is None
+        or own_manifest.generation == generation
+        or not own_manifest.generation
+        or not generation
+    ):
         return ""
     return f"{folder}: is of another save of this step than that of node 0"
 
@@ -61,20 +66,22 @@ def files(folder: Path, theirs: Sequence[FileEntry], generation: str) -> tuple[F
     Raises:
         UnreadableError: nobody can tell.
     """
-    own, known = read(folder), {file.path: file for file in theirs}
-    if own is None:
+    own_manifest, known_files = read(folder), {file.path: file for file in theirs}
+    if own_manifest is None:
         return ()
-    is_same = naming.final_name(own.step) == folder.name and own.generation == generation != ""
-    if not is_same or any(file.path.endswith(".distcp") for file in (*own.files, *theirs)):
+    is_same = (
+        naming.final_name(own_manifest.step) == folder.name and own_manifest.generation == generation != ""
+    )
+    if not is_same or any(file.path.endswith(".distcp") for file in (*own_manifest.files, *theirs)):
         return ()
-    if {file.path for file in own.files} == known.keys():
+    if {file.path for file in own_manifest.files} == known_files.keys():
         return ()
-    common = [(file, known[file.path]) for file in own.files if file.path in known]
-    return own.files if all(_may_be_same(*pair) for pair in common) else ()
+    common = [(file, known_files[file.path]) for file in own_manifest.files if file.path in known_files]
+    return own_manifest.files if all(_may_be_same(*pair) for pair in common) else ()
 
 
-def _may_be_same(one: FileEntry, other: FileEntry) -> bool:
-    return one.bytes == other.bytes and len({one.xxh3_128, other.xxh3_128} - {None}) < 2
+def _may_be_same(first: FileEntry, second: FileEntry) -> bool:
+    return first.bytes == second.bytes and len({first.xxh3_128, second.xxh3_128} - {None}) < 2
 
 
 def lacks(
@@ -91,5 +98,7 @@ def lacks(
         loads: with what the paths of files begin, below the folder.
     """
     have, names = {file.path for file in part}, {PurePosixPath(file.path).name for file in theirs}
-    needed = [path for path in loads if path.endswith(naming.MODEL_FILE) or PurePosixPath(path).name in names]
-    return [f"{folder / path}: missing" for path in needed if path not in have]
+    needed_paths = [
+        path for path in loads if path.endswith(naming.MODEL_FILE) or PurePosixPath(path).name in names
+    ]
+    return [f"{folder / path}: missing" for path in needed_paths if path not in have]

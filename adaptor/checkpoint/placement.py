@@ -62,20 +62,26 @@ def place_of(
         copies: whether the job may have copies in host memory (TTP_HOST_COPY).
     """
     inner = step_record.chain(optimizer)
-    own = [shards.shard_of(one) for one in inner]
-    told: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(told, (group, [index for index, _ in own]), group=everyone)
-    groups = [name for name, _ in told]
+    own_shards = [shards.shard_of(inner_optimizer) for inner_optimizer in inner]
+    gathered: list[Any] = [None] * everyone.size()
+    dist.all_gather_object(gathered, (group, [index for index, _ in own_shards]), group=everyone)
+    groups = [name for name, _ in gathered]
     first = groups.index(group)
     shares: list[Share] = []
-    offset, total = 0, sum(count for _, count in own)
-    for one, mirror, (index, count) in zip(inner, mirrors, own, strict=True):
-        held = {index, mirror.index} if mirror is not None else {index}
-        sharing = dist.get_process_group_ranks(one.data_parallel_group) if shards.is_sharded(one) else []
+    offset, total = 0, sum(count for _, count in own_shards)
+    for inner_optimizer, mirror, (index, count) in zip(inner, mirrors, own_shards, strict=True):
+        held_shards = {index, mirror.index} if mirror is not None else {index}
+        sharing = (
+            dist.get_process_group_ranks(inner_optimizer.data_parallel_group)
+            if shards.is_sharded(inner_optimizer)
+            else []
+        )
         for name in sorted({group, *(groups[rank] for rank in sharing)}):
-            shares += [Share(name, offset + shard, total, can_write=name == group) for shard in sorted(held)]
+            shares += [
+                Share(name, offset + shard, total, can_write=name == group) for shard in sorted(held_shards)
+            ]
         offset += count
-    stored = tuple(index == 0 for index in told[first][1])
+    stored = tuple(index == 0 for index in gathered[first][1])
     kind = "mirror" if any(mirrors) else "split" if any(map(shards.is_sharded, inner)) else "whole copies"
     every = context.get().settings.host_copy if copies else None
     survives = _survives(kind, tuple(shares), everyone, every)
@@ -86,18 +92,27 @@ def _survives(
     kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup, host_copy: int | None
 ) -> str:
     """Return what of the job may be lost, for rank 0 to tell; called on every rank at the same time."""
-    told: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(told, (shares, context.part(Place).node), group=everyone)
+    gathered: list[Any] = [None] * everyone.size()
+    dist.all_gather_object(gathered, (shares, context.part(Place).node), group=everyone)
     if everyone.rank() != 0:
         return ""
-    held = {rank: shares for rank, (shares, _) in enumerate(told)}
-    nodes = {rank: node for rank, (_, node) in enumerate(told)}
-    alone = all(len(owners) == 1 for one in groups_of(held).values() for owners in one.owners.values())
-    return tolerance.survives("no second copies" if alone else kind, held, nodes, host_copy)
+    shares_by_rank = {rank: shares for rank, (shares, _) in enumerate(gathered)}
+    nodes = {rank: node for rank, (_, node) in enumerate(gathered)}
+    alone = all(
+        len(owners) == 1
+        for shard_group in groups_of(shares_by_rank).values()
+        for owners in shard_group.owners.values()
+    )
+    return tolerance.survives("no second copies" if alone else kind, shares_by_rank, nodes, host_copy)
 
 
 def state_at(
-    place: CheckpointPlacement, model: Sequence[Any], optimizer: Any, scheduler: Any, args: Any, **more: Any
+    place: CheckpointPlacement,
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    args: Any,
+    **further_fields: Any,
 ) -> TrainingState:
     """Return the training state of a rank at `place`, from the objects of a framework that has arguments.
 
@@ -107,7 +122,7 @@ def state_at(
         optimizer: the chain.
         scheduler: the parameter scheduler, or None.
         args: the framework's arguments; saved as those of the rank that the framework lets write.
-        more: further fields of `TrainingState`.
+        further_fields: further fields of `TrainingState`.
     """
     return TrainingState(
         model=[unwrapped(chunk) for chunk in model],
@@ -120,5 +135,5 @@ def state_at(
             "local_rank": place.first % context.part(Place).local_size,
         },
         stored=place.stored,
-        **more,
+        **further_fields,
     )

@@ -78,17 +78,17 @@ class PlannedTensors:
         Raises:
             CannotBePlanned: it is one of these, and has changed.
         """
-        made = self._made.get(storage._cdata)
-        if made is None:
+        source_record = self._made.get(storage._cdata)
+        if source_record is None:
             return None
-        if (source := made.current()) is None:
+        if (source := source_record.current()) is None:
             raise CannotBePlanned("a stand-in that has changed")
         return source
 
     def range_of(self, tensor: torch.Tensor) -> Source | None:
         """Return the range that a tensor spans, None if it is no view of a stand-in, or not known."""
-        made = self._made.get(tensor.untyped_storage()._cdata)
-        source = made.current() if made is not None else None
+        source_record = self._made.get(tensor.untyped_storage()._cdata)
+        source = source_record.current() if source_record is not None else None
         if source is None or source.dtype != tensor.dtype:  # the bits of other numbers
             return None
         offset = int(tensor.storage_offset())
@@ -114,42 +114,49 @@ class PlannedTensors:
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return `tensor.to(dtype)`, of a contiguous view of a stand-in as another one."""
-        known = self.range_of(tensor)
-        if known is None or known.dtype == dtype or not tensor.is_contiguous():
+        planned_range = self.range_of(tensor)
+        if planned_range is None or planned_range.dtype == dtype or not tensor.is_contiguous():
             return tensor.to(dtype)
-        if known.dtype != torch.float32:  # a number would not be rounded to it
+        if planned_range.dtype != torch.float32:  # a number would not be rounded to it
             return tensor.to(dtype)
-        return self._make(replace(known, dtype=dtype)).view(tensor.shape)
+        return self._make(replace(planned_range, dtype=dtype)).view(tensor.shape)
 
     def is_finite(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is finite; of a stand-in nothing is known yet, and it counts as such."""
         return self.stands_for_state(tensor) or finite.is_finite(tensor)
 
     def _note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        known, storage = self.range_of(tensor), copy.untyped_storage()
-        if known is None or not copy.is_contiguous() or storage.nbytes() != copy.nbytes or not copy.numel():
+        planned_range, storage = self.range_of(tensor), copy.untyped_storage()
+        if (
+            planned_range is None
+            or not copy.is_contiguous()
+            or storage.nbytes() != copy.nbytes
+            or not copy.numel()
+        ):
             return
-        if known.dtype not in (copy.dtype, torch.float32):  # else a number would be rounded twice
+        if planned_range.dtype not in (copy.dtype, torch.float32):  # else a number would be rounded twice
             return
         if not tensor.is_contiguous():
             if min(tensor.stride()) < 1:  # an element stands there more than once
                 return
-            known = _viewed(known, _dimensions(tensor))
-        self._made[storage._cdata] = _Made(replace(known, dtype=copy.dtype), copy)
+            planned_range = _viewed(planned_range, _dimensions(tensor))
+        self._made[storage._cdata] = _Made(replace(planned_range, dtype=copy.dtype), copy)
 
     def _forget(self, tensor: torch.Tensor) -> None:
-        made = self._made.get(tensor.untyped_storage()._cdata)
-        if made is not None:
-            made.source = None
+        source_record = self._made.get(tensor.untyped_storage()._cdata)
+        if source_record is not None:
+            source_record.source = None
 
     def _make(self, source: Source) -> torch.Tensor:
         numel = source.numel
         # Not torch.empty, which fills its memory where a job is deterministic.
         make: Any = torch.UntypedStorage
         storage = make(numel * source.dtype.itemsize, device=self._device)
-        made = torch.empty(0, dtype=source.dtype, device=self._device).set_(storage, 0, (numel,), (1,))
-        self._made[storage._cdata] = _Made(source, made)
-        return made
+        planned_tensor = torch.empty(0, dtype=source.dtype, device=self._device).set_(
+            storage, 0, (numel,), (1,)
+        )
+        self._made[storage._cdata] = _Made(source, planned_tensor)
+        return planned_tensor
 
 
 class _Made:
@@ -187,21 +194,24 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        given = dict(kwargs or {})
+        call_kwargs = dict(kwargs or {})
         if func._schema.is_mutable:
-            named = {one.name: value for one, value in zip(func._schema.arguments, args, strict=False)}
-            named |= given  # as `out` is given
+            named = {
+                schema_argument.name: value
+                for schema_argument, value in zip(func._schema.arguments, args, strict=False)
+            }
+            named |= call_kwargs  # as `out` is given
             for argument in func._schema.arguments:
                 if argument.alias_info is None or not argument.alias_info.is_write:
                     continue
                 value = named.get(argument.name)
-                for one in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(one, torch.Tensor):
-                        self._changed(one)
-        made = func(*args, **given)
+                for tensor_argument in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(tensor_argument, torch.Tensor):
+                        self._changed(tensor_argument)
+        copied = func(*args, **call_kwargs)
         if func in _COPYING:
-            self._copied(args[0], made)
-        return made
+            self._copied(args[0], copied)
+        return copied
 
 
 # Of each dimension of a tensor its size and its step.
@@ -240,8 +250,8 @@ def _slab(source: Source, offset: int, numel: int) -> Source | None:
         first, offset = divmod(offset, inner)
         begin += first * step
         if numel >= inner:
-            count, rest = divmod(numel, inner)
-            if offset or rest or first + count > size:
+            count, remainder = divmod(numel, inner)
+            if offset or remainder or first + count > size:
                 return None
             return _viewed(replace(source, begin=begin), ((count, step), *source.view[number + 1 :]))
     return None

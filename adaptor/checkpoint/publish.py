@@ -120,13 +120,13 @@ def publish(
         folder_rights.share(temporary)
         disk.sync_folders(temporary)
     with locked(root):
-        ours = not saved_steps.is_of_generation(root, step, generation)
-        if ours:
+        is_foreign = not saved_steps.is_of_generation(root, step, generation)
+        if is_foreign:
             move_in(root, step, temporary, final)
         _tell_tracker(root, step, generation)
-    if not ours:
+    if not is_foreign:
         left_overs.remove_beside([temporary], disk.remove, left_overs.ROOM_S)
-    return ours
+    return is_foreign
 
 
 @disk.one_line
@@ -139,12 +139,12 @@ def find(root: Path, step: int, generation: str) -> int:
     Returns its step; raises CheckpointError when there is none. Whoever made it may have died before it could
     replace the tracker, or tell.
     """
-    for found in reversed(saved_steps.steps(root)):
-        candidate = found >= step or saved_steps.are_last_words(root, found)
-        if candidate and saved_steps.is_of_generation(root, found, generation):
+    for saved_step in reversed(saved_steps.steps(root)):
+        candidate = saved_step >= step or saved_steps.are_last_words(root, saved_step)
+        if candidate and saved_steps.is_of_generation(root, saved_step, generation):
             with locked(root):
-                _tell_tracker(root, found, generation)
-            return found
+                _tell_tracker(root, saved_step, generation)
+            return saved_step
     raise CheckpointError(f"{root}: there is no checkpoint of step {step}, or a later one, of this run")
 
 
@@ -164,8 +164,8 @@ def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
         source.rename(target)
     except FileNotFoundError:
         return
-    ours = {path for file in files for path in (file.draft, file.path)}
-    _drop_others(target, {dcp.METADATA, integrity.NAME, *ours})
+    own_paths = {path for file in files for path in (file.draft, file.path)}
+    _drop_others(target, {dcp.METADATA, integrity.NAME, *own_paths})
 
 
 def _tell_tracker(root: Path, step: int, generation: str) -> None:

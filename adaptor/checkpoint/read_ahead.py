@@ -34,14 +34,14 @@ def begin(folder: Path) -> None:
         threading.Thread(target=work, name="ttp-read-ahead", daemon=True).start()
 
 
-def read_ahead(folder: Path, most: int) -> int:
+def read_ahead(folder: Path, limit_bytes: int) -> int:
     """Ask the kernel to read the files of a checkpoint that is on a disk of this machine.
 
     A file system that machines share is left alone: each of them would read what others load.
 
     Args:
         folder: of the checkpoint.
-        most: bytes; nothing of a larger one is read.
+        limit_bytes: bytes; nothing of a larger one is read.
 
     Returns:
         The bytes that were asked for.
@@ -50,21 +50,21 @@ def read_ahead(folder: Path, most: int) -> int:
         CheckpointError: it has no manifest.
         OSError: a file cannot be opened.
     """
-    known = manifest.read(folder)
-    if sum(file.bytes for file in known.files) > most:
+    saved_manifest = manifest.read(folder)
+    if sum(file.bytes for file in saved_manifest.files) > limit_bytes:
         return 0
-    asked = 0
-    for file in known.files:
+    requested_bytes = 0
+    for file in saved_manifest.files:
         descriptor = disk.open_regular(folder / file.path)
         try:
             if not linux_calls.is_on_own_disk(descriptor):
-                return asked
+                return requested_bytes
             for begin in range(0, file.bytes, _PIECE):
                 os.posix_fadvise(descriptor, begin, _PIECE, os.POSIX_FADV_WILLNEED)
         finally:
             os.close(descriptor)
-        asked += file.bytes
-    return asked
+        requested_bytes += file.bytes
+    return requested_bytes
 
 
 def _available() -> int:

@@ -138,13 +138,17 @@ def _is_noted(folder: Path, step: int, generation: str) -> bool:
         OSError: a note cannot be read.
         UnreadableError: nor can the manifest of an earlier call.
     """
-    known = own_part.read(folder)  # there is none yet, or half of it
-    if known is not None and (known.step, known.generation) != (step, generation):
+    saved_manifest = own_part.read(folder)  # there is none yet, or half of it
+    if saved_manifest is not None and (saved_manifest.step, saved_manifest.generation) != (step, generation):
         return False  # an older version on its way out
     files = _written(folder)
     checksum_notes.require_readable(folder)
     entries = checksum_notes.entries(folder, files)
-    return bool(files) and not checksum_notes.without_file(folder) and all(one.xxh3_128 for one in entries)
+    return (
+        bool(files)
+        and not checksum_notes.without_file(folder)
+        and all(file_entry.xxh3_128 for file_entry in entries)
+    )
 
 
 @disk.one_line
@@ -181,8 +185,8 @@ def publish_regular(root: Path, step: int, generation: str = "", taken: Path | N
     if not files:
         raise CheckpointError(f"{saving}: nothing was written, so there is nothing to publish")
     entries = checksum_notes.entries(saving, files)
-    made = Manifest.now(step, entries, {}, 0, generation, part=taken is not None)
-    disk.write(saving, naming.MANIFEST, made.encode())
+    new_manifest = Manifest.now(step, entries, {}, 0, generation, part=taken is not None)
+    disk.write(saving, naming.MANIFEST, new_manifest.encode())
     checksum_notes.remove(saving)
     folder_rights.share(saving)
     disk.sync_folders(saving)

@@ -21,13 +21,14 @@ _EXCHANGED = re.compile(r"(iter_[0-9]{7,18})\.([0-9]{1,20})")
 
 
 @disk.one_line
-def put_in_place(root: Path, step: int, made: Path) -> Path:
-    """Give `made` the final name of `step`, and return where the checkpoint that had it is kept.
+def put_in_place(root: Path, step: int, complete_folder: Path) -> Path:
+    """Give `complete_folder` the final name of `step`, and return where the checkpoint that had it is kept.
 
     Args:
         root: the save folder.
         step: of both checkpoints.
-        made: a complete checkpoint below `reshape_name(step)`, under the final name; all of it is on disk.
+        complete_folder: a complete checkpoint below `reshape_name(step)`, under the final name; all of it is
+        on disk.
 
     Raises:
         CheckpointError: the disk refuses, or another process holds the lock.
@@ -35,15 +36,15 @@ def put_in_place(root: Path, step: int, made: Path) -> Path:
     final = root / naming.final_name(step)
     with locked(root):
         kept = _kept(root, step)
-        beside = made.with_name(f"{made.name}.{made.stat().st_ino}")
-        made.rename(beside)
-        if linux_calls.exchange(beside, final):
+        beside_path = complete_folder.with_name(f"{complete_folder.name}.{complete_folder.stat().st_ino}")
+        complete_folder.rename(beside_path)
+        if linux_calls.exchange(beside_path, final):
             disk.sync(root)
-            disk.sync(beside.parent)
-            beside.rename(kept)
+            disk.sync(beside_path.parent)
+            beside_path.rename(kept)
         else:
             final.rename(kept)
-            beside.rename(final)
+            beside_path.rename(final)
         disk.sync(root)
     return kept
 
@@ -64,9 +65,11 @@ def restore(root: Path) -> None:
         if step is not None and _is_lost(root):
             newest = naming.before_reshape_name(step, max(_numbers(root, step)))
             (root / newest).rename(root / naming.final_name(step))
-        for step, beside, made in _beside(root):
-            is_made = beside.stat().st_ino == made
-            beside.rename(beside.with_name(naming.final_name(step)) if is_made else _kept(root, step))
+        for step, beside_path, inode in _beside(root):
+            is_made = beside_path.stat().st_ino == inode
+            beside_path.rename(
+                beside_path.with_name(naming.final_name(step)) if is_made else _kept(root, step)
+            )
         disk.sync(root)
 
 
@@ -79,10 +82,10 @@ def _is_lost(root: Path) -> bool:
 def _beside(root: Path) -> Iterator[tuple[int, Path, int]]:
     """Yield what a crash has left in the middle of an exchange: step, place, inode of what was made."""
     for staging in (root / name for name in saved_steps.names(root) if naming.is_reshape(name)):
-        for found in filter(None, map(_EXCHANGED.fullmatch, saved_steps.names(staging))):
-            step = naming.step_of(found[1])
+        for exchanged_match in filter(None, map(_EXCHANGED.fullmatch, saved_steps.names(staging))):
+            step = naming.step_of(exchanged_match[1])
             if step is not None:
-                yield step, staging / found[0], int(found[2])
+                yield step, staging / exchanged_match[0], int(exchanged_match[2])
 
 
 def _kept(root: Path, step: int) -> Path:
@@ -92,5 +95,5 @@ def _kept(root: Path, step: int) -> Path:
 
 def _numbers(root: Path, step: int) -> list[int]:
     """Return the numbers of the checkpoints of `step` that are kept."""
-    found = filter(None, map(naming.before_reshape, saved_steps.names(root)))
-    return [number for of, number in found if of == step]
+    numbered = filter(None, map(naming.before_reshape, saved_steps.names(root)))
+    return [number for of, number in numbered if of == step]

@@ -96,17 +96,17 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
 
     rank = dist.get_rank()
     judgement = judge(load, save, chosen) if rank == 0 else None
-    found: Found | None = None
+    examined: Found | None = None
     readers: list[Reader] = []
     root = load
     while True:
-        told = [_next(judgement, found, chosen) if judgement is not None else _Told()]
-        dist.broadcast_object_list(told, src=0)
-        (order,) = told
+        answers = [_next(judgement, examined, chosen) if judgement is not None else _Told()]
+        dist.broadcast_object_list(answers, src=0)
+        (order,) = answers
         if order.refusal:
             raise ResumeError(order.refusal)
         if order.agreed is not None:
-            found = Found(_follow(root, order.agreed, readers))
+            examined = Found(_follow(root, order.agreed, readers))
             continue
         if order.is_empty:
             _require_nothing(load)
@@ -123,8 +123,8 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
                 unnamed = agreed_step.complete(root, folder.name, order.generation)
             _gather(None)  # one rank of a disk is at work there, and the others look when it is done
             readers = _readers(order, loads, unnamed)
-        found, part = _examine(order, readers)
-        if not found.problems:
+        examined, part = _examine(order, readers)
+        if not examined.problems:
             context.part(CheckedFiles).add(folder, part or order.files)
 
 
@@ -145,13 +145,13 @@ def _readers(order: _Told, loads: tuple[str, ...], unnamed: str = "") -> list[Re
     return _gather(Reader(context.part(Place).node, loads, view, is_there, is_other, unnamed))
 
 
-def _gather(mine: _T) -> list[_T]:
+def _gather(own_value: _T) -> list[_T]:
     """Return what each rank has given, by rank."""
     import torch.distributed as dist
 
-    found = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    values_by_rank = [own_value] * dist.get_world_size()
+    dist.all_gather_object(values_by_rank, own_value)
+    return values_by_rank
 
 
 def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
@@ -163,7 +163,11 @@ def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
     if rank in apart and any(ranks[0] == rank for ranks in divided_reading.views(readers)):
         problem = agreed_step.follow(root, agreed)
     nodes = [reader.node for reader in readers]
-    return [f"node {node}: {one}" for node, one in zip(nodes, _gather(problem), strict=True) if one]
+    return [
+        f"node {node}: {node_problem}"
+        for node, node_problem in zip(nodes, _gather(problem), strict=True)
+        if node_problem
+    ]
 
 
 def _require_nothing(load: Path) -> None:
@@ -174,11 +178,13 @@ def _require_nothing(load: Path) -> None:
     """
     text = tracker.tracker_text(load)
     named = RELEASE if text == RELEASE else tracker.tracked_step(load)
-    (_, first), *others = _gather((context.part(Place).node, named))
-    there = {node: name for node, name in others if name != first}
-    if there:
-        words = ", ".join(f"node {node} has {_word(name)}" for node, name in list(there.items())[:TOLD])
-        raise ResumeError(f"{load}: node 0 has {_word(first)}, {words}; {COPIES}")
+    (_, first), *other_values = _gather((context.part(Place).node, named))
+    names_that_differ = {node: name for node, name in other_values if name != first}
+    if names_that_differ:
+        summary = ", ".join(
+            f"node {node} has {_word(name)}" for node, name in list(names_that_differ.items())[:TOLD]
+        )
+        raise ResumeError(f"{load}: node 0 has {_word(first)}, {summary}; {COPIES}")
 
 
 def _word(named: str | int | None) -> str:
@@ -195,18 +201,26 @@ def _require_one_step(root: Path, save: Path) -> None:
     """
     import torch.distributed as dist
 
-    seen = _gather((context.part(Place).node, tracker.tracked_step(root)))
-    step = seen[0][1]
+    steps_by_node = _gather((context.part(Place).node, tracker.tracked_step(root)))
+    step = steps_by_node[0][1]
     wrong = [
-        rank for rank, (_, named) in enumerate(seen) if step is not None and (named is None or named > step)
+        rank
+        for rank, (_, named) in enumerate(steps_by_node)
+        if step is not None and (named is None or named > step)
     ]
     if step is None or not wrong:
         return
     rank, problem = dist.get_rank(), ""
-    node = seen[rank][0]
-    if rank in wrong and all(seen[other][0] != node for other in wrong if other < rank):
+    node = steps_by_node[rank][0]
+    if rank in wrong and all(
+        steps_by_node[earlier_rank][0] != node for earlier_rank in wrong if earlier_rank < rank
+    ):
         problem = agreed_step.settle(root, step, may_change=disk.is_same(root, save))
-    problems = [f"node {node}: {one}" for (node, _), one in zip(seen, _gather(problem), strict=True) if one]
+    problems = [
+        f"node {node}: {node_problem}"
+        for (node, _), node_problem in zip(steps_by_node, _gather(problem), strict=True)
+        if node_problem
+    ]
     if problems:
         raise ResumeError(f"{'; '.join(map(line_of, problems[:TOLD]))}; {ALIKE}")
 
@@ -224,13 +238,17 @@ def _examine(order: _Told, readers: Sequence[Reader]) -> tuple[Found, tuple[File
         return Found(_lacking(order.folder, readers), unlike, apart), ()
     views = divided_reading.views(readers)
     compared = _compare(order, dist.get_rank(), readers)
-    found = _gather(compared)
-    seen = [_of_view(order, [found[number] for number in ranks]) for ranks in views]
+    compared_by_rank = _gather(compared)
+    results_by_view = [_of_view(order, [compared_by_rank[number] for number in ranks]) for ranks in views]
     if unlike:
         nodes = [_nodes(readers[rank].node for rank in ranks) for ranks in views]
-        problems = [_of_nodes(each, one) for each, one in zip(nodes, seen, strict=True) if one]
+        problems = [
+            _of_nodes(view_nodes, view_result)
+            for view_nodes, view_result in zip(nodes, results_by_view, strict=True)
+            if view_result
+        ]
     else:
-        problems = [problem for some in seen for problem in some]
+        problems = [problem for some in results_by_view for problem in some]
     return Found(problems, unlike, apart), compared.part
 
 
@@ -239,13 +257,18 @@ def _lacking(folder: str, readers: Sequence[Reader]) -> list[str]:
 
     Where it was written and cannot get its name, that says nothing about it: it may get it at the next start.
     """
-    held = {reader.node: f"node {reader.node}: {reader.unnamed}" for reader in readers if reader.unnamed}
-    problems: list[str] = [Unreadable(why) for why in held.values()]
-    for is_other, why in ((True, "is of another save of this step than that of node 0"), (False, "missing")):
+    unnamed_by_node = {
+        reader.node: f"node {reader.node}: {reader.unnamed}" for reader in readers if reader.unnamed
+    }
+    problems: list[str] = [Unreadable(reason) for reason in unnamed_by_node.values()]
+    for is_other, problem in (
+        (True, "is of another save of this step than that of node 0"),
+        (False, "missing"),
+    ):
         lacking = (reader for reader in readers if reader.lacks and reader.is_other == is_other)
-        nodes = {reader.node for reader in lacking} - held.keys()
+        nodes = {reader.node for reader in lacking} - unnamed_by_node.keys()
         if nodes:
-            problems.append(f"{_nodes(nodes)}: {folder}: {why}")
+            problems.append(f"{_nodes(nodes)}: {folder}: {problem}")
     return problems
 
 
@@ -275,9 +298,9 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
             loads = readers[rank].loads
             compared.problems += own_part.lacks(folder, compared.part, order.files, loads)
         files = compared.part or order.files
-        mine = division.whole_files(files)
-        compared.problems += manifest.compare(folder, [file for file in mine if not in_blocks(file)])
-        compared.problems += manifest.compare(folder, filter(in_blocks, mine), checksums=False)
+        own_files = division.whole_files(files)
+        compared.problems += manifest.compare(folder, [file for file in own_files if not in_blocks(file)])
+        compared.problems += manifest.compare(folder, filter(in_blocks, own_files), checksums=False)
         threads = max(1, len(os.sched_getaffinity(0)) // max(1, context.part(Place).local_size))
         for file in filter(in_blocks, files):
             first, end = division.blocks(file)
@@ -305,16 +328,16 @@ def _digests(path: Path, first: int, end: int, threads: int, compared: _Compared
         return b""
 
 
-def _of_view(order: _Told, found: Sequence[_Compared]) -> list[str]:
+def _of_view(order: _Told, compared_parts: Sequence[_Compared]) -> list[str]:
     """Return all problems of the files that some ranks see alike; of many a file each has read a part."""
-    told = [problem for part in found for problem in part.problems]
-    problems = list(dict.fromkeys(told))
-    files = next((part.part for part in found if part.part), order.files)
+    part_problems = [problem for part in compared_parts for problem in part.problems]
+    problems = list(dict.fromkeys(part_problems))
+    files = next((part.part for part in compared_parts if part.part), order.files)
     for file in filter(in_blocks, files):
         path = Path(order.folder) / file.path
-        digests = b"".join(part.digests.get(file.path, b"") for part in found)
+        digests = b"".join(part.digests.get(file.path, b"") for part in compared_parts)
         if len(digests) != hashing.blocks_of(file) * hashing.DIGEST_BYTES:
-            if not any(f"{path}:" in problem for problem in told):
+            if not any(f"{path}:" in problem for problem in part_problems):
                 problems.append(Unreadable(f"{path}: cannot be read as a whole on all ranks"))
         elif hashing.join_blocks(digests) != file.xxh3_128_blocks:
             problems.append(f"{path}: checksum differs from the manifest")
@@ -324,8 +347,8 @@ def _of_view(order: _Told, found: Sequence[_Compared]) -> list[str]:
 def _nodes(numbers: Iterable[int]) -> str:
     """Return the words for nodes that see the same folder, or none."""
     nodes = sorted(set(numbers))
-    more = f" and {len(nodes) - TOLD} more" if len(nodes) > TOLD else ""
-    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes[:TOLD]))}{more}"
+    omitted = f" and {len(nodes) - TOLD} more" if len(nodes) > TOLD else ""
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes[:TOLD]))}{omitted}"
 
 
 def _of_nodes(nodes: str, problems: list[str]) -> str:
@@ -335,15 +358,17 @@ def _of_nodes(nodes: str, problems: list[str]) -> str:
     return f"{nodes}: {first_of(sorted(problems, key=lambda problem: isinstance(problem, Unreadable)))}"
 
 
-def _next(judgement: Judgement, found: Found | None, chosen: int | None) -> _Told:
+def _next(judgement: Judgement, examined: Found | None, chosen: int | None) -> _Told:
     try:
-        asked = next(judgement) if found is None else judgement.send(found)
-        if isinstance(asked, Agreed):
-            return _Told(agreed=asked)
-        folder, files = asked
-        known = manifest.read(folder)
+        request = next(judgement) if examined is None else judgement.send(examined)
+        if isinstance(request, Agreed):
+            return _Told(agreed=request)
+        folder, files = request
+        saved_manifest = manifest.read(folder)
         view = divided_reading.view(folder)
-        return _Told(str(folder), files, "", known.generation, view, is_regular=not known.groups)
+        return _Told(
+            str(folder), files, "", saved_manifest.generation, view, is_regular=not saved_manifest.groups
+        )
     except StopIteration as end:
         return _Told(is_empty=not end.value, by_tracker=chosen is None)
     except (CheckpointError, ResumeError) as error:

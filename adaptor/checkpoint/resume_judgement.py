@@ -91,64 +91,68 @@ def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
     named = tracker.tracked_step(load) if chosen is None else chosen
     with contextlib.suppress(Exception):  # it only prints
         _tell_ignored(load)
-    found = Found(_of_tracker(load)) if named is None else (yield from _examine(load, named))
+    examined = Found(_of_tracker(load)) if named is None else (yield from _examine(load, named))
     is_saved_to = load.resolve() == save.resolve()
-    if not found.problems:
-        if named is not None and chosen is None and found.apart:
+    if not examined.problems:
+        if named is not None and chosen is None and examined.apart:
             yield from _agree(Agreed(named, may_change=is_saved_to))
         return named is not None
-    if found.unlike and (chosen is not None or not is_saved_to):
-        raise ResumeError(f"{found.words}; {COPIES}")
+    if examined.unlike and (chosen is not None or not is_saved_to):
+        raise ResumeError(f"{examined.words}; {COPIES}")
     if chosen is not None:
-        raise ResumeError(f"{found.words}; --ckpt-step names it: choose another step, or leave it out")
+        raise ResumeError(f"{examined.words}; --ckpt-step names it: choose another step, or leave it out")
     if not is_saved_to:
         raise ResumeError(
-            f"{found.words}; it is in --load, and only in the --save folder may another take its"
+            f"{examined.words}; it is in --load, and only in the --save folder may another take its"
             " place: choose one with --ckpt-step, or another folder"
         )
-    yield from _replace(load, named, found)
+    yield from _replace(load, named, examined)
     return True
 
 
-def _replace(root: Path, named: int | None, found: Found) -> Generator[Files | Agreed, Found, None]:
+def _replace(root: Path, named: int | None, examined: Found) -> Generator[Files | Agreed, Found, None]:
     """Find the newest checkpoint that is intact, and let it take the place of what the tracker names."""
-    steps, damaged, words = saved_steps.steps(root), dict[int, Found](), []
+    steps, damaged, problem_lines = saved_steps.steps(root), dict[int, Found](), []
     if named is not None and os.path.lexists(root / naming.final_name(named)):
         steps = [step for step in steps if step < named]  # newer ones: a user has gone back by hand
-        damaged[named] = found
+        damaged[named] = examined
     else:
-        words.append(found.words)
+        problem_lines.append(examined.words)
     for step in reversed(steps):
-        found = yield from _examine(root, step)
-        if found.problems:
-            damaged[step] = found
+        examined = yield from _examine(root, step)
+        if examined.problems:
+            damaged[step] = examined
         elif saved_steps.has_manifest(root, step) or (
             named is not None and step < named and _seems_whole(root, step)
         ):
             break
     else:
-        raise ResumeError(_of_none(root, words, damaged))
-    unlike = frozenset[int]().union(*(one.unlike for one in damaged.values()))
-    if unlike - found.apart:
-        raise ResumeError(f"{next(one for one in damaged.values() if one.unlike).words}; {COPIES}")
+        raise ResumeError(_of_none(root, problem_lines, damaged))
+    unlike = frozenset[int]().union(*(damaged_step.unlike for damaged_step in damaged.values()))
+    if unlike - examined.apart:
+        raise ResumeError(f"{next(damage for damage in damaged.values() if damage.unlike).words}; {COPIES}")
     aside = agreed_step.names_aside(root, damaged)
-    if found.apart:  # before rank 0: after a crash in between, the next start finds what this one has found
+    if (
+        examined.apart
+    ):  # before rank 0: after a crash in between, the next start finds what this one has found
         gone = () if named is None or named in damaged else (named,)
         yield from _agree(Agreed(step, (*gone, *damaged)))
-    words += [f"{one.of_step(which)}, kept in {aside[which].name}" for which, one in damaged.items()]
-    more = [f"and {len(words) - TOLD} more"] if len(words) > TOLD else []
-    newest = "the newest that is intact on every node" if found.apart else "the newest intact checkpoint"
-    _say(*words[:TOLD], *more, f"{newest} is step {step}")
+    problem_lines += [
+        f"{damaged_step.of_step(step)}, kept in {aside[step].name}" for step, damaged_step in damaged.items()
+    ]
+    omitted = [f"and {len(problem_lines) - TOLD} more"] if len(problem_lines) > TOLD else []
+    newest = "the newest that is intact on every node" if examined.apart else "the newest intact checkpoint"
+    _say(*problem_lines[:TOLD], *omitted, f"{newest} is step {step}")
     agreed_step.go_back(root, step, aside)
 
 
-def _of_none(root: Path, words: list[str], damaged: dict[int, Found]) -> str:
+def _of_none(root: Path, problem_lines: list[str], damaged: dict[int, Found]) -> str:
     """Return why nothing can be loaded: no checkpoint is intact."""
-    words = [*words, *(one.of_step(which) for which, one in damaged.items())]
-    told = f"{'; '.join(words[:TOLD])}; no other checkpoint in {root} is intact"
-    if any(one.unlike for one in damaged.values()):
-        return f"{told} on every node; {COPIES}"
-    return f"{told}, and nothing was changed: load another one, or begin anew in another --save folder"
+    problem_lines = [*problem_lines, *(damage.of_step(step) for step, damage in damaged.items())]
+    summary = f"{'; '.join(problem_lines[:TOLD])}; no other checkpoint in {root} is intact"
+    if any(damage.unlike for damage in damaged.values()):
+        return f"{summary} on every node; {COPIES}"
+    return f"{summary}, and nothing was changed: load another one, or begin anew in another --save folder"
 
 
 def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
@@ -157,10 +161,10 @@ def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
     Raises:
         ResumeError: it cannot be done.
     """
-    found = yield agreed
-    if found.problems:
-        how = "" if agreed.may_change else f"; {ALIKE}"
-        raise ResumeError(f"{'; '.join(map(line_of, found.problems[:TOLD]))}{how}")
+    examined = yield agreed
+    if examined.problems:
+        advice = "" if agreed.may_change else f"; {ALIKE}"
+        raise ResumeError(f"{'; '.join(map(line_of, examined.problems[:TOLD]))}{advice}")
 
 
 def _examine(root: Path, step: int) -> Generator[Files, Found, Found]:
@@ -176,18 +180,18 @@ def _examine(root: Path, step: int) -> Generator[Files, Found, Found]:
     if not saved_steps.has_manifest(root, step):
         return Found([])
     try:
-        known = manifest.read(folder)
+        saved_manifest = manifest.read(folder)
     except manifest.UnreadableError as error:
         raise ResumeError(_refusal([by_rank(0, str(error))])) from error
     except CheckpointError as error:
         return Found([str(error)])
-    if known.step != step or not known.files:
+    if saved_manifest.step != step or not saved_manifest.files:
         return Found([f"{folder / naming.MANIFEST}: is not that of step {step}"])
-    found = yield folder, known.files
-    wrong = [problem for problem in found.problems if not isinstance(problem, Unreadable)]
-    if found.problems and not wrong:
-        raise ResumeError(_refusal(found.problems))
-    return Found(wrong, found.unlike, found.apart)
+    examined = yield folder, saved_manifest.files
+    wrong = [problem for problem in examined.problems if not isinstance(problem, Unreadable)]
+    if examined.problems and not wrong:
+        raise ResumeError(_refusal(examined.problems))
+    return Found(wrong, examined.unlike, examined.apart)
 
 
 def _require_readable(root: Path) -> None:
@@ -229,8 +233,8 @@ def _of_tracker(root: Path) -> list[str]:
         ResumeError: the tracker is not a file, so the framework could load nothing.
     """
     path = root / naming.TRACKER
-    ours = [step for step in saved_steps.steps(root) if saved_steps.has_manifest(root, step)]
-    if not ours:
+    own_steps = [step for step in saved_steps.steps(root) if saved_steps.has_manifest(root, step)]
+    if not own_steps:
         if os.path.lexists(path) and not path.is_file():
             raise ResumeError(f"{path}: is not a file, so nothing can be loaded: remove it")
         return []
@@ -239,8 +243,8 @@ def _of_tracker(root: Path) -> list[str]:
     if tracker.tracker_text(root) != RELEASE:
         return [f"{path}: names no step"]
     _say(
-        f"{path} says release: training begins from {root / RELEASE}, not from step {ours[-1]}, which is"
-        f" saved beside it; write {ours[-1]} into the file to go on from there"
+        f"{path} says release: training begins from {root / RELEASE}, not from step {own_steps[-1]}, which is"
+        f" saved beside it; write {own_steps[-1]} into the file to go on from there"
     )
     return []
 
@@ -254,8 +258,8 @@ def _tell_ignored(root: Path) -> None:
         or (naming.is_temporary(name) and not left_overs.is_left_over(root / name))
     ]
     if ignored:
-        more = f" (and {len(ignored) - TOLD} more)" if len(ignored) > TOLD else ""
-        _say(f"{root}: no checkpoint, and ignored: {', '.join(ignored[:TOLD])}{more}")
+        omitted = f" (and {len(ignored) - TOLD} more)" if len(ignored) > TOLD else ""
+        _say(f"{root}: no checkpoint, and ignored: {', '.join(ignored[:TOLD])}{omitted}")
 
 
 def _seems_whole(root: Path, step: int) -> bool:
@@ -272,8 +276,8 @@ def _is_archive(path: Path) -> bool:
         return False
 
 
-def _say(*words: str) -> None:
-    output.tell(f"[ttp] {'; '.join(map(line_of, words))}", to="stdout")
+def _say(*message_parts: str) -> None:
+    output.tell(f"[ttp] {'; '.join(map(line_of, message_parts))}", to="stdout")
 
 
 def by_rank(rank: int, problem: str) -> Unreadable:

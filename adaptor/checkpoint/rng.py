@@ -42,30 +42,30 @@ class RandomStates:
 
     def take(self) -> list[Mapping[str, Any]]:
         """Return the states as they are now; those of other ranks as they were at the last exchange."""
-        own = take(self._tracker)
+        own_states = take(self._tracker)
         if self._group is None:
-            return [own]
+            return [own_states]
         rank = self._group.rank()
-        return [*self._told[:rank], own, *self._told[rank + 1 :]]
+        return [*self._told[:rank], own_states, *self._told[rank + 1 :]]
 
     def exchange(self) -> list[Mapping[str, Any]]:
         """Exchange the states with the group: collective, on the main thread.
 
         Raises what the process group raises.
         """
-        own = take(self._tracker)
+        own_states = take(self._tracker)
         if self._group is None:
-            return [own]
-        told: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(told, own, group=self._group)
-        self._told = told
-        return told
+            return [own_states]
+        states_by_rank: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(states_by_rank, own_states, group=self._group)
+        self._told = states_by_rank
+        return states_by_rank
 
     def put_back(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Give this process the random states of a step again, as `take` returned them here or on a rank
         with the same part of the model."""
-        own = states[0 if self._group is None else self._group.rank()]
-        put_back(self._tracker, own)
+        own_states = states[0 if self._group is None else self._group.rank()]
+        put_back(self._tracker, own_states)
         self._told = list(states)
 
 
@@ -122,10 +122,10 @@ class _NumpyState:
         if generator is not self._generator:
             self._generator, self._memory = generator, _Memory.from_address(generator.ctypes.state_address)
             self._seen = b""
-        seen = self._memory.raw
+        raw_state = self._memory.raw
         # The compared memory lacks the spare normal deviate: making one draws numbers, using it does not.
-        if seen != self._seen or self._taken[3]:
-            self._seen, self._taken = seen, numpy.random.get_state()
+        if raw_state != self._seen or self._taken[3]:
+            self._seen, self._taken = raw_state, numpy.random.get_state()
         return self._taken
 
 
@@ -150,10 +150,10 @@ class _PythonState:
             self._find(generator)
         if self._memory is None:
             return random.getstate()
-        seen = self._memory.raw
+        raw_state = self._memory.raw
         # The compared memory lacks the spare normal deviate, which is an attribute.
-        if seen != self._seen or self._taken[2] != generator.gauss_next:
-            self._seen, self._taken = seen, random.getstate()
+        if raw_state != self._seen or self._taken[2] != generator.gauss_next:
+            self._seen, self._taken = raw_state, random.getstate()
         return self._taken
 
     def _find(self, generator: Any) -> None:
@@ -161,8 +161,8 @@ class _PythonState:
         if type(generator) is not random.Random or sys.implementation.name != "cpython":
             return
         address = id(generator) + object.__basicsize__
-        *words, position = random.getstate()[1]
-        expected = b"".join(word.to_bytes(_WORD, sys.byteorder) for word in (position, *words))
+        *state_words, position = random.getstate()[1]
+        expected = b"".join(word.to_bytes(_WORD, sys.byteorder) for word in (position, *state_words))
         is_inside = _random.Random.__basicsize__ >= object.__basicsize__ + _MT19937_BYTES
         if is_inside and (memory := _Memory.from_address(address)).raw == expected:
             self._memory = memory

@@ -106,8 +106,8 @@ def _is_locked(descriptor: int) -> bool:
 
 def _is_of_this_user(root: Path, descriptor: int) -> bool:
     """Return whether the file has the owner and the rights of one that this process makes there."""
-    ours, found = folder_rights.probe(root), os.fstat(descriptor)
-    return (ours.st_uid, ours.st_mode) == (found.st_uid, found.st_mode)
+    probe_status, lock_status = folder_rights.probe(root), os.fstat(descriptor)
+    return (probe_status.st_uid, probe_status.st_mode) == (lock_status.st_uid, lock_status.st_mode)
 
 
 def _holder(descriptor: int) -> str:
@@ -115,22 +115,22 @@ def _holder(descriptor: int) -> str:
     inode = f":{os.fstat(descriptor).st_ino}"
     with contextlib.suppress(OSError, IndexError):
         for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if words[1] == "FLOCK" and words[5].endswith(inode):
-                return f"process {words[4]}"
+            lock_fields = line.split()
+            if lock_fields[1] == "FLOCK" and lock_fields[5].endswith(inode):
+                return f"process {lock_fields[4]}"
     return "a process of another machine"
 
 
 def _bears(lock: Path, descriptor: int) -> bool:
     """Return whether `lock` still names this file; opened, because a name alone may be remembered (NFS)."""
     try:
-        there = os.open(lock, _OPEN)
+        lock_descriptor = os.open(lock, _OPEN)
     except OSError:  # it is gone, or something else has been put there
         return False
     try:
-        return os.path.sameopenfile(there, descriptor)
+        return os.path.sameopenfile(lock_descriptor, descriptor)
     finally:
-        os.close(there)
+        os.close(lock_descriptor)
 
 
 def _drop(descriptor: int, lock: Path) -> None:

@@ -51,30 +51,41 @@ class SequenceLayout(Generic[T]):
         content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return self._add(ArchiveLayout(stand_in_for(tensor), lambda storage: content), self.size)
 
-    def add_planned(self, tensor: torch.Tensor, known: T) -> tuple[int, int]:
+    def add_planned(self, tensor: torch.Tensor, placeholder: T) -> tuple[int, int]:
         """Add a tensor whose data others write; return place and size, in bytes.
 
         Args:
             tensor: of its shape and dtype, on any device.
-            known: what stands in its entry in the place of data.
+            placeholder: what stands in its entry in the place of data.
         """
         alike = tensor.dtype, tensor.shape, tensor.stride()
         if alike not in self._planned:  # most layers of a model have the same ones
-            self._planned[alike] = ArchiveLayout(stand_in_for(tensor), lambda storage: known)
+            self._planned[alike] = ArchiveLayout(stand_in_for(tensor), lambda storage: placeholder)
         # At a page: see `PAGE`.
-        return self._add(self._planned[alike], self.size + -self.size % PAGE, known)
+        return self._add(self._planned[alike], self.size + -self.size % PAGE, placeholder)
 
     def add_archive(self, archive: ArchiveLayout[T]) -> tuple[int, int]:
         """Add an archive with tensors, some of which others write; return place and size, in bytes."""
         return self._add(archive, self.size + -self.size % PAGE)
 
     def _add(
-        self, archive: ArchiveLayout[T] | ArchiveLayout[torch.Tensor], begin: int, known: T | None = None
+        self,
+        archive: ArchiveLayout[T] | ArchiveLayout[torch.Tensor],
+        begin: int,
+        placeholder: T | None = None,
     ) -> tuple[int, int]:
         self._archives.append((begin, len(self.entries), archive))
-        for one in archive.entries:
-            content = one.content if known is None else known
-            self.entries.append(Entry(one.name, begin + one.header, begin + one.begin, one.size, content))
+        for archive_entry in archive.entries:
+            content = archive_entry.content if placeholder is None else placeholder
+            self.entries.append(
+                Entry(
+                    archive_entry.name,
+                    begin + archive_entry.header,
+                    begin + archive_entry.begin,
+                    archive_entry.size,
+                    content,
+                )
+            )
         self._gaps.append((self.size, begin - self.size))
         self.size = begin + archive.size
         return begin, archive.size
@@ -86,12 +97,12 @@ class SequenceLayout(Generic[T]):
             crcs: the CRC-32 of each entry, in order.
         """
         at, data = 0, b""
-        for begin, more in self._around(crcs):
+        for begin, piece in self._around(crcs):
             if begin != at + len(data):  # what follows each other is one piece
                 if data:
                     yield at, data
                 at, data = begin, b""
-            data += more
+            data += piece
         if data:
             yield at, data
 

@@ -56,7 +56,7 @@ class Exchange:
     progress: Callable[[int], None] = field(default=lambda count: None)
     cancelled: Callable[[], bool] = field(default=lambda: False)
     device: Device = HOST
-    on_not_finite: Callable[[str, Sequence[int]], None] = field(default=lambda what, ranks: None)
+    on_not_finite: Callable[[str, Sequence[int]], None] = field(default=lambda subject, ranks: None)
     folder: Path | None = None
 
     def check(self) -> None:
@@ -80,12 +80,12 @@ def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
     for position, (optimizer, sources) in enumerate(zip(optimizers, exchange.sources, strict=True)):
         if not shards.is_sharded(optimizer) or exchange.rank not in sources:
             continue
-        own = own_shards(optimizer, position, exchange)
+        own_readers = own_shards(optimizer, position, exchange)
         chosen = True
         for number, buffer in enumerate(optimizer.buffers):
             for bucket in shards.buckets_of(optimizer, buffer):
                 parts = []
-                for index, shard in own.items():
+                for index, shard in own_readers.items():
                     start, end = bucket.extent(index)
                     part = {
                         key: torch.zeros(end - start, dtype=torch.float32, device="cpu")
@@ -138,12 +138,12 @@ def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
         RuntimeError: from the process group, when a peer is gone.
     """
     state: dict[Any, Any] = {"buckets_coalesced": True}
-    own = own_shards(optimizer, position, exchange)
+    own_readers = own_shards(optimizer, position, exchange)
     for number, buffer in enumerate(optimizer.buffers):
         numel = shards.numel_of(buffer)
         world = {key: torch.zeros((numel,), dtype=torch.float32, device="cpu") for key in shards.KEYS}
         for bucket in shards.buckets_of(optimizer, buffer):
-            for index, shard in own.items():
+            for index, shard in own_readers.items():
                 start, end = bucket.extent(index)
                 part = {key: world[key][start:end] for key in shards.KEYS}
                 _copy_own(shard(number, bucket.index), part, exchange)
@@ -171,27 +171,28 @@ def own_shards(
     """
     sources = exchange.sources[position]
     index, count = shards.shard_of(optimizer)
-    held = {index: lambda buffer, bucket: shards.part_of(optimizer, buffer, bucket)}
+    readers_by_shard = {index: lambda buffer, bucket: shards.part_of(optimizer, buffer, bucket)}
     mirror = exchange.mirrors[position] if exchange.mirrors else None
     if mirror is not None:
-        held[mirror.index] = mirror.shard
-    wanted = [shard for shard, source in enumerate(sources) if source == exchange.rank]
-    if len(sources) != count or not held.keys() >= set(wanted):
+        readers_by_shard[mirror.index] = mirror.shard
+    requested_shards = [shard for shard, source in enumerate(sources) if source == exchange.rank]
+    if len(sources) != count or not readers_by_shard.keys() >= set(requested_shards):
         raise CheckpointError(
-            f"rank {exchange.rank} of the dump holds shard {' and '.join(map(str, held))} of {count}; "
+            f"rank {exchange.rank} of the dump holds shard {' and '.join(map(str, readers_by_shard))} of "
+            f"{count}; "
             f"sources: {list(sources)}"
         )
-    return {shard: held[shard] for shard in wanted}
+    return {shard: readers_by_shard[shard] for shard in requested_shards}
 
 
 def _receive(world: torch.Tensor, bucket: shards.Bucket, sources: Sequence[int], exchange: Exchange) -> None:
     """Receive a bucket's shards, one message of each in turn, so that no sender waits for the others."""
-    others = [
+    other_shards = [
         [(source, piece) for piece in _messages(world[slice(*bucket.extent(index))])]
         for index, source in enumerate(sources)
         if source != exchange.rank
     ]
-    for row in zip_longest(*others):
+    for row in zip_longest(*other_shards):
         works = [
             (group_of(exchange).recv([piece], source, exchange.tag), piece)
             for source, piece in filter(None, row)

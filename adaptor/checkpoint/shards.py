@@ -98,8 +98,8 @@ def part_of(optimizer: Any, number: int, bucket: int) -> Part:
         bucket: its number in the buffer.
     """
     (ranges,) = optimizer.gbuf_ranges[number].values()
-    for param, where in ranges[bucket]["param_map"].items():
-        local = where["gbuf_local"]
+    for param, param_range in ranges[bucket]["param_map"].items():
+        local = param_range["gbuf_local"]
         yield local.start, local.end, _tensors(optimizer, param)
 
 
@@ -116,15 +116,15 @@ def _tensors(optimizer: Any, param: Any) -> Mapping[str, torch.Tensor]:
 
 def places(optimizer: Any) -> list[Piece]:
     """Return the place of each param of the inner optimizer, in the order of its param groups."""
-    found = {}
+    pieces_by_order = {}
     for number, buffers in enumerate(optimizer.gbuf_ranges):
         (ranges,) = buffers.values()
         for index, bucket in enumerate(ranges):
-            for param, where in bucket["param_map"].items():
-                local = where["gbuf_local"]
+            for param, param_range in bucket["param_map"].items():
+                local = param_range["gbuf_local"]
                 order = tuple(optimizer.model_param_group_index_map[param])
-                found[order] = Piece(number, index, local.start, local.end)
-    return [found[order] for order in sorted(found)]
+                pieces_by_order[order] = Piece(number, index, local.start, local.end)
+    return [pieces_by_order[order] for order in sorted(pieces_by_order)]
 
 
 def tensor_of(tensors: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:

@@ -101,7 +101,7 @@ def _write_files(files: Files, exchange: Exchange, root: Path, attempt: int) -> 
     try:
         for name in list(files):
             path = root / f"{name}.{attempt}"
-            with HashingFile(path, exchange.advanced, below=root) as file:
+            with HashingFile(path, exchange.advanced, base_folder=root) as file:
                 drafts.append(path)
                 files.pop(name)(file)
             entries.append(file.entry(name, attempt))
@@ -121,8 +121,8 @@ def _remove(drafts: Iterable[Path]) -> None:
 
 def _is_in_place(state: TrainingState, exchange: Exchange) -> bool:
     """Return whether the holders write their shards themselves: the same on all ranks of an exchange."""
-    known = type(_format(state)) in (TorchFormat, Sharding)
-    return exchange.folder is not None and known and can_be_planned(state)
+    is_known_format = type(_format(state)) in (TorchFormat, Sharding)
+    return exchange.folder is not None and is_known_format and can_be_planned(state)
 
 
 def _write_in_place(
@@ -142,20 +142,20 @@ def _write_in_place(
         with in_place.InPlace(layouts, optimizers, exchange, attempt) as archives:
             if not archives.write():
                 return None
-            found = _bad_shards(optimizers, archives.not_finite)
-            if found:
-                what = finite.words([what for what, _ in found])
-                exchange.on_not_finite(what, [rank for _, rank in found])
+            bad_groups = _bad_shards(optimizers, archives.not_finite)
+            if bad_groups:
+                subject_list = finite.words([subject for subject, _ in bad_groups])
+                exchange.on_not_finite(subject_list, [rank for _, rank in bad_groups])
             entries = archives.finish()
     except OSError as error:
         raise CheckpointError(f"{error.filename or root}: {error.strerror or error}") from error
-    bad_weights += _weights_among([what for _, what in archives.not_finite], spans)
+    bad_weights += _weights_among([subject for _, subject in archives.not_finite], spans)
     try:
         entries += _write_files(small | _on_top(state), exchange, root, attempt)
     except BaseException:
         _remove(root / entry.draft for entry in entries)
         raise
-    return WrittenFiles(tuple(entries), finite.words([what for what, _ in found] or bad_weights))
+    return WrittenFiles(tuple(entries), finite.words([subject for subject, _ in bad_groups] or bad_weights))
 
 
 # The layouts of the large files, the writers of the others, what stands for each saved weight, and the names
@@ -220,15 +220,15 @@ def _bad_shards(
 ) -> list[tuple[str, int]]:
     """Return the shards that are not finite, in order, each with the rank that gave it."""
     counts = [shards.shard_of(optimizer)[1] for optimizer in optimizers]
-    found: dict[tuple[int, int], tuple[set[str], int]] = {}
-    for rank, what in not_finite:
-        if what.dtype == "float32":
-            found.setdefault((what.position, what.index), (set(), rank))[0].add(what.key)
-    told = []
-    for (position, index), (keys, rank) in sorted(found.items()):
+    keys_by_shard: dict[tuple[int, int], tuple[set[str], int]] = {}
+    for rank, bad_part in not_finite:
+        if bad_part.dtype == "float32":
+            keys_by_shard.setdefault((bad_part.position, bad_part.index), (set(), rank))[0].add(bad_part.key)
+    named_shards = []
+    for (position, index), (keys, rank) in sorted(keys_by_shard.items()):
         named = ", ".join(key for key in shards.KEYS if key in keys)
-        told.append((f"shard {sum(counts[:position]) + index} of {sum(counts)} ({named})", rank))
-    return told
+        named_shards.append((f"shard {sum(counts[:position]) + index} of {sum(counts)} ({named})", rank))
+    return named_shards
 
 
 def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, Source]]) -> list[str]:
@@ -237,26 +237,28 @@ def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, S
         name
         for name, span in spans
         if any(
-            (what.position, what.number, what.key) == (span.position, span.number, span.key)
-            and what.begin < span.end
-            and span.begin < what.end
-            for what in not_finite
+            (bad_part.position, bad_part.number, bad_part.key) == (span.position, span.number, span.key)
+            and bad_part.begin < span.end
+            and span.begin < bad_part.end
+            for bad_part in not_finite
         )
     ]
 
 
 def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[Files, str]:
     """Return the writers of all files and a text of what is not finite, which `exchange` has been told."""
-    weights, gathered, found = _gathered(state, exchange)
+    weights, gathered, bad_subjects = _gathered(state, exchange)
     body, not_finite = _body(state, record, weights, gathered, exchange)
     if all(world is None for world in gathered):  # else its tensors have been looked at
-        whole = [] if finite.all_finite(body.get("optimizer")) else ["the optimizer state"]
-        found += [(what, exchange.rank) for what in (*whole, *not_finite)]
-    if found:
-        exchange.on_not_finite(finite.words([what for what, _ in found]), [rank for _, rank in found])
+        whole_subjects = [] if finite.all_finite(body.get("optimizer")) else ["the optimizer state"]
+        bad_subjects += [(subject, exchange.rank) for subject in (*whole_subjects, *not_finite)]
+    if bad_subjects:
+        exchange.on_not_finite(
+            finite.words([subject for subject, _ in bad_subjects]), [rank for _, rank in bad_subjects]
+        )
     files = _format(state).files(state, body, gathered)
     files |= _on_top(state)
-    return files, finite.words([what for what, _ in found] or not_finite)
+    return files, finite.words([subject for subject, _ in bad_subjects] or not_finite)
 
 
 def _on_top(state: TrainingState) -> Files:
@@ -272,7 +274,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
     with the rank that gave it."""
     weights = Weights(exchange.device.to_host)
     gathered: list[Any] = []
-    found: list[tuple[str, int]] = []
+    bad_subjects: list[tuple[str, int]] = []
     optimizers = chain(state.optimizer)
     first, total = 0, sum(shards.shard_of(optimizer)[1] for optimizer in optimizers)
     for position, (optimizer, live, _) in enumerate(state.chained):
@@ -281,7 +283,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
             world = shard_exchange.gather(optimizer, position, exchange)
             shard_exchange.acknowledge(optimizers, position, exchange)
             weights.add_sharded(optimizer, world)
-            found += [
+            bad_subjects += [
                 (f"shard {first + index} of {total} ({', '.join(keys)})", exchange.sources[position][index])
                 for index, keys in finite.bad_shards(optimizer, world).items()
             ]
@@ -290,7 +292,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
             weights.add_whole(optimizer, live)
         first += shards.shard_of(optimizer)[1]
         gathered.append(world)
-    return weights, gathered, found
+    return weights, gathered, bad_subjects
 
 
 def _body(

@@ -57,8 +57,10 @@ def chain(optimizer: Any) -> list[Any]:
 
 def inner(optimizer: Any) -> list[Any]:
     """Return the torch optimizers of a chain; an optimizer without params on this rank has none."""
-    found = (getattr(one, "optimizer", None) for one in chain(optimizer))
-    return [one for one in found if one is not None]
+    inner_optimizers = (
+        getattr(chained_optimizer, "optimizer", None) for chained_optimizer in chain(optimizer)
+    )
+    return [chained_optimizer for chained_optimizer in inner_optimizers if chained_optimizer is not None]
 
 
 def take_groups(optimizer: Any) -> Groups:

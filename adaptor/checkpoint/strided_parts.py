@@ -77,8 +77,8 @@ class StridedView:
             for edge in (low, high)
         )
         some = (first < last).nonzero().view(-1)
-        before = some * self._length
-        return before + first[some], before + last[some]
+        filler_before = some * self._length
+        return filler_before + first[some], filler_before + last[some]
 
 
 def require_few_runs(sources: Sequence[Source], optimizers: Sequence[Any]) -> None:

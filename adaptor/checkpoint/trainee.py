@@ -91,7 +91,11 @@ class MegatronTrainee:
     @cached_property
     def device(self) -> Device:
         """First asked for on the main thread, when training begins."""
-        mains = (param for one in step_record.inner(self.state.optimizer) for param in twin.params(one))
+        mains = (
+            param
+            for inner_optimizer in step_record.inner(self.state.optimizer)
+            for param in twin.params(inner_optimizer)
+        )
         weights = (param for chunk in self.state.model for param in chunk.parameters())
         return devices.of(chain(mains, weights), context.get().settings.device)
 
@@ -147,8 +151,12 @@ class MegatronTrainee:
 
     def has_state(self) -> bool:
         # Others save what they have: there may be nothing besides the params, as with plain SGD.
-        sharded = [one for one in step_record.chain(self.state.optimizer) if shards.is_sharded(one)]
-        return not sharded or any(one.optimizer.state for one in sharded)
+        sharded = [
+            sharded_optimizer
+            for sharded_optimizer in step_record.chain(self.state.optimizer)
+            if shards.is_sharded(sharded_optimizer)
+        ]
+        return not sharded or any(sharded_optimizer.optimizer.state for sharded_optimizer in sharded)
 
     def dump(self, record: StepRecord, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
         folder = Path(run.folder)
@@ -191,9 +199,9 @@ def write_group(
     holders = iter([ranks.index(holder) for holder in order.holders])
     counts = [shards.shard_of(inner)[1] for inner in step_record.chain(state.optimizer)]
 
-    def on_not_finite(what: str, places: Sequence[int]) -> None:
+    def on_not_finite(subject: str, places: Sequence[int]) -> None:
         if not run.as_is:
-            raise NotFiniteError(what, tuple(sorted({ranks[place] for place in places})))
+            raise NotFiniteError(subject, tuple(sorted({ranks[place] for place in places})))
 
     exchange = Exchange(
         group=run.connect(ranks) if len(ranks) > 1 else None,
@@ -215,7 +223,9 @@ def write_group(
     return written.files
 
 
-def replicas_of(optimizer: Any, size: int, experts: int, again: bool = False) -> tuple[Mirror | None, ...]:
+def replicas_of(
+    optimizer: Any, size: int, experts: int, is_repeated: bool = False
+) -> tuple[Mirror | None, ...]:
     """Make the copies of neighbours' shards, one per optimizer of the chain, None where there are none.
 
     Collective, after the state is loaded. Rank 0 tells the user which replicas the job has.
@@ -223,7 +233,7 @@ def replicas_of(optimizer: Any, size: int, experts: int, again: bool = False) ->
     Args:
         size: of the data-parallel group, context parallel included.
         experts: ranks that have the same experts.
-        again: the user has been told.
+        is_repeated: the user has been told.
 
     Raises:
         UnsupportedError: a shard cannot be mirrored, or what an optimizer keeps is not protected.
@@ -231,44 +241,49 @@ def replicas_of(optimizer: Any, size: int, experts: int, again: bool = False) ->
     for torchs in step_record.inner(optimizer):
         kinds.require_protected(torchs)
     inner = step_record.chain(optimizer)
-    sharded = [one for one in inner if shards.is_sharded(one)]
-    made = size // sharded[0].data_parallel_group.size() if sharded else 1
-    sizes = [one.data_parallel_group.size() for one in sharded]
-    if sharded and context.part(ReplicaChoice).wants_mirrors(size, made, experts):
+    sharded = [inner_optimizer for inner_optimizer in inner if shards.is_sharded(inner_optimizer)]
+    shard_count = size // sharded[0].data_parallel_group.size() if sharded else 1
+    sizes = [inner_optimizer.data_parallel_group.size() for inner_optimizer in sharded]
+    if sharded and context.part(ReplicaChoice).wants_mirrors(size, shard_count, experts):
         mirrors = tuple(
-            mirror_of(one) if one in sharded and one.data_parallel_group.size() > 1 else None for one in inner
+            mirror_of(inner_optimizer)
+            if inner_optimizer in sharded and inner_optimizer.data_parallel_group.size() > 1
+            else None
+            for inner_optimizer in inner
         )
     else:
         mirrors = (None,) * len(inner)
-    if dist.get_rank() == 0 and not again:
+    if dist.get_rank() == 0 and not is_repeated:
         elements = sum(
             param.numel()
-            for one in sharded
-            for group in one.optimizer.param_groups
+            for inner_optimizer in sharded
+            for group in inner_optimizer.optimizer.param_groups
             for param in group["params"]
         )
         taken = sum(mirror.nbytes for mirror in mirrors if mirror is not None)
         every = context.get().settings.host_copy
-        said = choice.describe(size, made, bool(sharded), elements, taken, 1 in sizes, every)
-        output.tell(f"[ttp] {said}", to="stdout")
+        description = choice.describe(size, shard_count, bool(sharded), elements, taken, 1 in sizes, every)
+        output.tell(f"[ttp] {description}", to="stdout")
     return mirrors
 
 
-def local_copy_of(optimizer: Any, mirrors: Sequence[Mirror | None], again: bool = False) -> LocalCopy | None:
+def local_copy_of(
+    optimizer: Any, mirrors: Sequence[Mirror | None], is_repeated: bool = False
+) -> LocalCopy | None:
     """Make the local copy, of `mirrors` too, if the user asked for one (TTP_LOCAL_COPY).
 
-    Rank 0 tells its memory, but not `again`.
+    Rank 0 tells its memory, but not `is_repeated`.
     """
     if not context.get().settings.local_copy:
         return None
-    made = LocalCopy(optimizer, mirrors)
-    if dist.get_rank() == 0 and not again:
+    local_copy = LocalCopy(optimizer, mirrors)
+    if dist.get_rank() == 0 and not is_repeated:
         output.tell(
             "[ttp] a local copy of the optimizer state is made before each update, in place of the barrier"
-            f" (TTP_LOCAL_COPY): {made.nbytes / 2**20:.1f} MiB more on rank 0",
+            f" (TTP_LOCAL_COPY): {local_copy.nbytes / 2**20:.1f} MiB more on rank 0",
             to="stdout",
         )
-    return made
+    return local_copy
 
 
 def mirror_of(optimizer: Any) -> Mirror:

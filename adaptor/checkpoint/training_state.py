@@ -133,9 +133,9 @@ class TrainingState:
     @property
     def chained(self) -> list[tuple[Any, Any, bool]]:
         """Return for each optimizer of the chain: it, the one that updates the model, and if it is saved."""
-        mine = chain(self.optimizer)
+        own_chain = chain(self.optimizer)
         live = chain(self.live or self.optimizer)
-        return list(zip(mine, live, self.stored or (True,) * len(mine), strict=True))
+        return list(zip(own_chain, live, self.stored or (True,) * len(own_chain), strict=True))
 
     @cached_property
     def buffers(self) -> Buffers:

@@ -98,7 +98,7 @@ class Controller:
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
 
-    def succeed(self, standby_state: Iterable[StandbyState], nodes: Iterable[int], now: float) -> None:
+    def succeed(self, standby_state: Iterable[StandbyState], nodes: Iterable[int], time_now: float) -> None:
         """Take the place of a controller that is lost; that its node is lost is told as ever, afterwards.
 
         Args:
@@ -110,12 +110,12 @@ class Controller:
                 self.membership.layouts[message.rank] = message
             else:
                 self.membership.enter(message)
-        self._awaited_nodes.begin(nodes, self.term, now)
+        self._awaited_nodes.begin(nodes, self.term, time_now)
 
-    def handle(self, message: ToController, now: float) -> Orders:
+    def handle(self, message: ToController, time_now: float) -> Orders:
         """Take one message of an agent, or of a worker by way of its agent."""
         if self.incident is not None:
-            self.incident.state.now = now
+            self.incident.state.now = time_now
         if type(message) is Frozen:  # first: in each incident there is one from every rank
             return self._on_frozen(message)
         incident = self.incident if self.verdict is None else None
@@ -159,42 +159,42 @@ class Controller:
             case Raised(rank=rank):
                 self._failures.raised.setdefault(rank, message)
                 self.membership.ends({rank})
-                return self._fault(now, by_death=False)
+                return self._fault(time_now, by_death=False)
             case TerminationRequested(
                 rank=rank, signal=name
             ):  # it lives on, and may begin to train meanwhile
-                return self._on_asked(rank, name, f"rank {rank}", now)
+                return self._on_asked(rank, name, f"rank {rank}", time_now)
             case AgentTerminationRequested(node=node, signal=name, error=error):
-                who = "ttprun" if len(self.membership.agents) == 1 else f"ttprun on node {node}"
+                caller = "ttprun" if len(self.membership.agents) == 1 else f"ttprun on node {node}"
                 self._failures.leaving.add(node)
-                return self._on_asked(-1, name, who, now, error, node)
+                return self._on_asked(-1, name, caller, time_now, error, node)
             case NodesWaiting(node=0, count=count):  # no other: such restarts are not counted
-                return self._on_nodes_waiting(count, now)
+                return self._on_nodes_waiting(count, time_now)
             case NodeStalled():
-                return self._look_for_a_hang(now) if self._stalled.take(message) else []
+                return self._look_for_a_hang(time_now) if self._stalled.take(message) else []
             case NodeResumed(node=node):
                 self._stalled.resume(node)
             case Dying(rank=rank, board=board):
                 self.membership.boards[rank] = board
-                return self._on_dying(rank, now)
+                return self._on_dying(rank, time_now)
             case Died(rank=rank, status=status, board=board, why=why):
                 self.membership.boards[rank] = board
                 self._failures.explain(rank, why)
                 if board.phase == Phase.ENDED and (status or not self._scripts_end):
                     self._failures.ended.add(rank)
-                orders = self._on_deaths({rank: status}, now)
+                orders = self._on_deaths({rank: status}, time_now)
                 return orders + (self._route(self.incident.on_status(rank)) if self.incident else [])
             case ReplayComplete(node=node, verdict=verdict):
-                return self._on_replay_complete(node, verdict, now)
+                return self._on_replay_complete(node, verdict, time_now)
             case AgentLost(node=node):
-                return self._on_agent_lost(node, now)
+                return self._on_agent_lost(node, time_now)
             case PlacesFilled(node=node, owners=owners):
                 if node != self.term:  # spare nodes wait at the node of this controller alone
                     return []
                 self.membership.expect(owners)
-                return self._on_incident_message(message, now)
+                return self._on_incident_message(message, time_now)
             case _:
-                return self._on_incident_message(message, now)
+                return self._on_incident_message(message, time_now)
         return []
 
     @property
@@ -208,58 +208,58 @@ class Controller:
             return ""
         return open_words(self.incident, self._failures)
 
-    def tick(self, now: float) -> Orders:
+    def tick(self, time_now: float) -> Orders:
         """Let time pass."""
         incident = self.incident
         if incident is None:
             return []
-        incident.state.now = now
+        incident.state.now = time_now
         if (
-            incident.state.outcome is not None and now >= incident.state.deadline
+            incident.state.outcome is not None and time_now >= incident.state.deadline
         ):  # all is done but to learn how they ended
-            return self._on_deaths(dict.fromkeys(self.membership.dying, -signal.SIGKILL), now)
-        if overdue := self._awaited_nodes.overdue(now):
+            return self._on_deaths(dict.fromkeys(self.membership.dying, -signal.SIGKILL), time_now)
+        if overdue := self._awaited_nodes.overdue(time_now):
             # Who has come, and has not told all in time, still hears the verdict: nobody else ends its job.
             self.membership.late |= self.membership.agents & set(overdue)
-            return [order for node in overdue for order in self._on_agent_lost(node, now)]
-        return self._route(incident.on_tick(now))
+            return [order for node in overdue for order in self._on_agent_lost(node, time_now)]
+        return self._route(incident.on_tick(time_now))
 
     def _on_asked(
-        self, rank: int, name: str, who: str, now: float, error: str = "", node: int = -1
+        self, rank: int, name: str, caller: str, time_now: float, error: str = "", node: int = -1
     ) -> Orders:
         if self.incident is None and self.verdict is None:
-            self._failures.ask(rank, who, name, error, node)
+            self._failures.ask(rank, caller, name, error, node)
         self._failures.told_to_end = (
-            f"{who} has failed: {error}" if error else f"{who} was told to end by {name}"
+            f"{caller} has failed: {error}" if error else f"{caller} was told to end by {name}"
         )
         if self.incident is not None:
             return self._route(self.incident.on_told_to_end())
-        return self._fault(now, by_death=True)  # nothing else explains it
+        return self._fault(time_now, by_death=True)  # nothing else explains it
 
-    def _on_nodes_waiting(self, count: int, now: float) -> Orders:
+    def _on_nodes_waiting(self, count: int, time_now: float) -> Orders:
         """Have the newest step saved, so that all start again from it on more nodes."""
         is_quiet = self.incident is None and self.verdict is None
         if not (count and is_quiet and self.membership.fits(len(self.membership.agents) + count)):
             return []
         self._failures.join(count)
-        return self._fault(now, by_death=True)
+        return self._fault(time_now, by_death=True)
 
-    def _look_for_a_hang(self, now: float) -> Orders:
+    def _look_for_a_hang(self, time_now: float) -> Orders:
         """A rank that hangs makes all others wait: it is a hang when every node stands still."""
         if self.incident is not None or self.verdict is not None:
             return []
         self._failures.hang_s = self._stalled.hang_s(self.membership.agents)
-        return self._fault(now, by_death=True) if self._failures.hang_s else []
+        return self._fault(time_now, by_death=True) if self._failures.hang_s else []
 
-    def _on_dying(self, rank: int, now: float) -> Orders:
+    def _on_dying(self, rank: int, time_now: float) -> Orders:
         if not self.membership.begin_to_die(rank):
             return []
         if self.verdict is None and not self._is_ended_by_order(rank):
             self._failures.unannounced.add(rank)
             self._failures.notice([rank])
-        return self._record_deaths({rank}, now)
+        return self._record_deaths({rank}, time_now)
 
-    def _on_deaths(self, statuses: dict[int, int], now: float) -> Orders:
+    def _on_deaths(self, statuses: dict[int, int], time_now: float) -> Orders:
         new, sudden = self.membership.record_deaths(statuses)
         by_themselves = [rank for rank in statuses if rank in new and not self._is_ended_by_order(rank)]
         for rank in by_themselves:
@@ -267,47 +267,47 @@ class Controller:
         self._failures.notice(by_themselves)
         if self.incident is None and not any(statuses[rank] for rank in new):
             return []
-        return self._record_deaths(sudden, now)
+        return self._record_deaths(sudden, time_now)
 
     def _is_ended_by_order(self, rank: int) -> bool:
         """Return whether its process is ended because another is to take its place: that is no failure."""
         return self.incident is not None and rank in self.incident.regrouping.newcomers.ended
 
-    def _record_deaths(self, ranks: Set[int], now: float) -> Orders:
+    def _record_deaths(self, ranks: Set[int], time_now: float) -> Orders:
         if self.incident is None:
-            return self._fault(now, by_death=True)
+            return self._fault(time_now, by_death=True)
         return self._route(self.incident.on_deaths(ranks) if ranks else [])
 
-    def _on_agent_lost(self, node: int, now: float) -> Orders:
+    def _on_agent_lost(self, node: int, time_now: float) -> Orders:
         if node in self.membership.lost:
             had_spare = self.membership.expected.pop(node, None) is not None
             return self._route(self.incident.on_spare_lost(node)) if had_spare and self.incident else []
         ranks = self.membership.lose(node)
         self._awaited_nodes.lose(node)
         self._failures.lose(node, ranks, self.membership.hosts.get(node, ""))
-        orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), now)
+        orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), time_now)
         if self.incident is None:  # its workers had come to their ends; the others may have hung by then
-            return self._look_for_a_hang(now)
+            return self._look_for_a_hang(time_now)
         orders += self._route(self.incident.on_agent_lost(node))
         orders += self._route(self.incident.on_replay_complete())
         return orders
 
-    def _on_replay_complete(self, node: int, verdict: Verdict | None, now: float) -> Orders:
-        if not self._awaited_nodes.has_told(node, now):
+    def _on_replay_complete(self, node: int, verdict: Verdict | None, time_now: float) -> Orders:
+        if not self._awaited_nodes.has_told(node, time_now):
             return []
         if verdict is not None and self.verdict is None:
             self.verdict = msgspec.structs.replace(verdict, leaves=(0,), lost=(0,))
             return self._broadcast_verdict(verdict.incident)
         return self._route(self.incident.on_replay_complete()) if self.incident is not None else []
 
-    def _fault(self, now: float, *, by_death: bool) -> Orders:
+    def _fault(self, time_now: float, *, by_death: bool) -> Orders:
         if self.incident is not None or self.verdict is not None:
             return []
         self.incident = Incident(
             self._number,
             self.membership,
             self._failures,
-            opened_at=now,
+            opened_at=time_now,
             timeout_s=self._timeout_s,
             store=self._store,
             awaited=self._awaited_nodes.awaited,
@@ -325,9 +325,9 @@ class Controller:
             self._failures.standing[answer.rank] = answer.standing
         return self._route(incident.on_frozen(answer.rank, answer.board))
 
-    def _on_incident_message(self, message: ToController, now: float) -> Orders:
+    def _on_incident_message(self, message: ToController, time_now: float) -> Orders:
         incident = self.incident
-        return self._route(dispatch(incident, message, now)) if incident is not None else []
+        return self._route(dispatch(incident, message, time_now)) if incident is not None else []
 
     def _route(self, orders: Orders) -> Orders:
         """Return what the incident orders, and what follows from its end."""

@@ -114,8 +114,10 @@ class Writing:
 
     def may_be_held(self, ranks: Collection[int]) -> bool:
         """Return whether one of `ranks` may have each shard, and one may write each group."""
-        needed = (one for group in self.groups.values() for one in (*group.owners.values(), group.writers))
-        return all(any(rank in ranks for rank in one) for one in needed)
+        rank_sets = (
+            rank_set for group in self.groups.values() for rank_set in (*group.owners.values(), group.writers)
+        )
+        return all(any(rank in ranks for rank in rank_set) for rank_set in rank_sets)
 
     def decide(
         self, boards: Mapping[int, BoardRecord], unable: Collection[int] = (), step: int | None = None
@@ -144,13 +146,15 @@ class Writing:
         groups = {name: group for name, group in self.groups.items() if name in names}
         return plan(groups, boards, only=self.step, avoid={*self.avoid, *avoid})
 
-    def elsewhere(self, there: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
-        """The rest with other writers for those that are `there`; None where no group can have another."""
-        again = self.rest(boards, avoid=there)
-        if isinstance(again, NoPlan):
+    def elsewhere(self, unreachable_ranks: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
+        """The rest with other writers for those that are `unreachable_ranks`; None where no group can have
+        another.
+        """
+        new_plan = self.rest(boards, avoid=unreachable_ranks)
+        if isinstance(new_plan, NoPlan):
             return None
-        away = {order.group for order in again.groups if order.writer not in there}
-        return again if any(self.pending[group].writer in there for group in away) else None
+        away = {order.group for order in new_plan.groups if order.writer not in unreachable_ranks}
+        return new_plan if any(self.pending[group].writer in unreachable_ranks for group in away) else None
 
     def begin_attempt(self, decision: Plan) -> None:
         """Have the groups of `decision` written, by another attempt."""

@@ -65,10 +65,12 @@ class StandbyReplicator:
         """Return what is passed on, and to which nodes, now that the controller has heard `message`."""
         match message:
             case AgentHello(node=node):
-                orders: list[tuple[int, StandbyState]] = [(node, known) for known in self._known_to(node)]
+                orders: list[tuple[int, StandbyState]] = [
+                    (node, known_message) for known_message in self._known_to(node)
+                ]
                 self._hellos[node] = message
-                told = self._here if stands_by(node) else self._standing
-                orders += [(other, message) for other in told]
+                standby_nodes = self._here if stands_by(node) else self._standing
+                orders += [(standby_node, message) for standby_node in standby_nodes]
                 if node:
                     self._here[node] = None
                 return orders
@@ -86,8 +88,8 @@ class StandbyReplicator:
     def _known_to(self, newcomer: int) -> list[StandbyState]:
         if stands_by(newcomer):
             # Not of the agent that had this place before it.
-            others = [hello for node, hello in self._hellos.items() if node != newcomer]
-            return [*others, *self._layouts.values()]
+            other_hellos = [hello for node, hello in self._hellos.items() if node != newcomer]
+            return [*other_hellos, *self._layouts.values()]
         return [self._hellos[node] for node in range(1, STANDBYS + 1) if node in self._hellos]
 
 
@@ -185,15 +187,15 @@ class Succession:
         return self._endpoints.get(self.term)
 
 
-def _without_what_is_over(said: list[FromAgent], end: Recovered) -> list[FromAgent]:
+def _without_what_is_over(messages: list[FromAgent], end: Recovered) -> list[FromAgent]:
     """Return what a next controller must know after an online recovery.
 
     Of replaced ranks it is what their new processes have said, or what became of these; of others nothing of
     the exceptions that were recovered from. What has failed since stays.
     """
-    hellos = {message.rank: at for at, message in enumerate(said) if isinstance(message, Hello)}
+    hellos = {message.rank: at for at, message in enumerate(messages) if isinstance(message, Hello)}
     kept: list[FromAgent] = []
-    for at, message in enumerate(said):
+    for at, message in enumerate(messages):
         rank = getattr(message, "rank", -1)
         of_before = rank in end.replaced and at < hellos.get(rank, 0)
         recovered = rank in end.retried and isinstance(message, Raised)
@@ -219,23 +221,23 @@ class AwaitedNodes:
         self.awaited: set[int] = set()
         self._until = 0.0
 
-    def begin(self, nodes: Iterable[int], term: int, now: float) -> None:
+    def begin(self, nodes: Iterable[int], term: int, time_now: float) -> None:
         """Wait for these nodes to repeat to the controller of `term` what they know."""
         self.awaited.update(nodes)
-        self._until = now + RECONNECT_S + TRY_CONNECT_TIMEOUT_S * (term - 1)
+        self._until = time_now + RECONNECT_S + TRY_CONNECT_TIMEOUT_S * (term - 1)
 
-    def has_told(self, node: int, now: float) -> bool:
+    def has_told(self, node: int, time_now: float) -> bool:
         """`node` has told all; whether it was awaited."""
         if node not in self.awaited:
             return False
         self.awaited.discard(node)
-        self._until = max(self._until, now + RECONNECT_S)
+        self._until = max(self._until, time_now + RECONNECT_S)
         return True
 
     def lose(self, node: int) -> None:
         """Do not wait for `node` any more: it is lost."""
         self.awaited.discard(node)
 
-    def overdue(self, now: float) -> list[int]:
+    def overdue(self, time_now: float) -> list[int]:
         """The nodes that count as lost, because nobody has come for too long."""
-        return sorted(self.awaited) if now >= self._until else []
+        return sorted(self.awaited) if time_now >= self._until else []

@@ -96,22 +96,22 @@ class Failures:
         self.lost.setdefault(node, []).extend(ranks)
         self.lost_hosts.setdefault(node, host)
 
-    def ask(self, rank: int, who: str, name: str, error: str = "", node: int = -1) -> None:
-        """Note that `who` was told to end by the signal `name`, or has failed by an `error` of its own.
+    def ask(self, rank: int, caller: str, name: str, error: str = "", node: int = -1) -> None:
+        """Note that `caller` was told to end by the signal `name`, or has failed by an `error` of its own.
 
         Args:
             rank: the rank that it is; -1: the agent of `node`.
         """
         if error:
-            self.asked = Cause(rank, 1, f"{who} has failed: {error}", kind="error", node=node)
+            self.asked = Cause(rank, 1, f"{caller} has failed: {error}", kind="error", node=node)
             return
         code = SIGNAL_BASE + signal.Signals.__members__.get(name, signal.SIGTERM)
-        self.asked = Cause(rank, code, f"{who} was told to end by {name}", kind="told-to-end", node=node)
+        self.asked = Cause(rank, code, f"{caller} was told to end by {name}", kind="told-to-end", node=node)
 
     def join(self, count: int) -> None:
         """Note that `count` more nodes are there, with which all are to start again."""
-        words = f"{count} more node{' is' if count == 1 else 's are'} there"
-        self.asked = Cause(-1, 1, words, kind=NODES_JOIN)
+        description = f"{count} more node{' is' if count == 1 else 's are'} there"
+        self.asked = Cause(-1, 1, description, kind=NODES_JOIN)
 
     @property
     def is_known(self) -> bool:
@@ -128,27 +128,27 @@ class Failures:
             return self.asked
         if self.hang_s:
             return self._hang(sorted(silent))
-        ended = [(rank, self.dead[rank]) for rank in self.noticed if rank in self.dead]
-        failed = [(rank, status) for rank, status in ended if status or rank in self.unannounced]
+        dead_ranks = [(rank, self.dead[rank]) for rank in self.noticed if rank in self.dead]
+        failed = [(rank, status) for rank, status in dead_ranks if status or rank in self.unannounced]
         if failed:
             rank, status = failed[0]
             code = status or 1 if status >= 0 else SIGNAL_BASE - status
             away = {r for ranks in self.lost.values() for r in ranks}
-            after = {r: " after its script had ended" if r in self.ended else "" for r, _ in failed}
-            words = [
-                f"rank {r} {ending(s, self.why.get(r, ''))}{after[r]}" for r, s in failed if r not in away
+            end_notes = {r: " after its script had ended" if r in self.ended else "" for r, _ in failed}
+            descriptions = [
+                f"rank {r} {ending(s, self.why.get(r, ''))}{end_notes[r]}" for r, s in failed if r not in away
             ]
-            words += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
+            descriptions += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
             key = "" if rank in away else _kind(status)
             kind = "node-lost" if rank in away else "signal" if status < 0 else "exit"
             ranks = tuple(r for r, _ in failed)
-            known = None if rank in away else status
-            return Cause(rank, code, ", ".join(words), key, ranks, kind=kind, status=known)
+            exit_status = None if rank in away else status
+            return Cause(rank, code, ", ".join(descriptions), key, ranks, kind=kind, status=exit_status)
         rank, raised = next(iter(self.raised.items()))
         origin = raised.origin
         known_by = f"{origin.kind} at {origin.where}" if origin.where else origin.kind
-        said = f"rank {rank} raised {raised.error}{self._before}"
-        return Cause(rank, raised.exit_code, said, known_by, (rank,), origin.mistake, kind="exception")
+        description = f"rank {rank} raised {raised.error}{self._before}"
+        return Cause(rank, raised.exit_code, description, known_by, (rank,), origin.mistake, kind="exception")
 
     def _hang(self, silent: list[int]) -> Cause:
         """Return the ranks that caused a hang.
@@ -158,21 +158,23 @@ class Failures:
         """
         lost = f"nothing has moved for {self.hang_s:.0f} s"
         if silent:
-            who = ranks_in_words(silent, "does not answer", "do not answer", most=_NAMED)
-            return Cause(silent[0], 1, f"{lost}: {who}", "a hang", kind="hang")
-        apart = {rank: there.where for rank, there in sorted(self.standing.items()) if not there.waits}
+            silent_words = ranks_in_words(silent, "does not answer", "do not answer", most_named=_NAMED)
+            return Cause(silent[0], 1, f"{lost}: {silent_words}", "a hang", kind="hang")
+        apart = {
+            rank: standing.where for rank, standing in sorted(self.standing.items()) if not standing.waits
+        }
         if 0 < len(apart) < len(self.standing):
             first = min(apart)
-            who = ranks_in_words(apart, "stands still", "stand still", most=_NAMED)
-            words = f"{who}, others wait; {apart[first]}"
-            return Cause(first, 1, f"{lost}: {words}", "a hang", kind="hang")
+            silent_words = ranks_in_words(apart, "stands still", "stand still", most_named=_NAMED)
+            description = f"{silent_words}, others wait; {apart[first]}"
+            return Cause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
         if self.ended:
             return Cause(min(self.ended), 1, f"{lost}{self._before}", "a hang", kind="hang")
         if not apart and (elsewhere := self._elsewhere()):
             first = min(elsewhere)
-            who = ranks_in_words(elsewhere, "waits", "wait", most=_NAMED)
-            words = f"{who} in another call than most ranks; {elsewhere[first]}"
-            return Cause(first, 1, f"{lost}: {words}", "a hang", kind="hang")
+            silent_words = ranks_in_words(elsewhere, "waits", "wait", most_named=_NAMED)
+            description = f"{silent_words} in another call than most ranks; {elsewhere[first]}"
+            return Cause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
         return Cause(-1, 1, f"{lost}, and no rank stands out", "a hang", kind="hang")
 
     @property
@@ -180,16 +182,18 @@ class Failures:
         """Return the ranks whose script had ended before, in words: collectives of others break then."""
         if not self.ended:
             return ""
-        return f"; the script of {ranks_in_words(sorted(self.ended), most=_NAMED)} had ended before"
+        return f"; the script of {ranks_in_words(sorted(self.ended), most_named=_NAMED)} had ended before"
 
     def _elsewhere(self) -> dict[int, str]:
         """Return the ranks whose calls differ, from the outermost on, from those of more than half of all."""
-        stacks = {rank: there.stack_hashes for rank, there in sorted(self.standing.items())}
+        stacks = {rank: standing.stack_hashes for rank, standing in sorted(self.standing.items())}
         for start in range(0, max(map(len, stacks.values()), default=0), CALL):
             calls = Counter(hashes[start : start + CALL] for hashes in stacks.values())
-            most, count = calls.most_common(1)[0]
+            most_common, count = calls.most_common(1)[0]
             if count < len(stacks):
-                apart = [rank for rank, hashes in stacks.items() if hashes[start : start + CALL] != most]
+                apart = [
+                    rank for rank, hashes in stacks.items() if hashes[start : start + CALL] != most_common
+                ]
                 return {rank: self.standing[rank].where for rank in apart} if 2 * count > len(stacks) else {}
         return {}
 

@@ -89,8 +89,8 @@ class Feasibility:
         for rank, layout in membership.layouts.items():
             if layout.online:
                 # What is the same on rank 0 was said at the start.
-                told = membership.layouts[0].online if 0 in membership.layouts else ""
-                raise CannotRegroupError("" if told else f"rank {rank}: {layout.online}")
+                refusal = membership.layouts[0].online if 0 in membership.layouts else ""
+                raise CannotRegroupError("" if refusal else f"rank {rank}: {layout.online}")
         if self.writing.uses_script_handlers:
             raise CannotRegroupError("the script saves by handlers of its own")
         if failures.is_known:
@@ -108,10 +108,15 @@ class Feasibility:
         With local copies some ranks may not have come to `newest`, which then no one needs to keep: all of
         them give the one before.
         """
-        before = newest - 1
-        if not self._behind(newest, self._ranks_without_state(newest)) or before <= self.writing.origin:
+        previous_step = newest - 1
+        if (
+            not self._behind(newest, self._ranks_without_state(newest))
+            or previous_step <= self.writing.origin
+        ):
             return newest
-        return newest if self._behind(before, self._ranks_without_state(before)) else before
+        return (
+            newest if self._behind(previous_step, self._ranks_without_state(previous_step)) else previous_step
+        )
 
     def _behind(self, step: int, replaced: Collection[int]) -> list[int]:
         """The survivors but for `replaced` that cannot come to `step`."""
@@ -164,18 +169,20 @@ class Feasibility:
     def _replacement(self, rank: int, living: set[int]) -> Replacement:
         groups = self.writing.groups
         layout = self.membership.layouts[rank]
-        own = [share.group for share in layout.shares if share.can_write]
+        own_groups = [share.group for share in layout.shares if share.can_write]
         twins = set(living)
-        for name in own:
+        for name in own_groups:
             twins &= groups[name].writers
         sources = []
         for share in layout.shares:
-            owners = [one for one in groups[share.group].owners[share.index, share.count] if one in living]
+            owners = [
+                owner for owner in groups[share.group].owners[share.index, share.count] if owner in living
+            ]
             if not owners:
                 raise CannotRegroupError(f"nobody else holds shard {share.index} of group {share.group}")
-            preferred = [one for one in owners if one in twins] or owners
+            preferred = [owner for owner in owners if owner in twins] or owners
             sources.append(ShardSource(share.group, share.index, preferred[0]))
-        if not own or not twins:
+        if not own_groups or not twins:
             raise CannotRegroupError(f"nobody else has the part of the model that rank {rank} had")
-        given = {source.source for source in sources}
-        return Replacement(rank, min(twins & given or twins), tuple(sources))
+        source_ranks = {source.source for source in sources}
+        return Replacement(rank, min(twins & source_ranks or twins), tuple(sources))

@@ -116,26 +116,26 @@ class FreezeState:
         """Note that ranks are asked to freeze now."""
         self._explained_by = 0.0
 
-    def hurry(self, now: float) -> None:
+    def hurry(self, time_now: float) -> None:
         """Wait only ANSWER_S longer for ranks that others can do without."""
-        self._hurries_at = min(self._hurries_at, now + ANSWER_S)
+        self._hurries_at = min(self._hurries_at, time_now + ANSWER_S)
 
-    def hurries(self, now: float) -> bool:
+    def hurries(self, time_now: float) -> bool:
         """Return whether only those ranks are still waited for that others cannot do without."""
-        return now >= self._hurries_at
+        return time_now >= self._hurries_at
 
-    def is_late(self, now: float) -> bool:
+    def is_late(self, time_now: float) -> bool:
         """Return whether layouts have been waited for long enough."""
-        return self.waits and now >= self._explained_by
+        return self.waits and time_now >= self._explained_by
 
     def record_answer(self, rank: int, board: BoardRecord) -> None:
         """Keep the `board` of a rank that is frozen, or that can give no more than that."""
         self._state.boards[rank] = board
         self._newest = max(self._newest, _newest(board))
 
-    def is_over_time(self, now: float) -> bool:
+    def is_over_time(self, time_now: float) -> bool:
         """Return whether no answer is waited for any longer."""
-        return now >= self._answers_by
+        return time_now >= self._answers_by
 
     def leave_the_silent(self) -> None:
         """Give up the ranks that have not answered: they are no holders."""

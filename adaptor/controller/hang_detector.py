@@ -58,37 +58,37 @@ class HangDetector:
         self._said: NodeStalled | None = None
 
     def look(
-        self, boards: Iterable[BoardRecord], now: float, *, traced: bool = False
+        self, boards: Iterable[BoardRecord], time_now: float, *, traced: bool = False
     ) -> NodeStalled | NodeResumed | None:
         """Return the report for the controller, or None if nothing has changed.
 
         Args:
             boards: of all workers of the node.
-            now: monotonic seconds.
+            time_now: monotonic seconds.
             traced: a debugger or a compiler has one of the workers.
         """
-        there = self._stall(list(boards), now, traced)
-        said, self._said = self._said, there
-        if there is None:
-            return NodeResumed(self._node) if said is not None else None
+        stall = self._stall(list(boards), time_now, traced)
+        reported_stall, self._said = self._said, stall
+        if stall is None:
+            return NodeResumed(self._node) if reported_stall is not None else None
         if (
-            said is not None
-            and _content(there) == _content(said)
-            and there.seconds < said.seconds * (1 + AGAIN)
+            reported_stall is not None
+            and _content(stall) == _content(reported_stall)
+            and stall.seconds < reported_stall.seconds * (1 + AGAIN)
         ):
-            self._said = said
+            self._said = reported_stall
             return None
-        return there
+        return stall
 
-    def _stall(self, boards: list[BoardRecord], now: float, traced: bool) -> NodeStalled | None:
-        seen = {board.rank: _position(board) for board in boards}
-        if seen != self._seen or traced or now - self._looked > ABSENT_S:
-            self._seen, self._since = seen, now
-        self._looked = now
+    def _stall(self, boards: list[BoardRecord], time_now: float, traced: bool) -> NodeStalled | None:
+        positions = {board.rank: _position(board) for board in boards}
+        if positions != self._seen or traced or time_now - self._looked > ABSENT_S:
+            self._seen, self._since = positions, time_now
+        self._looked = time_now
         going = [board for board in boards if board.phase != Phase.ENDED]
         if not self._floor_s or not all(map(_is_training, going)):
             return None
-        seconds = now - self._since
+        seconds = time_now - self._since
         if seconds < max((self._step_may_take(board) for board in going), default=self._floor_s):
             return None
         inside: list[int] = []
@@ -132,9 +132,12 @@ class StalledNodes:
 
     def take(self, report: NodeStalled) -> bool:
         """Return whether it is news: thousands of nodes may say so, again and again, while all evaluate."""
-        before = self._reports.get(report.node)
+        earlier_report = self._reports.get(report.node)
         self._reports[report.node] = report
-        return before is None or msgspec.structs.replace(before, seconds=report.seconds) != report
+        return (
+            earlier_report is None
+            or msgspec.structs.replace(earlier_report, seconds=report.seconds) != report
+        )
 
     def resume(self, node: int) -> None:
         """Something moves on `node` again."""

@@ -292,23 +292,23 @@ class Incident:
         """Note that a rank cannot come to the step."""
         return self.go_on(self.regrouping.on_regroup_failed(message)) if self.regrouping.is_pending else []
 
-    def on_tick(self, now: float) -> Orders:
-        """Act on the limits of time that are over at `now`, in seconds."""
+    def on_tick(self, time_now: float) -> Orders:
+        """Act on the limits of time that are over at `time_now`, in seconds."""
         if self.state.outcome is not None:
             return []
         if self.freeze_state.waits:
-            return self._go_on_without_layouts(now) if self.freeze_state.is_late(now) else []
+            return self._go_on_without_layouts(time_now) if self.freeze_state.is_late(time_now) else []
         if self.state.stage is Stage.FINDING:
-            return self._look_again(now)
+            return self._look_again(time_now)
         if self.state.stage is Stage.ENDING_SCRIPTS:
-            return [] if self.running_scripts and now < self.state.deadline else self._end(FINISHED)
+            return [] if self.running_scripts and time_now < self.state.deadline else self._end(FINISHED)
         if self.state.stage is Stage.REGROUPING:
-            return self.go_on(self.regrouping.on_tick(now))
-        if now >= self.state.deadline - self.finding.patience_s:
+            return self.go_on(self.regrouping.on_tick(time_now))
+        if time_now >= self.state.deadline - self.finding.patience_s:
             return self._run_out_of_time()
         if self.state.stage is Stage.FREEZING:
-            return self._go_on_without_the_silent(now)
-        return self.go_on(self.saving.on_tick(now))
+            return self._go_on_without_the_silent(time_now)
+        return self.go_on(self.saving.on_tick(time_now))
 
     def _run_out_of_time(self) -> Orders:
         return self.go_on(self.saving.run_out_of_time())
@@ -317,10 +317,10 @@ class Incident:
         is_frozen = self.state.stage is Stage.FREEZING and self.freeze_state.is_over
         return self._save() if is_frozen else []
 
-    def _go_on_without_the_silent(self, now: float) -> Orders:
+    def _go_on_without_the_silent(self, time_now: float) -> Orders:
         """Give up ranks that take too long; where time is short, only if others can do without them."""
-        hurries = self.freeze_state.hurries(now)
-        if not self.freeze_state.is_over_time(now) and (not hurries or self._needs_the_silent):
+        hurries = self.freeze_state.hurries(time_now)
+        if not self.freeze_state.is_over_time(time_now) and (not hurries or self._needs_the_silent):
             return []
         self.freeze_state.leave_the_silent()
         return self._decide_when_frozen()
@@ -329,18 +329,21 @@ class Incident:
     def _needs_the_silent(self) -> bool:
         """Return whether ranks that have not answered have what is needed for a save, and no other has it."""
         # It is asked at each tick, and with 100,000 ranks it takes as long as a tick to find out.
-        known = len(self.state.boards), len(self.state.nodes), len(self._membership.layouts)
-        if known != self._needs_by:
+        answer_counts = len(self.state.boards), len(self.state.nodes), len(self._membership.layouts)
+        if answer_counts != self._needs_by:
             decision = choose(self.state, self.freeze_state, self.writing)
             is_unheld = not isinstance(decision, Plan) and decision.unheld
-            self._needs, self._needs_by = is_unheld and self.writing.may_be_held(self.state.nodes), known
+            self._needs, self._needs_by = (
+                is_unheld and self.writing.may_be_held(self.state.nodes),
+                answer_counts,
+            )
         return self._needs
 
-    def _go_on_without_layouts(self, now: float) -> Orders:
+    def _go_on_without_layouts(self, time_now: float) -> Orders:
         """Ask those who are there: they know whether a step has finished."""
         if self.freeze_state.never_begun or not self._membership.layouts:
             return self._end(NEVER_BEGUN)
-        self.freeze_state.hurry(now)
+        self.freeze_state.hurry(time_now)
         return self._freeze()
 
     def _save(self) -> Orders:
@@ -387,8 +390,8 @@ class Incident:
         self.state.end(outcome)
         return []
 
-    def _look_again(self, now: float) -> Orders:
-        if self.finding.is_over(now, self.state.deadline):
+    def _look_again(self, time_now: float) -> Orders:
+        if self.finding.is_over(time_now, self.state.deadline):
             assert self.finding.otherwise is not None
             self.state.end(self.finding.otherwise)
             return []

@@ -20,7 +20,7 @@ from adaptor.protocol.messages import (
 )
 
 
-def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
+def dispatch(incident: Incident, message: ToController, time_now: float) -> Orders:
     """Pass `message` to the part of `incident` that it is for; return what is ordered then.
 
     Messages of other incidents are ignored, and so are answers of agents that were not asked
@@ -28,7 +28,7 @@ def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
     """
     match message:
         case Progress(node=node):
-            incident.saving.on_progress(node, now)
+            incident.saving.on_progress(node, time_now)
         case (
             Prepared(incident=incident.number)
             | Published(incident=incident.number)
@@ -36,7 +36,7 @@ def dispatch(incident: Incident, message: ToController, now: float) -> Orders:
         ) if incident.target.is_from_asked_agent(message):
             return _on_folder_answer(incident, message)
         case Written(incident=incident.number):
-            return incident.go_on(incident.saving.on_written(message, now))
+            return incident.go_on(incident.saving.on_written(message, time_now))
         case WriteFailed(incident=incident.number):
             return incident.go_on(incident.saving.on_write_failed(message))
         case Joined(incident=incident.number):

@@ -113,8 +113,8 @@ class Membership:
     @property
     def alive(self) -> dict[int, int]:
         """The nodes of the ranks that are there, in the order of ranks."""
-        there = self.connected - self.dead.keys() - self.dying
-        return {rank: self.node_of[rank] for rank in sorted(there)}
+        live_ranks = self.connected - self.dead.keys() - self.dying
+        return {rank: self.node_of[rank] for rank in sorted(live_ranks)}
 
     @property
     def everyone_is_dead(self) -> bool:

@@ -26,19 +26,24 @@ def missing(of_ranks: Mapping[int, Collectives], silent: Iterable[int] = ()) -> 
     A rank that is missed in one group may only wait in another one: ranks that wait nowhere come first, alone
     if there are any. Ranks that do not answer, `silent`, come before all: nobody knows what they have begun.
     """
-    groups = sorted({group for found in of_ranks.values() for group in found})
-    found = [one for group in groups if (one := _compare(group, of_ranks)) is not None]
-    waiting = {rank for one in found for rank in one.others if _is_last(one.group, of_ranks[rank])}
-    causes = [one for one in found if not waiting.issuperset(one.ranks)]
-    lines = [one.words for one in causes or found]
+    groups = sorted({group for collectives in of_ranks.values() for group in collectives})
+    differences = [difference for group in groups if (difference := _compare(group, of_ranks)) is not None]
+    waiting = {
+        rank
+        for difference in differences
+        for rank in difference.others
+        if _is_last(difference.group, of_ranks[rank])
+    }
+    causes = [difference for difference in differences if not waiting.issuperset(difference.ranks)]
+    lines = [difference.words for difference in causes or differences]
     if of_ranks and (unknown := [rank for rank in silent if rank not in of_ranks]):
-        who = ranks_in_words(
+        waiting_words = ranks_in_words(
             unknown,
             "does not answer: what it has begun is not known, and others may wait for it",
             "do not answer: what they have begun is not known, and others may wait for them",
-            most=_NAMED,
+            most_named=_NAMED,
         )
-        lines.insert(0, who)
+        lines.insert(0, waiting_words)
     return lines[:MOST_LINES]
 
 
@@ -50,29 +55,33 @@ class _Difference(NamedTuple):
 
 
 def _compare(group: str, of_ranks: Mapping[int, Collectives]) -> _Difference | None:
-    here = {rank: found[group] for rank, found in sorted(of_ranks.items()) if group in found}
-    most = max(one.number for one in here.values())
-    ahead = {rank: one for rank, one in here.items() if one.number == most}
-    names = Counter(one.name for one in ahead.values())
+    positions = {
+        rank: collectives[group] for rank, collectives in sorted(of_ranks.items()) if group in collectives
+    }
+    highest_number = max(position.number for position in positions.values())
+    ahead = {rank: position for rank, position in positions.items() if position.number == highest_number}
+    names = Counter(position.name for position in ahead.values())
     name = names.most_common(1)[0][0]
-    behind = [rank for rank in here if rank not in ahead]
-    if behind:
-        words = (
-            f"{ranks_in_words(behind, 'misses', 'miss', most=_NAMED)} {name} {most} of {group},"
-            f" which {ranks_in_words(ahead, 'has begun', 'have begun', most=_NAMED)}"
+    ranks_behind = [rank for rank in positions if rank not in ahead]
+    if ranks_behind:
+        description = (
+            f"{ranks_in_words(ranks_behind, 'misses', 'miss', most_named=_NAMED)} {name} {highest_number} "
+            f"of {group},"
+            f" which {ranks_in_words(ahead, 'has begun', 'have begun', most_named=_NAMED)}"
         )
-        return _Difference(group, behind, list(ahead), words)
+        return _Difference(group, ranks_behind, list(ahead), description)
     if len(names) > 1:
-        apart = [rank for rank, one in ahead.items() if one.name != name]
-        same = [rank for rank in ahead if rank not in apart]
+        apart = [rank for rank, position in ahead.items() if position.name != name]
+        agreeing_ranks = [rank for rank in ahead if rank not in apart]
         called = ", ".join(sorted({ahead[rank].name for rank in apart}))
-        words = (
-            f"{ranks_in_words(apart, 'has begun', 'have begun', most=_NAMED)} {called} as collective {most}"
-            f" of {group}, {ranks_in_words(same, most=_NAMED)} {name}"
+        description = (
+            f"{ranks_in_words(apart, 'has begun', 'have begun', most_named=_NAMED)} {called} as collective "
+            f"{highest_number}"
+            f" of {group}, {ranks_in_words(agreeing_ranks, most_named=_NAMED)} {name}"
         )
-        return _Difference(group, apart, same, words)
+        return _Difference(group, apart, agreeing_ranks, description)
     return None
 
 
-def _is_last(group: str, found: Collectives) -> bool:
-    return found[group].begun == max(one.begun for one in found.values())
+def _is_last(group: str, collectives: Collectives) -> bool:
+    return collectives[group].begun == max(position.begun for position in collectives.values())

@@ -78,16 +78,16 @@ class Newcomers:
         yet in the attempt before is kept. Ranks of lost nodes are left out: the agent of a spare node starts
         their processes when it comes.
         """
-        before, self.by_rank = self.by_rank, {}
+        newcomers_before, self.by_rank = self.by_rank, {}
         started: list[int] = []
         for replacement in replaced:
             rank = replacement.rank
-            newcomer = before.get(rank)
+            newcomer = newcomers_before.get(rank)
             if self.membership.node_of[rank] in self.membership.lost:
                 self.by_rank[rank] = Newcomer(NewcomerStage.UNPLACED, replacement, attempt)
                 continue
             if newcomer is None:
-                ended = rank in self.membership.dead
+                has_ended = rank in self.membership.dead
                 if self.membership.lives(rank):
                     self.ended.add(rank)
             elif newcomer.is_reusable:
@@ -95,8 +95,8 @@ class Newcomers:
                 self.by_rank[rank] = newcomer
                 continue
             else:
-                ended = newcomer.stage is NewcomerStage.ENDED
-            stage = NewcomerStage.STARTING if ended else NewcomerStage.ENDING
+                has_ended = newcomer.stage is NewcomerStage.ENDED
+            stage = NewcomerStage.STARTING if has_ended else NewcomerStage.ENDING
             self.by_rank[rank] = Newcomer(stage, replacement, attempt)
             started.append(rank)
         return started
@@ -120,23 +120,25 @@ class Newcomers:
 
     def lose(self, node: int) -> bool:
         """Note that `node` is lost; return whether new processes were to be started there, or were."""
-        lost = [one for one in self._of(node) if one.stage is not NewcomerStage.UNPLACED]
+        lost = [newcomer for newcomer in self._of(node) if newcomer.stage is not NewcomerStage.UNPLACED]
         for newcomer in lost:
             newcomer.has_failed = True
         return bool(lost)
 
     def _of(self, node: int) -> list[Newcomer]:
-        return [one for rank, one in self.by_rank.items() if self.membership.node_of[rank] == node]
+        return [newcomer for rank, newcomer in self.by_rank.items() if self.membership.node_of[rank] == node]
 
     @property
     def are_ready(self) -> bool:
         """Return whether all have said hello."""
-        return all(one.stage is NewcomerStage.READY for one in self.by_rank.values())
+        return all(newcomer.stage is NewcomerStage.READY for newcomer in self.by_rank.values())
 
     @property
     def placed(self) -> list[int]:
         """Return the ranks that have a node: their new processes have to come."""
-        return [rank for rank, one in self.by_rank.items() if one.stage is not NewcomerStage.UNPLACED]
+        return [
+            rank for rank, newcomer in self.by_rank.items() if newcomer.stage is not NewcomerStage.UNPLACED
+        ]
 
     @property
     def listening(self) -> list[int]:
@@ -221,9 +223,9 @@ class Newcomers:
         return f"could not join: {message.reason}"
 
     def _unlike(self, layout: Layout) -> str:
-        known = self.membership.layouts[layout.rank]
-        if layout.fingerprint != known.fingerprint:
+        known_layout = self.membership.layouts[layout.rank]
+        if layout.fingerprint != known_layout.fingerprint:
             return "does not run the same framework or patches"
-        if layout.shares != known.shares:
+        if layout.shares != known_layout.shares:
             return "does not hold the same shards"
         return f"cannot join: {layout.online}" if layout.online else ""

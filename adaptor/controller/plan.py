@@ -107,8 +107,8 @@ def plan(
     boards = [board for board, _ in alike]
     steps = {s for board in boards for s in steps_of(board)} if only is None else {only}
     for step in sorted(steps, key=lambda step: (may_have_begun(step, boards), step), reverse=True):
-        there = set().union(*(ranks for board, ranks in alike if board.provides(step)))
-        orders = _orders(groups, there, avoid)
+        live_ranks = set().union(*(ranks for board, ranks in alike if board.provides(step)))
+        orders = _orders(groups, live_ranks, avoid)
         if orders is not None:
             return Plan(step, orders)
     return NoPlan(_missing(groups, alive))
@@ -121,25 +121,25 @@ _OF_STEPS = attrgetter("phase", "oldest", "finished", "ahead")
 def _group_equal_boards(boards: Mapping[int, BoardRecord]) -> list[tuple[BoardRecord, list[int]]]:
     """Boards that say different things of steps, and which ranks say the same: of thousands, few differ."""
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for rank, said in zip(boards, map(_OF_STEPS, boards.values()), strict=True):
-        alike[said].append(rank)
+    for rank, state_of_steps in zip(boards, map(_OF_STEPS, boards.values()), strict=True):
+        alike[state_of_steps].append(rank)
     return [(boards[ranks[0]], ranks) for ranks in alike.values()]
 
 
-def _orders(groups: Groups, there: set[int], avoid: Collection[int]) -> tuple[GroupOrder, ...] | None:
-    """Return one order for each group, of ranks in `there`; None if a shard or a writer is missing."""
-    preferred = there.difference(avoid)
+def _orders(groups: Groups, live_ranks: set[int], avoid: Collection[int]) -> tuple[GroupOrder, ...] | None:
+    """Return one order for each group, of ranks in `live_ranks`; None if a shard or a writer is missing."""
+    preferred = live_ranks.difference(avoid)
     orders: list[GroupOrder] = []
     for name, group in groups.items():
         holders: list[int] = []
         for owners in group.owners.values():
             holder: int | None = owners[0] if owners else None
             if holder not in preferred:
-                holder = _first(owners, preferred, there)
+                holder = _first(owners, preferred, live_ranks)
             if holder is None:
                 return None
             holders.append(holder)
-        able = group.writers & there
+        able = group.writers & live_ranks
         if not able:
             return None
         orders.append(GroupOrder(name, tuple(holders), _writer(holders, able, avoid)))

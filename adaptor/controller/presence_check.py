@@ -22,20 +22,20 @@ class PresenceCheck:
     """The rounds of one attempt.
 
     Args:
-        now: monotonic seconds.
+        time_now: monotonic seconds.
         timeout_s: seconds that the recovery may take. A new process imports and builds, which may hold up its
             answer: it gets half of them.
     """
 
-    def __init__(self, now: float, timeout_s: float) -> None:
+    def __init__(self, time_now: float, timeout_s: float) -> None:
         self._round_s = min(ROUND_S, max(LEAST_S, timeout_s / 8))
         self._of_newcomers = max(ROUNDS, ceil(timeout_s / 2 / self._round_s))
-        self._due_at = now + self._round_s
+        self._due_at = time_now + self._round_s
         self._in_vain: Counter[int] = Counter()
 
-    def is_due(self, now: float) -> bool:
+    def is_due(self, time_now: float) -> bool:
         """Return whether it is time for a round."""
-        return now >= self._due_at
+        return time_now >= self._due_at
 
     def answer(self, rank: int) -> None:
         """Note that `rank` has said something."""
@@ -48,7 +48,7 @@ class PresenceCheck:
             *(rank for rank in sorted(newcomers) if self._in_vain[rank] >= self._of_newcomers),
         ]
 
-    def begin_round(self, ranks: Iterable[int], now: float) -> None:
+    def begin_round(self, ranks: Iterable[int], time_now: float) -> None:
         """Note that these are asked, or could not be, because they have not said anything yet."""
-        self._due_at = now + self._round_s
+        self._due_at = time_now + self._round_s
         self._in_vain.update(ranks)

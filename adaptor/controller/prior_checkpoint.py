@@ -44,21 +44,23 @@ class PriorCheckpointSearch:
 
     def found(self, step: int) -> IncidentOutcome:
         """Note that `step` was found on disk; last words may be of an earlier step than the newest known."""
-        told, begun = self._freeze_state.newest_told, self._freeze_state.newest_begun
-        if told > step:
-            return IncidentOutcome("saved", step, f"step {told} was not finished on every rank")
-        return IncidentOutcome("saved", step, f"step {begun} may have begun" if begun > step else "")
+        newest_reported, newest_begun = self._freeze_state.newest_told, self._freeze_state.newest_begun
+        if newest_reported > step:
+            return IncidentOutcome("saved", step, f"step {newest_reported} was not finished on every rank")
+        return IncidentOutcome(
+            "saved", step, f"step {newest_begun} may have begun" if newest_begun > step else ""
+        )
 
     def found_nothing(self) -> None:
         """An agent has looked."""
         self._found_nothing = True
 
-    def is_over(self, now: float, deadline: float) -> bool:
+    def is_over(self, time_now: float, deadline: float) -> bool:
         """Return True when the search is over; an agent that does not answer has until `deadline`."""
-        self._until = self._until or now + self.patience_s
-        return now >= deadline or (self._found_nothing and now >= self._until)
+        self._until = self._until or time_now + self.patience_s
+        return time_now >= deadline or (self._found_nothing and time_now >= self._until)
 
     def is_due(self) -> bool:
         """Return whether an agent is to look again: it has, and found nothing."""
-        again, self._found_nothing = self._found_nothing, False
-        return again
+        is_repeated, self._found_nothing = self._found_nothing, False
+        return is_repeated

@@ -53,7 +53,10 @@ class PublishTarget:
 
     def choose(self, node: int) -> None:
         """The agent of `node`, unless its disk is known to fail."""
-        self.publisher = min({node, *self._agents}, key=lambda one: (self._fails(one), one != node, one))
+        self.publisher = min(
+            {node, *self._agents},
+            key=lambda node_number: (self._fails(node_number), node_number != node, node_number),
+        )
 
     def hand_over(self, last: Collection[int] = ()) -> None:
         """Give it to another agent: the one with it is lost, has failed or hangs.
@@ -101,12 +104,14 @@ class PublishTarget:
     @property
     def remarks(self) -> list[str]:
         """Return what is to be said of a save that has been made."""
-        where = ", ".join(str(node) for node in sorted(self.blocked))
-        said = [
+        blocked_nodes = ", ".join(str(node) for node in sorted(self.blocked))
+        further_remarks = [
             f"node {node} could not make or publish its folder: {reason}"
             for node, reason in self._refusals.items()
         ]
-        return [f"the save folder does not answer on node {where}"] * bool(where) + said
+        return [f"the save folder does not answer on node {blocked_nodes}"] * bool(
+            blocked_nodes
+        ) + further_remarks
 
 
 def _is_ordered(folder: str, order: Order) -> bool:

@@ -39,10 +39,10 @@ class IoStallDetector:
         if node in self._since:
             self._since[node] = None
 
-    def overdue(self, now: float) -> set[int]:
+    def overdue(self, time_now: float) -> set[int]:
         """The nodes whose work has stood still for too long."""
-        self._since = {node: now if since is None else since for node, since in self._since.items()}
-        latest = now - self._patience_s
+        self._since = {node: time_now if since is None else since for node, since in self._since.items()}
+        latest = time_now - self._patience_s
         return {node for node, since in self._since.items() if since is not None and since <= latest}
 
 
@@ -77,15 +77,15 @@ class LivenessProbe:
         self.unanswered.discard(rank)
         self.silent.discard(rank)
 
-    def is_due(self, now: float) -> bool:
+    def is_due(self, time_now: float) -> bool:
         """Return True if nothing has moved for `patience_s` since ranks were last asked."""
         if self._moved:
             self._moved = False
             self.unanswered, self.silent = set(), set()
-            self._due_at = now + self._patience_s
-        if now < self._due_at:
+            self._due_at = time_now + self._patience_s
+        if time_now < self._due_at:
             return False
-        self._due_at = now + self._patience_s
+        self._due_at = time_now + self._patience_s
         return True
 
     def call(self, ranks: Iterable[int]) -> list[int]:
@@ -126,8 +126,10 @@ class Reassignment:
     def leave_the_stuck(self) -> bool:
         """Give up those who have not answered, where others can give what they were chosen for."""
         stuck = self.liveness.unanswered
-        others = self._others(stuck)
-        if not stuck or (isinstance(self._writing.rest(others), NoPlan) and self._older(others) is None):
+        other_ranks = self._others(stuck)
+        if not stuck or (
+            isinstance(self._writing.rest(other_ranks), NoPlan) and self._older(other_ranks) is None
+        ):
             return False
         self._state.stuck += sorted(stuck)
         for rank in stuck:
@@ -145,9 +147,9 @@ class Reassignment:
 
     # nodes
 
-    def overdue(self, now: float, *, dumping: bool) -> set[int]:
+    def overdue(self, time_now: float, *, dumping: bool) -> set[int]:
         """The nodes whose work with the save folder stands still."""
-        overdue = self.io_stalls.overdue(now)
+        overdue = self.io_stalls.overdue(time_now)
         if dumping:  # some may have written all that they were to write
             overdue &= {self._state.nodes.get(order.writer, -1) for order in self._writing.pending.values()}
         for node in overdue:  # whatever comes of it, it is not asked for again at once
@@ -175,10 +177,10 @@ class Reassignment:
 
     def dump(self, overdue: set[int]) -> Plan | None:
         """Write on other nodes what they can write, or an older step; None where they can do neither."""
-        there = self._there(overdue)
+        excluded_ranks = self._there(overdue)
         boards = self._state.boards
-        again = self._writing.elsewhere(there, boards) or self._older(boards, there)
-        return again if again is not None and self.prepare(overdue) else None
+        new_plan = self._writing.elsewhere(excluded_ranks, boards) or self._older(boards, excluded_ranks)
+        return new_plan if new_plan is not None and self.prepare(overdue) else None
 
     def publish(self, overdue: set[int]) -> bool:
         """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever.
@@ -200,13 +202,13 @@ class Reassignment:
     def _others(self, ranks: Collection[int]) -> dict[int, BoardRecord]:
         return {rank: board for rank, board in self._state.boards.items() if rank not in ranks}
 
-    def _older(self, boards: Mapping[int, BoardRecord], there: Collection[int] = ()) -> Plan | None:
+    def _older(self, boards: Mapping[int, BoardRecord], excluded_ranks: Collection[int] = ()) -> Plan | None:
         """A step that these can save alone, where they cannot save the one that was chosen.
 
-        Those that are `there`, where the disk hangs, give what nobody else can, and write nothing.
+        Those that are `excluded_ranks`, where the disk hangs, give what nobody else can, and write nothing.
         No step that all have finished is given up for it: who has finished one can give it.
         """
-        decision = self._writing.decide(boards, there)
+        decision = self._writing.decide(boards, excluded_ranks)
         if isinstance(decision, NoPlan) or not self._writing.origin < decision.step < self._writing.step:
             return None
         return decision

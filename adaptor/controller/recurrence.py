@@ -51,15 +51,15 @@ class Recurrence:
         if times < limit:
             return verdict
         often = "came once" if times == 1 else f"came {times} times"
-        words = [verdict.fault.key, often, verdict.fault.when, "without a newer checkpoint"]
-        stop = f"{' '.join(filter(None, words))} (TTP_NO_PROGRESS)"
+        parts_of_line = [verdict.fault.key, often, verdict.fault.when, "without a newer checkpoint"]
+        stop = f"{' '.join(filter(None, parts_of_line))} (TTP_NO_PROGRESS)"
         return msgspec.structs.replace(verdict, stop=stop, exit_code=EXIT_NO_PROGRESS)
 
     def _times(self, verdict: Verdict) -> int:
         if not verdict.fault.key:
             return 0
-        again = _position(verdict) == self._last and verdict.step <= self._reached
-        return self._count + 1 if again else 1
+        is_repeated = _position(verdict) == self._last and verdict.step <= self._reached
+        return self._count + 1 if is_repeated else 1
 
 
 def _position(verdict: Verdict) -> tuple[str, int]:

@@ -130,7 +130,7 @@ class Regrouping:
         kept = set() if self.has_begun else self._feasibility.giving()
         for rank in self._feasibility.ranks_to_replace(step) - kept:
             self._state.leave(rank)
-        replaced = [one for one in self._planned if one.rank not in self._state.nodes]
+        replaced = [replacement for replacement in self._planned if replacement.rank not in self._state.nodes]
         started = self.newcomers.begin_attempt(replaced, self._writing.attempt)
         unplaced = self._feasibility.places.ask(self.newcomers.unplaced)
         return self._orders.fill(unplaced) + self._orders.replace(started, cold=cold)
@@ -179,7 +179,10 @@ class Regrouping:
 
     def on_death(self, rank: int) -> Orders:
         """A survivor has died, or a rank that was kept until the save is over."""
-        if any(one.rank == rank for one in self._planned) and rank not in self.newcomers.by_rank:
+        if (
+            any(replacement.rank == rank for replacement in self._planned)
+            and rank not in self.newcomers.by_rank
+        ):
             self.require_possible()  # its node may be lost
             return self._start_newcomers(self._writing.step, cold=False) if self.is_pending else []
         return self._retry(f"rank {rank} has died, too", cold=False)
@@ -300,15 +303,15 @@ class Regrouping:
             return False
         return message.rank in self._state.nodes or message.rank in self.newcomers.by_rank
 
-    def on_tick(self, now: float) -> Orders:
+    def on_tick(self, time_now: float) -> Orders:
         """End a recovery that takes longer than it may; ask again who is there."""
-        if self._unexplained is not None and now >= self._unexplained[1]:
+        if self._unexplained is not None and time_now >= self._unexplained[1]:
             return self.cancel(self._unexplained[0])
-        if now >= self.begun_at + self.timeout_s:
+        if time_now >= self.begun_at + self.timeout_s:
             return self.cancel(f"not done after {self.timeout_s:g} s (TTP_ONLINE)")
-        return self._check_presence(now) if self.presence.is_due(now) else []
+        return self._check_presence(time_now) if self.presence.is_due(time_now) else []
 
-    def _check_presence(self, now: float) -> Orders:
+    def _check_presence(self, time_now: float) -> Orders:
         """Replace those that were asked in vain, or end without them; ask all others."""
         nodes, newcomers = self._state.nodes, self.newcomers
         missing = self.presence.missing(nodes, newcomers.placed)
@@ -320,5 +323,5 @@ class Regrouping:
             return self._retry(f"rank {survivors[0]} does not answer any more", cold=False)
         if starting:
             return self._retry(f"the new process of rank {starting[0]} does not answer", cold=True)
-        self.presence.begin_round({*nodes, *newcomers.placed}, now)
+        self.presence.begin_round({*nodes, *newcomers.placed}, time_now)
         return self._orders.ask_for(sorted({*nodes, *newcomers.listening}))

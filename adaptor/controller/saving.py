@@ -95,12 +95,14 @@ class Saving:
         self._state.move(Stage.DUMPING)
         return self._dump_again()
 
-    def on_written(self, message: Written, now: float) -> Orders:
+    def on_written(self, message: Written, time_now: float) -> Orders:
         """Note that a group is on disk; order the publication after the last one."""
         if self._stage is not Stage.DUMPING or not self._writing.awaits(message):
             return []
         self._writing.take(message)
-        self.on_progress(self._state.nodes.get(message.rank, -1), now)  # who takes no part may say so, too
+        self.on_progress(
+            self._state.nodes.get(message.rank, -1), time_now
+        )  # who takes no part may say so, too
         if self._writing.pending:
             return []
         self._state.move(Stage.PUBLISHING)
@@ -141,21 +143,21 @@ class Saving:
             return []
         return [self._orders.publish()] if self._target.refuse(reason) else self._lose(reason)
 
-    def on_progress(self, node: int, now: float) -> None:
+    def on_progress(self, node: int, time_now: float) -> None:
         """Note that `node` has made progress with the save; the time limit of the incident starts anew."""
         if self._stage in (Stage.DUMPING, Stage.PUBLISHING):
             self._state.prolong()
             self._reassignment.moved(node)
 
-    def on_tick(self, now: float) -> Orders:
+    def on_tick(self, time_now: float) -> Orders:
         """Let time pass, while the time of the incident is not over."""
         is_dumping = self._stage is Stage.DUMPING
-        if is_dumping and self._reassignment.liveness.is_due(now):
+        if is_dumping and self._reassignment.liveness.is_due(time_now):
             if self._reassignment.leave_the_stuck():
                 return self._dump_again()
             # Nothing moves: an order that they have followed already costs nothing, and is answered.
             return self._orders.freeze(self._reassignment.liveness.call(self._writing.taking_part))
-        overdue = self._reassignment.overdue(now, dumping=is_dumping)
+        overdue = self._reassignment.overdue(time_now, dumping=is_dumping)
         return self._go_on_elsewhere(overdue) if overdue else []
 
     def run_out_of_time(self) -> Orders:
@@ -173,23 +175,23 @@ class Saving:
             return [self._orders.prepare()] if self._reassignment.prepare(overdue) else []
         if self._reassignment.may_be_held_up(overdue):
             return self._dump_again()  # which gathers the shards: no holder needs its disk
-        if (again := self._reassignment.dump(overdue)) is None:
+        if (new_plan := self._reassignment.dump(overdue)) is None:
             return []
-        return self._order_dump(again) if again.step == self._writing.step else self.begin(again)
+        return self._order_dump(new_plan) if new_plan.step == self._writing.step else self.begin(new_plan)
 
     def _dump_again(self) -> Orders:
         """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
-        again = self._writing.rest(self._state.boards)
-        if not isinstance(again, NoPlan):
-            return self._order_dump(again)
+        new_plan = self._writing.rest(self._state.boards)
+        if not isinstance(new_plan, NoPlan):
+            return self._order_dump(new_plan)
         decision = choose(self._state, self._freeze_state, self._writing)
         if isinstance(decision, Plan):
             return self.begin(decision)
         self.outcome = decision
         return []
 
-    def _order_dump(self, again: Plan) -> Orders:
-        self._writing.begin_attempt(again)
+    def _order_dump(self, new_plan: Plan) -> Orders:
+        self._writing.begin_attempt(new_plan)
         self._freeze_state.let_through(self._writing.taking_part, self._writing.step)
         return self._orders.dump()
 

@@ -22,8 +22,10 @@ def choose(state: IncidentState, freeze_state: FreezeState, writing: Writing) ->
     if not freeze_state.knows_all:
         if freeze_state.newest_begun <= origin:
             return NEVER_BEGUN
-        who = ", ".join(map(str, freeze_state.unknown))
-        return IncidentOutcome("lost", -1, f"what rank {who} held is not known: its message was lost")
+        unknown_ranks = ", ".join(map(str, freeze_state.unknown))
+        return IncidentOutcome(
+            "lost", -1, f"what rank {unknown_ranks} held is not known: its message was lost"
+        )
     if freeze_state.stage == ScriptStage.FINISHED:
         return FINISHED
     decision = writing.decide(state.boards)

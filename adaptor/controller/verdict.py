@@ -46,8 +46,8 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
             line = "; ".join([f"step {outcome.step} is saved, {kept}", *filter(None, remarks)])
         case "nothing":
             unprotected = next(iter(membership.unprotected.values()), "")
-            why = f"the job was not protected: {unprotected}" if unprotected else outcome.reason
-            line = f"nothing to save: {why}"
+            reason = f"the job was not protected: {unprotected}" if unprotected else outcome.reason
+            line = f"nothing to save: {reason}"
         case _:
             line = f"the state cannot be saved: {outcome.reason}"
             line += f"; {membership.advice}" if outcome.unheld else ""
@@ -103,8 +103,8 @@ def _cut_off_words(ranks: Sequence[int], incident: Incident, failures: Failures)
     seconds, limit = incident.state.now - incident.state.opened_at, incident.state.timeout_s
     after = f"{seconds:.0f} s later{' (TTP_OT)' if seconds >= limit else ''}"
     words = [
-        f"{ranks_in_words(running, 'was', 'were', most=_NAMED)} cut off {after}" if running else "",
-        f"{ranks_in_words(raised, 'has', 'have', most=_NAMED)} raised, too" if raised else "",
+        f"{ranks_in_words(running, 'was', 'were', most_named=_NAMED)} cut off {after}" if running else "",
+        f"{ranks_in_words(raised, 'has', 'have', most_named=_NAMED)} raised, too" if raised else "",
     ]
     return " and ".join(filter(None, words))
 
@@ -117,7 +117,7 @@ def open_words(incident: Incident, failures: Failures) -> str:
     """
     state, step, regrouping = incident.state, incident.step, incident.regrouping
     if state.stage is Stage.ENDING_SCRIPTS and failures.is_known and (running := incident.running_scripts):
-        who = ranks_in_words(running, "has", "have", most=_NAMED)
+        who = ranks_in_words(running, "has", "have", most_named=_NAMED)
         cause = failures.first(state.silent).words
         return f"{cause}; the training was over; {who} up to {state.timeout_s:g} s to end (TTP_OT)"
     if step < 0 or state.outcome is not None or not failures.is_known:
@@ -146,7 +146,7 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
     pids = " and ".join(str(newcomer.pid) for rank, newcomer in newcomers.items() if rank not in away)
     hosts = [f"the spare node {membership.hosts[node]} has the place of node {node}" for node in spares]
     seconds = incident.state.now - incident.state.opened_at
-    words = [
+    parts_of_line = [
         *([f"replaced by pid {pids}"] if pids else []),
         *hosts,
         *([] if newcomers else ["nobody is replaced"]),
@@ -159,7 +159,7 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
     return Recovered(
         incident=incident.number,
         step=step,
-        line=f"{cause.words}; {', '.join(words)}{remark}",
+        line=f"{cause.words}; {', '.join(parts_of_line)}{remark}",
         fault=_fault(cause, failures, membership, incident.state.boards),
         replaced=tuple(newcomers),
         retried=tuple(rank for rank in failures.raised if rank not in newcomers),

@@ -36,18 +36,21 @@ def of(tensors: Iterable[torch.Tensor], chosen: str = "") -> Device:
     Raises:
         UnsupportedError: nothing that is installed can read the state of a device of this kind.
     """
-    found = next((tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None)
-    if found is None:
+    device_found = next(
+        (tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None
+    )
+    if device_found is None:
         import torch
 
         return _kind(chosen)(torch.device("cpu")) if chosen else HOST
-    if found.type not in plug_ins.names(plug_ins.DEVICES):
-        known = ", ".join(plug_ins.names(plug_ins.DEVICES))
+    if device_found.type not in plug_ins.names(plug_ins.DEVICES):
+        known_devices = ", ".join(plug_ins.names(plug_ins.DEVICES))
         raise UnsupportedError(
-            f"the model lies on {found}: its state can be saved from {known} (a plug-in could add it:"
+            f"the model lies on {device_found}: its state can be saved from {known_devices} (a plug-in "
+            "could add it:"
             f" {plug_ins.DEVICES}); set ENABLE_TTP=False"
         )
-    return _kind(found.type)(found)
+    return _kind(device_found.type)(device_found)
 
 
 def has_accelerator() -> bool:

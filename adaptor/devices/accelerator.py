@@ -151,11 +151,11 @@ class Accelerator:
             raise error
 
     def unreadable(self, release: bool = True) -> str:
-        said = within(_PROBE_S, self._read)
-        if said is None and (release or self.release_spares_copies):
+        probe_result = within(_PROBE_S, self._read)
+        if probe_result is None and (release or self.release_spares_copies):
             within(_PROBE_S, self._release)
-            said = within(_PROBE_S, self._read)
-        return f"it has not answered within {_PROBE_S:g} s" if said is None else said
+            probe_result = within(_PROBE_S, self._read)
+        return f"it has not answered within {_PROBE_S:g} s" if probe_result is None else probe_result
 
     def _read(self) -> str:
         """Read something; what the device says of it, empty where it is read."""

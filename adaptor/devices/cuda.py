@@ -55,7 +55,7 @@ def is_detailed() -> bool:
 
 def _backends() -> list[Any]:
     """Return the NCCL backends of this process's groups."""
-    return [one for one in map(nccl_of, list(distributed_c10d._world.pg_map)) if one is not None]
+    return [backend for backend in map(nccl_of, list(distributed_c10d._world.pg_map)) if backend is not None]
 
 
 def nccl_of(group: Any) -> Any:

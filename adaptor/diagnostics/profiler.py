@@ -88,12 +88,12 @@ class Profiler:
         if npu is not None and hasattr(npu, "profiler") and torch.npu.is_available():  # type: ignore[attr-defined]
             handler = npu.profiler.tensorboard_trace_handler
             # Else it is analysed here, while the other ranks wait in the next step.
-            later = "analyse_flag" in inspect.signature(handler).parameters
-            ready = handler(str(place), **({"analyse_flag": False} if later else {}))
-            made: _Trace = npu.profiler.profile(on_trace_ready=ready)
-            return made
+            has_analyse_flag = "analyse_flag" in inspect.signature(handler).parameters
+            ready = handler(str(place), **({"analyse_flag": False} if has_analyse_flag else {}))
+            trace: _Trace = npu.profiler.profile(on_trace_ready=ready)
+            return trace
         return torch.profiler.profile(
-            on_trace_ready=lambda done: done.export_chrome_trace(f"{place}/trace.json")
+            on_trace_ready=lambda profile: profile.export_chrome_trace(f"{place}/trace.json")
         )
 
     def _stop(self) -> None:

@@ -133,14 +133,14 @@ def dump(text: str) -> Dump | None:
     try:
         return _made(json.loads(_content(text)))
     except OSError as error:
-        why = f"the file cannot be read ({error.strerror})"
+        reason = f"the file cannot be read ({error.strerror})"
     except UnicodeDecodeError:
-        why = "the file is no text"
+        reason = "the file is no text"
     except json.JSONDecodeError as error:
-        why = f"it is no JSON (line {error.lineno}, column {error.colno}: {error.msg})"
+        reason = f"it is no JSON (line {error.lineno}, column {error.colno}: {error.msg})"
     except (ValueError, RecursionError) as error:
-        why = str(error)
-    raise _refusal("TTP_DUMP", text, why)
+        reason = str(error)
+    raise _refusal("TTP_DUMP", text, reason)
 
 
 def inline(text: str) -> str:
@@ -162,38 +162,42 @@ def _content(text: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _made(given: object) -> Dump:
-    if not isinstance(given, dict):
+def _made(request: object) -> Dump:
+    if not isinstance(request, dict):
         raise ValueError('it must be a JSON object, like {"steps": "10-12", "ranks": "0"}')
-    for key in given:
+    for key in request:
         if key not in _KEYS:
             raise ValueError(f"it has the key {key!r}, which is none of {', '.join(_KEYS)}")
-    if "steps" not in given:
+    if "steps" not in request:
         raise ValueError('the key "steps" is missing, as in {"steps": "10-12"}')
-    tensors = given.get("tensors", False)
+    tensors = request.get("tensors", False)
     if not isinstance(tensors, bool):
         raise ValueError(f'"tensors" is {tensors!r}: it must be true or false')
-    if tensors and "stats" in given:
+    if tensors and "stats" in request:
         raise ValueError('it has "stats" and "tensors": leave out one of them')
-    limit = given.get("limit", 1024)
+    limit = request.get("limit", 1024)
     if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= _MOST_MIB:
         raise ValueError(f'"limit" is {limit!r}: it must be a number of MiB from 1 to {_MOST_MIB}')
-    stats = _texts(given, "stats", STATISTICS, f"a list of some of {', '.join(STATISTICS)}")
+    stats = _texts(request, "stats", STATISTICS, f"a list of some of {', '.join(STATISTICS)}")
     for name in stats:
         if name not in STATISTICS:
             raise ValueError(f'"stats" has {name!r}: it must be a list of some of {", ".join(STATISTICS)}')
     return Dump(
-        steps=_numbers(given, "steps", "", _steps),
-        ranks=_numbers(given, "ranks", "0", lambda ranks: ranks),
-        modules=_texts(given, "modules", ("*",), 'a list of patterns of names, like ["decoder.layers.0.*"]'),
+        steps=_numbers(request, "steps", "", _steps),
+        ranks=_numbers(request, "ranks", "0", lambda ranks: ranks),
+        modules=_texts(
+            request, "modules", ("*",), 'a list of patterns of names, like ["decoder.layers.0.*"]'
+        ),
         stats=() if tensors else stats,
         limit=limit,
     )
 
 
-def _numbers(given: dict[str, object], key: str, default: str, check: Callable[[Ranges], Ranges]) -> Ranges:
-    value = given.get(key, default)
-    if isinstance(value, list) and all(isinstance(one, int) and not isinstance(one, bool) for one in value):
+def _numbers(request: dict[str, object], key: str, default: str, check: Callable[[Ranges], Ranges]) -> Ranges:
+    value = request.get(key, default)
+    if isinstance(value, list) and all(
+        isinstance(number, int) and not isinstance(number, bool) for number in value
+    ):
         value = ",".join(map(str, value))
     elif isinstance(value, int) and not isinstance(value, bool):
         value = str(value)
@@ -205,9 +209,9 @@ def _numbers(given: dict[str, object], key: str, default: str, check: Callable[[
         raise ValueError(f'"{key}": {error}') from None
 
 
-def _texts(given: dict[str, object], key: str, default: tuple[str, ...], allowed: str) -> tuple[str, ...]:
-    value = given.get(key, list(default))
-    if not isinstance(value, list) or not value or not all(isinstance(one, str) for one in value):
+def _texts(request: dict[str, object], key: str, default: tuple[str, ...], allowed: str) -> tuple[str, ...]:
+    value = request.get(key, list(default))
+    if not isinstance(value, list) or not value or not all(isinstance(element, str) for element in value):
         raise ValueError(f'"{key}" is {value!r}: it must be {allowed}')
     return tuple(value)
 
@@ -218,7 +222,7 @@ def _steps(steps: Ranges) -> Ranges:
     return steps
 
 
-def _refusal(variable: str, text: str, why: str) -> ConfigError:
+def _refusal(variable: str, text: str, reason: str) -> ConfigError:
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
-    why = " ".join(why.splitlines())
-    return ConfigError(f"{variable} is {shown!r}: {why if len(why) < 400 else why[:400] + '...'}")
+    reason = " ".join(reason.splitlines())
+    return ConfigError(f"{variable} is {shown!r}: {reason if len(reason) < 400 else reason[:400] + '...'}")

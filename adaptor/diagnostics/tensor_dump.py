@@ -120,7 +120,9 @@ class TensorDump:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _after_forward(self, name: str, module: torch.nn.Module, given: object, returned: object) -> None:
+    def _after_forward(
+        self, name: str, module: torch.nn.Module, module_output: object, returned: object
+    ) -> None:
         """A forward hook; what it returns, None, leaves the result of the module as it is."""
         self._guarded(self._look_at, name, returned)
 
@@ -158,9 +160,9 @@ class TensorDump:
             line |= {"call": call, "tensor": place}
         line |= {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
         if self._request.stats:
-            found = statistics(tensor)
-            line |= {key: found[key] for key in self._request.stats}
-            self._look_for_nan(line, found)
+            statistics_found = statistics(tensor)
+            line |= {key: statistics_found[key] for key in self._request.stats}
+            self._look_for_nan(line, statistics_found)
             self._submit(line, None)
         else:
             self._submit(line, tensor.detach().to("cpu", copy=True))
@@ -204,19 +206,20 @@ class TensorDump:
         except Exception as error:
             self._give_up(text.describe(error))
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, reason: str) -> None:
         self._queue.clear()
         if not self._full:
             self._full = True
-            output.tell(f"[ttp] TTP_DUMP: rank {self._rank} writes no more: {why}")
+            output.tell(f"[ttp] TTP_DUMP: rank {self._rank} writes no more: {reason}")
 
-    def _look_for_nan(self, line: dict[str, object], found: Statistics) -> None:
-        if self._told_of_nan or not (found["nan"] or found["inf"]):
+    def _look_for_nan(self, line: dict[str, object], statistics_found: Statistics) -> None:
+        if self._told_of_nan or not (statistics_found["nan"] or statistics_found["inf"]):
             return
         self._told_of_nan = True
         output.tell(
             f"[ttp] TTP_DUMP: step {self._step}, rank {self._rank}: the first tensor that is not finite is of"
-            f" {line['kind']}, {line['name'] or 'the whole model'} ({found['nan']} NaN, {found['inf']} inf)"
+            f" {line['kind']}, {line['name'] or 'the whole model'} ({statistics_found['nan']} NaN, "
+            f"{statistics_found['inf']} inf)"
         )
 
 
@@ -236,12 +239,15 @@ def statistics(tensor: torch.Tensor) -> Statistics:
     high = torch.where(finite, values, -torch.inf).max()
     parts = torch.stack([low, high, zeros.sum(), torch.linalg.vector_norm(zeros)])
     read = parts.tolist()
-    rest = tensor.numel() - nan - inf
-    found: Statistics = dict.fromkeys(("min", "max", "mean", "norm"))
-    if rest:
-        read[2] /= rest
-        found |= {key: value if _is_finite(value) else None for key, value in zip(found, read, strict=True)}
-    return {**found, "nan": nan, "inf": inf}
+    finite_count = tensor.numel() - nan - inf
+    statistics_found: Statistics = dict.fromkeys(("min", "max", "mean", "norm"))
+    if finite_count:
+        read[2] /= finite_count
+        statistics_found |= {
+            key: value if _is_finite(value) else None
+            for key, value in zip(statistics_found, read, strict=True)
+        }
+    return {**statistics_found, "nan": nan, "inf": inf}
 
 
 def _is_finite(number: float) -> bool:
@@ -258,8 +264,8 @@ def _tensors(value: object, place: str) -> Iterator[tuple[str, torch.Tensor]]:
         if value.is_floating_point():
             yield place, value
     elif isinstance(value, (list, tuple)):
-        for number, one in enumerate(value):
-            yield from _tensors(one, f"{place}.{number}")
+        for number, element in enumerate(value):
+            yield from _tensors(element, f"{place}.{number}")
     elif isinstance(value, dict):
-        for key, one in value.items():
-            yield from _tensors(one, f"{place}.{key}")
+        for key, element in value.items():
+            yield from _tensors(element, f"{place}.{key}")

@@ -94,19 +94,19 @@ def settle(load: Path, save: Path) -> None:
     """
     import torch.distributed as dist
 
-    ours = context.part(AdapterBase)
+    base = context.part(AdapterBase)
     file = _file_of(load)
     groups: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(groups, file.parent.name if file is not None else "")
     group = groups[dist.get_rank()]
-    ours.writes = groups.index(group) == dist.get_rank()
-    found: list[tuple[str, Note | None, bool]] = [("", None, False)] * len(groups)
-    dist.all_gather_object(found, _examine(load, save, file) if ours.writes else ("", None, False))
-    for problem, _, _ in found:
+    base.writes = groups.index(group) == dist.get_rank()
+    gathered: list[tuple[str, Note | None, bool]] = [("", None, False)] * len(groups)
+    dist.all_gather_object(gathered, _examine(load, save, file) if base.writes else ("", None, False))
+    for problem, _, _ in gathered:
         if problem:
             raise ResumeError(problem)
-    _, ours.note, has_note = found[groups.index(group)]
-    ours.pending = load if has_note else None
+    _, base.note, has_note = gathered[groups.index(group)]
+    base.pending = load if has_note else None
 
 
 def require_added() -> None:
@@ -122,33 +122,38 @@ def require_added() -> None:
 def load_with_base(wrapped: Any, args: Any, kwargs: Any) -> Any:
     """Load as the framework does, and add what the base has: the wrapper of `_load_base_checkpoint`."""
     loaded = wrapped(*args, **kwargs)
-    ours = context.part(AdapterBase)
+    adapter_base = context.part(AdapterBase)
     folder = args[0] if args else kwargs.get("load_dir")
-    if ours.pending is None or ours.note is None or folder is None or Path(folder) != ours.pending:
+    if (
+        adapter_base.pending is None
+        or adapter_base.note is None
+        or folder is None
+        or Path(folder) != adapter_base.pending
+    ):
         return loaded
     if args:
-        base = wrapped(ours.note.load, *args[1:], **kwargs)
+        base = wrapped(adapter_base.note.load, *args[1:], **kwargs)
     else:
-        base = wrapped(**{**kwargs, "load_dir": ours.note.load})
+        base = wrapped(**{**kwargs, "load_dir": adapter_base.note.load})
     if loaded[0] is None or base[0] is None:
         return loaded
     for key, value in base[0].items():
         if key == "model" or key.removeprefix("model").isdigit():
             loaded[0][key] = {**value, **loaded[0].get(key, {})}
-    ours.pending = None
+    adapter_base.pending = None
     return loaded
 
 
 def write_beside(save: str, iteration: int) -> None:
     """Write the note into this rank's folder of a regular save, which the framework begins to write."""
-    ours = context.part(AdapterBase)
-    if ours.note is None or not ours.writes:
+    base = context.part(AdapterBase)
+    if base.note is None or not base.writes:
         return
     from megatron.training.checkpointing import get_checkpoint_name
 
     path = Path(get_checkpoint_name(save, iteration)).parent / BASE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(ours.note.encode())
+    path.write_bytes(base.note.encode())
 
 
 def _file_of(load: Path) -> Path | None:

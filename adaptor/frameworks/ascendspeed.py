@@ -64,8 +64,8 @@ def _require_savable(args: Any) -> None:
 
 
 def _require_shards_to_copy(args: Any) -> None:
-    asked = getattr(args, "local_copy_os", False) or context.get().settings.local_copy
-    if asked and not args.use_distributed_optimizer:
+    is_requested = getattr(args, "local_copy_os", False) or context.get().settings.local_copy
+    if is_requested and not args.use_distributed_optimizer:
         raise UnsupportedError(
             "--local-copy-os (TTP_LOCAL_COPY) is given without --use-distributed-optimizer: "
             "add --use-distributed-optimizer, or leave out --local-copy-os"
@@ -123,9 +123,9 @@ def trainee(
             "consumed_train_tokens": batch() * args.seq_length,
         }
 
-    again = everyone is not None
+    is_repeated = everyone is not None
     everyone = everyone or group.of_everyone()
-    mirrors = replicas_of(optimizer, size, size, again)
+    mirrors = replicas_of(optimizer, size, size, is_repeated)
     place = place_of(optimizer, mirrors, folder, everyone, copies=False)
     return MegatronTrainee(
         state=state_at(place, model, optimizer, scheduler, args, format=AscendSpeedFormat()),
@@ -137,7 +137,7 @@ def trainee(
         increment=batch,
         barrier=lambda: group.barrier(everyone),
         mirrors=mirrors,
-        local_copy=local_copy_of(optimizer, mirrors, again),
+        local_copy=local_copy_of(optimizer, mirrors, is_repeated),
         survives=place.survives,
         # It is called before the tokens of the step are counted.
         also=lambda: {"token_num": args.consumed_train_tokens},
@@ -174,14 +174,14 @@ class AscendSpeedFormat(format_torch.TorchFormat):
 def by_chunk(optimizer: Any, world: Mapping[Any, Any]) -> dict[int, dict[Any, dict[str, torch.Tensor]]]:
     """Return the gathered tensors by model chunk and gradient type, padded like the chunk's buffer."""
     numbers = iter(range(len(optimizer.buffers)))
-    made: dict[int, dict[Any, dict[str, torch.Tensor]]] = {}
+    states_by_chunk: dict[int, dict[Any, dict[str, torch.Tensor]]] = {}
     for chunk, model in enumerate(optimizer.models):
-        made[chunk] = {}
+        states_by_chunk[chunk] = {}
         for dtype, buffer in model._grad_buffers.items():
             ((_, tensors),) = world[next(numbers)].items()
             missing = buffer.numel_padded - tensors.pop("numel_unpadded")
-            made[chunk][dtype] = {
+            states_by_chunk[chunk][dtype] = {
                 key: torch.nn.functional.pad(value, (0, missing)) if missing else value
                 for key, value in tensors.items()
             }
-    return made
+    return states_by_chunk

@@ -26,7 +26,10 @@ class AscendLog(StepLog):
     def joined(self, losses: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return of each loss the mean, as `train_step` has it (`training.py:807`)."""
         names = losses[0] if losses else ()
-        return {name: sum(one[name] for one in losses) / len(losses) for name in names}
+        return {
+            name: sum(micro_batch_losses[name] for micro_batch_losses in losses) / len(losses)
+            for name in names
+        }
 
     def over_all_ranks(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(losses)

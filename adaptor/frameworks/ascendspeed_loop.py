@@ -35,35 +35,39 @@ class AscendLoop(TrainingLoop):
     """ModelLink's training loop, as it was called (`rejoin.Loop`).
 
     Args:
-        given: the arguments of the call of `train`, by their names; its iterators are replaced.
-        told: in a newcomer, what the framework would have asked other ranks at its start.
+        train_call: the arguments of the call of `train`, by their names; its iterators are replaced.
+        start_answers: in a newcomer, what the framework would have asked other ranks at its start.
     """
 
     framework = "ascendspeed"
     module = "ascendspeed.training"
 
-    def __init__(self, given: dict[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
-        train = given["train_data_iterator"] = _replayed(given["train_data_iterator"])
+    def __init__(self, train_call: dict[str, Any], start_answers: Mapping[str, Mapping[str, Any]]) -> None:
+        train = train_call["train_data_iterator"] = _replayed(train_call["train_data_iterator"])
         # In the caller's own list: behind the loop it evaluates once more.
-        iterators = given["valid_data_iterator"]
+        iterators = train_call["valid_data_iterator"]
         iterators[:] = map(_replayed, iterators)
-        valid: list[Replay] = [one for one in iterators if one is not None]
-        super().__init__(given, given["lr_scheduler"], [] if train is None else [train], valid, told)
-        self._start: int = told["start"]["iteration"] if "start" in told else self.args().iteration
+        valid: list[Replay] = [iterator for iterator in iterators if iterator is not None]
+        super().__init__(
+            train_call, train_call["lr_scheduler"], [] if train is None else [train], valid, start_answers
+        )
+        self._start: int = (
+            start_answers["start"]["iteration"] if "start" in start_answers else self.args().iteration
+        )
         keep = self._board.keep
         self.log = AscendLog(keep, self._kept, self._start, self.module, device=self._device)
 
     def answers(self, step: int) -> Mapping[str, Any]:
         args = self.args()
-        asked = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
+        asked_values = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
         start = {"iteration": self._start}
-        return {"asked": asked, "start": start, **self._common_answers(step)}
+        return {"asked": asked_values, "start": start, **self._common_answers(step)}
 
     def settle(self, step: int) -> None:
         from ascendspeed import get_timers
 
-        for one in self._train:
-            one.rewind(step)
+        for replay in self._train:
+            replay.rewind(step)
         for chunk in self._model:
             for param in chunk.parameters():
                 param.grad = None
@@ -98,13 +102,13 @@ class AscendLoop(TrainingLoop):
 
     def _make_tail(self, step: int) -> None:
         """Evaluate, save and end the job behind `step` as the loop does (1224 to 1264)."""
-        training, args, given = importlib.import_module(self.module), self.args(), self._given
-        for one in self._valid:
-            one.begin_step(step)
+        training, args, train_call = importlib.import_module(self.module), self.args(), self._given
+        for replay in self._valid:
+            replay.begin_step(step)
         if args.eval_interval and step % args.eval_interval == 0 and args.do_valid:
-            for iterator in given["valid_data_iterator"]:
+            for iterator in train_call["valid_data_iterator"]:
                 training.evaluate_and_print_results(
-                    f"iteration {step}", given["forward_step_func"], iterator, self._model, step, False
+                    f"iteration {step}", train_call["forward_step_func"], iterator, self._model, step, False
                 )
         is_saved = bool(args.save and args.save_interval and step % args.save_interval == 0)
         state = (step, self._model, self._optimizer, self._scheduler)
@@ -113,9 +117,9 @@ class AscendLoop(TrainingLoop):
         ends = bool(args.exit_interval and step % args.exit_interval == 0)
         if args.exit_duration_in_mins and not ends:
             minutes = (time.time() - training._TRAIN_START_TIME) / 60.0
-            told = torch.tensor([int(minutes > args.exit_duration_in_mins)], device="cpu")
-            dist.all_reduce(told, dist.ReduceOp.MAX, self.everyone)
-            ends = bool(told.item())
+            exit_vote = torch.tensor([int(minutes > args.exit_duration_in_mins)], device="cpu")
+            dist.all_reduce(exit_vote, dist.ReduceOp.MAX, self.everyone)
+            ends = bool(exit_vote.item())
         if ends:
             if not is_saved:
                 training.save_checkpoint_and_time(*state)

@@ -61,15 +61,15 @@ def why_not(args: Any, call: Mapping[str, Any]) -> str:
 
 def of_backends() -> str:
     """Return which backends of process groups have not been tried with ModelLink; empty: they have."""
-    others = sorted(context.part(Groups).backends - {"gloo"})
-    return f"it has not been tested with ModelLink over {', '.join(others)}" if others else ""
+    other_backends = sorted(context.part(Groups).backends - {"gloo"})
+    return f"it has not been tested with ModelLink over {', '.join(other_backends)}" if other_backends else ""
 
 
 def of_options(args: Any) -> str:
     """Return which of the options keeps something that cannot be put back; empty: none."""
     for name, value, meaning in _OPTIONS:
-        given = getattr(args, name, None)
-        if given == value if value is not None else given not in (None, False, -1):
+        option_value = getattr(args, name, None)
+        if option_value == value if value is not None else option_value not in (None, False, -1):
             return meaning
     return ""
 
@@ -79,9 +79,9 @@ def of_data(call: Mapping[str, Any]) -> str:
     train, valid = call["train_data_iterator"], call["valid_data_iterator"]
     if not isinstance(valid, list):
         return f"valid_data_iterator is a {type(valid).__name__}, and no list"
-    for one in (train, *valid):
-        if one is not None and not hasattr(one, "__next__"):
-            return f"there is a {type(one).__name__} where an iterator of data should be"
+    for iterator in (train, *valid):
+        if iterator is not None and not hasattr(iterator, "__next__"):
+            return f"there is a {type(iterator).__name__} where an iterator of data should be"
     return ""
 
 
@@ -111,8 +111,8 @@ def take_place(args: Any) -> None:
     record, answers, _ = worker.ask_record()
     context.part(Recovery).answers.update(answers)
     set_args(args, {**record.counters, "iteration": record.step})
-    if before := answers["tail"]["consumed_before"]:  # an evaluation behind the step may come again
-        set_args(args, {"consumed_valid_samples": before["consumed_valid_samples"]})
+    if consumed_before := answers["tail"]["consumed_before"]:  # an evaluation behind the step may come again
+        set_args(args, {"consumed_valid_samples": consumed_before["consumed_valid_samples"]})
 
 
 def build_data(build: Callable[[], tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:
@@ -127,8 +127,8 @@ def build_data(build: Callable[[], tuple[Any, Any, Any]]) -> tuple[Any, Any, Any
         train, valid, test = build()
     finally:
         args.iteration, place.is_built = step, False
-    asked = context.part(Recovery).answers["asked"]
-    set_args(args, asked)
+    asked_values = context.part(Recovery).answers["asked"]
+    set_args(args, asked_values)
     if train is None:  # another rank of this part of the model reads the data
-        valid, test = [None] * int(asked["do_valid"]), [None] * int(asked["do_test"])
+        valid, test = [None] * int(asked_values["do_valid"]), [None] * int(asked_values["do_test"])
     return train, valid, test

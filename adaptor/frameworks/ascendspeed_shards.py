@@ -54,9 +54,9 @@ def half() -> Half | None:
 
 def own_half() -> Half:
     """Return this rank's half, where the data-parallel group is cut."""
-    made = half()
-    assert made is not None
-    return made
+    half_of_rank = half()
+    assert half_of_rank is not None
+    return half_of_rank
 
 
 def cut(tensor: int, pipeline: int) -> None:
@@ -86,14 +86,18 @@ def cut_one(ranks: tuple[int, ...]) -> None:
 def _cut(ranks: tuple[int, ...]) -> Half | None:
     """Cut a data-parallel group into halves; return this rank's half, None if it is not in the group."""
     middle = len(ranks) // HALVES
-    own, twins = None, None
+    own_groups, twins = None, None
     for pair in zip(ranks[:middle], ranks[middle:], strict=True):
         group = dist.new_group(pair)
         twins = group if dist.get_rank() in pair else twins
     for some in (ranks[:middle], ranks[middle:]):
         groups = dist.new_group(some), dist.new_group(some, backend="gloo")
-        own = (some, *groups) if dist.get_rank() in some else own
-    return None if own is None or twins is None else Half(*own, twins, own[0][0] == ranks[0])
+        own_groups = (some, *groups) if dist.get_rank() in some else own_groups
+    return (
+        None
+        if own_groups is None or twins is None
+        else Half(*own_groups, twins, own_groups[0][0] == ranks[0])
+    )
 
 
 @contextlib.contextmanager
@@ -104,18 +108,18 @@ def in_charge() -> Iterator[None]:
     """
     from ascendspeed.core import parallel_state
 
-    mine = own_half()
+    half_of_rank = own_half()
     names = {
-        "_DATA_PARALLEL_GROUP": mine.group,
-        "_DATA_PARALLEL_GROUP_GLOO": mine.gloo,
-        "_DATA_PARALLEL_GLOBAL_RANKS": mine.ranks,
+        "_DATA_PARALLEL_GROUP": half_of_rank.group,
+        "_DATA_PARALLEL_GROUP_GLOO": half_of_rank.gloo,
+        "_DATA_PARALLEL_GLOBAL_RANKS": half_of_rank.ranks,
     }
-    whole = {name: getattr(parallel_state, name) for name in names}
+    whole_groups = {name: getattr(parallel_state, name) for name in names}
     vars(parallel_state).update(names)
     try:
         yield
     finally:
-        vars(parallel_state).update(whole)
+        vars(parallel_state).update(whole_groups)
 
 
 def ranges(optimizer: Any, model: Any, dtype: Any) -> dict[str, Any]:
@@ -127,17 +131,17 @@ def ranges(optimizer: Any, model: Any, dtype: Any) -> dict[str, Any]:
     """
     from ascendspeed.optimizer.distrib_optimizer import Range
 
-    mine = own_half()
+    half_of_rank = own_half()
     buffer = model._grad_buffers[dtype]
-    size = buffer.numel_padded // len(mine.ranks)
-    bounds = [min(number * size, buffer.numel) for number in range(len(mine.ranks) + 1)]
+    size = buffer.numel_padded // len(half_of_rank.ranks)
+    bounds = [min(number * size, buffer.numel) for number in range(len(half_of_rank.ranks) + 1)]
     every = [Range(*pair) for pair in itertools.pairwise(bounds)]
-    own = every[mine.ranks.index(dist.get_rank())]
+    own_range = every[half_of_rank.ranks.index(dist.get_rank())]
     return {
-        "local": own.normalize(),
-        "world": own,
+        "local": own_range.normalize(),
+        "world": own_range,
         "world_all": every,
-        "param_map": optimizer.build_model_gbuf_param_range_map(model, dtype, own),
+        "param_map": optimizer.build_model_gbuf_param_range_map(model, dtype, own_range),
         "max_range_size": size,
     }
 
@@ -154,10 +158,10 @@ def halve(optimizer: Any) -> None:
 
 def add_twins(optimizer: Any) -> None:
     """Add the gradients of the other half to this shard, once each half has reduced its own."""
-    mine = own_half()
-    own = mine.ranks.index(dist.get_rank())
+    half_of_rank = own_half()
+    own_place = half_of_rank.ranks.index(dist.get_rank())
     for _, _, _, views in optimizer.get_model_grad_buffer_dp_views():
-        dist.all_reduce(views[own], group=mine.twins)
+        dist.all_reduce(views[own_place], group=half_of_rank.twins)
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,19 +186,26 @@ def describe(optimizer: Any) -> None:
     """Give a distributed optimizer the names that those of Megatron-core have for the same things."""
     from ascendspeed.core import parallel_state
 
-    mine = half()
-    optimizer.data_parallel_group = mine.group if mine else parallel_state.get_data_parallel_group()
+    half_of_rank = half()
+    optimizer.data_parallel_group = (
+        half_of_rank.group if half_of_rank else parallel_state.get_data_parallel_group()
+    )
     optimizer.buffers = [
         HalfBuffer(
             buffer.data,
             buffer.numel,
             dtype,
             optimizer.params_dtype,
-            {param: (*where, 0) for param, where in model._grad_buffer_param_index_map[dtype].items()},
+            {
+                param: (*buffer_range, 0)
+                for param, buffer_range in model._grad_buffer_param_index_map[dtype].items()
+            },
         )
         for model in optimizer.models
         for dtype, buffer in model._grad_buffers.items()
     ]
     optimizer.gbuf_ranges = [
-        {dtype: [where]} for by_dtype in optimizer.model_gbuf_ranges for dtype, where in by_dtype.items()
+        {dtype: [dtype_range]}
+        for by_dtype in optimizer.model_gbuf_ranges
+        for dtype, dtype_range in by_dtype.items()
     ]

@@ -67,12 +67,12 @@ def _require_base(config: Any) -> None:
             "--stage is dpo with --lora-ckpt-filter: two models are loaded, and which of them lacks its base "
             "was never tried; leave out --lora-ckpt-filter, or set ENABLE_TTP=False"
         )
-    for name, why in _NOT_FILTERED:
+    for name, reason in _NOT_FILTERED:
         value = getattr(config, name, None)
         if value:
             flag = "--" + name.replace("_", "-")
             raise UnsupportedError(
-                f"{flag} is {value} with --lora-ckpt-filter: {why}; leave out one of them, or set "
+                f"{flag} is {value} with --lora-ckpt-filter: {reason}; leave out one of them, or set "
                 "ENABLE_TTP=False"
             )
 

@@ -50,7 +50,7 @@ def of(losses: Sequence[Mapping[str, torch.Tensor]]) -> Kept:
     """
     kept = {}
     for name in losses[0] if losses else ():
-        values = [one[name] for one in losses]
+        values = [micro_batch_losses[name] for micro_batch_losses in losses]
         kept[name] = (_name(values[0]), [value.tolist() for value in values])
     return kept
 
@@ -60,8 +60,8 @@ def read(kept: Kept, device: torch.device | str) -> list[dict[str, torch.Tensor]
     losses: list[dict[str, torch.Tensor]] = []
     for name, (kind, values) in kept.items():
         losses = losses or [{} for _ in values]
-        for one, value in zip(losses, values, strict=True):
-            one[name] = _tensor(kind, value, device)
+        for batch_losses, value in zip(losses, values, strict=True):
+            batch_losses[name] = _tensor(kind, value, device)
     return losses
 
 

@@ -32,12 +32,12 @@ def take(
         place: of this rank in checkpoints.
         everyone: all ranks of the job.
     """
-    part, why = b"", ""
+    part, own_problem = b"", ""
     if everyone.rank() == place.first:  # the others of its group have the same
-        part, why = _described(state)
-    told: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(told, (place.group, part, why), group=everyone)
-    problem = next((why for _, _, why in told if why), "")
+        part, own_problem = _described(state)
+    gathered: list[Any] = [None] * everyone.size()
+    dist.all_gather_object(gathered, (place.group, part, own_problem), group=everyone)
+    problem = next((rank_problem for _, _, rank_problem in gathered if rank_problem), "")
     if problem:
         if everyone.rank() == 0:
             output.tell(
@@ -47,9 +47,9 @@ def take(
                 to="stdout",
             )
         return {}
-    found = {LAYOUT: layout_file.join(part for _, part, _ in told if part)}
-    context.part(RegularSaves).on_top = found  # rank 0 completes them
-    return found if place.group == told[0][0] else {}
+    layout_files = {LAYOUT: layout_file.join(part for _, part, _ in gathered if part)}
+    context.part(RegularSaves).on_top = layout_files  # rank 0 completes them
+    return layout_files if place.group == gathered[0][0] else {}
 
 
 def write_alone(path: Path, barrier: Callable[[], None]) -> NoReturn:

@@ -109,7 +109,11 @@ def write_host_copies(
     def describe() -> tuple[TrainingState, CheckpointPlacement, Device]:
         everyone = dist.group.WORLD
         assert everyone is not None
-        mains = (param for one in step_record.inner(optimizer) for param in twin.params(one))
+        mains = (
+            param
+            for inner_optimizer in step_record.inner(optimizer)
+            for param in twin.params(inner_optimizer)
+        )
         weights = (param for chunk in model for param in chunk.parameters())
         device = devices.of(itertools.chain(mains, weights), context.get().settings.device)
         place = place_of(optimizer, none_mirrored, folder_of_rank(), everyone)

@@ -27,6 +27,9 @@ def loaded_here(load: str, optimizer: Any) -> tuple[str, ...]:
 
     folder = Path(get_checkpoint_name(load, 0)).parent.name
     loads = [f"{folder}/{naming.MODEL_FILE}", f"__{dist.get_rank()}_"]
-    if any(shards.is_sharded(one) and one.data_parallel_group.rank() == 0 for one in chain(optimizer)):
+    if any(
+        shards.is_sharded(chained_optimizer) and chained_optimizer.data_parallel_group.rank() == 0
+        for chained_optimizer in chain(optimizer)
+    ):
         loads.append(f"{folder}/{naming.OPTIMIZER_FILE}")
     return tuple(loads)

@@ -68,19 +68,19 @@ def train(
     if reason and not worker.newcomer:
         begin()
         return wrapped()
-    made = context.part(Recovery).loop = make()
+    loop_of_job = context.part(Recovery).loop = make()
     if worker.newcomer:
-        made.everyone = group.of_everyone()  # in its place among the groups of the job
+        loop_of_job.everyone = group.of_everyone()  # in its place among the groups of the job
     else:
         begin()
-        made.everyone = group.of_this_job()
+        loop_of_job.everyone = group.of_this_job()
 
     def call() -> Any:
         result = wrapped()
-        made.end()
+        loop_of_job.end()
         return result
 
-    return worker.run(made, call)
+    return worker.run(loop_of_job, call)
 
 
 def begin_step(step: int) -> None:
@@ -111,11 +111,11 @@ def loads_nothing(args: Any) -> Iterator[None]:
     what it notes at a weight besides, that it is a part of one cut by tensor parallelism.
     """
     names = [name for name in ("load", "pretrained_checkpoint") if hasattr(args, name)]
-    before = {name: getattr(args, name) for name in names}
+    values_before = {name: getattr(args, name) for name in names}
     for name in names:
         setattr(args, name, None)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in values_before.items():
             setattr(args, name, value)

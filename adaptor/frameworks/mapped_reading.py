@@ -24,16 +24,16 @@ _SMALL = 1 << 20  # of a storage that is not mapped, in bytes
 class _MappedArchive(torch._C.PyTorchFileReader):
     """An archive of torch whose large storages are mapped."""
 
-    def __init__(self, file: Any, whole: torch.UntypedStorage, begin: int) -> None:
+    def __init__(self, file: Any, whole_storage: torch.UntypedStorage, begin: int) -> None:
         """Open it.
 
         Args:
             file: where it is read.
-            whole: the file in which it stands, mapped.
+            whole_storage: the file in which it stands, mapped.
             begin: the place of its first byte there.
         """
         super().__init__(file)
-        self._whole, self._begin = whole, begin
+        self._whole, self._begin = whole_storage, begin
 
     def get_storage_from_record(self, name: str, size: int, kind: Any) -> torch.Tensor:
         """Return the storage of a record, in a tensor, as the archive of torch does.
@@ -61,7 +61,7 @@ def archive(file: Any) -> torch._C.PyTorchFileReader | None:
     try:
         # By the descriptor: it is the file that is open, whatever its name means by now.
         path, size = f"/proc/self/fd/{descriptor}", os.fstat(descriptor).st_size
-        whole: Any = torch.UntypedStorage.from_file(path, False, size)
+        whole_storage: Any = torch.UntypedStorage.from_file(path, False, size)
     except RuntimeError:  # a file system that maps nothing
         return None
-    return _MappedArchive(file, whole, begin)
+    return _MappedArchive(file, whole_storage, begin)

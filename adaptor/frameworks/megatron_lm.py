@@ -86,26 +86,26 @@ def trainee(
         return int(batches.get_current_global_batch_size() - batches.get_current_running_global_batch_size())
 
     def growth() -> dict[str, int | float]:
-        done = num_floating_point_operations(args, batch())
-        operations.add(args.curr_iteration, done)
+        operation_count = num_floating_point_operations(args, batch())
+        operations.add(args.curr_iteration, operation_count)
         return {
             "consumed_train_samples": batch(),
             "skipped_train_samples": skipped(),
             "consumed_valid_samples": evaluated(args, eval_iters, args.curr_iteration + 1),
-            FLOPS: done,
+            FLOPS: operation_count,
         }
 
-    again = everyone is not None
+    is_repeated = everyone is not None
     everyone = everyone or group.of_everyone()
     # With --full-validation the framework finds it out where the data is read, and tells what rank 0 has.
-    told = [args.eval_iters]
-    dist.broadcast_object_list(told, src=0, group=everyone)
-    (eval_iters,) = told
+    broadcast = [args.eval_iters]
+    dist.broadcast_object_list(broadcast, src=0, group=everyone)
+    (eval_iters,) = broadcast
     mirrors = replicas_of(
         optimizer,
         mpu.get_data_parallel_world_size(with_context_parallel=True),
         supported_options.expert_data_parallel_size(args),
-        again,
+        is_repeated,
     )
     state, place = _state_of(model, optimizer, scheduler, mirrors, everyone)
     return MegatronTrainee(
@@ -122,7 +122,7 @@ def trainee(
         barrier=lambda: group.barrier(everyone),
         mirrors=mirrors,
         rerun=_rerun_state(rerun),
-        local_copy=local_copy_of(optimizer, mirrors, again),
+        local_copy=local_copy_of(optimizer, mirrors, is_repeated),
         survives=place.survives,
     )
 
@@ -180,7 +180,11 @@ def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> N
     chain = step_record.chain(optimizer)
 
     def describe() -> tuple[TrainingState, CheckpointPlacement, Device]:
-        mains = (param for one in step_record.inner(optimizer) for param in twin.params(one))
+        mains = (
+            param
+            for inner_optimizer in step_record.inner(optimizer)
+            for param in twin.params(inner_optimizer)
+        )
         weights = (param for chunk in model for param in chunk.parameters())
         device = devices.of(itertools.chain(mains, weights), context.get().settings.device)
         everyone = dist.group.WORLD
@@ -217,12 +221,12 @@ def _rerun_state(saved: bool) -> Callable[[], Any]:
     from megatron.core.rerun_state_machine import get_rerun_state_machine
 
     take = get_rerun_state_machine().state_dict
-    known = inspect.signature(take).parameters
-    if "force" in known:  # later it is written on demand alone, and never in the format torch
+    parameters = inspect.signature(take).parameters
+    if "force" in parameters:  # later it is written on demand alone, and never in the format torch
         return lambda: None
     if not saved:
         return dict
-    no_iterator, as_torch = None, "torch" if "ckpt_format" in known else False
+    no_iterator, as_torch = None, "torch" if "ckpt_format" in parameters else False
     return lambda: copy.deepcopy(take(no_iterator, as_torch))
 
 

@@ -29,29 +29,29 @@ class MegatronLog(StepLog):
         from one micro-batch that has given this."""
         if getattr(self.args(), "sft", False):
             raise NotImplementedError("versions of the framework differ in how they average them")
-        found = {}
+        joined_losses = {}
         for key in losses[0] if losses else ():
-            values = [one[key] for one in losses]
+            values = [micro_batch_losses[key] for micro_batch_losses in losses]
             if isinstance(values[0], (tuple, list)):  # up to 0.12, and reduced over all ranks already
-                found[key] = sum(one[0] for one in values) / sum(one[1] for one in values)
+                joined_losses[key] = sum(loss[0] for loss in values) / sum(loss[1] for loss in values)
             elif values[0].numel() == 1:
-                found[key] = torch.cat([one.view(-1) for one in values]).mean()
+                joined_losses[key] = torch.cat([loss.view(-1) for loss in values]).mean()
             else:
-                found[key] = torch.vstack([one.view(-1) for one in values]).sum(dim=0)
-        return found
+                joined_losses[key] = torch.vstack([loss.view(-1) for loss in values]).sum(dim=0)
+        return joined_losses
 
     def over_all_ranks(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from megatron.core import parallel_state
 
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        found = {}
-        for key, own in losses.items():
-            value = own.clone()
+        summed_losses = {}
+        for key, own_loss in losses.items():
+            value = own_loss.clone()
             if value.numel() == 2:
                 dist.all_reduce(value, group=group)
                 value = value[0] / value[1]
-            found[key] = value
-        return found
+            summed_losses[key] = value
+        return summed_losses
 
     def as_told(self, norm: float | None) -> float | None:
         """Return the norm as ranks of a model tell it each other, which rounds it; collective."""

@@ -47,8 +47,8 @@ class MegatronLoop(TrainingLoop):
     """Megatron-LM's training loop, as it was called (`rejoin.Loop`).
 
     Args:
-        given: the arguments of the call of `train`, by their names.
-        told: in a newcomer, what the framework would have asked other ranks at its start.
+        train_call: the arguments of the call of `train`, by their names.
+        start_answers: in a newcomer, what the framework would have asked other ranks at its start.
 
     Attributes:
         rerun: whether its saves have the state of the rerun state machine
@@ -60,21 +60,21 @@ class MegatronLoop(TrainingLoop):
     rerun = True
     uncounted: int | None = None
 
-    def __init__(self, given: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
-        train = _replayed(given["train_data_iterator"])
-        valid = _replayed(given.get("valid_data_iterator"))
-        super().__init__(given, given["opt_param_scheduler"], train, valid, told)
-        config = self._config = given.get("config")
+    def __init__(self, train_call: Mapping[str, Any], start_answers: Mapping[str, Mapping[str, Any]]) -> None:
+        train = _replayed(train_call["train_data_iterator"])
+        valid = _replayed(train_call.get("valid_data_iterator"))
+        super().__init__(train_call, train_call["opt_param_scheduler"], train, valid, start_answers)
+        config = self._config = train_call.get("config")
         self._config_before = {name: getattr(config, name) for name in _CONFIG if hasattr(config, name)}
-        self._start = told.get("start") or {name: getattr(self.args(), name) for name in _START}
+        self._start = start_answers.get("start") or {name: getattr(self.args(), name) for name in _START}
         self._is_set = False  # for a call of the loop that has not come to its first step
         start, keep = self._start["iteration"], self._board.keep
         self.log = MegatronLog(keep, self._kept, start, self.module, self.uncounted, self._device)
 
     def answers(self, step: int) -> Mapping[str, Any]:
         args = self.args()
-        asked = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
-        return {"asked": asked, "start": self._start, **self._common_answers(step)}
+        asked_values = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
+        return {"asked": asked_values, "start": self._start, **self._common_answers(step)}
 
     def begin_step(self, step: int) -> None:
         """`step` begins: the loop has read what was set for it alone."""
@@ -90,8 +90,8 @@ class MegatronLoop(TrainingLoop):
             self._is_set = False
 
     def settle(self, step: int) -> None:
-        for one in self._train:
-            one.rewind(step)
+        for replay in self._train:
+            replay.rewind(step)
         for name, value in self._config_before.items():
             setattr(self._config, name, value)
         megatron_settle.settle(self._model)
@@ -147,29 +147,29 @@ class MegatronLoop(TrainingLoop):
         """Evaluate and save behind the step of `record` as the loop does."""
         from megatron.training import get_timers
 
-        training, args, given = importlib.import_module(self.module), self.args(), self._given
+        training, args, train_call = importlib.import_module(self.module), self.args(), self._given
         step = record.step
         if importlib.util.find_spec("megatron.core.rerun_state_machine") is not None:
             from megatron.core.rerun_state_machine import get_rerun_state_machine
 
             get_rerun_state_machine().current_iteration = step
-        for one in self._valid:
-            one.begin_step(step)
+        for replay in self._valid:
+            replay.begin_step(step)
         if args.do_valid and args.eval_interval and step % args.eval_interval == 0:
             hooked = training.should_disable_forward_pre_hook(args)
             if hooked:
                 training.disable_forward_pre_hook(self._model)
             training.evaluate_and_print_results(
                 f"iteration {step}",
-                given["forward_step_func"],
-                given["valid_data_iterator"],
+                train_call["forward_step_func"],
+                train_call["valid_data_iterator"],
                 self._model,
                 step,
-                given["process_non_loss_data_func"],
+                train_call["process_non_loss_data_func"],
                 self._config,
                 verbose=False,
                 write_to_tensorboard=True,
-                non_loss_data_func=given.get("non_loss_data_func"),
+                non_loss_data_func=train_call.get("non_loss_data_func"),
             )
             if hooked:
                 training.enable_forward_pre_hook(self._model)
@@ -212,13 +212,13 @@ def call_of_train(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[s
 
 def _replayed(iterators: Any) -> list[Replay]:
     """Put a `Replay` below the framework's own iterators, which keep what they read of one step alone."""
-    found: list[Replay] = []
-    for one in iterators if isinstance(iterators, list) else [iterators]:
-        if one is not None and hasattr(one, "iterable"):
-            replay = Replay(one.iterable)
-            one.iterable = replay
-            found.append(replay)
-    return found
+    replays: list[Replay] = []
+    for iterator in iterators if isinstance(iterators, list) else [iterators]:
+        if iterator is not None and hasattr(iterator, "iterable"):
+            replay = Replay(iterator.iterable)
+            iterator.iterable = replay
+            replays.append(replay)
+    return replays
 
 
 def _calculator() -> Any:

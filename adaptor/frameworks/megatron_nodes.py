@@ -59,22 +59,22 @@ def fit(args: Any) -> None:
     if not nodes.fewest:
         return
     _require_independent(args, f"--nnodes {nodes.fewest}:{nodes.most}")
-    given, reshape = copy.copy(args), context.get().settings.reshape
+    fitted_args, reshape = copy.copy(args), context.get().settings.reshape
     if reshape is not None and not holds_whole_models(args, args.world_size):
         reshape_sizes.require_transformable(args)
         reshape_sizes.take(args, reshape)
     _require_whole_replicas(args, nodes)
     unit = args.micro_batch_size * data_parallel_size(args)
-    asked = args.global_batch_size
-    if not divides(args, unit, asked):
+    global_batch_size = args.global_batch_size
+    if not divides(args, unit, global_batch_size):
         if context.get().settings.batch != NEAREST:
             raise UnsupportedError(_indivisible(args, nodes))
         _require_samples(args)
-        args.global_batch_size = nearest(asked, unit)
+        args.global_batch_size = nearest(global_batch_size, unit)
     nodes.fitting = tuple(
-        count for count in range(nodes.fewest, nodes.most + 1) if _fits(given, nodes, count)
+        count for count in range(nodes.fewest, nodes.most + 1) if _fits(fitted_args, nodes, count)
     )
-    _say(args, nodes, given)
+    _say(args, nodes, fitted_args)
 
 
 def count_iterations(args: Any) -> None:
@@ -84,8 +84,8 @@ def count_iterations(args: Any) -> None:
         args: of the framework; the checkpoint is loaded.
     """
     if context.part(Nodes).fewest and context.get().settings.batch == NEAREST and counts_samples(args):
-        left = args.train_samples - args.consumed_train_samples
-        args.train_iters = args.iteration + max(0, left) // args.global_batch_size
+        samples_left = args.train_samples - args.consumed_train_samples
+        args.train_iters = args.iteration + max(0, samples_left) // args.global_batch_size
 
 
 def nearest(batch: int, unit: int) -> int:
@@ -115,18 +115,18 @@ def _require_independent(args: Any, flag: str) -> None:
 
 def _require_whole_replicas(args: Any, nodes: Nodes) -> None:
     size = model_size(args)
-    why = experts_objection(args)
+    reason = experts_objection(args)
     if args.world_size % size:
-        why = (
+        reason = (
             f"the model (tensor times pipeline times context parallel size) takes {size}, of which"
             f" {args.world_size} is no multiple"
         )
-    elif why:
+    elif reason:
         size = experts_size(args)
-    if why:
+    if reason:
         ranks = _count(args.world_size, "rank")
         raise UnsupportedError(
-            f"{_count(nodes.here, 'node')} with {ranks}: {why}; {_others(args, nodes, size)}"
+            f"{_count(nodes.here, 'node')} with {ranks}: {reason}; {_others(args, nodes, size)}"
         )
 
 
@@ -138,17 +138,17 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
     target = reshape_sizes.other_sizes(args)
     if target is not None:
         return f"{with_nodes}, or {_other_command(args, *target)}"
-    found = reshape_sizes.expert_size_that_fits(args)
-    if found is not None:
-        command = _other_command(args, found.tensor, found.pipeline, found.expert)
-        return f"{with_nodes}, or {command} ({found.why})"
+    expert_size = reshape_sizes.expert_size_that_fits(args)
+    if expert_size is not None:
+        command = _other_command(args, expert_size.tensor, expert_size.pipeline, expert_size.expert)
+        return f"{with_nodes}, or {command} ({expert_size.why})"
     return f"{with_nodes}, or with other parallel sizes"
 
 
 def _other_command(args: Any, tensor: int, pipeline: int, expert: int = 0) -> str:
     """Return how the job begins in other parallel sizes; `expert`: 0, or another than the arguments say."""
     chunks = chunks_of(args, pipeline)
-    how = "".join(
+    further_sizes = "".join(
         f" --{name} {value}"
         for name, value, usual in (
             ("ep", expert, 0),
@@ -159,13 +159,13 @@ def _other_command(args: Any, tensor: int, pipeline: int, expert: int = 0) -> st
     )
     ending = f"-ep{expert}" if expert else ""
     folder = f"{str(args.save).rstrip('/')}-tp{tensor}-pp{pipeline}{ending}"
-    source, made = shlex.quote(str(args.save)), shlex.quote(folder)
-    sizes = f"--tp {tensor} --pp {pipeline}{how}"
+    source, transformed_folder = shlex.quote(str(args.save)), shlex.quote(folder)
+    sizes = f"--tp {tensor} --pp {pipeline}{further_sizes}"
     experts = f" --expert-model-parallel-size {expert}" if expert else ""
     return (
-        f"run `python -m adaptor transform {source} {made} {sizes}`"
+        f"run `python -m adaptor transform {source} {transformed_folder} {sizes}`"
         f" and start with --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
-        f"{experts} --load {made} --save {made}"
+        f"{experts} --load {transformed_folder} --save {transformed_folder}"
     )
 
 
@@ -178,16 +178,16 @@ def _fits(args: Any, nodes: Nodes, count: int) -> bool:
         count: of nodes.
     """
     settings = context.get().settings
-    there = copy.copy(args)
-    there.world_size = args.world_size // nodes.here * count
-    if not holds_whole_models(there, there.world_size) and settings.reshape is not None:
+    args_there = copy.copy(args)
+    args_there.world_size = args.world_size // nodes.here * count
+    if not holds_whole_models(args_there, args_there.world_size) and settings.reshape is not None:
         try:
-            reshape_sizes.take(there, settings.reshape)
+            reshape_sizes.take(args_there, settings.reshape)
         except UnsupportedError:
             return False
-    if not holds_whole_models(there, there.world_size):
+    if not holds_whole_models(args_there, args_there.world_size):
         return False
-    size = data_parallel_size(there)
+    size = data_parallel_size(args_there)
     if settings.replica == "split" and size % 2:
         return False
     may_change = settings.batch == NEAREST and counts_samples(args)
@@ -220,25 +220,31 @@ def _require_samples(args: Any) -> None:
         )
 
 
-def _say(args: Any, nodes: Nodes, given: Any) -> None:
+def _say(args: Any, nodes: Nodes, fitted_args: Any) -> None:
     """Print, on rank 0, with how many nodes the job trains, and what the global batch is."""
     part = context.part(_Said)
     if args.rank or part.said:
         return
     part.said = True
     size = data_parallel_size(args)
-    before = f", {nodes.before} before" if nodes.before not in (0, nodes.here) else ""
-    now, asked = args.global_batch_size, given.global_batch_size
-    batch = f"global batch {now}" if now == asked else f"global batch {now} in place of {asked} (TTP_BATCH)"
-    micro = now // (args.micro_batch_size * size)
-    each = f": {_count(micro, 'micro-batch', 'es')} of {args.micro_batch_size} on each data-parallel rank"
+    nodes_before = f", {nodes.before} before" if nodes.before not in (0, nodes.here) else ""
+    batch_now, batch_asked = args.global_batch_size, fitted_args.global_batch_size
+    batch = (
+        f"global batch {batch_now}"
+        if batch_now == batch_asked
+        else f"global batch {batch_now} in place of {batch_asked} (TTP_BATCH)"
+    )
+    micro = batch_now // (args.micro_batch_size * size)
+    micro_batches = (
+        f": {_count(micro, 'micro-batch', 'es')} of {args.micro_batch_size} on each data-parallel rank"
+    )
     if rampup(args):
-        each = ""
-    sizes, said = _sizes(args), _sizes(given)
-    changed = "" if sizes == said else f"{sizes} in place of {said} (TTP_RESHAPE), "
+        micro_batches = ""
+    sizes, fitted_sizes = _sizes(args), _sizes(fitted_args)
+    changed = "" if sizes == fitted_sizes else f"{sizes} in place of {fitted_sizes} (TTP_RESHAPE), "
     output.tell(
-        f"[ttp] {_count(nodes.here, 'node')} of {nodes.fewest} to {nodes.most}{before}: {changed}"
-        f"data-parallel size {size}, {batch}{each}"
+        f"[ttp] {_count(nodes.here, 'node')} of {nodes.fewest} to {nodes.most}{nodes_before}: {changed}"
+        f"data-parallel size {size}, {batch}{micro_batches}"
     )
 
 
@@ -246,5 +252,5 @@ def _sizes(args: Any) -> str:
     return f"TP{args.tensor_model_parallel_size} PP{args.pipeline_model_parallel_size}"
 
 
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{'' if number == 1 else plural}"
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"

@@ -57,9 +57,9 @@ def take_place(args: Any) -> None:
     record, answers, _ = worker.ask_record()
     set_args(args, {**record.counters, "iteration": record.step})
     context.part(Recovery).answers.update(answers)
-    if before := answers["tail"]["consumed_before"]:
+    if consumed_before := answers["tail"]["consumed_before"]:
         # Its data begins there, with an evaluation that may come again.
-        consumed = before["consumed_valid_samples"]
+        consumed = consumed_before["consumed_valid_samples"]
         set_args(args, {"iteration": record.step - 1, "consumed_valid_samples": consumed})
 
 

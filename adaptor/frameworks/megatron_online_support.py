@@ -46,8 +46,8 @@ def why_not(args: Any, call: Mapping[str, Any]) -> str:
         args: of the framework.
         call: the arguments of its training loop, by their names.
     """
-    found = of_data(call) or of_options(args) or of_param_groups()
-    return of_process_groups() or of_framework() or found or of_torch()
+    option_reason = of_data(call) or of_options(args) or of_param_groups()
+    return of_process_groups() or of_framework() or option_reason or of_torch()
 
 
 def why_not_on_core(*configs: Any) -> str:
@@ -56,28 +56,28 @@ def why_not_on_core(*configs: Any) -> str:
     Args:
         configs: of the model, of its gradients' reduction, of the optimizer.
     """
-    found = next(filter(None, map(of_options, configs)), "") or of_param_groups()
-    return of_process_groups() or of_framework() or found or of_torch()
+    option_reason = next(filter(None, map(of_options, configs)), "") or of_param_groups()
+    return of_process_groups() or of_framework() or option_reason or of_torch()
 
 
 def of_process_groups() -> str:
     """Return why the backends of this worker's groups are not exchanged; empty: they are."""
-    made = context.part(Groups)
-    if reason := of_backends(made.backends):
+    groups = context.part(Groups)
+    if reason := of_backends(groups.backends):
         return reason
     if is_detailed():
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL puts a group around each process group"
-    if "nccl" in made.backends and not context.part(Watchdogs).are_off:
+    if "nccl" in groups.backends and not context.part(Watchdogs).are_off:
         return "the watchdog of NCCL is on, and would end the survivors"
-    if made.is_bound:
+    if groups.is_bound:
         return "process groups that are bound to a device (`device_id`) are split from each other"
     return ""
 
 
 def of_backends(backends: Set[str]) -> str:
     """Return why groups of these backends are not exchanged; empty: they are."""
-    others = ", ".join(sorted(backends - EXCHANGED))
-    return others and f"process groups of {others} have not gone on bitwise on a device yet"
+    other_backends = ", ".join(sorted(backends - EXCHANGED))
+    return other_backends and f"process groups of {other_backends} have not gone on bitwise on a device yet"
 
 
 def reasons(args: Any) -> Iterator[str]:
@@ -101,13 +101,13 @@ def of_framework() -> str:
     return of_version(version)
 
 
-def of_options(given: Any) -> str:
-    """Return the first option in `given` that keeps what a recovery does not put right; empty: none."""
-    return next(reasons_in_options(given), "")
+def of_options(options: Any) -> str:
+    """Return the first option in `options` that keeps what a recovery does not put right; empty: none."""
+    return next(reasons_in_options(options), "")
 
 
-def reasons_in_options(given: Any) -> Iterator[str]:
-    """Return a line for each option in `given` that keeps what a recovery does not put right."""
+def reasons_in_options(options: Any) -> Iterator[str]:
+    """Return a line for each option in `options` that keeps what a recovery does not put right."""
     for name, meaning in (
         ("tp_comm_overlap", "--tp-comm-overlap has buffers of its own between ranks"),
         ("enable_cuda_graph", "CUDA graphs hold the groups of the start"),
@@ -151,7 +151,7 @@ def reasons_in_options(given: Any) -> Iterator[str]:
         ("enable_mg2hf_convert", "--enable-mg2hf-convert goes on with a checkpoint after its save"),
         ("enable_share_memory", "--enable-share-memory has all ranks meet once in each process"),
     ):
-        if getattr(given, name, False) not in (False, None, "none", []):
+        if getattr(options, name, False) not in (False, None, "none", []):
             yield meaning
     for name, value, meaning in (
         (
@@ -165,7 +165,7 @@ def reasons_in_options(given: Any) -> Iterator[str]:
             "a data loader of the script's own (--dataloader-type external) may begin anew in a new process",
         ),
     ):
-        if getattr(given, name, None) == value:
+        if getattr(options, name, None) == value:
             yield meaning
 
 
@@ -197,8 +197,8 @@ def of_version(version: str) -> str:
 def of_data(call: Mapping[str, Any]) -> str:
     """Return why the data of a call of the training loop cannot be read once more; empty: they can."""
     for name in ("train_data_iterator", "valid_data_iterator"):
-        given = call.get(name)
-        for one in given if isinstance(given, list) else [given]:
-            if one is not None and not hasattr(one, "iterable"):
-                return f"{name} is a {type(one).__name__}, which cannot be read once more"
+        iterator_argument = call.get(name)
+        for iterator in iterator_argument if isinstance(iterator_argument, list) else [iterator_argument]:
+            if iterator is not None and not hasattr(iterator, "iterable"):
+                return f"{name} is a {type(iterator).__name__}, which cannot be read once more"
     return ""

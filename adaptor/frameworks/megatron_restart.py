@@ -36,8 +36,8 @@ def resume_after_restart(args: Any) -> None:
 def _load_from_save(args: Any) -> None:
     changed = {name: value for name, value in START_ONLY.items() if _is_given(args, name)}
     if not _is_same_folder(args.load, args.save):
-        where = "is missing" if args.load is None else f"is {args.load}"
-        _say_once(args, f"--load {where}: the restarted job loads from --save {args.save}")
+        state_of_load = "is missing" if args.load is None else f"is {args.load}"
+        _say_once(args, f"--load {state_of_load}: the restarted job loads from --save {args.save}")
     if changed:
         flags = ", ".join("--" + name.replace("_", "-") for name in changed)
         _say_once(args, f"{flags}: not for the restarted job, which goes on exactly where it was")
@@ -57,8 +57,8 @@ def _is_given(args: Any, name: str) -> bool:
     return value is not None and value is not False
 
 
-def _is_same_folder(one: str | None, other: str) -> bool:
-    return one is not None and Path(one).resolve() == Path(other).resolve()
+def _is_same_folder(first: str | None, second: str) -> bool:
+    return first is not None and Path(first).resolve() == Path(second).resolve()
 
 
 def _has_saved_nothing(args: Any) -> bool:
@@ -98,25 +98,26 @@ def agree(args: Any) -> bool | None:
     """
     import torch.distributed as dist
 
-    given = context.part(_Begun).given
-    if given is None or given["load"] is None or _is_same_folder(given["load"], args.save):
+    given_args = context.part(_Begun).given
+    if given_args is None or given_args["load"] is None or _is_same_folder(given_args["load"], args.save):
         return None
-    began = Namespace(save=args.save, **given)
+    began = Namespace(save=args.save, **given_args)
     has_saved = (Path(args.save) / TRACKER).is_file() and not _has_saved_nothing(began)
-    mine = context.part(Generation).is_restart, has_saved
-    found = [mine] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    own_values = context.part(Generation).is_restart, has_saved
+    gathered = [own_values] * dist.get_world_size()
+    dist.all_gather_object(gathered, own_values)
     # A node that came later knows of no restart.
-    from_save = any(is_restart for is_restart, _ in found) and found[0][1]
+    from_save = any(is_restart for is_restart, _ in gathered) and gathered[0][1]
     if from_save:
         _load_from_save(args)
     elif _is_same_folder(args.load, args.save):
         _say_once(
             args,
-            f"--save {args.save} has no intact step that is later than that of --load {given['load']}: the"
+            f"--save {args.save} has no intact step that is later than that of --load "
+            f"{given_args['load']}: the"
             " restarted job loads from --load",
         )
-        for name, value in given.items():
+        for name, value in given_args.items():
             if hasattr(args, name):
                 setattr(args, name, value)
     return from_save
@@ -130,11 +131,11 @@ def settle(args: Any, check: Callable[[], None], write: Callable[[], None]) -> N
         check: the checkpoint that `args` name; another one may take its place.
         write: what may be newer than that into --save.
     """
-    before = agree(args)
+    agreed_before = agree(args)
     check()
     resume_after_restart(args)  # a node with a disk of its own may have got its tracker just now
     write()
-    if agree(args) != before:
+    if agree(args) != agreed_before:
         check()
 
 
@@ -248,7 +249,7 @@ class _Said:
 
 def _say_once(args: Any, line: str) -> None:
     """Megatron parses its arguments more than once."""
-    said = context.part(_Said).lines
-    if args.rank == 0 and line not in said:
-        said.add(line)
+    lines_said = context.part(_Said).lines
+    if args.rank == 0 and line not in lines_said:
+        lines_said.add(line)
         output.tell(f"[ttp] {line}", to="stdout")

@@ -68,19 +68,22 @@ def forget_auxiliary_losses() -> None:
     A new process has nothing of it, and the line is made by collectives that depend on it.
     """
     for module, path in _AUXILIARY_LOSSES:
-        found: Any = sys.modules.get(module)
+        auxiliary_losses: Any = sys.modules.get(module)
         for name in path.split("."):
-            found = getattr(found, name, None)
-        if found is not None:
-            found.clear()
+            auxiliary_losses = getattr(auxiliary_losses, name, None)
+        if auxiliary_losses is not None:
+            auxiliary_losses.clear()
 
 
 def settle_optimizer(optimizer: Any) -> None:
     """Forget what a chain of optimizers has learned from all ranks in its first step (0.20: whether any rank
     has parameters whose norm is a sum of its own): a new process asks, and all others answer."""
-    for one in {id(one): one for one in (optimizer, *step_record.chain(optimizer))}.values():
-        if getattr(one, "_has_grad_norm_group_cache", None) is not None:
-            one._has_grad_norm_group_cache = None
+    for chained_optimizer in {
+        id(chained_optimizer): chained_optimizer
+        for chained_optimizer in (optimizer, *step_record.chain(optimizer))
+    }.values():
+        if getattr(chained_optimizer, "_has_grad_norm_group_cache", None) is not None:
+            chained_optimizer._has_grad_norm_group_cache = None
 
 
 def abandon_async_saves(checkpointing_context: MutableMapping[str, Any] | None) -> None:
@@ -141,9 +144,11 @@ def _end_async_caller(caller: Any) -> None:
 
 def gather_weights(model: Sequence[Any], optimizer: Any) -> None:
     """Make the model's weights from main params: collective, over the new groups."""
-    for one in step_record.chain(optimizer):
-        if not shards.is_stub(one) and hasattr(one, "_copy_main_params_to_model_params"):
-            one._copy_main_params_to_model_params()
+    for chained_optimizer in step_record.chain(optimizer):
+        if not shards.is_stub(chained_optimizer) and hasattr(
+            chained_optimizer, "_copy_main_params_to_model_params"
+        ):
+            chained_optimizer._copy_main_params_to_model_params()
     if any(map(shards.is_sharded, step_record.chain(optimizer))):
         for chunk in model:
             chunk.start_param_sync(force_sync=True)
@@ -151,25 +156,25 @@ def gather_weights(model: Sequence[Any], optimizer: Any) -> None:
 
 def _bucket_groups(chunk: Any) -> list[Any]:
     names = ("bucket_groups", "expert_parallel_bucket_groups")
-    return [one for name in names for one in getattr(chunk, name, [])]
+    return [bucket_group for name in names for bucket_group in getattr(chunk, name, [])]
 
 
-def _settle_bucket_group(one: Any) -> None:
+def _settle_bucket_group(bucket_group: Any) -> None:
     """Wait for broken work of the abandoned step, and forget it: nothing of it may write later."""
     for name in ("grad_reduce_handle", "param_gather_handle"):
-        handle = getattr(one, name, None)
+        handle = getattr(bucket_group, name, None)
         if handle is not None:
             for work in handle if isinstance(handle, list) else [handle]:  # MindSpeed has one for each bucket
                 with contextlib.suppress(RuntimeError):
                     work.wait()
-            setattr(one, name, None)
-    one.param_gather_dispatched = False
-    if hasattr(one, "per_param_grad_ready_counts"):  # since 0.16 they are counted in the first batch
-        one.per_param_grad_ready_counts = {}
+            setattr(bucket_group, name, None)
+    bucket_group.param_gather_dispatched = False
+    if hasattr(bucket_group, "per_param_grad_ready_counts"):  # since 0.16 they are counted in the first batch
+        bucket_group.per_param_grad_ready_counts = {}
         # In a new process the next batch is the first one, in which buckets are reduced in another order.
-        one.is_first_batch = True
-        one.golden_per_param_grad_ready_counts = {}
-    one.reset()
+        bucket_group.is_first_batch = True
+        bucket_group.golden_per_param_grad_ready_counts = {}
+    bucket_group.reset()
 
 
 def _settle_globals() -> None:

@@ -37,8 +37,8 @@ class _Replicated(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
     def __init__(self, *args: Any) -> None:
         """Take the arguments of the framework's class; the last one (a local copy) is the engine's."""
         supported_options.require_values(ascendspeed.ALLOWED_VALUES, get_args())  # nobody else has seen them
-        *own, _ = args
-        super().__init__(*own)
+        *own_args, _ = args
+        super().__init__(*own_args)
         kinds.require_protected(self.optimizer)
         shards.describe(self)
         self._ttp_copied: LocalCopy | None = None

@@ -41,8 +41,8 @@ def get_os_shard_group() -> dist.ProcessGroup:
     """Return the group whose shards make up the optimizer state: a half, or the data-parallel group."""
     from ascendspeed.core import parallel_state
 
-    made = shards.half()
-    return made.group if made else parallel_state.get_data_parallel_group()
+    half_of_rank = shards.half()
+    return half_of_rank.group if half_of_rank else parallel_state.get_data_parallel_group()
 
 
 def half() -> shards.Half:
@@ -51,10 +51,10 @@ def half() -> shards.Half:
     Raises:
         UnsupportedError: the script has not cut the group.
     """
-    made = shards.half()
-    if made is None:
+    half_of_rank = shards.half()
+    if half_of_rank is None:
         raise UnsupportedError(
             "build_optimizer_replica_group was not called for the data-parallel group of this rank: "
             "call it in initialize_model_parallel, for each of them, on every rank"
         )
-    return made
+    return half_of_rank

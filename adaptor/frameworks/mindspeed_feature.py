@@ -28,7 +28,7 @@ class PatchesSurvive(MindSpeedFeature):  # type: ignore[misc]
 
 def come_last(features: list[Any]) -> None:
     """Put our feature to the end of MindSpeed's list: it then knows what all others have registered."""
-    mine = next((feature for feature in features if isinstance(feature, PatchesSurvive)), None)
-    if mine is not None:
-        features.remove(mine)
-    features.append(mine or PatchesSurvive())
+    own_feature = next((feature for feature in features if isinstance(feature, PatchesSurvive)), None)
+    if own_feature is not None:
+        features.remove(own_feature)
+    features.append(own_feature or PatchesSurvive())

@@ -24,8 +24,8 @@ class MindspeedLoop(MegatronLoop):
     rerun = False
     uncounted = 0  # mindspeed/core/megatron_basic/count_zero_fix.py
 
-    def __init__(self, given: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> None:
-        super().__init__(given, told)
+    def __init__(self, train_call: Mapping[str, Any], start_answers: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(train_call, start_answers)
         # The loop counts its floating-point operations from 0 whenever it is called (553).
         self._missing: float = 0
         self._counted_with_next: float = 0

@@ -46,10 +46,13 @@ def has_features() -> bool:
 def be_outermost(entry: Any) -> None:
     """Make our patch the outermost wrapper of an entry that MindSpeed's patch manager is about to apply."""
     name = f"{entry.orig_module_name}.{entry.orig_func_name}"
-    ours = [(group, target) for group, target in targets() if target.replace(":", ".") == name]
-    if ours:
-        others = [wrapper for wrapper in entry.wrappers if not hasattr(wrapper, "of_ttp")]
-        entry.wrappers[:] = [*others, *(outermost(entry, group, target) for group, target in ours)]
+    own_targets = [(group, target) for group, target in targets() if target.replace(":", ".") == name]
+    if own_targets:
+        other_wrappers = [wrapper for wrapper in entry.wrappers if not hasattr(wrapper, "of_ttp")]
+        entry.wrappers[:] = [
+            *other_wrappers,
+            *(outermost(entry, group, target) for group, target in own_targets),
+        ]
 
 
 def targets() -> Iterator[tuple[str, str]]:

@@ -47,18 +47,18 @@ def wrong_in_framework() -> str:
     return ""
 
 
-def wrong_with_options(given: Any, stages: int, *, aligned: bool) -> str:
+def wrong_with_options(ddp_options: Any, stages: int, *, aligned: bool) -> str:
     """Return why two optimizer instances would train otherwise than one with these options; empty: as one.
 
     Args:
-        given: the options of DDP, under the framework's own names.
+        ddp_options: the options of DDP, under the framework's own names.
         stages: the pipeline size.
         aligned: whether pipeline stages after the first start their reductions together, once all of their
             micro-batches are done (`--align-grad-reduce`, the default).
     """
-    if getattr(given, "reduce_scatter_with_fp32_accumulation", False):
+    if getattr(ddp_options, "reduce_scatter_with_fp32_accumulation", False):
         return "--reduce-scatter-with-fp32-accumulation allows a single optimizer instance"
-    if not given.overlap_grad_reduce:
+    if not ddp_options.overlap_grad_reduce:
         return ""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 

@@ -120,11 +120,11 @@ class RegularSaves:
             with save.noting():
                 regular_folder.prepare_regular(save.root, step, _generation())
             save.meet()
-            before, self._running.save = self._running.save, save
+            save_before, self._running.save = self._running.save, save
             try:
                 yield
             finally:
-                self._running.save = before
+                self._running.save = save_before
                 if save not in self._written_on:
                     save.drop_draft()
             if not asynchronous:
@@ -208,10 +208,10 @@ class RegularSaves:
         if save is None:
             return path
         try:
-            below = Path(path).relative_to(save.root / naming.final_name(save.step))
+            relative_path = Path(path).relative_to(save.root / naming.final_name(save.step))
         except ValueError:
             return path
-        return str(save.folder / below)
+        return str(save.folder / relative_path)
 
     def written(self, open_archive: Callable[[Any], Any], file: Any) -> Any:
         """Return what writes an archive of torch; one of the running save is hashed on its way.
@@ -361,8 +361,8 @@ class RegularSaves:
         """
         for save in (*filter(None, [self._current()]), *self._written_on):
             with contextlib.suppress(ValueError):
-                below = Path(path).relative_to(save.folder)
-                named = (save.root / naming.final_name(save.step) / below, save.root / naming.TRACKER)
+                relative_path = Path(path).relative_to(save.folder)
+                named = (save.root / naming.final_name(save.step) / relative_path, save.root / naming.TRACKER)
                 save.put_off.append(partial(listener, *map(str, named)))
                 return
         listener(path, tracker)
@@ -406,7 +406,7 @@ def _written_or_noted(save: _Save, archive: Any, open_archive: Callable[[Any], A
 @contextlib.contextmanager
 def _hashed(open_archive: Callable[[Any], Any], folder: Path, name: str) -> Iterator[Any]:
     """Write the file `name` of the save in `folder`, and leave its checksum."""
-    with HashingFile(folder / name, below=folder) as file, open_archive(file) as archive:
+    with HashingFile(folder / name, base_folder=folder) as file, open_archive(file) as archive:
         yield archive
     checksum_notes.leave(folder, file.entry(name))
 

@@ -55,18 +55,20 @@ def bring_to_sizes(args: Any, place: tuple[int, int, int]) -> None:
     """
     if context.get().settings.reshape is None or not args.load:
         return
-    save, wanted = Path(args.save), Sizes.of(args)
-    order = _from_first(lambda: _begin(Path(args.load), save, _chosen(args), wanted, _format(args)))
+    save, wanted_sizes = Path(args.save), Sizes.of(args)
+    order = _from_first(lambda: _begin(Path(args.load), save, _chosen(args), wanted_sizes, _format(args)))
     if order is None:
         return
     tensor, pipeline, expert = place
-    own = Rank(tensor, pipeline, expert if wanted.ep > 1 else 0)  # whose folder this process loads from
+    own_rank = Rank(
+        tensor, pipeline, expert if wanted_sizes.ep > 1 else 0
+    )  # whose folder this process loads from
     writers: dict[Rank, int] = {}
-    for number, rank in enumerate(_tell(own)):
+    for number, rank in enumerate(_tell(own_rank)):
         writers.setdefault(rank, number)
-    written = _write_together(order, own if writers[own] == dist.get_rank() else None)
-    made = _from_first(lambda: _publish(order, save, written))
-    _all_or_none(lambda: _see(save / naming.final_name(order.step), made))
+    written = _write_together(order, own_rank if writers[own_rank] == dist.get_rank() else None)
+    manifest_bytes = _from_first(lambda: _publish(order, save, written))
+    _all_or_none(lambda: _see(save / naming.final_name(order.step), manifest_bytes))
 
 
 def _chosen(args: Any) -> int | None:
@@ -78,13 +80,13 @@ def _format(args: Any) -> str:
     return str(getattr(args, "ckpt_format", "torch"))
 
 
-def _is_same(one: Sizes, other: Sizes) -> bool:
+def _is_same(first: Sizes, second: Sizes) -> bool:
     """Return whether checkpoints of these sizes have the same ranks; data-parallel ranks have no files."""
-    return replace(one, dp=other.dp) == other
+    return replace(first, dp=second.dp) == second
 
 
 def _begin(
-    load: Path, save: Path, chosen: int | None, wanted: Sizes, format: str
+    load: Path, save: Path, chosen: int | None, wanted_sizes: Sizes, format: str
 ) -> run.TransformOrder | None:
     """Return what is to be done, None where that is nothing; check it, and make its folder; on rank 0.
 
@@ -96,24 +98,26 @@ def _begin(
         return None
     is_own = load.resolve() == save.resolve()
     try:
-        there = sizes_at(load, step)
+        sizes_of_folder = sizes_at(load, step)
     except AdaptorError:
         if is_own:
             raise
         return None  # what a job begins from may be anything that the framework loads
     staging = save / naming.reshape_name(step)
-    if _is_same(there, wanted):
+    if _is_same(sizes_of_folder, wanted_sizes):
         if is_own:
             _remove_staging(save)
         return None
     if not is_own:
         raise ResumeError(
-            f"{load} has {there} and the job has {wanted}; only in the --save folder is a checkpoint"
-            f" transformed: run `python -m adaptor transform {shlex.quote(str(load))} DST --tp {wanted.tp}"
-            f" --pp {wanted.pp}` with a new folder DST, and give that as --load"
+            f"{load} has {sizes_of_folder} and the job has {wanted_sizes}; only in the --save folder is a "
+            "checkpoint"
+            f" transformed: run `python -m adaptor transform {shlex.quote(str(load))} DST --tp "
+            f"{wanted_sizes.tp}"
+            f" --pp {wanted_sizes.pp}` with a new folder DST, and give that as --load"
         )
     source = open_source(load, step)
-    target = _target(source, wanted, format)
+    target = _target(source, wanted_sizes, format)
     target.require_parts()
     with Files() as files:
         agreement.require_common(source, files)
@@ -123,15 +127,16 @@ def _begin(
     if (staging / naming.final_name(step)).exists():  # of a start that ended before it could be put in place
         disk.remove(staging / naming.final_name(step))
     folder = run.temporary_folder(staging, step)
-    size = sum(target.bytes(rank) for rank in wanted.ranks)
+    size = sum(target.bytes(rank) for rank in wanted_sizes.ranks)
     if not folder.exists():
         run.require_room(staging, size)
         folder.mkdir()
     _say(
-        f"step {step} in {save} has {there}, and the job has {wanted}: it is transformed (TTP_RESHAPE),"
-        f" {size / 1e9:.3f} GB, {len(wanted.ranks)} rank{'' if len(wanted.ranks) == 1 else 's'}"
+        f"step {step} in {save} has {sizes_of_folder}, and the job has {wanted_sizes}: it is transformed "
+        "(TTP_RESHAPE),"
+        f" {size / 1e9:.3f} GB, {len(wanted_sizes.ranks)} rank{'' if len(wanted_sizes.ranks) == 1 else 's'}"
     )
-    return run.TransformOrder(load, step, wanted, target.rows, folder, format)
+    return run.TransformOrder(load, step, wanted_sizes, target.rows, folder, format)
 
 
 def _target(source: SourceCheckpoint, sizes: Sizes, format: str) -> TargetCheckpoint:
@@ -142,9 +147,9 @@ def _target(source: SourceCheckpoint, sizes: Sizes, format: str) -> TargetCheckp
 
 def _remove_staging(save: Path, keep: Path | None = None) -> None:
     """Remove what transforms have left that nobody goes on with."""
-    found = [save / name for name in saved_steps.names(save) if naming.is_reshape(name)]
-    others = [path for path in found if path != keep and left_overs.is_left_over(path)]
-    left_overs.remove_beside(others, disk.remove, left_overs.ROOM_S)
+    staging_folders = [save / name for name in saved_steps.names(save) if naming.is_reshape(name)]
+    abandoned_folders = [path for path in staging_folders if path != keep and left_overs.is_left_over(path)]
+    left_overs.remove_beside(abandoned_folders, disk.remove, left_overs.ROOM_S)
 
 
 @dataclass
@@ -185,11 +190,11 @@ def _write_together(order: run.TransformOrder, rank: Rank | None) -> _Written:
         threading.Thread(target=_write, args=(work, order, rank), name="ttp-reshape", daemon=True).start()
     while True:
         work.ended.wait(_TELL_S)
-        told = _tell((work.ended.is_set(), work.problem))
-        problem = next((said for _, said in told if said), "")
+        gathered = _tell((work.ended.is_set(), work.problem))
+        problem = next((said_problem for _, said_problem in gathered if said_problem), "")
         if problem:
             work.stopped.set()
-        if all(ended for ended, _ in told):
+        if all(has_ended for has_ended, _ in gathered):
             break
     if problem:
         raise ResumeError(f"TTP_RESHAPE: {problem}")
@@ -206,11 +211,11 @@ def _write(work: _Work, order: run.TransformOrder, rank: Rank) -> None:
     try:
         if not order.folder.is_dir():
             raise CheckpointError(f"{order.folder}: is not there; all nodes need the same --save folder")
-        done = run.already_done(order, rank)
-        if done is None:
+        written_files = run.already_done(order, rank)
+        if written_files is None:
             target = _target(open_source(order.source, order.step), order.sizes, order.format)
-            done = run.write_rank(target, rank, order.folder, order.mark, advanced)
-        work.written[rank] = done
+            written_files = run.write_rank(target, rank, order.folder, order.mark, advanced)
+        work.written[rank] = written_files
     except _StoppedError:
         pass
     except Exception as error:  # the others wait for the answer, whatever it is
@@ -228,24 +233,24 @@ def _publish(order: run.TransformOrder, save: Path, written: _Written) -> bytes:
     staging = order.folder.parent
     target = _target(open_source(order.source, order.step), order.sizes, order.format)
     run.finish(target, order, staging, written, verify=False)
-    made = staging / naming.final_name(order.step)
-    said = disk.read(made / naming.MANIFEST, manifest.LARGEST)
-    kept = reshaped.put_in_place(save, order.step, made)
+    made_folder = staging / naming.final_name(order.step)
+    manifest_bytes = disk.read(made_folder / naming.MANIFEST, manifest.LARGEST)
+    kept = reshaped.put_in_place(save, order.step, made_folder)
     _say(
         f"step {order.step} in {save} has {order.sizes} now; what it was made from stays as {kept.name},"
         " until somebody removes it"
     )
     left_overs.remove_beside([staging], disk.remove, left_overs.ROOM_S)
-    return said
+    return manifest_bytes
 
 
-def _see(folder: Path, said: bytes) -> None:
+def _see(folder: Path, manifest_bytes: bytes) -> None:
     """Wait until this node sees the new checkpoint. Raises CheckpointError where it does not."""
     until = time.monotonic() + _SEEN_S
     while True:
         saved_steps.names(folder.parent)  # a client of NFS asks the server again
         try:
-            if disk.read(folder / naming.MANIFEST, manifest.LARGEST) == said:
+            if disk.read(folder / naming.MANIFEST, manifest.LARGEST) == manifest_bytes:
                 return
         except OSError:
             pass
@@ -262,17 +267,17 @@ def _words(error: Exception) -> str:
 
 def _from_first(act: Callable[[], T]) -> T:
     """Call `act` on rank 0 and return its result on all ranks. Raises ResumeError where it has failed."""
-    told: list[Any] = [None, ""]
+    broadcast: list[Any] = [None, ""]
     if dist.get_rank() == 0:
         try:
-            told = [act(), ""]
+            broadcast = [act(), ""]
         except Exception as error:  # the others wait for the answer, whatever it is
-            told = [None, _words(error)]
-    dist.broadcast_object_list(told, src=0)
-    made, problem = told
+            broadcast = [None, _words(error)]
+    dist.broadcast_object_list(broadcast, src=0)
+    first_result, problem = broadcast
     if problem:
         raise ResumeError(f"TTP_RESHAPE: {problem}")
-    result: T = made
+    result: T = first_result
     return result
 
 
@@ -288,11 +293,11 @@ def _all_or_none(act: Callable[[], None]) -> None:
         raise ResumeError(f"TTP_RESHAPE: {problem}")
 
 
-def _tell(what: T) -> list[T]:
+def _tell(value: T) -> list[T]:
     """Return what each rank tells; collective."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, what)
-    return told
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def _say(line: str) -> None:

@@ -44,11 +44,12 @@ def require_transformable(args: Any) -> None:
     Raises:
         UnsupportedError: names the option.
     """
-    wanted = context.get().settings.reshape
-    why = None if wanted is None else _untransformable(args)
-    if why:
+    requested_sizes = context.get().settings.reshape
+    reason = None if requested_sizes is None else _untransformable(args)
+    if reason:
         raise UnsupportedError(
-            f"TTP_RESHAPE is {wanted}: a checkpoint of a job {why} is not transformed; leave out one of them"
+            f"TTP_RESHAPE is {requested_sizes}: a checkpoint of a job {reason} is not transformed; leave "
+            "out one of them"
         )
 
 
@@ -61,29 +62,32 @@ def _untransformable(args: Any) -> str:
     return arguments.untransformable(args, described=False)
 
 
-def take(args: Any, wanted: Reshape) -> None:
+def take(args: Any, requested_sizes: Reshape) -> None:
     """Set the sizes of TTP_RESHAPE in the framework's arguments.
 
     Args:
         args: of the framework, before it validates them; changed.
-        wanted: the setting.
+        requested_sizes: the setting.
 
     Raises:
         UnsupportedError: there are no such sizes, or they fit neither the model nor the ranks.
     """
-    if wanted.tp:
-        tensor, pipeline = wanted.tp, wanted.pp
-        why = next(_objections(args, tensor, pipeline), "")
-        if why:
-            raise UnsupportedError(f"TTP_RESHAPE is {wanted}, and {why}; give other sizes, or auto")
-    else:
-        found = other_sizes(args)
-        if found is None:
+    if requested_sizes.tp:
+        tensor, pipeline = requested_sizes.tp, requested_sizes.pp
+        reason = next(_objections(args, tensor, pipeline), "")
+        if reason:
             raise UnsupportedError(
-                f"TTP_RESHAPE is {wanted}, and in no tensor and pipeline parallel sizes {args.world_size}"
+                f"TTP_RESHAPE is {requested_sizes}, and {reason}; give other sizes, or auto"
+            )
+    else:
+        fitting_sizes = other_sizes(args)
+        if fitting_sizes is None:
+            raise UnsupportedError(
+                f"TTP_RESHAPE is {requested_sizes}, and in no tensor and pipeline parallel sizes "
+                f"{args.world_size}"
                 f" ranks can train this model with this batch{_because_of_experts(args)}"
             )
-        tensor, pipeline = found
+        tensor, pipeline = fitting_sizes
     if pipeline != args.pipeline_model_parallel_size:
         for name in CHUNKS:
             if hasattr(args, name):
@@ -99,9 +103,13 @@ def _because_of_experts(args: Any) -> str:
     objection = experts_objection(_changed(args, args.tensor_model_parallel_size, 1))
     if not objection:
         return "; start another number of nodes"
-    found = expert_size_that_fits(args, chosen=True)
-    other = "" if found is None else f", or with --expert-model-parallel-size {found.expert} ({found.why})"
-    return f": {objection}; start another number of nodes{other}"
+    expert_size = expert_size_that_fits(args, chosen=True)
+    alternative = (
+        ""
+        if expert_size is None
+        else f", or with --expert-model-parallel-size {expert_size.expert} ({expert_size.why})"
+    )
+    return f": {objection}; start another number of nodes{alternative}"
 
 
 def other_sizes(args: Any) -> tuple[int, int] | None:
@@ -118,19 +126,19 @@ def other_sizes(args: Any) -> tuple[int, int] | None:
     """
     if _untransformable(args):
         return None
-    now = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
-    found = [
+    current_parallel = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    candidates = [
         (tensor, pipeline)
         for tensor, pipeline in product(_divisors(args.world_size), repeat=2)
         if next(_objections(args, tensor, pipeline), None) is None and _trains(args, tensor, pipeline)
     ]
 
     def rank(sizes: tuple[int, int]) -> tuple[bool, int, bool, int]:
-        held = sizes[0] * sizes[1]
+        model_parallel = sizes[0] * sizes[1]
         changes = sizes[0] != args.tensor_model_parallel_size
-        return held < now, abs(held - now), changes, sizes[1]
+        return model_parallel < current_parallel, abs(model_parallel - current_parallel), changes, sizes[1]
 
-    return min(found, key=rank, default=None)
+    return min(candidates, key=rank, default=None)
 
 
 class ExpertSize(NamedTuple):
@@ -158,22 +166,24 @@ def expert_size_that_fits(args: Any, *, chosen: bool = False) -> ExpertSize | No
     experts = getattr(args, "num_experts", None)
     if experts is None:
         return None
-    now = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
-    found = []
+    current_sizes = args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    candidates = []
     for expert in _divisors(experts):
         changed = copy.copy(args)
         changed.expert_model_parallel_size = expert
         sizes = other_sizes(changed)
         stay = chosen and holds_whole_models(changed, args.world_size)
-        if sizes is not None and (sizes == now or not stay):
-            found.append((expert, sizes))
-    if not found:
+        if sizes is not None and (sizes == current_sizes or not stay):
+            candidates.append((expert, sizes))
+    if not candidates:
         return None
-    expert, (tensor, pipeline) = max(found, key=lambda one: (one[1] == now, one[0]))
-    left = args.world_size // (tensor * pipeline)
+    expert, (tensor, pipeline) = max(
+        candidates, key=lambda candidate: (candidate[1] == current_sizes, candidate[0])
+    )
+    ranks_left = args.world_size // (tensor * pipeline)
     ranks = f"{args.world_size} ranks / TP{tensor} / PP{pipeline}"
-    why = f"it has to divide {experts} experts, and {left} = {ranks}"
-    return ExpertSize(expert, tensor, pipeline, why)
+    reason = f"it has to divide {experts} experts, and {ranks_left} = {ranks}"
+    return ExpertSize(expert, tensor, pipeline, reason)
 
 
 def _divisors(number: int) -> list[int]:
@@ -191,9 +201,9 @@ def _objections(args: Any, tensor: int, pipeline: int) -> Iterator[str]:
     heads = {"attention heads": args.num_attention_heads}
     if getattr(args, "group_query_attention", False):
         heads["query groups"] = args.num_query_groups
-    for what, count in heads.items():
+    for heads_name, count in heads.items():
         if count % tensor:
-            yield f"{count} {what} are not divisible by {tensor}"
+            yield f"{count} {heads_name} are not divisible by {tensor}"
     stages = pipeline * chunks_of(args, pipeline)
     if args.num_layers % stages:
         yield f"{args.num_layers} layers are not divisible by {stages}"
@@ -239,13 +249,17 @@ def require_sizes_of_checkpoint(args: Any) -> None:
     if not any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
         return
     try:
-        there = opening.sizes_at(load, step)
+        sizes_of_step = opening.sizes_at(load, step)
     except AdaptorError:
         return  # the framework may be able to load it
-    if (there.tp, there.pp) != (args.tensor_model_parallel_size, args.pipeline_model_parallel_size):
-        wanted = Sizes.of(args)
+    if (sizes_of_step.tp, sizes_of_step.pp) != (
+        args.tensor_model_parallel_size,
+        args.pipeline_model_parallel_size,
+    ):
+        wanted_sizes = Sizes.of(args)
         raise ResumeError(
-            f"step {step} in {save} has {there}, and the job has {wanted}: give --ttp-reshape auto, which"
-            f" transforms it first, or start with --tensor-model-parallel-size {there.tp}"
-            f" --pipeline-model-parallel-size {there.pp}"
+            f"step {step} in {save} has {sizes_of_step}, and the job has {wanted_sizes}: give "
+            "--ttp-reshape auto, which"
+            f" transforms it first, or start with --tensor-model-parallel-size {sizes_of_step.tp}"
+            f" --pipeline-model-parallel-size {sizes_of_step.pp}"
         )

@@ -108,8 +108,8 @@ class StepLog(ABC):
     def begin_step(self, step: int) -> None:
         """`step` begins, for the first time or once more."""
         self._step = step
-        for known in (self._losses, self._outcomes):
-            known.pop(step, None)
+        for by_step in (self._losses, self._outcomes):
+            by_step.pop(step, None)
 
     def add_losses(self, losses: Sequence[Mapping[str, Any]]) -> None:
         """The losses of each micro-batch of this rank are known; the update may follow."""
@@ -125,20 +125,24 @@ class StepLog(ABC):
         self._keep_all(step)
 
     def _forget_before(self, oldest: int) -> None:
-        self._losses = {one: told for one, told in self._losses.items() if one >= oldest}
-        self._outcomes = {one: told for one, told in self._outcomes.items() if one >= oldest}
-        self._sums = {one: sums for one, sums in self._sums.items() if one >= oldest}
+        self._losses = {
+            kept_step: kept_value for kept_step, kept_value in self._losses.items() if kept_step >= oldest
+        }
+        self._outcomes = {
+            kept_step: kept_value for kept_step, kept_value in self._outcomes.items() if kept_step >= oldest
+        }
+        self._sums = {kept_step: sums for kept_step, sums in self._sums.items() if kept_step >= oldest}
 
     def add_norm(self, norm: float | None = None, zeros: float | None = None) -> None:
         """The norm of the gradients is known, or how many of them are zero: there will be an update."""
         _, known_norm, known_zeros = self._outcomes.get(self._step, (True, None, None))
-        there = (known_norm if norm is None else norm, known_zeros if zeros is None else zeros)
-        self._outcomes[self._step] = (True, *there)
+        known_outcome = (known_norm if norm is None else norm, known_zeros if zeros is None else zeros)
+        self._outcomes[self._step] = (True, *known_outcome)
 
     def add_zeros(self, zeros: float) -> None:
         """One optimizer of the chain has counted its zeros."""
-        _, _, known = self._outcomes.get(self._step, (True, None, None))
-        self.add_norm(zeros=(known or 0.0) + zeros)
+        _, _, known_zeros = self._outcomes.get(self._step, (True, None, None))
+        self.add_norm(zeros=(known_zeros or 0.0) + zeros)
 
     def skip(self) -> None:
         """The step ends without an update."""
@@ -182,8 +186,8 @@ class StepLog(ABC):
             if self._kept_sums is None or self._kept_sums[0] != written:
                 self._kept_sums = written, kept_losses.of_sums(self._sums[written])
             # Of each step these are needed twice, behind its line and before the next update.
-            told = (step, self._losses.get(step), written, self._since, self._kept_sums[1])
-            data = _ENCODER.encode(told)
+            kept_log = (step, self._losses.get(step), written, self._since, self._kept_sums[1])
+            data = _ENCODER.encode(kept_log)
         except (TypeError, AttributeError):  # of a version that adds up something else
             data = b""
         self._keep(data)
@@ -195,7 +199,7 @@ class StepLog(ABC):
 
         It has the sums of the interval, which are the same there, and no losses of that rank.
         """
-        written = max((one for one in self._sums if one <= step), default=0)
+        written = max((kept_step for kept_step in self._sums if kept_step <= step), default=0)
         try:
             sums = kept_losses.of_sums(self._sums.get(written, {}))
             return _ENCODER.encode((step, None, written, self._since, sums))
@@ -205,7 +209,9 @@ class StepLog(ABC):
     def go_back(self, step: int) -> None:
         """The loop is called again, and begins behind `step`."""
         self._first = self._sums.get(step, self._sums.get(step - 1, {}))
-        self._sums = {one: sums for one, sums in self._sums.items() if one <= step} or {0: {}}
+        self._sums = {kept_step: sums for kept_step, sums in self._sums.items() if kept_step <= step} or {
+            0: {}
+        }
 
     def complete(self, step: int, everyone: dist.ProcessGroup, optimizer: Any, model: Sequence[Any]) -> None:
         """Write the line of `step` where the last rank, which writes them, has not.
@@ -217,7 +223,7 @@ class StepLog(ABC):
         losses = self._losses_of(step)
         updated, norm, zeros = self._outcomes.get(step, (None, None, None))
         skipped = _UNKNOWN if updated is None else float(not updated)
-        told = torch.tensor(
+        outcome_tensor = torch.tensor(
             [
                 float(is_last and step in self._sums),
                 float(losses is None),
@@ -229,8 +235,8 @@ class StepLog(ABC):
         )
         # As whole numbers, which have the order of these: of a tensor in double precision MindSpeed reduces a
         # copy in single precision, and nobody is told the result.
-        dist.all_reduce(told.view(torch.int64), dist.ReduceOp.MAX, everyone)
-        is_written, lacks, skipped, norm, zeros = told.tolist()
+        dist.all_reduce(outcome_tensor.view(torch.int64), dist.ReduceOp.MAX, everyone)
+        is_written, lacks, skipped, norm, zeros = outcome_tensor.tolist()
         if is_written:
             return
         if lacks or losses is None or skipped == _UNKNOWN:
@@ -261,9 +267,13 @@ class StepLog(ABC):
         timer = self.timers()("interval-time", log_level=0)
         timer.start()
         _let_begin(timer, self._since)
-        asked = inspect.signature(inspect.unwrap(training.training_log)).parameters.values()
-        needed = [one.name for one in asked if one.name in values or one.default is one.empty]
-        training.training_log(**{name: values.get(name) for name in needed})
+        log_parameters = inspect.signature(inspect.unwrap(training.training_log)).parameters.values()
+        needed_names = [
+            parameter.name
+            for parameter in log_parameters
+            if parameter.name in values or parameter.default is parameter.empty
+        ]
+        training.training_log(**{name: values.get(name) for name in needed_names})
         timer.reset()
         self._first = self._sums[step]
 

@@ -59,10 +59,14 @@ class StepTail:
     def begin_step(self, step: int, consumed: Mapping[str, int]) -> None:
         """Note that `step` begins, with the counts of samples `consumed` before it."""
         self._begun = step
-        before = self._consumed_before
-        before[step] = dict(consumed)
-        if len(before) > _MOST_STEPS:
-            self._consumed_before = {one: counts for one, counts in before.items() if one > step - STEPS}
+        consumed_by_step = self._consumed_before
+        consumed_by_step[step] = dict(consumed)
+        if len(consumed_by_step) > _MOST_STEPS:
+            self._consumed_before = {
+                kept_step: counts
+                for kept_step, counts in consumed_by_step.items()
+                if kept_step > step - STEPS
+            }
         for replay in self._validation:
             replay.begin_step(step)
 

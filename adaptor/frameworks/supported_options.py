@@ -156,10 +156,11 @@ def checks(*configs: Any) -> Iterator[Callable[[], None]]:
 
 def _require_formats(config: Any) -> None:
     kind = getattr(config, "ckpt_format", "torch_dist")
-    known = plug_ins.names(plug_ins.FORMATS)
-    if kind not in known:
+    known_formats = plug_ins.names(plug_ins.FORMATS)
+    if kind not in known_formats:
         raise UnsupportedError(
-            f"--ckpt-format is {kind}: no plug-in writes it ({plug_ins.FORMATS}); use {' or '.join(known)},"
+            f"--ckpt-format is {kind}: no plug-in writes it ({plug_ins.FORMATS}); use "
+            f"{' or '.join(known_formats)},"
             " or set ENABLE_TTP=False"
         )
     if getattr(config, "async_save", None) and kind != "torch_dist":
@@ -187,13 +188,13 @@ def checks_of_values(protected: Values, *configs: Any) -> Iterator[Callable[[], 
         yield partial(_require_value, config, *row)
 
 
-def _require_value(config: Any, name: str, allowed: tuple[Any, ...], words: str) -> None:
+def _require_value(config: Any, name: str, allowed: tuple[Any, ...], description: str) -> None:
     value = getattr(config, name, allowed[0])
     if value not in allowed:
         flag = "--" + name.replace("_", "-")
         use = f"use {' or '.join(map(str, allowed))}" if any(allowed) else "leave it out"
         raise UnsupportedError(
-            f"{flag} is {value}: {words} cannot be protected yet; {use}, or set ENABLE_TTP=False"
+            f"{flag} is {value}: {description} cannot be protected yet; {use}, or set ENABLE_TTP=False"
         )
 
 

@@ -28,11 +28,11 @@ class TrainingLoop:
     """A training loop, as it was called.
 
     Args:
-        given: the arguments of the call of `train`, by their names.
+        train_call: the arguments of the call of `train`, by their names.
         scheduler: of the learning rate; one of these arguments.
         train: the data of training that can be read once more.
         valid: those of evaluation.
-        told: in a newcomer, what the framework would have asked other ranks at its start.
+        start_answers: in a newcomer, what the framework would have asked other ranks at its start.
 
     Attributes:
         framework: the package with `get_args`, and with the module `checkpointing`
@@ -48,24 +48,26 @@ class TrainingLoop:
 
     def __init__(
         self,
-        given: Mapping[str, Any],
+        train_call: Mapping[str, Any],
         scheduler: Any,
         train: Sequence[Replay],
         valid: Sequence[Replay],
-        told: Mapping[str, Mapping[str, Any]],
+        start_answers: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.args: Callable[[], Any] = importlib.import_module(self.framework).get_args  # asked in each step
-        self._given = given
-        self._model: Sequence[Any] = given["model"]
-        self._optimizer = given["optimizer"]
+        self._given = train_call
+        self._model: Sequence[Any] = train_call["model"]
+        self._optimizer = train_call["optimizer"]
         self._scheduler = scheduler
         self._train, self._valid = train, valid
-        self._tail = StepTail(valid, TailState(**told["tail"]) if "tail" in told else None)
+        self._tail = StepTail(valid, TailState(**start_answers["tail"]) if "tail" in start_answers else None)
         self._record: StepRecord | None = None
         self._board = runtime.get().session.board
         # Where the board is lost with its node, the twin's part of the log is all that is left.
-        self._kept: bytes = self._board.kept or told.get("log", {}).get("kept", b"")
-        self._device = next((one.device for chunk in self._model for one in chunk.parameters()), "cpu")
+        self._kept: bytes = self._board.kept or start_answers.get("log", {}).get("kept", b"")
+        self._device = next(
+            (parameter.device for chunk in self._model for parameter in chunk.parameters()), "cpu"
+        )
         self.everyone: dist.ProcessGroup | None = None
 
     def set_args(self, values: Mapping[str, Any]) -> None:
@@ -91,8 +93,8 @@ class TrainingLoop:
         args = self.args()
         self.log.begin_step(step)
         self._tail.begin_step(step, {name: getattr(args, name) for name in _CONSUMED})
-        for one in self._train:
-            one.begin_step(step)
+        for replay in self._train:
+            replay.begin_step(step)
 
     def end_step(self) -> None:
         """A step has ended; the loop counts it, and writes its line."""
@@ -102,9 +104,9 @@ class TrainingLoop:
 
     def agree(self, step: int) -> None:
         def all_have(is_done: bool) -> bool:
-            told = torch.tensor([int(is_done)], device="cpu")
-            dist.all_reduce(told, dist.ReduceOp.MIN, self.everyone)
-            return bool(told.item())
+            vote = torch.tensor([int(is_done)], device="cpu")
+            dist.all_reduce(vote, dist.ReduceOp.MIN, self.everyone)
+            return bool(vote.item())
 
         self._tail.agree(step, all_have)
 
@@ -117,9 +119,9 @@ class TrainingLoop:
         if not self._tail.is_pending:
             return int(self.args().consumed_train_samples)
         # The line of the step, and its evaluation, have batches of its size.
-        before = self._tail.consumed_before(step)
-        self.set_args({"consumed_valid_samples": before["consumed_valid_samples"]})
-        return int(before["consumed_train_samples"])
+        consumed_before = self._tail.consumed_before(step)
+        self.set_args({"consumed_valid_samples": consumed_before["consumed_valid_samples"]})
+        return int(consumed_before["consumed_train_samples"])
 
 
 def set_args(args: Any, values: Mapping[str, Any]) -> None:

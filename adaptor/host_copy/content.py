@@ -163,8 +163,8 @@ def write(
 
 def _plain_arguments(args: Any) -> dict[str, Any]:
     """Return the framework's arguments that are numbers, texts and lists of these."""
-    given = dict(vars(args)) if args is not None else {}  # at once: the main thread may add to it
-    return {name: value for name, value in given.items() if _is_plain(value)}
+    argument_values = dict(vars(args)) if args is not None else {}  # at once: the main thread may add to it
+    return {name: value for name, value in argument_values.items() if _is_plain(value)}
 
 
 def _is_plain(value: Any) -> bool:
@@ -196,17 +196,17 @@ def read(memory: memoryview, state: TrainingState, device: Device) -> Told:
     """
     (length,) = _LENGTH.unpack_from(memory)
     index = msgspec.msgpack.decode(memory[_LENGTH.size : _LENGTH.size + length], type=_Index)
-    there = dict(own_shards(state.optimizer))
-    if there.keys() != {part.index for part in index.shards}:
+    shards_by_index = dict(own_shards(state.optimizer))
+    if shards_by_index.keys() != {part.index for part in index.shards}:
         raise CheckpointError(
             f"the copy has shard {_numbers(part.index for part in index.shards)} of this rank's group, and"
-            f" this rank updates shard {_numbers(there)}"
+            f" this rank updates shard {_numbers(shards_by_index)}"
         )
     landed: list[torch.Tensor] = []
     for part in index.shards:
         described: Shard = optimizer_state.decode(part.described, Shard)
         try:
-            landed += transfer.lay_out(there[part.index], described, part.index)
+            landed += transfer.lay_out(shards_by_index[part.index], described, part.index)
         except transfer.TransferError as error:
             raise CheckpointError(str(error)) from error
     landed += frozen(state.model)
@@ -216,8 +216,10 @@ def read(memory: memoryview, state: TrainingState, device: Device) -> Told:
     with torch.no_grad():
         for tensor, place in zip(landed, places, strict=True):
             if tensor.numel():
-                whole = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
-                tensor.data.copy_(whole.reshape(tensor.shape))
+                stored_values = torch.frombuffer(
+                    memory, dtype=tensor.dtype, count=tensor.numel(), offset=place
+                )
+                tensor.data.copy_(stored_values.reshape(tensor.shape))
     record = record_of({"record": packing.unpack(index.record)})
     return Told(record, packing.unpack(index.arguments), packing.unpack(index.extra))
 

@@ -104,12 +104,12 @@ class Copier:
         if record.step % self._every:
             return
         self.wait()
-        held = self._held()
-        newest, sure = max(held.values(), default=NONE), self._sure(held)
+        steps_by_copy = self._held()
+        newest, sure = max(steps_by_copy.values(), default=NONE), self._sure(steps_by_copy)
         sure, oldest, latest = self._smallest([sure, newest, -newest])
         if sure < oldest == -latest:
             return  # every rank has the newest copy, and not every keeper
-        target = self._target(held, sure, record.step)
+        target = self._target(steps_by_copy, sure, record.step)
         if target is None or not is_intact or self._failed:
             return
         self._is_cancelled = False
@@ -146,22 +146,24 @@ class Copier:
             if header is not None and header.generation == self._generation
         }
 
-    def _sure(self, held: dict[int, int]) -> int:
+    def _sure(self, steps_by_copy: dict[int, int]) -> int:
         """Return the newest step that outlives this node, where it is to."""
         kept = (
-            step for number, step in held.items() if not self._has_keeper or self._files[number].kept == step
+            step
+            for number, step in steps_by_copy.items()
+            if not self._has_keeper or self._files[number].kept == step
         )
         return max(kept, default=NONE)
 
-    def _target(self, held: dict[int, int], sure: int, step: int) -> CopyFile | None:
+    def _target(self, steps_by_copy: dict[int, int], sure: int, step: int) -> CopyFile | None:
         """Return the file to overwrite with `step`; None: this rank has it already.
 
         Not that with the step that is `sure` on all ranks; of two others the older.
         """
-        if step in held.values():
+        if step in steps_by_copy.values():
             return None
-        free = [number for number in range(len(self._files)) if held.get(number) != sure]
-        return self._files[min(free, key=lambda number: held.get(number, NONE))]
+        free = [number for number in range(len(self._files)) if steps_by_copy.get(number) != sure]
+        return self._files[min(free, key=lambda number: steps_by_copy.get(number, NONE))]
 
     def _serve(self) -> None:
         while True:

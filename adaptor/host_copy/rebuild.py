@@ -65,24 +65,24 @@ def write_newest(
         The step that was written; None: there is none, or it could not be written, which a line says.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
-    held = _held()
-    holders = _holders(_tell({key: header.world_size for key, (_, header) in held.items()}))
+    readable_copies = _held()
+    holders = _holders(_tell({key: header.world_size for key, (_, header) in readable_copies.items()}))
     (saved,) = _from_first(tracker.tracked_step(save) if rank == 0 else None)
-    later = {key: of for key, of in holders.items() if key[1] > (saved or 0)}
-    whole = [key for key, of in later.items() if of.keys() == set(range(size))]
-    if not whole:
-        if later:
-            _say(_incomplete(later, size))
+    newer_copies = {key: of for key, of in holders.items() if key[1] > (saved or 0)}
+    complete_keys = [key for key, of in newer_copies.items() if of.keys() == set(range(size))]
+    if not complete_keys:
+        if newer_copies:
+            _say(_incomplete(newer_copies, size))
         return None
     state, place, device = describe()
-    for key in sorted(whole, key=_age, reverse=True):
+    for key in sorted(complete_keys, key=_age, reverse=True):
         with _put_back(optimizer):
-            said = _write(save, key, held, holders[key], state, place, device)
-        if not said:
+            problem = _write(save, key, readable_copies, holders[key], state, place, device)
+        if not problem:
             since = f"later than step {saved}, which was saved" if saved is not None else "nothing was saved"
             _say(f"step {key[1]} is written from the copies in host memory ({since})")
             return key[1]
-        _say(f"step {key[1]} cannot be written from the copies in host memory: {said}")
+        _say(f"step {key[1]} cannot be written from the copies in host memory: {problem}")
     return None
 
 
@@ -92,41 +92,41 @@ def _age(key: _Key) -> tuple[int, str]:
 
 def _held() -> dict[_Copy, tuple[CopyFile, CopyHeader]]:
     """Return the whole copies that the agent of this rank holds, of whatever ranks."""
-    found: dict[_Copy, tuple[CopyFile, CopyHeader]] = {}
+    readable_copies: dict[_Copy, tuple[CopyFile, CopyHeader]] = {}
     for path in (path for paths in context.part(HeldCopies).paths.values() for path in paths):
         with contextlib.suppress(OSError):
             file = CopyFile(path)
             header = file.header
             if header is not None:
-                found[header.key, header.rank] = file, header
-    return found
+                readable_copies[header.key, header.rank] = file, header
+    return readable_copies
 
 
-def _holders(told: Sequence[dict[_Copy, int]]) -> dict[_Key, dict[int, int]]:
+def _holders(copies_by_rank: Sequence[dict[_Copy, int]]) -> dict[_Key, dict[int, int]]:
     """Return for each key whose copies there are, and which rank can read each: its own, or the lowest.
 
     Args:
-        told: of each rank: the copies that it can read, and how many ranks the job had then.
+        copies_by_rank: of each rank: the copies that it can read, and how many ranks the job had then.
     """
-    found: dict[_Key, dict[int, int]] = {}
-    for reader, copies in enumerate(told):
+    holders_by_key: dict[_Key, dict[int, int]] = {}
+    for reader, copies in enumerate(copies_by_rank):
         for (key, rank), world_size in copies.items():
-            if world_size == len(told):
-                of = found.setdefault(key, {})
+            if world_size == len(copies_by_rank):
+                of = holders_by_key.setdefault(key, {})
                 if rank not in of or reader == rank:
                     of[rank] = reader
-    return found
+    return holders_by_key
 
 
-def _incomplete(later: dict[_Key, dict[int, int]], size: int) -> str:
-    newest = max(later, key=_age)
-    without = [rank for rank in range(size) if rank not in later[newest]]
+def _incomplete(newer_copies: dict[_Key, dict[int, int]], size: int) -> str:
+    newest = max(newer_copies, key=_age)
+    without = [rank for rank in range(size) if rank not in newer_copies[newest]]
     ranks = ", ".join(map(str, without[:5])) + (" and others" if len(without) > 5 else "")
     return f"no step has copies in host memory of all ranks: of step {newest[1]} rank {ranks} has none"
 
 
 def _bring(
-    key: _Key, held: dict[_Copy, tuple[CopyFile, CopyHeader]], holders: dict[int, int]
+    key: _Key, readable_copies: dict[_Copy, tuple[CopyFile, CopyHeader]], holders: dict[int, int]
 ) -> tuple[memoryview, CopyHeader]:
     """Return the copy of this rank, and give the copies of others to those that cannot read them.
 
@@ -134,38 +134,40 @@ def _bring(
 
     Args:
         key: of the copies.
-        held: which this rank can read.
+        readable_copies: which this rank can read.
         holders: for each rank, who can read its copy.
     """
-    own, found = dist.get_rank(), None
+    own_rank, copy_content = dist.get_rank(), None
     for rank, reader in sorted(holders.items()):
-        if own not in (rank, reader):
+        if own_rank not in (rank, reader):
             continue
         if reader == rank:
-            file, header = held[key, rank]
-            found = file.content[: header.size], header
+            file, header = readable_copies[key, rank]
+            copy_content = file.content[: header.size], header
             continue
-        line = TransferChannel(_meet(f"{key[0]}/{key[1]}/{rank}", (reader, rank), own), int(own == reader))
-        if own == reader:
-            file, header = held[key, rank]
+        line = TransferChannel(
+            _meet(f"{key[0]}/{key[1]}/{rank}", (reader, rank), own_rank), int(own_rank == reader)
+        )
+        if own_rank == reader:
+            file, header = readable_copies[key, rank]
             line.send(msgspec.msgpack.encode(tuple(header)))
-            whole = torch.frombuffer(file.content, dtype=torch.uint8, count=header.size)
-            line.send_tensors([whole], lambda tensor: tensor)
+            copy_bytes = torch.frombuffer(file.content, dtype=torch.uint8, count=header.size)
+            line.send_tensors([copy_bytes], lambda tensor: tensor)
             line.receive()  # a message counts as sent while it is still in a socket
         else:
             header = CopyHeader(*msgspec.msgpack.decode(line.receive()))
-            whole = torch.empty(header.size, dtype=torch.uint8)
-            line.receive_tensors([whole])
+            copy_bytes = torch.empty(header.size, dtype=torch.uint8)
+            line.receive_tensors([copy_bytes])
             line.send(b"")
-            found = memoryview(whole.numpy().data), header
-    assert found is not None
-    return found
+            copy_content = memoryview(copy_bytes.numpy().data), header
+    assert copy_content is not None
+    return copy_content
 
 
 def _write(
     save: Path,
     key: _Key,
-    held: dict[_Copy, tuple[CopyFile, CopyHeader]],
+    readable_copies: dict[_Copy, tuple[CopyFile, CopyHeader]],
     holders: dict[int, int],
     state: TrainingState,
     place: CheckpointPlacement,
@@ -173,23 +175,23 @@ def _write(
 ) -> str:
     """Write the checkpoint of `key`; return why it could not be written, the same on all ranks."""
     step = key[1]
-    found: list[content.Told] = []
+    contents_read: list[content.Told] = []
 
     def read() -> None:
-        memory, header = _bring(key, held, holders)
+        memory, header = _bring(key, readable_copies, holders)
         if digest_of(memory) != header.digest:
             raise CheckpointError(f"the copy of rank {header.rank} is damaged")
-        found.append(content.read(memory, state, device))
+        contents_read.append(content.read(memory, state, device))
 
-    said = _first_of_all(read)
-    if said:
-        return said
-    told = found[0]
+    problem = _first_of_all(read)
+    if problem:
+        return problem
+    content_read = contents_read[0]
     if state.args is not None:
         args = copy.copy(state.args)
-        vars(args).update(told.arguments)  # the framework adds some only when it begins to train
+        vars(args).update(content_read.arguments)  # the framework adds some only when it begins to train
         state = replace(state, args=args)
-    state = replace(state, extra={**state.extra, **told.extra})
+    state = replace(state, extra={**state.extra, **content_read.extra})
     generation, rank = context.part(Generation).name, dist.get_rank()
     folder: list[str] = []
 
@@ -197,10 +199,10 @@ def _write(
         if rank == 0:
             folder.append(str(publish.prepare(save, step, generation=generation)))
 
-    said = _first_of_all(prepare)
-    if said:
-        return said
-    (where,) = _from_first(folder[0] if rank == 0 else "")
+    problem = _first_of_all(prepare)
+    if problem:
+        return problem
+    (checkpoint_folder,) = _from_first(folder[0] if rank == 0 else "")
     shares = dict(enumerate(_tell(place.shares)))
     board = BoardRecord(rank=0, phase=Phase.RUNNING, oldest=step, finished=step)
     chosen = plan(groups_of(shares), dict.fromkeys(shares, board), only=step)
@@ -213,20 +215,22 @@ def _write(
             if rank in order.ranks:
                 run = DumpRun(
                     rank=rank,
-                    folder=where,
+                    folder=checkpoint_folder,
                     attempt=0,
                     connect=lambda ranks, group=order.group: _meet(f"{step}/{group}", ranks, rank),  # type: ignore[misc]
                     progress=lambda count: None,
                     cancelled=lambda: False,
                     past=False,
                 )
-                files = write_group(state, (None,) * len(state.chained), device, told.record, order, run)
+                files = write_group(
+                    state, (None,) * len(state.chained), device, content_read.record, order, run
+                )
                 if rank == order.writer:
                     written[order.group] = files
 
-    said = _first_of_all(write)
-    if said:
-        return said
+    problem = _first_of_all(write)
+    if problem:
+        return problem
     everything = [entry for files in _tell(written) for entries in files.values() for entry in entries]
 
     def name() -> None:
@@ -249,14 +253,16 @@ def _put_back(optimizer: Any) -> Iterator[None]:
     """Let the optimizers have the state and the scalars again that they had before; what they update is
     about to be loaded."""
     inner = step_record.inner(optimizer)
-    before = [(twin.scalars(one), dict(one.state)) for one in inner]
+    states_before = [
+        (twin.scalars(inner_optimizer), dict(inner_optimizer.state)) for inner_optimizer in inner
+    ]
     try:
         yield
     finally:
-        for one, (groups, state) in zip(inner, before, strict=True):
-            one.state.clear()
-            one.state.update(state)
-            for group, scalars in zip(one.param_groups, groups, strict=True):
+        for inner_optimizer, (groups, state) in zip(inner, states_before, strict=True):
+            inner_optimizer.state.clear()
+            inner_optimizer.state.update(state)
+            for group, scalars in zip(inner_optimizer.param_groups, groups, strict=True):
                 for key in group.keys() - scalars.keys() - {"params"}:
                     del group[key]
                 group.update(scalars)
@@ -264,25 +270,25 @@ def _put_back(optimizer: Any) -> Iterator[None]:
 
 def _first_of_all(act: Callable[[], None]) -> str:
     """Call `act` on all ranks; return the first error that any of them had, in words; empty: none."""
-    said = ""
+    problem = ""
     try:
         act()
     except Exception as error:  # the others wait for the answer, whatever it is
-        said = str(error) if isinstance(error, CheckpointError) else text.describe(error)
-    return next(filter(None, _tell(said)), "")
+        problem = str(error) if isinstance(error, CheckpointError) else text.describe(error)
+    return next(filter(None, _tell(problem)), "")
 
 
-def _tell(what: T) -> list[T]:
+def _tell(value: T) -> list[T]:
     """Return what each rank tells; collective."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, what)
-    return told
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
-def _from_first(what: T) -> list[T]:
-    told = [what]
-    dist.broadcast_object_list(told, src=0)
-    return told
+def _from_first(value: T) -> list[T]:
+    broadcast = [value]
+    dist.broadcast_object_list(broadcast, src=0)
+    return broadcast
 
 
 def _say(line: str) -> None:

@@ -11,33 +11,37 @@ from adaptor.host_memory import available
 from adaptor.protocol.environment import Place
 
 
-def require(place: Place, needed: int, everyone: dist.ProcessGroup) -> int:
+def require(place: Place, needed_bytes: int, everyone: dist.ProcessGroup) -> int:
     """Refuse a job whose copies do not fit into the memory of a node; return what all ranks of a node need.
 
     All ranks call it at the same time, before any of them takes memory for copies.
 
     Args:
         place: of this process.
-        needed: bytes of the copies of this rank, all files together.
+        needed_bytes: bytes of the copies of this rank, all files together.
         everyone: all ranks of the job.
 
     Raises:
         UnsupportedError: on all ranks alike: names a node, what it has, and what it would need.
     """
-    told: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(told, (place.node, needed, available()), group=everyone)
-    nodes = sorted({node for node, _, _ in told})
-    own = {node: sum(size for other, size, _ in told if other == node) for node in nodes}
+    gathered: list[Any] = [None] * everyone.size()
+    dist.all_gather_object(gathered, (place.node, needed_bytes, available()), group=everyone)
+    nodes = sorted({node for node, _, _ in gathered})
+    bytes_by_node = {
+        node: sum(size for other_node, size, _ in gathered if other_node == node) for node in nodes
+    }
     # Where there are several, each keeps the copies of the one before, too.
     needs: dict[int, int] = {
-        node: own[node] + (own[nodes[at - 1]] if len(nodes) > 1 else 0) for at, node in enumerate(nodes)
+        node: bytes_by_node[node] + (bytes_by_node[nodes[at - 1]] if len(nodes) > 1 else 0)
+        for at, node in enumerate(nodes)
     }
-    for node, whole in needs.items():
-        there = min(free for other, _, free in told if other == node)
-        if whole > there:
+    for node, node_bytes in needs.items():
+        free_bytes = min(free for other_node, _, free in gathered if other_node == node)
+        if node_bytes > free_bytes:
             raise UnsupportedError(
-                f"TTP_HOST_COPY is set: the copies of node {node} take {whole} bytes of its memory, and"
-                f" {there} bytes are free (limits of its control group included): leave it out, or give the"
+                f"TTP_HOST_COPY is set: the copies of node {node} take {node_bytes} bytes of its memory, and"
+                f" {free_bytes} bytes are free (limits of its control group included): leave it out, or "
+                "give the"
                 " node more memory"
             )
     return needs[place.node]

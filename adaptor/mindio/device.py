@@ -42,10 +42,10 @@ def _module() -> Any:
 
 def is_damaged(error: Exception) -> bool:
     """Tell whether the error says that memory of the device is damaged."""
-    return any(words in str(error) for words in _DAMAGED)
+    return any(phrase in str(error) for phrase in _DAMAGED)
 
 
-def give_up(rank: int, why: str) -> None:
+def give_up(rank: int, reason: str) -> None:
     """End this process at once, so that others give what it held."""
-    output.tell(f"[ttp] rank {rank}: {why}: its memory may be damaged, so only other ranks save")
+    output.tell(f"[ttp] rank {rank}: {reason}: its memory may be damaged, so only other ranks save")
     output.leave(1)

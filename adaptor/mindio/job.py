@@ -68,10 +68,11 @@ class Job:
         worker = runtime.get()
         assert isinstance(worker, runtime.Runtime)  # where the SDK drives, it is what such a script finds
         self._worker = worker
-        here = (self._worker.rank, int(os.environ["WORLD_SIZE"]))
-        if (rank, world_size) != here:
+        place_of_rank = (self._worker.rank, int(os.environ["WORLD_SIZE"]))
+        if (rank, world_size) != place_of_rank:
             raise ConfigError(
-                f"{call}: rank {rank!r} of {world_size!r}, but this process is rank {here[0]} of {here[1]}"
+                f"{call}: rank {rank!r} of {world_size!r}, but this process is rank {place_of_rank[0]} of "
+                f"{place_of_rank[1]}"
             )
         self.has_local_copy = bool(has_local_copy)
         self._worker.processor.use_handlers(self.handlers)
@@ -100,7 +101,7 @@ class Job:
         call = "tft_end_updating_os"
         session = self._joined(call).session
         if session.trainee is None:
-            self._begin(call, step, ended=True)
+            self._begin(call, step, has_ended=True)
         else:
             finished = session.board.finished
             if not session.window.is_open:
@@ -180,10 +181,10 @@ class Job:
 
     def _begin_if_known(self, call: str) -> None:
         if self._joined(call).session.trainee is None and self._loaded is not None:
-            self._begin(call, self._loaded, ended=False)
+            self._begin(call, self._loaded, has_ended=False)
 
-    def _begin(self, call: str, step: int, *, ended: bool) -> None:
-        """The live state is that of `step`; `ended`: of an update that nobody knew the number of."""
+    def _begin(self, call: str, step: int, *, has_ended: bool) -> None:
+        """The live state is that of `step`; `has_ended`: of an update that nobody knew the number of."""
         worker = self._joined(call)
         if not self.replicas:
             raise ConfigError(
@@ -209,8 +210,8 @@ class Job:
         session = worker.session
 
         def begin() -> None:
-            session.begin_training(trainee, [self._optimizer], step - ended)
-            if ended:
+            session.begin_training(trainee, [self._optimizer], step - has_ended)
+            if has_ended:
                 session.board.start(step)
 
         if self.never_called and worker.rank == 0:

@@ -145,11 +145,11 @@ def tft_report_error(error_type: ReportState | int, error_code: str = "") -> Non
     state = ReportState(error_type)
     if state in _REPAIRING:
         raise _unsupported(f"tft_report_error({state.name})")
-    said = f"{state.name} {error_code}".strip()
+    state_text = f"{state.name} {error_code}".strip()
     if state in _DAMAGED:
-        device.give_up(job.get().rank("tft_report_error"), said)
+        device.give_up(job.get().rank("tft_report_error"), state_text)
     if state is not ReportState.RS_NORMAL:
-        job.get().fail(said)
+        job.get().fail(state_text)
 
 
 def tft_wait_next_action() -> int:

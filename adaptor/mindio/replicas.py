@@ -42,8 +42,8 @@ class Replicas:
     def shares(self, rank: int) -> tuple[Share, ...]:
         """Return the shards that `rank` holds."""
         place = self.ranks.index(rank)
-        held = {place % self.shards, (place - self.apart) % self.shards}
-        return tuple(Share(self.group, index, self.shards) for index in sorted(held))
+        held_shards = {place % self.shards, (place - self.apart) % self.shards}
+        return tuple(Share(self.group, index, self.shards) for index in sorted(held_shards))
 
     def givers(self, among: Container[int]) -> list[int]:
         """Return, for each shard, the rank of `among` that gives it: its owner before the holder of a copy.
@@ -68,17 +68,18 @@ def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
     dicts = isinstance(infos, list) and all(isinstance(info, dict) for info in infos)
     if not dicts or not 1 <= len(infos) <= len(_KINDS):
         raise ConfigError(f"{call}: replica_info is {infos!r}: a list of one or two dicts, attention and moe")
-    made = []
+    replica_sets = []
     for kind, info in enumerate(infos):
         ranks, count, shift = (info.get(key) for key in ("rank_list", "replica_cnt", "replica_shift"))
-        one = _checked(call, rank, kind, ranks, "replica_cnt", count)
-        if shift not in (0, one.shards):
+        replica_set = _checked(call, rank, kind, ranks, "replica_cnt", count)
+        if shift not in (0, replica_set.shards):
             raise ConfigError(
-                f"{call}: replica_shift is {shift!r}: copies are {one.shards} places apart, so it must be 0 "
-                f"or {one.shards}"
+                f"{call}: replica_shift is {shift!r}: copies are {replica_set.shards} places apart, so it "
+                "must be 0 "
+                f"or {replica_set.shards}"
             )
-        made.append(one)
-    return tuple(made)
+        replica_sets.append(replica_set)
+    return tuple(replica_sets)
 
 
 def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> tuple[Replicas, ...]:
@@ -115,7 +116,9 @@ def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> 
 
 
 def _checked(call: str, rank: int, kind: int, ranks: Any, name: str, count: Any) -> Replicas:
-    if not isinstance(ranks, list) or not all(type(one) is int and one >= 0 for one in ranks):
+    if not isinstance(ranks, list) or not all(
+        type(rank_number) is int and rank_number >= 0 for rank_number in ranks
+    ):
         raise ConfigError(f"{call}: rank_list is {ranks!r}: it must be a list of ranks")
     if rank not in ranks or len(set(ranks)) < len(ranks):
         raise ConfigError(f"{call}: rank_list is {ranks}: it must have rank {rank} in it, and each rank once")

@@ -29,10 +29,10 @@ def leave_batches() -> None:
     """
     from adaptor.devices.cuda import nccl_of
 
-    begun = books().pg_coalesce_state
-    if any(not collected and nccl_of(group) is not None for group, collected in begun.items()):
+    begun_batches = books().pg_coalesce_state
+    if any(not collected and nccl_of(group) is not None for group, collected in begun_batches.items()):
         raise ExchangeError("the fault has struck in the middle of a batch of messages over NCCL")
-    begun.clear()
+    begun_batches.clear()
 
 
 def never_destroy(backend: Any) -> None:
@@ -125,8 +125,8 @@ def why_not() -> str:
             group._set_default_backend(kind)
             if group._get_backend(cpu) is not fresh:
                 return f"torch {torch.__version__} does not let the backend of a process group be exchanged"
-        one = torch.ones(1)
-        group.allreduce([one]).wait()
+        probe = torch.ones(1)
+        group.allreduce([probe]).wait()
     except Exception as error:  # whatever a version of torch says to what it does not know
         return f"torch {torch.__version__} cannot exchange backends ({type(error).__name__})"
     return ""

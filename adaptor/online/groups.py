@@ -74,29 +74,29 @@ class Groups:
         if not self.remembers:
             return helper(*args, **kwargs)
         call = inspect.signature(helper).bind(*args, **kwargs)
-        asked = dict(call.arguments)
+        request = dict(call.arguments)
         self._helper = helper
-        if self.lone and _is_alone_in_gloo(asked):
+        if self.lone and _is_alone_in_gloo(request):
             from torch.distributed import HashStore
 
             call.arguments["store"] = HashStore()  # it meets nobody there, now or later
         elif self.lone:
             import torch.testing._internal.distributed.fake_pg  # noqa: F401  (it registers the backend)
 
-            call.arguments["backend"] = _lone_backends(asked["backend"])
+            call.arguments["backend"] = _lone_backends(request["backend"])
             for name in ("backend_options", "pg_options"):
                 call.arguments.pop(name, None)
         # Without other ranks there are no connections; to look for them takes as long as to make the group.
         with contextlib.nullcontext() if self.lone else self._connecting():
-            made = helper(*call.args, **call.kwargs)
-        group = made[0]
-        if _is_member(group) and asked["group_name"] not in self._made:
-            self._made[asked["group_name"]] = _Made(group, asked)
+            created = helper(*call.args, **call.kwargs)
+        group = created[0]
+        if _is_member(group) and request["group_name"] not in self._made:
+            self._made[request["group_name"]] = _Made(group, request)
             if self.lone:  # who asks for the backend is told the one that it will be
                 world = group_books.books()
-                world.pg_map[group] = (asked["backend"], world.pg_map[group][1])
-                world.pg_backend_config[group] = str(_backends_by_device(asked["backend"]))
-        return made
+                world.pg_map[group] = (request["backend"], world.pg_map[group][1])
+                world.pg_backend_config[group] = str(_backends_by_device(request["backend"]))
+        return created
 
     @property
     def known(self) -> int:
@@ -106,10 +106,12 @@ class Groups:
     @property
     def backends(self) -> frozenset[str]:
         """Return the names of all backends that the framework has asked for."""
-        found: set[str] = set()
-        for made in self._made.values():
-            found.update(_backends_by_device(made.arguments["backend"]).get_device_backend_map().values())
-        return frozenset(found)
+        backend_names: set[str] = set()
+        for created in self._made.values():
+            backend_names.update(
+                _backends_by_device(created.arguments["backend"]).get_device_backend_map().values()
+            )
+        return frozenset(backend_names)
 
     @property
     def are_gloo(self) -> bool:
@@ -119,17 +121,20 @@ class Groups:
     @property
     def is_bound(self) -> bool:
         """Return whether a group is bound to a device: NCCL makes its communicator by a split of another."""
-        return any(getattr(made.group, "bound_device_id", None) is not None for made in self._made.values())
+        return any(
+            getattr(created.group, "bound_device_id", None) is not None for created in self._made.values()
+        )
 
     @property
     def timeout_s(self) -> float:
         """Return the longest time-out that the framework has given a group, in seconds."""
         from torch.distributed import constants
 
-        asked = (
-            made.arguments.get("timeout") or constants.default_pg_timeout for made in self._made.values()
+        timeouts = (
+            created.arguments.get("timeout") or constants.default_pg_timeout
+            for created in self._made.values()
         )
-        return max(one.total_seconds() for one in asked)
+        return max(timeout.total_seconds() for timeout in timeouts)
 
     def count(self) -> int:
         """Return how many groups were made in this job, those without this rank included."""
@@ -153,20 +158,24 @@ class Groups:
         """
         if self._exchanges >= MOST_EXCHANGES:
             raise ExchangeError(f"the process groups were exchanged {MOST_EXCHANGES} times in this process")
-        exchanged = {name: made for name, made in self._made.items() if not _is_sound(made.group)}
+        exchanged = {name: created for name, created in self._made.items() if not _is_sound(created.group)}
         _require_descriptors(len(exchanged))
         self._exchanges += 1
         self.lone = False
         group_books.leave_batches()
         with self._connecting():
-            for name, made in exchanged.items():
-                self._exchange_one(f"{name}@{occasion}", made, store)
+            for name, created in exchanged.items():
+                self._exchange_one(f"{name}@{occasion}", created, store)
 
     def sockets(self) -> frozenset[int]:
         """Return the inodes of the connections that the groups have, by which other sockets of the process
         are told from them; from any thread."""
-        before = self._before
-        return self._sockets if before is None else self._sockets | (abort_gloo.sockets() - before)
+        sockets_before = self._before
+        return (
+            self._sockets
+            if sockets_before is None
+            else self._sockets | (abort_gloo.sockets() - sockets_before)
+        )
 
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:
@@ -177,26 +186,26 @@ class Groups:
         finally:
             self._sockets, self._before = self.sockets(), None
 
-    def _exchange_one(self, name: str, made: _Made, store: Any) -> None:
+    def _exchange_one(self, name: str, created: _Made, store: Any) -> None:
         from torch.distributed import PrefixStore
 
         assert self._helper is not None
-        ranks = made.arguments["global_ranks_in_group"]
+        ranks = created.arguments["global_ranks_in_group"]
         arguments = {
-            **made.arguments,
+            **created.arguments,
             # Who thinks of other ranks under this name meets nobody.
             "store": PrefixStore(hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16], store),
             "group_name": name,
             "pg_tag": None,
         }
         fresh, _ = self._helper(**arguments)
-        for device in made.group._device_types:
-            group_books.never_destroy(made.group._get_backend(device))
-        key = made.arguments["group_name"]
+        for device in created.group._device_types:
+            group_books.never_destroy(created.group._get_backend(device))
+        key = created.arguments["group_name"]
         self._numbers[key] = group_books.adopt(
-            made.group, fresh, self._numbers.get(key, group_books.FIRST_NUMBER)
+            created.group, fresh, self._numbers.get(key, group_books.FIRST_NUMBER)
         )
-        group_books.forget(made.group, fresh)
+        group_books.forget(created.group, fresh)
 
 
 def _require_descriptors(groups: int) -> None:
@@ -205,36 +214,37 @@ def _require_descriptors(groups: int) -> None:
     An exchange that fails in the middle ends in last words, which need some.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    there = sum(1 for _ in Path("/proc/self/fd").iterdir())
-    needed = DESCRIPTORS_OF_A_GROUP * groups + LEFT_DESCRIPTORS
-    if there + needed > limit:
+    open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    needed_descriptors = DESCRIPTORS_OF_A_GROUP * groups + LEFT_DESCRIPTORS
+    if open_descriptors + needed_descriptors > limit:
         raise ExchangeError(
-            f"{there} descriptors are open, and {needed} more may be needed for {groups} process groups: "
-            f"the limit (ulimit -n) is {limit}, {there + needed} would do"
+            f"{open_descriptors} descriptors are open, and {needed_descriptors} more may be needed for "
+            f"{groups} process groups: "
+            f"the limit (ulimit -n) is {limit}, {open_descriptors + needed_descriptors} would do"
         )
 
 
-def _backends_by_device(asked: Any) -> Any:
+def _backends_by_device(backend_request: Any) -> Any:
     """Return torch's `BackendConfig` of what was asked for, such as "nccl" or "cpu:gloo,cuda:nccl"."""
     from torch.distributed import Backend
     from torch.distributed.distributed_c10d import BackendConfig
 
-    return BackendConfig(Backend(str(asked)))
+    return BackendConfig(Backend(str(backend_request)))
 
 
-def _lone_backends(asked: Any) -> str:
-    """Return LONE_BACKEND for exactly the kinds of device for which a group was `asked`.
+def _lone_backends(backend_request: Any) -> str:
+    """Return LONE_BACKEND for exactly the kinds of device for which a group was `backend_request`.
 
     A group that knew one more would bring torch to make barriers and gather objects on it: in an NCCL group
     that could be the host, on which the others do not come, also after the exchange.
     """
-    devices = _backends_by_device(asked).get_device_backend_map()
+    devices = _backends_by_device(backend_request).get_device_backend_map()
     return ",".join(f"{device}:{LONE_BACKEND}" for device in devices)
 
 
-def _is_alone_in_gloo(asked: dict[str, Any]) -> bool:
-    """Return whether a group that is `asked` for has this rank alone, and gloo on each device."""
-    return asked["group_size"] == 1 and str(asked["backend"]) == "gloo"
+def _is_alone_in_gloo(request: dict[str, Any]) -> bool:
+    """Return whether a group that is `request` for has this rank alone, and gloo on each device."""
+    return request["group_size"] == 1 and str(request["backend"]) == "gloo"
 
 
 def _is_sound(group: Any) -> bool:
@@ -243,7 +253,7 @@ def _is_sound(group: Any) -> bool:
     from torch.distributed import ProcessGroupGloo
 
     backends = [group._get_backend(device) for device in group._device_types]
-    return group.size() == 1 and all(isinstance(one, ProcessGroupGloo) for one in backends)
+    return group.size() == 1 and all(isinstance(backend, ProcessGroupGloo) for backend in backends)
 
 
 def _is_member(group: Any) -> bool:

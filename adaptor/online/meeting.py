@@ -40,10 +40,10 @@ class Meeting:
 
     def to_source(self, order: Regroup, source: int) -> TransferChannel:
         """Return this newcomer's end of its group with a survivor."""
-        which = (order.attempt, source)
-        if which not in self._lines:
-            self._lines[which] = self._meet(order, self._rank, source, NEWCOMER)
-        return self._lines[which]
+        line_key = (order.attempt, source)
+        if line_key not in self._lines:
+            self._lines[line_key] = self._meet(order, self._rank, source, NEWCOMER)
+        return self._lines[line_key]
 
     def _meet(self, order: Regroup, newcomer: int, source: int, place: int) -> TransferChannel:
         from adaptor.worker.dump_store import meet

@@ -35,8 +35,8 @@ def ask_record(order: Regroup, rank: int, line_to: Callable[[int], TransferChann
         rank: this one.
         line_to: connects to a survivor.
     """
-    told = transfer.ask_record(line_to(_replacement(order, rank).twin))
-    return Told(state.record_of(told), told["answers"], told["measures"])
+    answer = transfer.ask_record(line_to(_replacement(order, rank).twin))
+    return Told(state.record_of(answer), answer["answers"], answer["measures"])
 
 
 def fetch(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], loop: Loop) -> None:
@@ -52,21 +52,21 @@ def fetch(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], 
         TransferError: nobody gives a shard, or it does not fit.
         CannotRejoinError: what has come is not finite.
     """
-    here = _replacement(order, rank)
-    givers = {(one.group, one.index): one.source for one in here.sources}
-    own = state.own_shards(loop.optimizer())
-    for index, optimizer in own:
+    own_replacement = _replacement(order, rank)
+    givers = {(source.group, source.index): source.source for source in own_replacement.sources}
+    own_shards_by_index = state.own_shards(loop.optimizer())
+    for index, optimizer in own_shards_by_index:
         giver = givers.get((loop.group(), index))
         if giver is None:
             raise transfer.TransferError(f"no survivor sends shard {index}")
         transfer.ask_shard(line_to(giver), index, optimizer)
     weights = state.frozen(loop.model())
     if weights:
-        transfer.ask_frozen(line_to(here.twin), weights)
-    for source in {here.twin, *givers.values()}:
+        transfer.ask_frozen(line_to(own_replacement.twin), weights)
+    for source in {own_replacement.twin, *givers.values()}:
         transfer.end(line_to(source))
-    state.require_finite(optimizer for _, optimizer in own)
+    state.require_finite(optimizer for _, optimizer in own_shards_by_index)
 
 
 def _replacement(order: Regroup, rank: int) -> Replacement:
-    return next(one for one in order.replaced if one.rank == rank)
+    return next(replacement for replacement in order.replaced if replacement.rank == rank)

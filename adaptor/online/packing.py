@@ -45,8 +45,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, numpy.generic):
         return _plain(value.item())
     if isinstance(value, enum.Enum) and value.name in type(value).__members__:
-        found = type(value)
-        return _ext(_ENUM, (found.__module__, found.__qualname__, value.name))
+        value_class = type(value)
+        return _ext(_ENUM, (value_class.__module__, value_class.__qualname__, value.name))
     if isinstance(value, tuple):
         return _ext(_TUPLE, [_plain(item) for item in value])
     if isinstance(value, list):
@@ -87,10 +87,10 @@ def _member(module: str, kind: str, name: str) -> enum.Enum:
     Raises:
         TypeError: there is no such enum; nothing is imported for it.
     """
-    found: Any = sys.modules.get(module)
+    resolved: Any = sys.modules.get(module)
     for part in kind.split("."):
-        found = getattr(found, part, None)
-    if not (isinstance(found, enum.EnumMeta) and name in found.__members__):
+        resolved = getattr(resolved, part, None)
+    if not (isinstance(resolved, enum.EnumMeta) and name in resolved.__members__):
         raise TypeError(f"{kind}.{name} of {module} is no member of an enum here")
-    member: enum.Enum = found[name]
+    member: enum.Enum = resolved[name]
     return member

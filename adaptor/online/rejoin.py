@@ -45,13 +45,13 @@ class Rejoin:
 
     Args:
         worker: its session and its connection to the agent.
-        made: its process groups.
+        groups: its process groups.
         newcomer: this process takes the place of another.
     """
 
-    def __init__(self, worker: Runtime, made: Groups, newcomer: bool) -> None:
+    def __init__(self, worker: Runtime, groups: Groups, newcomer: bool) -> None:
         self._worker = worker
-        self._groups = made
+        self._groups = groups
         self._session = worker.session
         self._is_newcomer = newcomer  # until it has joined
         self._changed = threading.Condition()
@@ -95,8 +95,11 @@ class Rejoin:
         with self._changed:
             if order.incident <= self._recovered or order.incident < self._frozen:
                 return  # its thread begins late: all go on already, or there is another incident
-            known = self._order
-            if known is not None and (known.incident, known.attempt) > (order.incident, order.attempt):
+            known_order = self._order
+            if known_order is not None and (known_order.incident, known_order.attempt) > (
+                order.incident,
+                order.attempt,
+            ):
                 return  # each order has a thread, and that of a newer one was faster
             self._order = order
             for meeting in (*self._ended, self._meeting):
@@ -138,13 +141,13 @@ class Rejoin:
         wait(lambda slice_s: self._wait(order, lambda: self._settled is order, slice_s))
         if self._is_old(order):
             return
-        for one in order.replaced:
-            if self._worker.rank in (one.twin, *(source.source for source in one.sources)):
-                self._answer(order, one)
+        for replacement in order.replaced:
+            if self._worker.rank in (replacement.twin, *(source.source for source in replacement.sources)):
+                self._answer(order, replacement)
 
-    def _wait(self, order: Regroup, done: Callable[[], bool], timeout_s: float) -> bool:
+    def _wait(self, order: Regroup, is_done: Callable[[], bool], timeout_s: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: done() or self._is_old(order), timeout_s)
+            return self._changed.wait_for(lambda: is_done() or self._is_old(order), timeout_s)
 
     def _bring_to(self, order: Regroup, wake: Callable[[], int], timeout_s: float) -> bool:
         try:
@@ -176,18 +179,18 @@ class Rejoin:
         """See `processor.Rejoin`."""
         return None if self._worker.online else self._groups.sockets()
 
-    def _answer(self, order: Regroup, one: Replacement) -> None:
+    def _answer(self, order: Regroup, replacement: Replacement) -> None:
         assert self._loop is not None
         trainee = self._session.trainee
         assert isinstance(trainee, MegatronTrainee)
         past = self._session.from_local_copy(order.step)
         record = self._session.record_of(order.step)
         loop = self._loop
-        given = state.Given(
+        shared_state = state.Given(
             trainee, record, past, lambda: loop.answers(order.step), self._session.pace.measures()
         )
-        line = self._meeting.to_newcomer(order, one.rank)
-        transfer.answer(line, given, cancelled=lambda: self._is_old(order))
+        line = self._meeting.to_newcomer(order, replacement.rank)
+        transfer.answer(line, shared_state, cancelled=lambda: self._is_old(order))
 
     def _is_old(self, order: Regroup) -> bool:
         """Return whether another attempt has begun, or all go on."""
@@ -243,30 +246,33 @@ class Rejoin:
 
     def _join(self) -> None:
         """Take part in the attempts of an incident, until the job goes on; else this process is ended."""
-        done: Regroup | None = None
+        done_order: Regroup | None = None
         with self._changed:
             self._has_left_loop = True
             self._changed.notify_all()
-        while (order := self._next(done)) is not None:
+        while (order := self._next(done_order)) is not None:
             self._take_part(order)
-            done = order
+            done_order = order
 
-    def _next(self, done: Regroup | None) -> Regroup | None:
-        """Wait for the order after `done`; None: the job goes on from what was `done`."""
+    def _next(self, done_order: Regroup | None) -> Regroup | None:
+        """Wait for the order after `done_order`; None: the job goes on from what was `done_order`."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._ready is not done or (done is not None and self._recovered == done.incident)
+                lambda: (
+                    self._ready is not done_order
+                    or (done_order is not None and self._recovered == done_order.incident)
+                )
             )
-            if self._ready is not done:
+            if self._ready is not done_order:
                 return self._ready
             self._has_left_loop = False
             self._ready = None
-            ended, self._meeting = self._meeting, Meeting(self._worker.rank)
+            ended_meeting, self._meeting = self._meeting, Meeting(self._worker.rank)
             if not self._groups.are_gloo:
-                ended.rest(self._groups.timeout_s)
-                self._ended.append(ended)
+                ended_meeting.rest(self._groups.timeout_s)
+                self._ended.append(ended_meeting)
                 return None
-        ended.close()
+        ended_meeting.close()
         return None
 
     def _take_part(self, order: Regroup) -> None:
@@ -277,19 +283,19 @@ class Rejoin:
             if not self._is_old(order):
                 self._worker.processor.say(failed(self._worker.rank, order, error))
         else:
-            where = (self._worker.rank, order.incident, order.attempt)
-            self._worker.processor.say(Joined(*where, order.step, digest))
+            attempt_key = (self._worker.rank, order.incident, order.attempt)
+            self._worker.processor.say(Joined(*attempt_key, order.step, digest))
 
     def _restore_and_regroup(self, order: Regroup) -> str:
         """Exchange the groups and put back the state of the step; return the digest of `Joined`."""
-        made, loop, session = self._groups, self._loop, self._session
+        groups, loop, session = self._groups, self._loop, self._session
         assert loop is not None
         trainee = session.trainee
-        told = self._told if self._is_newcomer else None
+        answer = self._told if self._is_newcomer else None
         if session.copier is not None:
             session.copier.stop()
-        if told is not None:
-            record = told.record
+        if answer is not None:
+            record = answer.record
             if record.step != order.step:
                 raise transfer.TransferError(f"it has read the data that follow step {record.step}")
             newcomer.fetch(order, self._worker.rank, self._line_to(order), loop)
@@ -312,7 +318,7 @@ class Rejoin:
             state.require_finite([*inner(trainee.state.optimizer), *copies])
         store = self._meeting.store(order, "groups")
         self._require_current(order)  # from here on `regroup` abandons the store
-        made.exchange(store, f"{order.incident}.{order.attempt}")
+        groups.exchange(store, f"{order.incident}.{order.attempt}")
         if order.replaced:
             trainee = loop.trainee(record)
         assert isinstance(trainee, MegatronTrainee)
@@ -322,9 +328,9 @@ class Rejoin:
         loop.gather_weights()
         trainee.random.put_back(record.rng)
         optimizers = inner(trainee.state.optimizer)
-        measures = told.measures if told is not None else None
+        measures = answer.measures if answer is not None else None
         session.begin_again(trainee, optimizers, record, order.step, order.origin, measures)
-        return state.digest(record, made.count())
+        return state.digest(record, groups.count())
 
     def _has_settled(self, order: Regroup) -> None:
         with self._changed:
@@ -340,9 +346,9 @@ class OnlineRecovery:
     """
 
     def __init__(self, _context: Context) -> None:
-        made, worker = context.part(Groups), runtime.of_this_process()
-        is_prepared = made.remembers and isinstance(worker, Runtime)
-        self.rejoin = Rejoin(worker, made, made.lone) if is_prepared else None  # type: ignore[arg-type]
+        groups, worker = context.part(Groups), runtime.of_this_process()
+        is_prepared = groups.remembers and isinstance(worker, Runtime)
+        self.rejoin = Rejoin(worker, groups, groups.lone) if is_prepared else None  # type: ignore[arg-type]
 
 
 def of_this_process() -> Rejoin | None:

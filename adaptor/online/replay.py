@@ -45,7 +45,9 @@ class Replay(Iterator[Any]):
     def begin_step(self, step: int) -> None:
         """Count the data that is read from now on as that of `step`."""
         self._step = step
-        self._given = {one: items for one, items in self._given.items() if one > step - STEPS}
+        self._given = {
+            kept_step: items for kept_step, items in self._given.items() if kept_step > step - STEPS
+        }
         self._now = self._given.setdefault(step, [])
 
     def given_in(self, step: int) -> int:
@@ -63,9 +65,11 @@ class Replay(Iterator[Any]):
             raise CannotRejoinError("its data loader has failed, and would leave out what it was reading")
         if self._has_lost_process():
             raise CannotRejoinError("a process of its data loader has died, and with it what it was reading")
-        later = [item for one in sorted(self._given) if one > step for item in self._given[one]]
-        self._again.extendleft(reversed(later))
-        self._given = {one: items for one, items in self._given.items() if one <= step}
+        later_items = [
+            item for kept_step in sorted(self._given) if kept_step > step for item in self._given[kept_step]
+        ]
+        self._again.extendleft(reversed(later_items))
+        self._given = {kept_step: items for kept_step, items in self._given.items() if kept_step <= step}
         self._now = self._given.setdefault(self._step, [])
 
     def _has_lost_process(self) -> bool:
@@ -79,4 +83,7 @@ class Replay(Iterator[Any]):
         expected = getattr(self._source, "_workers_status", None)
         if not isinstance(processes, list) or not isinstance(expected, list):
             return False
-        return any(lives and not one.is_alive() for one, lives in zip(processes, expected, strict=True))
+        return any(
+            lives and not loader_process.is_alive()
+            for loader_process, lives in zip(processes, expected, strict=True)
+        )

@@ -23,13 +23,13 @@ def own_shards(optimizer: Any) -> list[tuple[int, torch.optim.Optimizer]]:
     """Return the shards that a chain of optimizers updates here, copies of others left out: index and
     optimizer. The shards of a group are those of the first optimizer of the chain, then those of the second.
     """
-    found, offset = [], 0
-    for one in step_record.chain(optimizer):
-        index, count = shards.shard_of(one)
-        if getattr(one, "optimizer", None) is not None:
-            found.append((offset + index, one.optimizer))
+    indexed_optimizers, offset = [], 0
+    for chained_optimizer in step_record.chain(optimizer):
+        index, count = shards.shard_of(chained_optimizer)
+        if getattr(chained_optimizer, "optimizer", None) is not None:
+            indexed_optimizers.append((offset + index, chained_optimizer.optimizer))
         offset += count
-    return found
+    return indexed_optimizers
 
 
 class Given:
@@ -67,15 +67,15 @@ class Given:
         }
 
     def shard(self, index: int) -> torch.optim.Optimizer:
-        for own, optimizer in own_shards(self._optimizer):
-            if own == index:
+        for own_index, optimizer in own_shards(self._optimizer):
+            if own_index == index:
                 return optimizer
         offset = 0
         live = step_record.chain(self._trainee.state.optimizer)
-        for one, mirror in zip(live, self._mirrors, strict=False):
+        for chained_optimizer, mirror in zip(live, self._mirrors, strict=False):
             if mirror is not None and offset + mirror.index == index:
                 return mirror.optimizer
-            offset += shards.shard_of(one)[1]
+            offset += shards.shard_of(chained_optimizer)[1]
         raise TransferError(f"shard {index} is not here")
 
     def frozen(self) -> Sequence[torch.Tensor]:
@@ -87,9 +87,9 @@ def frozen(model: Sequence[Any]) -> list[torch.Tensor]:
     return [param for chunk in model for param in chunk.parameters() if not param.requires_grad]
 
 
-def record_of(told: Mapping[str, Any]) -> StepRecord:
+def record_of(answer: Mapping[str, Any]) -> StepRecord:
     """Return the record that `Given.record` has put into words."""
-    fields = dict(told["record"])
+    fields = dict(answer["record"])
     for name in ("groups", "scalers", "buffers"):
         fields[name] = tuple(fields[name])
     return StepRecord(**fields)
@@ -99,8 +99,8 @@ def digest(record: StepRecord, count: int) -> str:
     """Return a checksum of what is equal on all ranks: step, counters, schedule, and how many groups the job
     has made (by which torch names the next one)."""
     schedule = dict(record.scheduler or {})
-    told = (record.step, sorted(record.counters.items()), sorted(schedule.items()), count)
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+    digest_fields = (record.step, sorted(record.counters.items()), sorted(schedule.items()), count)
+    return hashlib.sha256(repr(digest_fields).encode()).hexdigest()[:16]
 
 
 def restore(trainee: MegatronTrainee, record: StepRecord) -> None:
@@ -108,14 +108,16 @@ def restore(trainee: MegatronTrainee, record: StepRecord) -> None:
     random states."""
     state = trainee.state
     if record.scheduler is not None and state.scheduler is not None:
-        there = vars(state.scheduler)
-        there.update({name: value for name, value in record.scheduler.items() if name in there})
+        schedule_values = vars(state.scheduler)
+        schedule_values.update(
+            {name: value for name, value in record.scheduler.items() if name in schedule_values}
+        )
     chain = step_record.chain(state.optimizer)
-    for one, groups, scaler in zip(chain, record.groups, record.scalers, strict=True):
-        for group, scalars in zip(one.param_groups, groups, strict=True):
+    for chained_optimizer, groups, scaler in zip(chain, record.groups, record.scalers, strict=True):
+        for group, scalars in zip(chained_optimizer.param_groups, groups, strict=True):
             group.update(scalars)
         if scaler is not None:
-            one.grad_scaler.load_state_dict(dict(scaler))
+            chained_optimizer.grad_scaler.load_state_dict(dict(scaler))
     state.buffers.put_back(record.buffers)
 
 

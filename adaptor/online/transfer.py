@@ -66,12 +66,12 @@ class TransferChannel:
 
     Args:
         group: of CPU tensors.
-        other: the rank of the other process in it.
+        other_rank: the rank of the other process in it.
     """
 
-    def __init__(self, group: Any, other: int) -> None:
+    def __init__(self, group: Any, other_rank: int) -> None:
         self._group = group
-        self._other = other
+        self._other = other_rank
         self._digest = xxhash.xxh3_64()
 
     def send(self, data: bytes) -> None:
@@ -110,14 +110,14 @@ class TransferChannel:
         self._digest.reset()
         count = 0
         for tensor in tensors:
-            whole = torch.empty(tensor.numel(), dtype=tensor.dtype)
-            for piece in pieces(whole):
+            received = torch.empty(tensor.numel(), dtype=tensor.dtype)
+            for piece in pieces(received):
                 data = piece.view(torch.uint8)
                 self._receive(data)
                 self._digest.update(_bytes(data))
                 count += data.numel()
             with torch.no_grad():
-                tensor.data.copy_(whole.reshape(tensor.shape))
+                tensor.data.copy_(received.reshape(tensor.shape))
         if self.receive() != self._digest.digest():
             raise TransferError("the checksum of a shard is not the sender's")
         return count

@@ -17,14 +17,14 @@ UNWIND_S = 10.0
 
 
 def until_it_comes(
-    timeout_s: float, shut: Callable[[], int], done: Callable[[float], bool], is_gone: Callable[[], bool]
+    timeout_s: float, shut: Callable[[], int], is_done: Callable[[float], bool], is_gone: Callable[[], bool]
 ) -> None:
-    """Wait until the main thread has done its part, as `done` tells after so many seconds at most.
+    """Wait until the main thread has done its part, as `is_done` tells after so many seconds at most.
 
     Args:
         timeout_s: seconds for all of it.
         shut: is called until then: what is broken is broken whenever the main thread comes to it.
-        done: waits.
+        is_done: waits.
         is_gone: tells whether the script has left its training loop.
 
     Raises:
@@ -33,16 +33,20 @@ def until_it_comes(
     """
     since = time.monotonic()
     until = since + timeout_s
-    before = stacks.awaited()
-    while not done(max(0.0, min(LOOK_S, until - time.monotonic()))):
-        now = time.monotonic()
-        if now >= until:
+    standing_before = stacks.awaited()
+    while not is_done(max(0.0, min(LOOK_S, until - time.monotonic()))):
+        time_now = time.monotonic()
+        if time_now >= until:
             raise CannotRejoinError("its main thread has not left the training loop in time")
         if is_gone():
             raise CannotRejoinError("its script has left the training loop")
         shut()
-        there = stacks.awaited()
-        if there is None or before is None or there.stack_hashes != before.stack_hashes:
-            before, since = there, now
-        elif now - since >= UNWIND_S:
-            raise MainThreadHangsError(f"its main thread hangs in {there.where}")
+        standing = stacks.awaited()
+        if (
+            standing is None
+            or standing_before is None
+            or standing.stack_hashes != standing_before.stack_hashes
+        ):
+            standing_before, since = standing, time_now
+        elif time_now - since >= UNWIND_S:
+            raise MainThreadHangsError(f"its main thread hangs in {standing.where}")

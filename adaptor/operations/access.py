@@ -68,10 +68,12 @@ class Certificate:
 
     def _state(self) -> tuple[tuple[int, int, int], ...] | None:
         try:
-            found = [file.stat() for file in self._files]
+            file_states = [file.stat() for file in self._files]
         except OSError:
             return None
-        return tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in found)
+        return tuple(
+            (file_state.st_ino, file_state.st_size, file_state.st_mtime_ns) for file_state in file_states
+        )
 
     def _load(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -108,30 +110,30 @@ def listen(address: Address) -> socket.socket:
         ServeError: the address cannot be had.
     """
     try:
-        (family, kind, protocol, _, found), *_ = socket.getaddrinfo(
+        (family, kind, protocol, _, socket_address), *_ = socket.getaddrinfo(
             address.host, address.port, type=socket.SOCK_STREAM
         )
-        made = socket.socket(family, kind, protocol)
+        listener = socket.socket(family, kind, protocol)
         try:
             # Connections of a server that has just ended are no hindrance.
-            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            made.bind(found)
-            made.listen(_BACKLOG)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(socket_address)
+            listener.listen(_BACKLOG)
         except BaseException:
-            made.close()
+            listener.close()
             raise
     except (OSError, UnicodeError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ServeError(f"{address}: the address cannot be had ({why}); choose another port") from None
-    return made
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ServeError(f"{address}: the address cannot be had ({reason}); choose another port") from None
+    return listener
 
 
-def read_word(path: Path, what: str) -> str:
+def read_word(path: Path, subject: str) -> str:
     """Return the secret word in a file.
 
     Args:
         path: the file.
-        what: it is, for messages.
+        subject: it is, for messages.
 
     Raises:
         ServeError: it cannot be read, others can read it, or it is no word that is long enough.
@@ -139,26 +141,27 @@ def read_word(path: Path, what: str) -> str:
     try:
         path.stat()
     except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
+        reason = getattr(error, "strerror", None) or str(error)
         raise ServeError(
-            f"{what}: it must be the path of a file with the word, and that cannot be read ({why}); what was"
+            f"{subject}: it must be the path of a file with the word, and that cannot be read ({reason}); "
+            "what was"
             " given is not shown, for it may be the word itself"
         ) from None
-    word = read_private(path, what).strip()
+    word = read_private(path, subject).strip()
     if not word.isascii() or len(word) < _SHORTEST_WORD or len(word.split()) > 1:
         raise ServeError(
-            f"{what} {path}: it must have one word of at least {_SHORTEST_WORD} ASCII characters"
+            f"{subject} {path}: it must have one word of at least {_SHORTEST_WORD} ASCII characters"
         )
     return word
 
 
-def read_private(path: Path, what: str) -> str:
+def read_private(path: Path, subject: str) -> str:
     """Return the text of a file that only its owner can read. Raises ServeError."""
     try:
         mode = path.stat().st_mode
-        found = path.read_text()
+        content = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ServeError(f"{what} {path}: it cannot be read ({error})") from None
+        raise ServeError(f"{subject} {path}: it cannot be read ({error})") from None
     if mode & (stat.S_IRGRP | stat.S_IROTH):
-        raise ServeError(f"{what} {path}: others can read it; say chmod 600 {path}")
-    return found
+        raise ServeError(f"{subject} {path}: others can read it; say chmod 600 {path}")
+    return content

@@ -64,13 +64,13 @@ def rect(
 def row(seconds: Mapping[str, float], until: float = 0.0) -> list[Rect]:
     """Return parts one behind the other, on a scale to `until`; 0: as wide as the chart."""
     total = until or sum(seconds.values())
-    found, begin = [], 0.0
+    rects, begin = [], 0.0
     for kind, took in seconds.items():
-        made = rect(kind, begin, begin + took, total) if took > 0 else None
+        rectangle = rect(kind, begin, begin + took, total) if took > 0 else None
         begin += took
-        if made is not None:
-            found.append(made)
-    return found
+        if rectangle is not None:
+            rects.append(rectangle)
+    return rects
 
 
 def line(

@@ -37,14 +37,14 @@ Answer = Callable[[argparse.Namespace], int]
 Add = Callable[[str, Answer, str], argparse.ArgumentParser]
 
 
-def main(arguments: Sequence[str] | None = None, more: Callable[[Add], None] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Add], None] | None = None) -> int:
     """Answer one question; return the exit code.
 
     Args:
         arguments: of the command line; by default this process's.
-        more: adds commands that this package does not have.
+        add_commands: adds commands that this package does not have.
     """
-    parsed = parser_of(more).parse_args(arguments)
+    parsed = parser_of(add_commands).parse_args(arguments)
     answer: Answer = parsed.answer
     try:
         return exit_code_of(lambda: answer(parsed), "ttp")
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None, more: Callable[[Add], None] | N
         output.finish()
 
 
-def parser_of(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
-    """Return the parser of `ttp`; `more` adds commands."""
+def parser_of(add_commands: Callable[[Add], None] | None) -> argparse.ArgumentParser:
+    """Return the parser of `ttp`; `add_commands` adds commands."""
     parser = argparse.ArgumentParser(
         prog="ttp",
         allow_abbrev=False,
@@ -68,13 +68,13 @@ def parser_of(more: Callable[[Add], None] | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ttp {metadata.version('ttp-adaptor')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, answer: Answer, words: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, allow_abbrev=False, help=words, description=words)
+    def add(name: str, answer: Answer, help_text: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, allow_abbrev=False, help=help_text, description=help_text)
         command.set_defaults(answer=answer)
         return command
 
-    if more is not None:
-        more(add)
+    if add_commands is not None:
+        add_commands(add)
     status = add("status", _status, "what a job does now; exit code 1 if it is not protected, or silent")
     status.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
     incidents = add("incidents", _incidents, "what has failed in a job, and what each incident cost")
@@ -126,7 +126,7 @@ def _status(parsed: argparse.Namespace) -> int:
             if parsed.json:
                 print(msgspec.json.encode(status).decode())
             else:
-                show(_status_lines(status, silent_s), again=parsed.watch)
+                show(_status_lines(status, silent_s), is_repeated=parsed.watch)
             if not parsed.watch:
                 return FINDING if silent_s or status.protected is False else OK
             ctrl_c.raise_again()
@@ -149,7 +149,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
     away = f", {status.nodes_lost} lost" if status.nodes_lost else ""
     spare = f", {status.spare_nodes} spare" if status.spare_nodes else ""
     nodes = f"{status.nodes} node{'' if status.nodes == 1 else 's'}"
-    ended = f", {status.ranks_ended} ended" if status.ranks_ended else ""
+    ended_ranks = f", {status.ranks_ended} ended" if status.ranks_ended else ""
     last = f", the last {status.last_incident}" if status.last_incident else ""
     rows = {
         "job": f"{shown(status.job)}: {state}",
@@ -158,7 +158,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         **copied,
         **failed,
         "protection": protection(status),
-        "ranks": f"{status.ranks}, {status.ranks_training} train{ended}; {nodes}{away}{spare}",
+        "ranks": f"{status.ranks}, {status.ranks_training} train{ended_ranks}; {nodes}{away}{spare}",
         "restarts": f"{status.restarts} of {status.max_restarts}",
         "incidents": f"{status.incidents}{last}{_open(status)}",
         "controller": f"node {status.node}, host {shown(status.host)}, pid {status.pid}",
@@ -176,16 +176,16 @@ def _open(status: Status) -> str:
 
 def _incidents(parsed: argparse.Namespace) -> int:
     job = _where(parsed)
-    found = job_folder.incidents(job)
+    all_incidents = job_folder.incidents(job)
     if parsed.json:
-        print(msgspec.json.encode(found).decode())
+        print(msgspec.json.encode(all_incidents).decode())
         return OK
-    for incident in found:
+    for incident in all_incidents:
         show(_incident_lines(incident))
     is_open = ""
     with contextlib.suppress(job_folder.JobFolderError):  # a job that has just begun has no status
         is_open = _open(job_folder.status(job))
-    show([f"{len(found)} incident{'' if len(found) == 1 else 's'}{is_open}"])
+    show([f"{len(all_incidents)} incident{'' if len(all_incidents) == 1 else 's'}{is_open}"])
     return OK
 
 
@@ -241,10 +241,10 @@ def _report(parsed: argparse.Namespace) -> int:
     job = _where(parsed)
     if parsed.trace is not None:
         incident = _incident(job, parsed.trace)
-        made = msgspec.json.encode(chrome_trace(incident)).decode()
+        trace_text = msgspec.json.encode(chrome_trace(incident)).decode()
         out = parsed.out or Path("trace.json")
-        _write(out, made, what := f"the trace of incident {incident.id}")
-        return _say_written(parsed, out, what, {"job": job.name, "incident": incident.id})
+        _write(out, trace_text, description := f"the trace of incident {incident.id}")
+        return _say_written(parsed, out, description, {"job": job.name, "incident": incident.id})
     try:
         from adaptor.operations.page import Pages
     except ModuleNotFoundError as error:
@@ -252,36 +252,41 @@ def _report(parsed: argparse.Namespace) -> int:
     save = job_folder.status(job).save
     html = Pages().page(JobReader(job), newest_checkpoint.newest(Path(save)) if save else None)
     out = parsed.out or Path("report.html")
-    _write(out, html, what := f"the page of {job.name}")
-    return _say_written(parsed, out, what, {"job": job.name})
+    _write(out, html, description := f"the page of {job.name}")
+    return _say_written(parsed, out, description, {"job": job.name})
 
 
 def _incident(job: Path, name: str) -> Incident:
     """Return the incident with an id; the newest one for ''."""
-    found = job_folder.incidents(job)
-    if not found:
+    known_incidents = job_folder.incidents(job)
+    if not known_incidents:
         raise job_folder.JobFolderError(f"{shown(str(job))}: this job has had no incident")
-    chosen = found[-1] if not name else next((one for one in found if one.id == name), None)
+    chosen = (
+        known_incidents[-1]
+        if not name
+        else next((incident for incident in known_incidents if incident.id == name), None)
+    )
     if chosen is None:
-        ids = ", ".join(one.id for one in found[-10:])
+        ids = ", ".join(incident.id for incident in known_incidents[-10:])
         raise job_folder.JobFolderError(f"--trace is {name!r}: this job has no such incident, it has {ids}")
     return chosen
 
 
-def _write(out: Path, made: str, what: str) -> None:
+def _write(out: Path, content: str, description: str) -> None:
     try:
-        out.write_text(made, encoding="utf-8")
+        out.write_text(content, encoding="utf-8")
     except OSError as error:
         raise job_folder.JobFolderError(
-            f"{shown(str(out))}: {shown(what)} cannot be written ({error.strerror}); name another --out"
+            f"{shown(str(out))}: {shown(description)} cannot be written ({error.strerror}); name another "
+            "--out"
         ) from None
 
 
-def _say_written(parsed: argparse.Namespace, out: Path, what: str, about: dict[str, str]) -> int:
+def _say_written(parsed: argparse.Namespace, out: Path, description: str, about: dict[str, str]) -> int:
     if parsed.json:
         print(json.dumps({"file": str(out), **about}))
     else:
-        print(f"{shown(str(out))}: {shown(what)}")
+        print(f"{shown(str(out))}: {shown(description)}")
     return OK
 
 
@@ -315,20 +320,20 @@ def _serve(parsed: argparse.Namespace) -> int:
         raise _missing(error, "prometheus_client", "ttp serve") from None
     if (parsed.tls_cert is None) != (parsed.tls_key is None):
         raise job_folder.JobFolderError("--tls-cert and --tls-key belong together: name both")
-    where = parsed.where or Path(config.load().log_path)
-    if not where.is_dir():
-        raise job_folder.JobFolderError(f"{shown(str(where))}: there is no such folder; name a TTP_LOG_PATH")
+    folder = parsed.where or Path(config.load().log_path)
+    if not folder.is_dir():
+        raise job_folder.JobFolderError(f"{shown(str(folder))}: there is no such folder; name a TTP_LOG_PATH")
     address = Address(parsed.host, parsed.port)
     certificate = (parsed.tls_cert, parsed.tls_key) if parsed.tls_cert is not None else None
     clients = access.clients(address, parsed.token_file, certificate)
     listening = access.listen(address)
     address = address._replace(port=listening.getsockname()[1])
-    with CtrlC() as ctrl_c, serve.Server(where, listening, clients, ctrl_c.raise_again) as server:
+    with CtrlC() as ctrl_c, serve.Server(folder, listening, clients, ctrl_c.raise_again) as server:
         url = f"{'https' if certificate else 'http'}://{address}"
         if parsed.json:
-            print(json.dumps({"url": url, "folder": str(where)}), flush=True)
+            print(json.dumps({"url": url, "folder": str(folder)}), flush=True)
         else:
-            print(f"[ttp] {url}/metrics serves {shown(str(where))}", flush=True)
+            print(f"[ttp] {url}/metrics serves {shown(str(folder))}", flush=True)
         server.serve_forever()
     return OK
 

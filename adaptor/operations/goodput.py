@@ -85,16 +85,16 @@ class TimeSpent:
             self._newest = max(event.step, self._newest if self._newest is not None else event.step)
         if event.type == "training" and event.step is not None and self._first is None:
             self._first = event.step
-        after = _NEXT.get((self._state or "down", event.type), self._state)
-        if after != self._state:
-            before, seconds = self._state, self._seconds
-            had = seconds.get(before, 0.0)
+        state_after = _NEXT.get((self._state or "down", event.type), self._state)
+        if state_after != self._state:
+            state_before, seconds = self._state, self._seconds
+            had = seconds.get(state_before, 0.0)
             # A hang has begun before it was noticed.
-            still = _number(event.data.get(STILL, "")) if event.type == "fault-noticed" else 0.0
-            self._enter(after, at - still)
-            if after == "training":
-                load = min(_number(event.data.get(LOAD, "")), seconds[before] - had)
-                seconds[before] -= load
+            is_still_seconds = _number(event.data.get(STILL, "")) if event.type == "fault-noticed" else 0.0
+            self._enter(state_after, at - is_still_seconds)
+            if state_after == "training":
+                load = min(_number(event.data.get(LOAD, "")), seconds[state_before] - had)
+                seconds[state_before] -= load
                 seconds[LOAD] += load
 
     @property
@@ -130,20 +130,22 @@ class TimeSpent:
         seconds = dict(self._seconds)
         if self._state and self._state != "down" and until is not None:
             seconds[self._state] += max(0.0, until - self._since)
-        known = [step for step in (newest, self._newest) if step is not None]
+        known_steps = [step for step in (newest, self._newest) if step is not None]
         counted = [incident.steps_lost for incident in incidents if incident.steps_lost is not None]
         lost = sum(counted)
-        steps = max(0, max(known) - max(self._first, 0)) if known and self._first is not None else 0
+        steps = (
+            max(0, max(known_steps) - max(self._first, 0)) if known_steps and self._first is not None else 0
+        )
         steps = max(0, steps - self._gone(incidents))
-        other = {use: max(0.0, uses.get(use, 0.0)) for use in USES}
+        other_uses = {use: max(0.0, uses.get(use, 0.0)) for use in USES}
         # A phase that an incident has held up is counted with that, and in the recovery.
-        share = min(1.0, seconds["training"] / sum(other.values())) if any(other.values()) else 1.0
-        other = {use: took * share for use, took in other.items()}
-        stepping = max(0.0, seconds["training"] - sum(other.values()))
+        share = min(1.0, seconds["training"] / sum(other_uses.values())) if any(other_uses.values()) else 1.0
+        other_uses = {use: took * share for use, took in other_uses.items()}
+        stepping = max(0.0, seconds["training"] - sum(other_uses.values()))
         wasted = stepping * lost / (steps + lost) if lost else 0.0
         spent = {
             "productive": stepping - wasted,
-            **other,
+            **other_uses,
             "wasted": wasted,
             "startup": seconds["startup"],
             LOAD: seconds[LOAD],

@@ -55,10 +55,10 @@ def of_changes(changes: Sequence[tuple[float, str]], until: float) -> History | 
         low = 0.0
         for state, colour in _COLOURS.items():
             high = low + part_of[state] / width
-            made = charts.rect(colour, number, number + 1, _PARTS, low, min(1.0, high))
+            rectangle = charts.rect(colour, number, number + 1, _PARTS, low, min(1.0, high))
             low = high
-            if made is not None and part_of[state]:
-                rects.append(made)
+            if rectangle is not None and part_of[state]:
+                rects.append(rectangle)
         trained += part_of["training"]
         ratios.append(trained / (width * (number + 1)))
     middles = [number + 0.5 for number in range(_PARTS)]

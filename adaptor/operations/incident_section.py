@@ -76,7 +76,7 @@ class View(NamedTuple):
 
 def section(
     environment: jinja2.Environment,
-    one: Incident,
+    incident: Incident,
     stacks: Stacks,
     *,
     fault_at: float | None = None,
@@ -87,41 +87,41 @@ def section(
 
     Args:
         environment: of the page.
-        one: the incident.
+        incident: the incident.
         stacks: that were written in it.
         fault_at: when the fault happened, in Unix seconds; by default when it was noticed.
         origin: what happened then, in words.
         name: of the section in the page; by default the incident's id.
     """
-    name = name or f"incident-{one.id}"
-    began = unix(one.began)
+    name = name or f"incident-{incident.id}"
+    began = unix(incident.began)
     fault_at = began if fault_at is None else fault_at
-    published = _published(one, fault_at)
-    verdict_s = max(0.0, unix(one.ended) - fault_at)
-    again = first_step_again(one, fault_at)
+    published = _published(incident, fault_at)
+    verdict_s = max(0.0, unix(incident.ended) - fault_at)
+    repeated_step = first_step_again(incident, fault_at)
     until = published if published is not None else verdict_s
-    recovery = _recovery(one, verdict_s, published)
+    recovery = _recovery(incident, verdict_s, published)
     _, save_ticks = timeline.scale(until)
     _, recovery_ticks = timeline.scale(sum(recovery.values()))
-    cause, more = _sentence(one)
-    lanes, left_out = timeline.lanes_of(one, fault_at, verdict_s)
+    cause, further_sentence = _sentence(incident)
+    lanes, left_out = timeline.lanes_of(incident, fault_at, verdict_s)
     later = [lane for lane in lanes if any(at > save_ticks[-1] for _, at in lane.words)]
     fields = {
-        "one": one,
+        "one": incident,
         "name": name,
         "cause": cause,
-        "more": more,
-        "verdict": _VERDICTS.get(one.verdict, one.verdict),
-        "detected": _detected(one, fault_at),
+        "more": further_sentence,
+        "verdict": _VERDICTS.get(incident.verdict, incident.verdict),
+        "detected": _detected(incident, fault_at),
         "published": published,
-        "again": again,
+        "again": repeated_step,
         "origin": origin,
         "until": until,
         "save_view": _view(lanes, -math.inf, save_ticks),
         "left_out": left_out,
         "recovery": recovery,
         "recovery_view": _view(later, save_ticks[-1], recovery_ticks),
-        "advice": _advice(one),
+        "advice": _advice(incident),
         "recovery_words": _RECOVERY,
         "stacks": stacks,
         "most": MOST_EVENTS,
@@ -136,14 +136,14 @@ def section(
     )
     mark = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]  # what a live page compares
     return Section(
-        order=(one.began, one.incident),
+        order=(incident.began, incident.incident),
         name=name,
-        began=one.began[:19].replace("T", " "),
+        began=incident.began[:19].replace("T", " "),
         cause=cause,
-        verdict=one.verdict,
-        action=one.next_action,
-        again="" if again is None else duration(again),
-        lost="not known" if one.steps_lost is None else str(one.steps_lost),
+        verdict=incident.verdict,
+        action=incident.next_action,
+        again="" if repeated_step is None else duration(repeated_step),
+        lost="not known" if incident.steps_lost is None else str(incident.steps_lost),
         html=Markup(html.replace('data-mark=""', f'data-mark="{mark}"', 1)),
     )
 
@@ -175,16 +175,16 @@ def _advice(one: Incident) -> str:
     return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", lines).replace("`", "")
 
 
-def _sentence(one: Incident) -> tuple[str, str]:
+def _sentence(incident: Incident) -> tuple[str, str]:
     """Return the cause in one sentence, and what else the line says that was printed."""
-    cause, _, more = one.reason.partition("; ")
-    return _begin(cause) or "The cause is not known", _begin(more)
+    cause, _, further_sentence = incident.reason.partition("; ")
+    return _begin(cause) or "The cause is not known", _begin(further_sentence)
 
 
-def _begin(words: str) -> str:
+def _begin(sentence: str) -> str:
     """Return words as a sentence begins; the name of a function, and ttprun's, stay as they are."""
-    words = words.strip().rstrip(".")
-    return words if re.match(r"\S+ \(|ttprun\b", words) else words[:1].upper() + words[1:]
+    sentence = sentence.strip().rstrip(".")
+    return sentence if re.match(r"\S+ \(|ttprun\b", sentence) else sentence[:1].upper() + sentence[1:]
 
 
 def _since(event: Event, fault_at: float) -> float:
@@ -199,30 +199,30 @@ def _after(seconds: float) -> str:
 
 
 def _rects(spans: list[Span], until: float) -> list[charts.Rect]:
-    found = (charts.rect(one.kind, one.begin, one.end, until) for one in spans)
-    return [one for one in found if one is not None]
+    rects = (charts.rect(span.kind, span.begin, span.end, until) for span in spans)
+    return [rectangle for rectangle in rects if rectangle is not None]
 
 
-def _detected(one: Incident, fault_at: float) -> float | None:
+def _detected(incident: Incident, fault_at: float) -> float | None:
     """Return the seconds until the first order; for a hang those in which nothing had moved."""
-    if one.phases.detect is None or one.cause.kind == "hang":
-        return one.phases.detect
-    return max(0.0, unix(one.began) - fault_at) + one.phases.detect
+    if incident.phases.detect is None or incident.cause.kind == "hang":
+        return incident.phases.detect
+    return max(0.0, unix(incident.began) - fault_at) + incident.phases.detect
 
 
-def _published(one: Incident, fault_at: float) -> float | None:
+def _published(incident: Incident, fault_at: float) -> float | None:
     """Return the seconds until the checkpoint had its name; None if none was written."""
-    at = [unix(event.time) for event in one.events if event.type == "published"]
+    at = [unix(event.time) for event in incident.events if event.type == "published"]
     return max(0.0, max(at) - fault_at) if at else None
 
 
-def _recovery(one: Incident, verdict_s: float, published: float | None) -> dict[str, float]:
+def _recovery(incident: Incident, verdict_s: float, published: float | None) -> dict[str, float]:
     """Return the parts of the whole recovery, in their order."""
-    phases = one.phases
+    phases = incident.phases
     saved = min(published or 0.0, verdict_s)
     return {
         "write": saved,
-        "regroup" if one.verdict == "recovered" else "other": verdict_s - saved,
+        "regroup" if incident.verdict == "recovered" else "other": verdict_s - saved,
         "start": phases.restart or 0.0,
         "load": phases.load or 0.0,
         "first": phases.first_step or 0.0,

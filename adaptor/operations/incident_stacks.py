@@ -37,20 +37,21 @@ class Stacks(NamedTuple):
 def of_incident(log_path: Path, incident: Incident) -> Stacks:
     """Return the stacks that were written while the incident lasted; none where they cannot be read."""
     begin, end = unix(incident.began) - _TOLERANCE_S, unix(incident.ended) + _TOLERANCE_S
-    found: list[tuple[bool, int, Path]] = []
+    stack_files: list[tuple[bool, int, Path]] = []
     suspects = {incident.blamed, *incident.failed, *incident.silent}
     try:
         for path in log_path.glob("stacks-*/rank*.txt"):
             name = _NAME.fullmatch(path.name)
             if name is not None and begin <= path.stat().st_mtime <= end:
-                found.append((int(name[1]) not in suspects, int(name[1]), path))
+                stack_files.append((int(name[1]) not in suspects, int(name[1]), path))
     except OSError:
         return Stacks([], 0)
-    found.sort()
+    stack_files.sort()
     shown = [
-        Stack(str(path.relative_to(log_path)), rank, _text(path)) for _, rank, path in found[:MOST_FILES]
+        Stack(str(path.relative_to(log_path)), rank, _text(path))
+        for _, rank, path in stack_files[:MOST_FILES]
     ]
-    return Stacks(shown, max(0, len(found) - MOST_FILES))
+    return Stacks(shown, max(0, len(stack_files) - MOST_FILES))
 
 
 def _text(path: Path) -> str:
@@ -59,5 +60,5 @@ def _text(path: Path) -> str:
             read = file.read(MOST_BYTES + 1)
     except OSError as error:
         return f"it cannot be read ({error.strerror})"
-    more = "\n... the rest is in the file" if len(read) > MOST_BYTES else ""
-    return read[:MOST_BYTES].decode(errors="replace") + more
+    omission = "\n... the rest is in the file" if len(read) > MOST_BYTES else ""
+    return read[:MOST_BYTES].decode(errors="replace") + omission

@@ -43,24 +43,24 @@ def jobs(log_path: Path) -> list[Path]:
         JobFolderError: `log_path` cannot be read.
     """
     try:
-        found = [path for path in log_path.iterdir() if (path / STATUS_FILE).is_file()]
-        return sorted(found, key=lambda path: (path / STATUS_FILE).stat().st_mtime)
+        job_folders = [path for path in log_path.iterdir() if (path / STATUS_FILE).is_file()]
+        return sorted(job_folders, key=lambda path: (path / STATUS_FILE).stat().st_mtime)
     except OSError as error:
         raise JobFolderError(f"{log_path}: the folder cannot be read ({error.strerror}); {_ADVICE}") from None
 
 
-def find(where: Path) -> Path:
-    """Return the folder of a job: `where` itself, or the newest one in it.
+def find(folder: Path) -> Path:
+    """Return the folder of a job: `folder` itself, or the newest one in it.
 
     Raises:
         JobFolderError: it is neither.
     """
-    if (where / STATUS_FILE).is_file():
-        return where
-    found = jobs(where)
-    if not found:
-        raise JobFolderError(f"{where}: no job has written here; {_ADVICE}")
-    return found[-1]
+    if (folder / STATUS_FILE).is_file():
+        return folder
+    job_folders = jobs(folder)
+    if not job_folders:
+        raise JobFolderError(f"{folder}: no job has written here; {_ADVICE}")
+    return job_folders[-1]
 
 
 def status(job: Path) -> Status:
@@ -77,16 +77,16 @@ def silent_s(status: Status) -> float:
 def goes_on(job: Path) -> bool:
     """Return whether a job has not ended and writes its status; False where that cannot be read, too."""
     try:
-        found = status(job)
+        job_status = status(job)
     except JobFolderError:
         return False
-    return found.state != "ended" and not silent_s(found)
+    return job_status.state != "ended" and not silent_s(job_status)
 
 
 def incidents(job: Path) -> list[Incident]:
     """Read the files of all incidents that have ended, in their order. Raises JobFolderError."""
-    found = [read(path, Incident) for path in (job / INCIDENTS).glob("*.json")]
-    return sorted(found, key=lambda incident: (incident.began, incident.incident))
+    read_incidents = [read(path, Incident) for path in (job / INCIDENTS).glob("*.json")]
+    return sorted(read_incidents, key=lambda incident: (incident.began, incident.incident))
 
 
 class Summaries:
@@ -97,15 +97,19 @@ class Summaries:
 
     def of(self, job: Path) -> list[IncidentSummary]:
         """Return the summaries of the incidents of a job, in their order. Raises JobFolderError."""
-        there: dict[Path, tuple[tuple[int, int], IncidentSummary]] = {}
+        entries_by_path: dict[Path, tuple[tuple[int, int], IncidentSummary]] = {}
         for path in (job / INCIDENTS).glob("*.json"):
             mark = mark_of(path)
             if mark is not None:
-                known = self._read.get(path)
-                there[path] = known if known and known[0] == mark else (mark, read(path, IncidentSummary))
-        self._read = there
-        found = [summary for _, summary in there.values()]
-        return sorted(found, key=lambda summary: (summary.began, summary.incident))
+                known_entry = self._read.get(path)
+                entries_by_path[path] = (
+                    known_entry
+                    if known_entry and known_entry[0] == mark
+                    else (mark, read(path, IncidentSummary))
+                )
+        self._read = entries_by_path
+        summaries = [summary for _, summary in entries_by_path.values()]
+        return sorted(summaries, key=lambda summary: (summary.began, summary.incident))
 
 
 def mark_of(path: Path) -> tuple[int, int] | None:

@@ -88,14 +88,14 @@ class _NewEvents:
         """Return whether the file is another one than before, which is read from its beginning."""
         try:
             stat = self._path.stat()
-            found, size = (stat.st_dev, stat.st_ino), stat.st_size
+            identity, size = (stat.st_dev, stat.st_ino), stat.st_size
         except FileNotFoundError:
-            found, size = None, 0
+            identity, size = None, 0
         except OSError as error:
             raise _unreadable(self._path, error) from None
-        if found == self._file and size >= self._read:
+        if identity == self._file and size >= self._read:
             return False
-        self._file, self._read = found, 0
+        self._file, self._read = identity, 0
         return True
 
     def __iter__(self) -> Iterator[Event]:
@@ -122,32 +122,32 @@ def newest_events(job: Path, count: int) -> list[Event]:
         JobFolderError: the file cannot be read.
     """
     path = job / EVENTS_FILE
-    found: list[Event] = []
+    events: list[Event] = []
     try:
         with path.open("rb") as file:
             for line in _backwards(file.fileno()):
                 event = _decoded(line)
                 if event is not None:
-                    found.append(event)
-                if len(found) == count:
+                    events.append(event)
+                if len(events) == count:
                     break
     except FileNotFoundError:
         return []
     except OSError as error:
         raise _unreadable(path, error) from None
-    return found[::-1]
+    return events[::-1]
 
 
 def _backwards(descriptor: int) -> Iterator[bytes]:
     """Yield the lines of a file, the last one first."""
     place = os.fstat(descriptor).st_size
-    rest = b""
+    remainder = b""
     while place > 0:
         begin = max(0, place - _BLOCK)
-        rest, *lines = (os.pread(descriptor, place - begin, begin) + rest).split(b"\n")
+        remainder, *lines = (os.pread(descriptor, place - begin, begin) + remainder).split(b"\n")
         place = begin
         yield from reversed(lines)
-    yield rest
+    yield remainder
 
 
 def _decoded(line: bytes) -> Event | None:

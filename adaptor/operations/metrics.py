@@ -127,16 +127,18 @@ def _of_status(status: Status) -> Iterator[Metric]:
 def _of_steps(times: StepTimes) -> Metric:
     limits = [*map(str, times.limits), "+Inf"]
     counts = [float(count) for count in accumulate(times.counts)]
-    found = HistogramMetricFamily("ttp_step_duration_seconds", "how long steps took")
-    found.add_metric([], buckets=list(zip(limits, counts, strict=True)), sum_value=times.sum)
-    return found
+    histogram = HistogramMetricFamily("ttp_step_duration_seconds", "how long steps took")
+    histogram.add_metric([], buckets=list(zip(limits, counts, strict=True)), sum_value=times.sum)
+    return histogram
 
 
 def _of_incidents(incidents: Sequence[IncidentSummary]) -> Iterator[Metric]:
-    ended = CounterMetricFamily("ttp_incidents", "incidents that have ended", labels=["cause", "verdict"])
-    for (cause, verdict), count in Counter((one.cause.kind, one.verdict) for one in incidents).items():
-        ended.add_metric([cause, verdict], count)
-    yield ended
+    counter = CounterMetricFamily("ttp_incidents", "incidents that have ended", labels=["cause", "verdict"])
+    for (cause, verdict), count in Counter(
+        (incident.cause.kind, incident.verdict) for incident in incidents
+    ).items():
+        counter.add_metric([cause, verdict], count)
+    yield counter
     lost = [incident.steps_lost for incident in incidents if incident.steps_lost is not None]
     if lost or not incidents:  # else nothing is known, which is not 0
         yield CounterMetricFamily(
@@ -148,7 +150,7 @@ def _of_incidents(incidents: Sequence[IncidentSummary]) -> Iterator[Metric]:
         "ttp_incident_phase_seconds", "how long each part of an incident took", labels=["phase"]
     )
     for name in Phases.__struct_fields__:
-        took = [seconds for one in incidents if (seconds := getattr(one.phases, name)) is not None]
+        took = [seconds for incident in incidents if (seconds := getattr(incident.phases, name)) is not None]
         counts = [(str(limit), float(sum(seconds <= limit for seconds in took))) for limit in BUCKETS_S]
         parts.add_metric([name], buckets=[*counts, ("+Inf", float(len(took)))], sum_value=sum(took))
     yield parts
@@ -160,5 +162,5 @@ def _of_checkpoint(newest: Checkpoint) -> Iterator[Metric]:
     yield _gauge("ttp_checkpoint_bytes", "the bytes of its files", newest.size)
 
 
-def _gauge(name: str, words: str, value: float) -> Metric:
-    return GaugeMetricFamily(name, words, value=float(value))
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value=float(value))

@@ -33,11 +33,11 @@ def newest(save: Path) -> Checkpoint | None:
         step = tracker.tracked_step(save)
         if step is None:
             return None
-        found = manifest.read(save / naming.final_name(step))
-        at = datetime.fromisoformat(found.created).timestamp()
+        saved_manifest = manifest.read(save / naming.final_name(step))
+        at = datetime.fromisoformat(saved_manifest.created).timestamp()
     except (AdaptorError, OSError, ValueError):
         return None
-    return Checkpoint(step, at, sum(file.bytes for file in found.files))
+    return Checkpoint(step, at, sum(file.bytes for file in saved_manifest.files))
 
 
 class NewestCheckpoint:

@@ -41,14 +41,14 @@ def of_incident(incident: Incident, time: str, kind: str = "incident") -> Notice
     steps = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
     # A reason says it where a step is saved or nothing is lost.
     reason = incident.reason + (steps if incident.verdict == "lost" else "")
-    words = f"training goes on{steps}" if kind == "resumed" else reason
+    outcome = f"training goes on{steps}" if kind == "resumed" else reason
     # The line of an online recovery has said it.
-    then = "" if incident.verdict == "recovered" else f"; {incident.next_action}"
+    action = "" if incident.verdict == "recovered" else f"; {incident.next_action}"
     return Notice(
         type="resumed" if kind == "resumed" else "incident",
         time=time,
         job=incident.job,
-        text=f"{incident.job}: {words}{then}",
+        text=f"{incident.job}: {outcome}{action}",
         # Its file has them; with thousands of ranks no target would take them in time.
         incident=msgspec.structs.replace(incident, events=[], ranks=[]),
     )

@@ -81,24 +81,26 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
     resource = Resource.create()
     if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # no variable has named it
         resource = resource.merge(Resource({SERVICE_NAME: _SERVICE}))
-    summaries, done, refused = Summaries(), set[str](), 0
+    summaries, sent_ids, refused = Summaries(), set[str](), 0
     try:
         with CtrlC() as ctrl_c:
             while True:
                 is_last = not follow or not job_folder.goes_on(job)
-                found = summaries.of(job)
-                for place, one in enumerate(found):
-                    if one.id in done or not (is_last or place + 1 < len(found) or _is_complete(one)):
+                incident_summaries = summaries.of(job)
+                for place, summary in enumerate(incident_summaries):
+                    if summary.id in sent_ids or not (
+                        is_last or place + 1 < len(incident_summaries) or _is_complete(summary)
+                    ):
                         continue
-                    done.add(one.id)
-                    incident = job_folder.read(job / job_folder.INCIDENTS / f"{one.id}.json", Incident)
+                    sent_ids.add(summary.id)
+                    incident = job_folder.read(job / job_folder.INCIDENTS / f"{summary.id}.json", Incident)
                     taken = exporter.export(spans(incident, resource)) is SpanExportResult.SUCCESS
                     refused += not taken
                     if as_json:
-                        print(json.dumps({"incident": one.id, "sent": taken}), flush=True)
+                        print(json.dumps({"incident": summary.id, "sent": taken}), flush=True)
                     else:
-                        said = "sent" if taken else "NOT TAKEN by the collector"
-                        print(f"[ttp] incident {shown(one.id)}: {said}", flush=True)
+                        result_text = "sent" if taken else "NOT TAKEN by the collector"
+                        print(f"[ttp] incident {shown(summary.id)}: {result_text}", flush=True)
                 if is_last:
                     break
                 ctrl_c.raise_again()
@@ -106,12 +108,12 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
     finally:
         shut_down()
     if not as_json:
-        print(f"{len(done) - refused} of {len(done)} incidents sent")
+        print(f"{len(sent_ids) - refused} of {len(sent_ids)} incidents sent")
     return FINDING if refused else OK
 
 
-def _is_complete(one: IncidentSummary) -> bool:
-    return one.phases.first_step is not None
+def _is_complete(summary: IncidentSummary) -> bool:
+    return summary.phases.first_step is not None
 
 
 def spans(incident: Incident, resource: Resource) -> list[ReadableSpan]:
@@ -121,9 +123,9 @@ def spans(incident: Incident, resource: Resource) -> list[ReadableSpan]:
         incident: as its file has it.
         resource: what the spans are of.
     """
-    found = list(parts(incident))
-    began = min((unix(incident.began), *(since for _, since, _ in found)))
-    ended = max((unix(incident.ended), *(since + took for _, since, took in found)))
+    span_parts = list(parts(incident))
+    began = min((unix(incident.began), *(since for _, since, _ in span_parts)))
+    end_time = max((unix(incident.ended), *(since + took for _, since, took in span_parts)))
     root = _context(incident, "")
     marks = [
         Mark(
@@ -166,7 +168,7 @@ def spans(incident: Incident, resource: Resource) -> list[ReadableSpan]:
             kind=SpanKind.INTERNAL,
             status=Status(StatusCode.ERROR, incident.reason),
             start_time=_ns(began),
-            end_time=_ns(ended),
+            end_time=_ns(end_time),
             instrumentation_scope=_SCOPE,
         ),
         *(
@@ -180,15 +182,15 @@ def spans(incident: Incident, resource: Resource) -> list[ReadableSpan]:
                 end_time=_ns(since + took),
                 instrumentation_scope=_SCOPE,
             )
-            for name, since, took in found
+            for name, since, took in span_parts
         ),
     ]
 
 
 def _context(incident: Incident, part: str) -> SpanContext:
     trace, span = (
-        hashlib.sha256("\0".join(("ttp", incident.job, incident.id, *more)).encode()).digest()
-        for more in ((), ("span", part))
+        hashlib.sha256("\0".join(("ttp", incident.job, incident.id, *name_parts)).encode()).digest()
+        for name_parts in ((), ("span", part))
     )
     return SpanContext(
         int.from_bytes(trace[:16], "big"),

@@ -53,20 +53,20 @@ class Pages:
         silent_s = job_folder.silent_s(status)
         ended_badly = bool(newest) and newest[0].action.startswith("the job ends")
         bad = bool(silent_s) or status.protected is False or (status.state == "ended" and ended_badly)
-        waits = status.state in ("incident", "restarting", "starting")
+        is_waiting = status.state in ("incident", "restarting", "starting")
         spent = reader.spent()
         return self._environment.get_template("job.html.j2").render(
             status=status,
             trained=Path(status.script).name,
             state=f"silent for {duration(silent_s)}, last {status.state}" if silent_s else status.state,
-            colour="bad" if bad else "" if waits else "good",
+            colour="bad" if bad else "" if is_waiting else "good",
             protection=protection(status),
             step_age=_age(status, unix(status.step_time) if status.step_time else None),
             checkpoint=checkpoint,
             checkpoint_age=_age(status, checkpoint.at if checkpoint else None),
             spent=spent,
             used={colour: spent.seconds.get(state, 0.0) for colour, (state, _) in _USED.items()},
-            used_words={colour: words for colour, (_, words) in _USED.items()},
+            used_words={colour: label for colour, (_, label) in _USED.items()},
             history=history.of_changes(reader.changes(), unix(status.time)),
             index=reader.summaries(),
             sections=newest,
@@ -75,21 +75,25 @@ class Pages:
 
     def _newest_sections(self, job: Path) -> list[Section]:
         """Return the sections of the newest incidents, the newest first."""
-        there: dict[str, tuple[tuple[int, int], Section]] = {}
+        entries_by_path: dict[str, tuple[tuple[int, int], Section]] = {}
         # By their names, which begin with the time and have no order among those of one second.
         for path in sorted((job / job_folder.INCIDENTS).glob("*.json"))[-2 * MOST_INCIDENTS :]:
             mark = job_folder.mark_of(path)
             if mark is not None:
-                known = self._sections.get(str(path))
-                there[str(path)] = known if known and known[0] == mark else (mark, self._section(path))
-        self._sections = there
-        found = sorted((made for _, made in there.values()), key=lambda one: one.order, reverse=True)
-        return found[:MOST_INCIDENTS]
+                known_entry = self._sections.get(str(path))
+                entries_by_path[str(path)] = (
+                    known_entry if known_entry and known_entry[0] == mark else (mark, self._section(path))
+                )
+        self._sections = entries_by_path
+        newest_sections = sorted(
+            (made for _, made in entries_by_path.values()), key=lambda one: one.order, reverse=True
+        )
+        return newest_sections[:MOST_INCIDENTS]
 
     def _section(self, path: Path) -> Section:
-        one = job_folder.read(path, Incident)
-        stacks = incident_stacks.of_incident(path.parents[2], one)
-        return section(self._environment, one, stacks)
+        incident = job_folder.read(path, Incident)
+        stacks = incident_stacks.of_incident(path.parents[2], incident)
+        return section(self._environment, incident, stacks)
 
 
 def _age(status: Status, at: float | None) -> str:

@@ -44,14 +44,14 @@ def environment(*folders: Path) -> jinja2.Environment:
         jinja2.PackageLoader("adaptor.operations", ""),
         jinja2.FileSystemLoader(folders),
     ]
-    made = jinja2.Environment(
+    jinja_environment = jinja2.Environment(
         loader=jinja2.ChoiceLoader(loaders),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals.update(
+    jinja_environment.globals.update(
         css=Markup(_CSS),
         script=Markup(_SCRIPT),
         policy=POLICY,
@@ -61,4 +61,4 @@ def environment(*folders: Path) -> jinja2.Environment:
         scale_of=timeline.scale,
         tick_labels=timeline.tick_labels,
     )
-    return made
+    return jinja_environment

@@ -298,9 +298,9 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
 
 def schema(name: str) -> dict[str, object]:
     """Return the JSON Schema (2020-12) of a file: `incident`, `status`, or `event` for a line of events."""
-    made: dict[str, object] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
-    made.update(msgspec.json.schema(SCHEMAS[name]))
-    return made
+    schema_body: dict[str, object] = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    schema_body.update(msgspec.json.schema(SCHEMAS[name]))
+    return schema_body
 
 
 def utc(at: float) -> str:

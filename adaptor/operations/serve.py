@@ -57,7 +57,7 @@ class Server(ThreadingHTTPServer):
     """Serves one log folder: its newest job, or the job whose folder it is.
 
     Args:
-        where: the folder.
+        folder: the folder.
         listening: the socket; it is closed with the server.
         clients: what they must send, and see.
         come_round: is called again and again by `serve_forever`, which what it raises ends.
@@ -67,12 +67,12 @@ class Server(ThreadingHTTPServer):
 
     def __init__(
         self,
-        where: Path,
+        folder: Path,
         listening: socket.socket,
         clients: Clients,
         come_round: Callable[[], None] = lambda: None,
     ) -> None:
-        self.where = where
+        self.where = folder
         self._come_round = come_round
         self.token = clients.token
         self._job: Path | None = None
@@ -93,10 +93,10 @@ class Server(ThreadingHTTPServer):
         Raises:
             JobFolderError: there is none.
         """
-        found = self._job
-        if found is None or not job_folder.goes_on(found):
-            found = self._job = job_folder.find(self.where)
-        return found
+        current_job = self._job
+        if current_job is None or not job_folder.goes_on(current_job):
+            current_job = self._job = job_folder.find(self.where)
+        return current_job
 
     def reader(self) -> JobReader:
         """Return what reads the job that is served. Raises JobFolderError."""
@@ -170,9 +170,9 @@ class _Handler(BaseHTTPRequestHandler):
                 HTTPStatus.MISDIRECTED_REQUEST, _TEXT, b"Host must be localhost or a loopback address\n"
             )
             return
-        given = self.headers.get("Authorization", "")
+        authorization = self.headers.get("Authorization", "")
         if self.server.token and not hmac.compare_digest(
-            given.encode("latin-1", "replace"), f"Bearer {self.server.token}".encode()
+            authorization.encode("latin-1", "replace"), f"Bearer {self.server.token}".encode()
         ):
             self._answer(HTTPStatus.UNAUTHORIZED, _TEXT, b"a token is needed\n")
             return
@@ -189,8 +189,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """Answer 405: requests change nothing here."""
-        words = b"nothing can be changed here; there are GET and HEAD\n"
-        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, words, _ALLOWED)
+        answer_text = b"nothing can be changed here; there are GET and HEAD\n"
+        self._answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, answer_text, _ALLOWED)
 
     do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST
 
@@ -206,19 +206,19 @@ class _Handler(BaseHTTPRequestHandler):
             body, kind = metrics.exposition(server.reader(), server.newest.found, accept)
             return HTTPStatus.OK, kind, body
         if path == "/readyz":
-            why = _not_ready(server.job())
-            status = HTTPStatus.SERVICE_UNAVAILABLE if why else HTTPStatus.OK
-            return status, _TEXT, f"{why or 'ok'}\n".encode(errors="replace")
+            reason = _not_ready(server.job())
+            status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
+            return status, _TEXT, f"{reason or 'ok'}\n".encode(errors="replace")
         if path == "/api/v1/status":
             return _json(job_folder.status(server.job()))
         if path == "/api/v1/incidents":
             return _json(server.reader().summaries())
         if path.startswith("/api/v1/incidents/"):
-            found = _incident(server.job(), path.removeprefix("/api/v1/incidents/"))
-            return _json(found) if found else _NO_INCIDENT
+            incident = _incident(server.job(), path.removeprefix("/api/v1/incidents/"))
+            return _json(incident) if incident else _NO_INCIDENT
         if path.startswith("/incidents/") and path.endswith("/trace"):
-            found = _incident(server.job(), path.removeprefix("/incidents/").removesuffix("/trace"))
-            return _json(chrome_trace(found)) if found else _NO_INCIDENT
+            incident = _incident(server.job(), path.removeprefix("/incidents/").removesuffix("/trace"))
+            return _json(chrome_trace(incident)) if incident else _NO_INCIDENT
         if path == "/api/v1/events":
             return _events(server.job(), query.get("limit", ["100"])[-1])
         return (
@@ -228,10 +228,14 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _answer(
-        self, status: HTTPStatus, kind: str, body: bytes, more: Mapping[str, str] = MappingProxyType({})
+        self,
+        status: HTTPStatus,
+        kind: str,
+        body: bytes,
+        further_headers: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.send_response(status)
-        for name, value in more.items():
+        for name, value in further_headers.items():
             self.send_header(name, value)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -258,8 +262,8 @@ def _names_this_machine(host: str) -> bool:
         return False
 
 
-def _json(made: object) -> tuple[HTTPStatus, str, bytes]:
-    return HTTPStatus.OK, _JSON, msgspec.json.encode(made)
+def _json(body: object) -> tuple[HTTPStatus, str, bytes]:
+    return HTTPStatus.OK, _JSON, msgspec.json.encode(body)
 
 
 def _incident(job: Path, name: str) -> Incident | None:
@@ -270,8 +274,8 @@ def _incident(job: Path, name: str) -> Incident | None:
 
 def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:
     if not re.fullmatch(r"[0-9]{1,4}", limit) or not 1 <= int(limit) <= _MOST_EVENTS:
-        words = f"limit is {limit[:20]!r}: it must be a number from 1 to {_MOST_EVENTS}\n"
-        return HTTPStatus.BAD_REQUEST, _TEXT, words.encode(errors="replace")
+        problem = f"limit is {limit[:20]!r}: it must be a number from 1 to {_MOST_EVENTS}\n"
+        return HTTPStatus.BAD_REQUEST, _TEXT, problem.encode(errors="replace")
     return _json(newest_events(job, int(limit)))
 
 

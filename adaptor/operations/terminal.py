@@ -24,15 +24,15 @@ _STYLES = (
 )
 
 
-def show(lines: Iterable[str], *, again: bool = False) -> None:
+def show(lines: Iterable[str], *, is_repeated: bool = False) -> None:
     """Print lines to stdout, at once.
 
     Args:
         lines: the answer.
-        again: in the place of what is on the terminal.
+        is_repeated: in the place of what is on the terminal.
     """
     lines = list(lines)
-    if again and sys.stdout.isatty():
+    if is_repeated and sys.stdout.isatty():
         print(_CLEAR, end="")
     if not (sys.stdout.isatty() and _in_colour(lines)):
         print("\n".join(lines), flush=True)
@@ -69,8 +69,8 @@ def _in_colour(lines: Iterable[str]) -> bool:
         return False
     console = Console(highlight=False, soft_wrap=True)
     for line in lines:
-        words = Text(line)
+        colored_text = Text(line)
         for pattern, style in _STYLES:
-            words.highlight_regex(pattern, style)
-        console.print(words)
+            colored_text.highlight_regex(pattern, style)
+        console.print(colored_text)
     return True

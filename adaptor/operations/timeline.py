@@ -80,29 +80,29 @@ def words_of(event: Event) -> str:
     return _WORDS.get(event.type, event.type.replace("-", " "))
 
 
-def lanes_of(incident: Incident, fault_at: float, ended: float) -> Lanes:
+def lanes_of(incident: Incident, fault_at: float, end_s: float) -> Lanes:
     """Return the lanes of an incident: the controller's, then those of ranks, the blamed one first.
 
     Args:
         incident: its file.
         fault_at: the time from which all seconds count, in Unix seconds.
-        ended: the end of a span that has no other, in seconds from then.
+        end_s: the end of a span that has no other, in seconds from then.
     """
     of_rank: dict[int | None, list[Event]] = defaultdict(list)
-    for event in sorted(incident.events, key=lambda one: one.time):
+    for event in sorted(incident.events, key=lambda event: event.time):
         of_rank[event.rank].append(event)
     replaced = min(
-        (unix(one.time) - fault_at for one in of_rank[None] if one.type == "replace"), default=None
+        (unix(event.time) - fault_at for event in of_rank[None] if event.type == "replace"), default=None
     )
     parts = _parts(incident, of_rank)
     ranks = sorted((rank for rank in of_rank if rank is not None), key=lambda rank: _order(rank, parts))
-    lanes = [_lane("controller, agents", "", of_rank[None], fault_at, ended)]
+    lanes = [_lane("controller, agents", "", of_rank[None], fault_at, end_s)]
     for rank in ranks[:MOST_LANES]:
-        lane = _lane(f"rank {rank}", parts.get(rank, ""), of_rank[rank], fault_at, ended)
+        lane = _lane(f"rank {rank}", parts.get(rank, ""), of_rank[rank], fault_at, end_s)
         ended_at_once = rank == incident.blamed and incident.cause.kind in ("signal", "exit")
-        spans = [*_gone(of_rank[rank], ended_at_once, replaced, fault_at, ended), *lane.spans]
+        spans = [*_gone(of_rank[rank], ended_at_once, replaced, fault_at, end_s), *lane.spans]
         if rank in incident.silent:
-            spans = [one._replace(kind="silent") if one.kind == "stop" else one for one in spans]
+            spans = [span._replace(kind="silent") if span.kind == "stop" else span for span in spans]
         lanes.append(lane._replace(spans=spans))
     return Lanes(lanes, max(0, len(ranks) - MOST_LANES))
 
@@ -113,7 +113,7 @@ def _parts(incident: Incident, of_rank: Mapping[int | None, Sequence[Event]]) ->
     parts |= {rank: "failed, too" for rank in incident.failed if rank not in parts}
     parts |= {rank: "did not answer" for rank in incident.silent if rank not in parts}
     for rank, events in of_rank.items():
-        if rank is not None and rank not in parts and any(one.type == "dump-ordered" for one in events):
+        if rank is not None and rank not in parts and any(event.type == "dump-ordered" for event in events):
             parts[rank] = "writes"
     return parts
 
@@ -123,35 +123,39 @@ def _order(rank: int, parts: Mapping[int, str]) -> tuple[int, int]:
     return order.index(parts.get(rank, "")), rank
 
 
-def _lane(name: str, note: str, events: Iterable[Event], fault_at: float, ended: float) -> Lane:
+def _lane(name: str, note: str, events: Iterable[Event], fault_at: float, end_s: float) -> Lane:
     spans: list[Span] = []
-    words: list[tuple[str, float]] = []
-    told: dict[str, float] = {}  # by the kind of a span: when it began
+    captions: list[tuple[str, float]] = []
+    begun_by_kind: dict[str, float] = {}  # by the kind of a span: when it began
     for event in events:
         at = unix(event.time) - fault_at
         if event.type in _SPANS:
-            told.setdefault(_SPANS[event.type][0], at)
+            begun_by_kind.setdefault(_SPANS[event.type][0], at)
         for kind, answers in _SPANS.values():
-            if event.type in answers and kind in told:
-                spans.append(Span(kind, told.pop(kind), at))
+            if event.type in answers and kind in begun_by_kind:
+                spans.append(Span(kind, begun_by_kind.pop(kind), at))
         word = words_of(event)
-        if event.type not in _UNTOLD and (not words or words[-1][0] != word) and len(words) < _MOST_WORDS:
-            words.append((word, at))
-    spans += [Span(kind, begin, ended) for kind, begin in told.items()]
-    return Lane(name, note, spans, words)
+        if (
+            event.type not in _UNTOLD
+            and (not captions or captions[-1][0] != word)
+            and len(captions) < _MOST_WORDS
+        ):
+            captions.append((word, at))
+    spans += [Span(kind, begin, end_s) for kind, begin in begun_by_kind.items()]
+    return Lane(name, note, spans, captions)
 
 
 def _gone(
-    events: Sequence[Event], ended_at_once: bool, replaced: float | None, fault_at: float, ended: float
+    events: Sequence[Event], ended_at_once: bool, replaced: float | None, fault_at: float, end_s: float
 ) -> list[Span]:
     """Return when a rank had no process, and when a new one was being started."""
-    died = [unix(one.time) - fault_at for one in events if one.type == "died"]
-    started = [unix(one.time) - fault_at for one in events if one.type == "started"]
+    died = [unix(event.time) - fault_at for event in events if event.type == "died"]
+    started = [unix(event.time) - fault_at for event in events if event.type == "started"]
     if ended_at_once:
         died.insert(0, 0.0)
     if not died:
         return []
-    back = min((at for at in started if at >= died[0]), default=ended)
+    back = min((at for at in started if at >= died[0]), default=end_s)
     if replaced is None or not started or replaced >= back:
         return [Span("gone", died[0], back)]
     begin = max(died[0], replaced)
@@ -165,7 +169,9 @@ def scale(until: float) -> tuple[float, list[float]]:
     _, unit_s = _unit(until)
     rough = until / unit_s / _INTERVALS
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next((one * power for one in _STEPS if one * power >= rough * (1 - 1e-9)), 10 * power)
+    step = next(
+        (step_size * power for step_size in _STEPS if step_size * power >= rough * (1 - 1e-9)), 10 * power
+    )
     step *= unit_s
     count = math.ceil(until / step - 1e-9)
     return count * step, [number * step for number in range(count + 1)]

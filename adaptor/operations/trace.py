@@ -96,15 +96,15 @@ def _first(incident: Incident, types: tuple[str, ...]) -> float | None:
 
 def _tasks(incident: Incident) -> Iterator[Entry]:
     """Yield how long each rank took from an order to its answer."""
-    told: dict[tuple[int, str], Event] = {}
-    for event in sorted(incident.events, key=lambda one: unix(one.time)):
+    begun_events: dict[tuple[int, str], Event] = {}
+    for event in sorted(incident.events, key=lambda event: unix(event.time)):
         if event.rank is None:
             continue
         if event.type in _TASKS:
-            told[event.rank, event.type] = event
+            begun_events[event.rank, event.type] = event
             continue
         for order, answers in _TASKS.items():
-            if event.type in answers and (begin := told.pop((event.rank, order), None)) is not None:
+            if event.type in answers and (begin := begun_events.pop((event.rank, order), None)) is not None:
                 since = unix(begin.time)
                 yield _span(order, since, unix(event.time) - since, _place(event))
 

@@ -77,14 +77,14 @@ def answer(parsed: argparse.Namespace) -> int:
     answers = [_verified(root, step) for step in steps]
     missing = named is not None and parsed.step is None and named not in steps
     if parsed.json:
-        found = {"save": shown(str(root)), "tracker": named, "checkpoints": answers}
-        print(msgspec.json.encode(found).decode())
+        answer_body = {"save": shown(str(root)), "tracker": named, "checkpoints": answers}
+        print(msgspec.json.encode(answer_body).decode())
     else:
         show(_table(answers, named, all_files=parsed.files))
         if missing:
             show([f"the tracker names step {named}, of which there is no folder"])
         show([f"{len(answers)} checkpoint{'' if len(answers) == 1 else 's'} in {shown(str(root))}"])
-    states = {each.state for each in answers}
+    states = {checkpoint_answer.state for checkpoint_answer in answers}
     if missing or "damaged" in states:
         return FINDING
     return USAGE if "unreadable" in states else OK
@@ -93,8 +93,8 @@ def answer(parsed: argparse.Namespace) -> int:
 def _verified(root: Path, step: int) -> _Checkpoint:
     folder = root / naming.final_name(step)
     if not saved_steps.has_manifest(root, step):
-        why = "it has no manifest: the framework wrote it without the adaptor, and nobody can tell"
-        return _Checkpoint(step, "not known", [why], [])
+        reason = "it has no manifest: the framework wrote it without the adaptor, and nobody can tell"
+        return _Checkpoint(step, "not known", [reason], [])
     try:
         described = manifest.read(folder)
     except manifest.UnreadableError as error:
@@ -107,9 +107,12 @@ def _verified(root: Path, step: int) -> _Checkpoint:
     elif not described.files:
         problems.append(f"{folder / naming.MANIFEST}: names no file")
     examined = _examined(folder, described.files)
-    states = {one.state for one in examined}
-    problems += [shown(one.problem) for one in examined if one.problem]
-    files = [_File(shown(one.entry.path), one.entry.bytes, one.state) for one in examined]
+    states = {examined_file.state for examined_file in examined}
+    problems += [shown(examined_file.problem) for examined_file in examined if examined_file.problem]
+    files = [
+        _File(shown(examined_file.entry.path), examined_file.entry.bytes, examined_file.state)
+        for examined_file in examined
+    ]
     if states & {"missing", "changed"} or (problems and "unreadable" not in states):
         state = "damaged"
     elif "unreadable" in states:
@@ -124,19 +127,19 @@ def _examined(folder: Path, files: Sequence[FileEntry]) -> list[manifest.Examine
 
     Ctrl-C ends this at once; a pool would wait for the files that it has begun, which may be large.
     """
-    left: queue.SimpleQueue[tuple[int, FileEntry]] = queue.SimpleQueue()
-    done: queue.SimpleQueue[tuple[int, manifest.Examined | Exception]] = queue.SimpleQueue()
+    waiting_files: queue.SimpleQueue[tuple[int, FileEntry]] = queue.SimpleQueue()
+    examined_queue: queue.SimpleQueue[tuple[int, manifest.Examined | Exception]] = queue.SimpleQueue()
     for numbered in enumerate(files):
-        left.put(numbered)
+        waiting_files.put(numbered)
 
     def work() -> None:
         with contextlib.suppress(queue.Empty):
             while True:
-                number, entry = left.get_nowait()
+                number, entry = waiting_files.get_nowait()
                 try:
-                    done.put((number, manifest.examine(folder, entry)))
+                    examined_queue.put((number, manifest.examine(folder, entry)))
                 except Exception as error:  # the main thread raises it
-                    done.put((number, error))
+                    examined_queue.put((number, error))
 
     for started in range(min(len(files), _MOST_AT_ONCE, 2 * (os.cpu_count() or 1))):
         try:
@@ -145,27 +148,29 @@ def _examined(folder: Path, files: Sequence[FileEntry]) -> list[manifest.Examine
             if not started:
                 raise
             break
-    found: dict[int, manifest.Examined] = {}
-    while len(found) < len(files):
-        number, one = done.get()
-        if isinstance(one, Exception):
-            raise one
-        found[number] = one
-    return [found[number] for number in range(len(files))]
+    examined_by_number: dict[int, manifest.Examined] = {}
+    while len(examined_by_number) < len(files):
+        number, examined_file = examined_queue.get()
+        if isinstance(examined_file, Exception):
+            raise examined_file
+        examined_by_number[number] = examined_file
+    return [examined_by_number[number] for number in range(len(files))]
 
 
 def _table(answers: Sequence[_Checkpoint], named: int | None, *, all_files: bool) -> list[str]:
     """Return a line for each checkpoint, and below it one for each file that is not as it should be."""
     lines = []
-    for each in answers:
-        mark = " (the tracker names it)" if each.step == named else ""
-        size = sum(file.bytes for file in each.files)
-        count = f", {len(each.files)} files, {size / 1e9:.3f} GB" if each.files else ""
-        lines.append(f"step {each.step}: {each.state}{mark}{count}")
+    for checkpoint_answer in answers:
+        mark = " (the tracker names it)" if checkpoint_answer.step == named else ""
+        size = sum(file.bytes for file in checkpoint_answer.files)
+        count = (
+            f", {len(checkpoint_answer.files)} files, {size / 1e9:.3f} GB" if checkpoint_answer.files else ""
+        )
+        lines.append(f"step {checkpoint_answer.step}: {checkpoint_answer.state}{mark}{count}")
         lines += [
             f"  {file.state:<10}  {file.bytes:>15}  {file.path}"
-            for file in each.files
+            for file in checkpoint_answer.files
             if all_files or file.state not in ("ok", "unhashed")
         ]
-        lines += [f"  {problem}" for problem in each.problems]
+        lines += [f"  {problem}" for problem in checkpoint_answer.problems]
     return lines

@@ -8,9 +8,9 @@ from adaptor.operations.records import Incident, Status, unix
 OK, FINDING, USAGE = 0, 1, 2
 
 
-def shown(words: str) -> str:
+def shown(raw_text: str) -> str:
     """Return text from a file as one line that any terminal can show."""
-    return text.encodable(words.replace("\n", " ").replace("\x1b", "?"))
+    return text.encodable(raw_text.replace("\n", " ").replace("\x1b", "?"))
 
 
 def protection(status: Status) -> str:

@@ -236,8 +236,8 @@ def _patch(module: ModuleType) -> None:
         patch.unit.half_applied = False
         patch.unit.settle()
     if fatal:
-        more = f" (and {len(fatal) - 1} more in this module)" if len(fatal) > 1 else ""
-        raise DriftError(f"{fatal[0].drift()}{more}")
+        further = f" (and {len(fatal) - 1} more in this module)" if len(fatal) > 1 else ""
+        raise DriftError(f"{fatal[0].drift()}{further}")
 
 
 def _is_fatal(patch: Patch) -> bool:
@@ -246,15 +246,17 @@ def _is_fatal(patch: Patch) -> bool:
 
 def _holders(functions: Sequence[object]) -> dict[int, tuple[str, ...]]:
     """Find the modules that hold these very objects; returns "module:name" texts by the id of the object."""
-    found: dict[int, list[str]] = {id(function): [] for function in functions}
+    names_by_function: dict[int, list[str]] = {id(function): [] for function in functions}
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType):
             continue
         # Past any __getattribute__: looking must not make a lazy module load.
         names = dict(object.__getattribute__(module, "__dict__"))
-        if found.keys().isdisjoint(map(id, names.values())):  # of nearly all, and much quicker than a loop
+        if names_by_function.keys().isdisjoint(
+            map(id, names.values())
+        ):  # of nearly all, and much quicker than a loop
             continue
         for name, value in names.items():
-            if id(value) in found:
-                found[id(value)].append(f"{module_name}:{name}")
-    return {identity: tuple(sorted(names)) for identity, names in found.items()}
+            if id(value) in names_by_function:
+                names_by_function[id(value)].append(f"{module_name}:{name}")
+    return {identity: tuple(sorted(names)) for identity, names in names_by_function.items()}

@@ -54,22 +54,24 @@ class Expected:
                 parameters.append(Parameter(item.removesuffix("="), kind, default=default))
         return cls(text, tuple(parameters), is_open)
 
-    def matches(self, found: tuple[Parameter, ...]) -> bool:
+    def matches(self, parameters: tuple[Parameter, ...]) -> bool:
         """Tell whether a function with these parameters can be called the way the wrapper expects."""
-        positional = [parameter for parameter in found if parameter.kind in _POSITIONAL]
-        rest = {parameter.name: parameter for parameter in found if parameter.kind not in _POSITIONAL}
-        for wanted in self.parameters:
-            if wanted.kind in _POSITIONAL:
+        positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
+        remaining = {
+            parameter.name: parameter for parameter in parameters if parameter.kind not in _POSITIONAL
+        }
+        for expected_parameter in self.parameters:
+            if expected_parameter.kind in _POSITIONAL:
                 have = positional.pop(0) if positional else None
             else:
-                have = rest.pop(wanted.name, None)
-            if have is None or have.name != wanted.name:
+                have = remaining.pop(expected_parameter.name, None)
+            if have is None or have.name != expected_parameter.name:
                 return False
-            if wanted.kind not in _POSITIONAL and have.kind is not wanted.kind:
+            if expected_parameter.kind not in _POSITIONAL and have.kind is not expected_parameter.kind:
                 return False
-            if wanted.default is not Parameter.empty and have.default is Parameter.empty:
+            if expected_parameter.default is not Parameter.empty and have.default is Parameter.empty:
                 return False
-        return self.open or not (positional or rest)
+        return self.open or not (positional or remaining)
 
 
 def parameters_of(function: Callable[..., Any], bound: bool) -> tuple[Parameter, ...] | None:

@@ -17,9 +17,9 @@ class NotFitting(Exception):
     """There is no function of that name; `found` says what there is, `absent` whether there is nothing,
     `imported` whether it is one of another module."""
 
-    def __init__(self, found: str, absent: bool = False, imported: bool = False) -> None:
-        super().__init__(found)
-        self.found = found
+    def __init__(self, actual: str, absent: bool = False, imported: bool = False) -> None:
+        super().__init__(actual)
+        self.found = actual
         self.absent = absent
         self.imported = imported
 

@@ -28,13 +28,13 @@ async def challenge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
     Raises:
         ConnectionError: the other side does not know the secret.
     """
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    writer.write(mine)
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(own_nonce)
     theirs = await reader.readexactly(_NONCE_BYTES)
     proof = await reader.readexactly(_PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"agent", mine, theirs)):
+    if not hmac.compare_digest(proof, _proof(secret, b"agent", own_nonce, theirs)):
         raise ConnectionError("the other side does not know the secret of this job")
-    writer.write(_proof(secret, b"controller", mine, theirs))
+    writer.write(_proof(secret, b"controller", own_nonce, theirs))
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
@@ -45,10 +45,10 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
         EOFError: it does not take the proof.
     """
     theirs = await reader.readexactly(_NONCE_BYTES)
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    writer.write(mine + _proof(secret, b"agent", theirs, mine))
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(own_nonce + _proof(secret, b"agent", theirs, own_nonce))
     proof = await reader.readexactly(_PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"controller", theirs, mine)):
+    if not hmac.compare_digest(proof, _proof(secret, b"controller", theirs, own_nonce)):
         raise ConnectionError("the other side does not know the secret of this job")
 
 
@@ -59,10 +59,10 @@ def answer_blocking(connection: socket.socket, secret: bytes) -> None:
         ConnectionError, EOFError: as there.
     """
     theirs = exactly(connection, _NONCE_BYTES)
-    mine = secrets.token_bytes(_NONCE_BYTES)
-    connection.sendall(mine + _proof(secret, b"agent", theirs, mine))
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(own_nonce + _proof(secret, b"agent", theirs, own_nonce))
     proof = exactly(connection, _PROOF_BYTES)
-    if not hmac.compare_digest(proof, _proof(secret, b"controller", theirs, mine)):
+    if not hmac.compare_digest(proof, _proof(secret, b"controller", theirs, own_nonce)):
         raise ConnectionError("the other side does not know the secret of this job")
 
 

@@ -85,8 +85,8 @@ class BoardMemory:
             fields = _RECORD.unpack_from(self._memory, start + _place(sequence))
         if sequence == 0:
             return BoardRecord(rank=rank)
-        rank, pid, phase, oldest, finished, ahead, inside, progress, *rest = fields
-        grad_norm, slowest, usual, turns, stage, error = rest
+        rank, pid, phase, oldest, finished, ahead, inside, progress, *remaining_fields = fields
+        grad_norm, slowest, usual, turns, stage, error = remaining_fields
         text = error.rstrip(b"\0").decode("utf-8", "replace")
         return BoardRecord(
             rank=rank,
@@ -170,10 +170,10 @@ class Board:
             self._memory = mmap.mmap(fd, SLOT, offset=offset)
         finally:
             os.close(fd)
-        whole = memoryview(self._memory)
-        self._sequence_there = whole[:_SEQUENCE_BYTES].cast("Q")
-        self._kept_there = whole[_KEPT : _KEPT + _SEQUENCE_BYTES].cast("Q")
-        self._spent_there = whole[_SPENT:_SPENT_END].cast("d")
+        memory_view = memoryview(self._memory)
+        self._sequence_there = memory_view[:_SEQUENCE_BYTES].cast("Q")
+        self._kept_there = memory_view[_KEPT : _KEPT + _SEQUENCE_BYTES].cast("Q")
+        self._spent_there = memory_view[_SPENT:_SPENT_END].cast("d")
         self._kept_sequence = self._kept_there[0]
         self.kept = self._read_kept()
         self.write()

@@ -47,29 +47,29 @@ def newest(dump: object) -> Collectives:
     Raises:
         msgspec.ValidationError: this is no such dump.
     """
-    found: Collectives = {}
+    collectives: Collectives = {}
     for entry in msgspec.convert(dump, _Dump).entries:
         backend, _, name = entry.profiling_name.rpartition(":")
         number, group = entry.process_group
-        words = f"group {number}" + (f" ({group})" if group not in ("", "undefined") else "")
-        key = f"{words} of {backend}" if backend else words
+        group_text = f"group {number}" + (f" ({group})" if group not in ("", "undefined") else "")
+        key = f"{group_text} of {backend}" if backend else group_text
         # Not the greatest number: a group made anew, as online recovery does, counts from the beginning.
-        if not entry.is_p2p and (key not in found or found[key].begun < entry.record_id):
-            found[key] = Newest(entry.collective_seq_id, name, entry.record_id)
-    last = sorted(found.items(), key=lambda pair: -pair[1].begun)[:MOST_GROUPS]
+        if not entry.is_p2p and (key not in collectives or collectives[key].begun < entry.record_id):
+            collectives[key] = Newest(entry.collective_seq_id, name, entry.record_id)
+    last = sorted(collectives.items(), key=lambda pair: -pair[1].begun)[:MOST_GROUPS]
     return dict(last)
 
 
-def encode(path: str, found: Collectives) -> str:
+def encode(path: str, collectives: Collectives) -> str:
     """Return what a rank tells the controller: its file, and the newest collective of each group."""
-    return msgspec.json.encode(_Report(path, found)).decode()
+    return msgspec.json.encode(_Report(path, collectives)).decode()
 
 
-def decode(said: str) -> tuple[str, Collectives]:
+def decode(raw_fields: str) -> tuple[str, Collectives]:
     """Return the file and the collectives of what a rank has told.
 
     Raises:
         msgspec.MsgspecError: it is not what `encode` makes.
     """
-    report = msgspec.json.decode(said, type=_Report)
+    report = msgspec.json.decode(raw_fields, type=_Report)
     return report.path, report.groups

@@ -68,10 +68,10 @@ class CopyFile:
     @property
     def header(self) -> CopyHeader | None:
         """The header; None where there is no whole copy."""
-        said = os.pread(self._fd, _FIELDS.size + _DIGEST.size, 0)
-        if len(said) < _FIELDS.size + _DIGEST.size:
+        raw_fields = os.pread(self._fd, _FIELDS.size + _DIGEST.size, 0)
+        if len(raw_fields) < _FIELDS.size + _DIGEST.size:
             return None
-        fields, (digest,) = said[: _FIELDS.size], _DIGEST.unpack(said[_FIELDS.size :])
+        fields, (digest,) = raw_fields[: _FIELDS.size], _DIGEST.unpack(raw_fields[_FIELDS.size :])
         if not fields.startswith(_MAGIC) or xxhash.xxh3_64_intdigest(fields) != digest:
             return None
         _, generation, *numbers = _FIELDS.unpack(fields)
@@ -99,8 +99,8 @@ class CopyFile:
     @property
     def kept(self) -> int:
         """The step of which another node has this copy, too; -1: none is known."""
-        said = os.pread(self._fd, _KEPT.size, _KEPT_AT)
-        return int(_KEPT.unpack(said)[0]) - 1 if len(said) == _KEPT.size else -1
+        raw_fields = os.pread(self._fd, _KEPT.size, _KEPT_AT)
+        return int(_KEPT.unpack(raw_fields)[0]) - 1 if len(raw_fields) == _KEPT.size else -1
 
     def note_kept(self, step: int) -> None:
         """Note that another node has the copy of `step`, too; by the agent alone."""
@@ -117,11 +117,11 @@ class CopyFile:
         Raises:
             OSError: there is not so much memory.
         """
-        whole = HEADER_BYTES + size
-        if os.fstat(self._fd).st_size < whole:
+        file_bytes = HEADER_BYTES + size
+        if os.fstat(self._fd).st_size < file_bytes:
             self._memory = None
-            os.ftruncate(self._fd, whole)
-        os.posix_fallocate(self._fd, 0, whole)
+            os.ftruncate(self._fd, file_bytes)
+        os.posix_fallocate(self._fd, 0, file_bytes)
 
     def begin(self) -> None:
         """Take the header away: the content is about to change."""
@@ -150,7 +150,7 @@ class CopyFile:
 
 def digest_of(content: memoryview) -> int:
     """Return the checksum of a content."""
-    made = xxhash.xxh3_64()
+    content_hash = xxhash.xxh3_64()
     for start in range(0, len(content), PIECE):
-        made.update(content[start : start + PIECE])
-    return int(made.intdigest())
+        content_hash.update(content[start : start + PIECE])
+    return int(content_hash.intdigest())

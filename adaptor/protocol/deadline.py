@@ -10,8 +10,8 @@ from types import TracebackType
 def deadline(seconds: float) -> AbstractAsyncContextManager[object]:
     """`asyncio.timeout` (3.11 and later), or what does the same on 3.10; raises asyncio.TimeoutError."""
     if hasattr(asyncio, "timeout"):
-        made: AbstractAsyncContextManager[object] = asyncio.timeout(seconds)
-        return made
+        timer: AbstractAsyncContextManager[object] = asyncio.timeout(seconds)
+        return timer
     return _Deadline(seconds)
 
 

@@ -70,8 +70,8 @@ class Scratch:
     """
 
     def __init__(self, context: Context) -> None:
-        given = os.environ.get(SCRATCH)
-        self.path = Path(given) if given else None
+        scratch_folder = os.environ.get(SCRATCH)
+        self.path = Path(scratch_folder) if scratch_folder else None
 
 
 class Nodes:
@@ -85,8 +85,8 @@ class Nodes:
     """
 
     def __init__(self, context: Context) -> None:
-        fewest, _, most = os.environ.get(NODES, "").partition(":")
-        self.fewest, self.most = int(fewest or 0), int(most or 0)
+        fewest, _, most_nodes = os.environ.get(NODES, "").partition(":")
+        self.fewest, self.most = int(fewest or 0), int(most_nodes or 0)
         self.here = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
         self.before = int(os.environ.get(NODES_BEFORE, "0"))
         self.fitting: tuple[int, ...] = ()
@@ -103,8 +103,10 @@ class HeldCopies:
     """
 
     def __init__(self, context: Context) -> None:
-        said = json.loads(os.environ.get(COPY_FILES) or "{}")
-        self.paths: dict[int, tuple[str, ...]] = {int(rank): tuple(paths) for rank, paths in said.items()}
+        held_paths = json.loads(os.environ.get(COPY_FILES) or "{}")
+        self.paths: dict[int, tuple[str, ...]] = {
+            int(rank): tuple(paths) for rank, paths in held_paths.items()
+        }
         self.only = os.environ.get(ONLY_COPIES, "0") == "1"
         self.has_keeper = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 

@@ -48,16 +48,16 @@ class Lifeline:
         # The kernel finds the lock where it lies: the interpreter must not unmap it when it ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._lock))
 
-    def wait(self, wanted: Callable[[], bool]) -> bool:
+    def wait(self, is_wanted: Callable[[], bool]) -> bool:
         """Wait until the thread that holds the lock has ended; other threads of this process run meanwhile.
 
         Args:
-            wanted: asked every half second; the wait ends when it returns False.
+            is_wanted: asked every half second; the wait ends when it returns False.
 
         Returns:
             True if that thread has ended, False if the wait is no longer wanted.
         """
-        while wanted():
+        while is_wanted():
             if self._lock_within(_PATIENCE_S) == errno.EOWNERDEAD:
                 _call("mutex_unlock", self._lock)
                 return True

@@ -139,8 +139,8 @@ def is_temporary_of(name: str, step: int, term: int, number: int) -> bool:
 
     `number` is that of the order to make the folder.
     """
-    made = temporary_name(step, term, number)
-    return is_temporary(name) and (name == made or name.startswith(f"{made}_"))
+    temporary = temporary_name(step, term, number)
+    return is_temporary(name) and (name == temporary or name.startswith(f"{temporary}_"))
 
 
 def is_of(name: str, generation: str) -> bool:

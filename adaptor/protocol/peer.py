@@ -23,5 +23,7 @@ _CREDENTIALS = "3i"  # pid, uid, gid
 
 def is_same_user(connection: Socket) -> bool:
     """Return whether the process on the other side of `connection` has this process's user."""
-    said = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS))
-    return bool(struct.unpack(_CREDENTIALS, said)[1] == os.getuid())
+    peer_credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS)
+    )
+    return bool(struct.unpack(_CREDENTIALS, peer_credentials)[1] == os.getuid())

@@ -119,8 +119,8 @@ class StateCopier(Protocol):
 class NotFiniteError(Exception):
     """The shards that `ranks` gave have a nan or an infinity in them; another copy may have none."""
 
-    def __init__(self, what: str, ranks: tuple[int, ...]) -> None:
-        super().__init__(what)
+    def __init__(self, subject: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(subject)
         self.ranks = ranks
 
 
@@ -146,6 +146,6 @@ class DumpRun:
     past: bool
     as_is: bool = True
     in_place: bool = False
-    remark: Callable[[str], None] = lambda what: None
+    remark: Callable[[str], None] = lambda subject: None
     groups: tuple[GroupOrder, ...] = ()
     wake: Callable[[], int] = lambda: 0

@@ -81,11 +81,11 @@ class OrderFrames:
     def _frame(self, order: ControllerToAgent) -> bytes:
         if type(order) is not Addressed or type(order.message) is not Dump:
             return frame(order)
-        known = self._encoded.get(id(order.message))
-        if known is None:
+        known_frame = self._encoded.get(id(order.message))
+        if known_frame is None:
             body = frame(order.message)[_LENGTH_BYTES:]
-            known = self._encoded[id(order.message)] = (order.message, msgspec.Raw(body))
-        return frame(Addressed(order.rank, cast("ToWorker", known[1])))
+            known_frame = self._encoded[id(order.message)] = (order.message, msgspec.Raw(body))
+        return frame(Addressed(order.rank, cast("ToWorker", known_frame[1])))
 
 
 def _encodable(value: Any, limit: int = MAX_SIZE) -> Any:
@@ -97,9 +97,9 @@ def _encodable(value: Any, limit: int = MAX_SIZE) -> Any:
             fields = {name: _encodable(getattr(value, name), limit) for name in value.__struct_fields__}
             return msgspec.structs.replace(value, **fields)
         case tuple() | list():
-            return tuple(_encodable(each, limit) for each in value)
+            return tuple(_encodable(element, limit) for element in value)
         case dict():
-            return {_encodable(key, limit): _encodable(each, limit) for key, each in value.items()}
+            return {_encodable(key, limit): _encodable(element, limit) for key, element in value.items()}
         case _:
             return value
 

@@ -71,9 +71,9 @@ class ReplicaChoice:
             )
         return setting
 
-    def cannot_split(self, why: str) -> None:
+    def cannot_split(self, reason: str) -> None:
         """Record why `split` cannot use this framework's optimizer instances in this job; empty: it can."""
-        self._no_split = why
+        self._no_split = reason
 
     def has_lone_experts(self, alone: bool) -> None:
         """Record whether every rank has experts that no other rank has.
@@ -97,43 +97,43 @@ class ReplicaChoice:
         if distributed_optimizer:
             self.replica(size, experts)
 
-    def instances(self, size: int, asked: int, experts: int = 0) -> int:
+    def instances(self, size: int, requested_instances: int, experts: int = 0) -> int:
         """Return how many optimizer instances a data-parallel group of `size` has.
 
         Args:
             size: context parallel included.
-            asked: what the user asked the framework for; more than one is left as it is.
+            requested_instances: what the user asked the framework for; more than one is left as it is.
             experts: ranks that have the same experts, where that is another number.
 
         Raises:
             UnsupportedError: the size cannot be split.
         """
-        if asked > 1 or self._distributed_optimizer is False:
-            return asked
+        if requested_instances > 1 or self._distributed_optimizer is False:
+            return requested_instances
         if self._distributed_optimizer is None and self._setting == "split" and (size % 2 or self._no_split):
             return 1  # a library user, who may not distribute the optimizer: `require_instances` will know
         return 2 if self.replica(size, experts) == "split" else 1
 
-    def require_instances(self, size: int, made: int) -> None:
-        """Check the `made` optimizer instances of a data-parallel group of `size` against the setting.
+    def require_instances(self, size: int, instances: int) -> None:
+        """Check the `instances` optimizer instances of a data-parallel group of `size` against the setting.
 
         Raises:
             UnsupportedError: one instance alone, where `split` was asked for.
         """
-        if made == 1:
+        if instances == 1:
             self.replica(size)
 
-    def wants_mirrors(self, size: int, made: int, experts: int = 0) -> bool:
-        """Tell whether a group of `size` with `made` optimizer instances needs `mirror` replicas.
+    def wants_mirrors(self, size: int, instances: int, experts: int = 0) -> bool:
+        """Tell whether a group of `size` with `instances` optimizer instances needs `mirror` replicas.
 
         `experts`: ranks that have the same experts.
         """
-        return made == 1 and self.replica(size, experts) == "mirror"
+        return instances == 1 and self.replica(size, experts) == "mirror"
 
 
 def describe(
     size: int,
-    made: int,
+    instances: int,
     sharded: bool,
     elements: int,
     mirrored: int,
@@ -144,7 +144,7 @@ def describe(
 
     Args:
         size: of the data-parallel group.
-        made: optimizer instances.
+        instances: optimizer instances.
         sharded: whether the optimizer is distributed.
         elements: of the main params that rank 0 updates.
         mirrored: bytes that its mirrors take.
@@ -156,9 +156,12 @@ def describe(
         return f"no second copies of the optimizer state, the data-parallel size is 1: {fate}"
     if not sharded:
         return "every data-parallel rank has the whole optimizer state: nothing is added"
-    if made > 1:
-        more = 12 * elements * (made - 1) // made
-        return f"second copies of optimizer shards by split, {made} instances: {_mib(more)} more on rank 0"
+    if instances > 1:
+        further_bytes = 12 * elements * (instances - 1) // instances
+        return (
+            f"second copies of optimizer shards by split, {instances} instances: {_mib(further_bytes)} "
+            "more on rank 0"
+        )
     if mirrored:
         only = (
             f", but none of experts, which no two ranks share: {tolerance.alone(host_copy)}" if alone else ""

@@ -18,9 +18,9 @@ def of_everyone() -> dist.ProcessGroup:
     global _everyone
     # By its place, not by its name: with MindSpeed's --disable-gloo-group, with which the framework is to
     # have no gloo groups of its own, nothing is made for `backend="gloo"`.
-    made: dist.ProcessGroup = dist.new_group(None, None, "gloo")
-    _everyone = made
-    return made
+    gloo_group: dist.ProcessGroup = dist.new_group(None, None, "gloo")
+    _everyone = gloo_group
+    return gloo_group
 
 
 def of_this_job() -> dist.ProcessGroup | None:
@@ -47,7 +47,7 @@ def smallest(everyone: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
     Raises:
         RuntimeError: a rank is gone.
     """
-    told = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    work = dist.all_reduce(told, dist.ReduceOp.MIN, group=everyone, async_op=True)
+    minimum = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    work = dist.all_reduce(minimum, dist.ReduceOp.MIN, group=everyone, async_op=True)
     context.part(Waits).wait(work, work.wait)
-    return [int(number) for number in told]
+    return [int(number) for number in minimum]

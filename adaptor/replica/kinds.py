@@ -32,13 +32,13 @@ def require_protected(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedError: names the class, the option and its value.
     """
     kind = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
-    for name, known, meaning in _OPTIONS:
+    for name, known_value, meaning in _OPTIONS:
         values = [getattr(optimizer, name, None), *(group.get(name) for group in optimizer.param_groups)]
         for value in values:
-            if value not in (None, known):
+            if value not in (None, known_value):
                 raise UnsupportedError(
                     f"{kind} has {name}={value}: {meaning}, which cannot be protected yet; "
-                    f"use {name}={known}, or set ENABLE_TTP=False"
+                    f"use {name}={known_value}, or set ENABLE_TTP=False"
                 )
     for group in optimizer.param_groups:
         for name, value in group.items():

@@ -54,7 +54,7 @@ class Mirror:
 
     Args:
         owner: this rank's own inner optimizer, a torch one.
-        where: where each of its params lies, in the order of its param groups.
+        pieces_of_owner: where each of its params lies, in the order of its param groups.
         ring: of the group whose ranks share the optimizer state.
         device: of the owner's params, which has none where its shard is padding alone.
 
@@ -63,20 +63,20 @@ class Mirror:
     """
 
     def __init__(
-        self, owner: torch.optim.Optimizer, where: Sequence[Piece], ring: Ring, device: torch.device
+        self, owner: torch.optim.Optimizer, pieces_of_owner: Sequence[Piece], ring: Ring, device: torch.device
     ) -> None:
         self._owner = owner
         self._ring = ring
         inbox, _ = make_inbox(0, torch.device("cpu"))
-        described = ring.swap_bytes(_encoded(_described(owner, where)), (), inbox)
+        described = ring.swap_bytes(_encoded(_described(owner, pieces_of_owner)), (), inbox)
         theirs: _Shard = optimizer_state.decode(described, _Shard)
         self.index = ring.previous
         self._pieces = theirs.pieces
-        made = [
+        mirror_params = [
             [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
             for sizes in theirs.sizes
         ]
-        self.optimizer = twin.make(owner, made, theirs.groups)
+        self.optimizer = twin.make(owner, mirror_params, theirs.groups)
         self._params = twin.params(self.optimizer)
         sizes = [param.numel() for param in self._params]
         self._inbox, grads = make_inbox(sum(sizes), device)
@@ -90,16 +90,16 @@ class Mirror:
 
     def exchange(self) -> None:
         """Send this rank's gradients to the next rank, receive those of the previous one; before the door."""
-        own = twin.params(self._owner)
-        present = bytes(param.grad is not None for param in own)
+        own_params = twin.params(self._owner)
+        present = bytes(param.grad is not None for param in own_params)
         update = _encoded(_Update(twin.scalars(self._owner), present))
-        given = (torch.zeros_like(param) if param.grad is None else param.grad for param in own)
-        taken = self._ring.swap_bytes(update, given, self._inbox)
+        own_grads = (torch.zeros_like(param) if param.grad is None else param.grad for param in own_params)
+        taken = self._ring.swap_bytes(update, own_grads, self._inbox)
         theirs: _Update = optimizer_state.decode(taken, _Update)
         for group, scalars in zip(self.optimizer.param_groups, theirs.groups, strict=True):
             group.update(scalars)
-        for param, grad, there in zip(self._params, self._grads, theirs.present, strict=True):
-            param.grad = grad if there else None
+        for param, grad, is_present in zip(self._params, self._grads, theirs.present, strict=True):
+            param.grad = grad if is_present else None
 
     def update(self) -> None:
         """Inside the update window: the owner's update, on the copy."""
@@ -107,10 +107,10 @@ class Mirror:
 
     def on(self, optimizer: torch.optim.Optimizer) -> Mirror:
         """Return this mirror with its state in `optimizer`, a twin of its own optimizer."""
-        other = copy.copy(self)
-        other.optimizer = optimizer
-        other._params = twin.params(optimizer)
-        return other
+        mirror_copy = copy.copy(self)
+        mirror_copy.optimizer = optimizer
+        mirror_copy._params = twin.params(optimizer)
+        return mirror_copy
 
     def shard(self, buffer: int, bucket: int) -> Iterator[tuple[int, int, Mapping[str, torch.Tensor]]]:
         """The copy's part of a bucket: start and end in the shard, and the tensors by their names."""
@@ -120,25 +120,25 @@ class Mirror:
 
     def _fill(self, theirs: _Shard) -> None:
         """Take the params and their state, once."""
-        own = [param.detach().reshape(-1) for param in twin.params(self._owner)]
+        own_values = [param.detach().reshape(-1) for param in twin.params(self._owner)]
         sizes = [param.numel() for param in self._params]
         taken = torch.empty(sum(sizes), dtype=torch.float32)
-        self._ring.swap(chunks(own), pieces(taken))
+        self._ring.swap(chunks(own_values), pieces(taken))
         for param, part in zip(self._params, torch.split(taken, sizes), strict=True):
             param.copy_(part)
-        given = tensors_of(self._owner)
+        owner_tensors = tensors_of(self._owner)
         landed = [
             tensor.view(-1)
             for param, entries in zip(self._params, theirs.states, strict=True)
             for tensor in make_state(self.optimizer, param, entries)
         ]
         self._ring.swap(
-            (part for tensor in given for part in pieces(tensor)),
+            (part for tensor in owner_tensors for part in pieces(tensor)),
             (part for tensor in landed for part in pieces(tensor)),
         )
 
 
-def _described(owner: torch.optim.Optimizer, where: Sequence[Piece]) -> _Shard:
+def _described(owner: torch.optim.Optimizer, pieces_of_owner: Sequence[Piece]) -> _Shard:
     params = twin.params(owner)
     for param in params:
         if param.dtype != torch.float32 or param.dim() != 1:
@@ -147,7 +147,7 @@ def _described(owner: torch.optim.Optimizer, where: Sequence[Piece]) -> _Shard:
                 "mirror replicas need flat float32 main params; set TTP_REPLICA=split or none"
             )
     sizes = [[param.numel() for param in group["params"]] for group in owner.param_groups]
-    return _Shard(twin.scalars(owner), sizes, list(where), entries_of(owner))
+    return _Shard(twin.scalars(owner), sizes, list(pieces_of_owner), entries_of(owner))
 
 
 def _encoded(message: _Shard | _Update) -> bytes:

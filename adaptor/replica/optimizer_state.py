@@ -60,15 +60,15 @@ def make_state(
     optimizer: torch.optim.Optimizer, param: torch.Tensor, entries: Sequence[Entry]
 ) -> list[torch.Tensor]:
     """Give `param` the state that `entries` describe; return its tensors, which are to be filled."""
-    made = []
+    state_tensors = []
     for entry in entries:
         value: Any = entry.value
         if entry.dtype:
             device = param.device if entry.beside else torch.device("cpu")
             value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
-            made.append(value)
+            state_tensors.append(value)
         optimizer.state[param][entry.key] = value
-    return made
+    return state_tensors
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -89,10 +89,16 @@ def _written(value: Any) -> msgspec.msgpack.Ext:
     """Some optimizers count their updates in a tensor of one number (MindSpeed's AdamW)."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dtype not in _COUNTS:
         raise NotImplementedError
-    told = {"dtype": str(value.dtype).removeprefix("torch."), "shape": value.shape, "number": value.item()}
-    return msgspec.msgpack.Ext(_COUNT, msgspec.msgpack.encode(told))
+    tensor_fields = {
+        "dtype": str(value.dtype).removeprefix("torch."),
+        "shape": value.shape,
+        "number": value.item(),
+    }
+    return msgspec.msgpack.Ext(_COUNT, msgspec.msgpack.encode(tensor_fields))
 
 
 def _read(code: int, data: memoryview) -> torch.Tensor:
-    told = msgspec.msgpack.decode(data)
-    return torch.tensor(told["number"], dtype=getattr(torch, told["dtype"])).reshape(told["shape"])
+    tensor_fields = msgspec.msgpack.decode(data)
+    return torch.tensor(tensor_fields["number"], dtype=getattr(torch, tensor_fields["dtype"])).reshape(
+        tensor_fields["shape"]
+    )

@@ -51,14 +51,14 @@ class Ring:
         self._group = group
         self._device = torch.device(_DEVICES.get(dist.get_backend(group), "cpu"))
 
-    def swap(self, given: Iterable[torch.Tensor], taken: Iterable[torch.Tensor]) -> None:
+    def swap(self, outgoing: Iterable[torch.Tensor], taken: Iterable[torch.Tensor]) -> None:
         """Give tensors, in their order, and fill others with what is taken.
 
         Each is contiguous and at most as long as a message may be (`chunks`). What is filled on a device has
         arrived when its stream comes that far. Raises what the process group raises when a neighbour is gone.
         """
         on_their_way: list[tuple[list[dist.Work], torch.Tensor | None, torch.Tensor | None]] = []
-        for out, into in zip_longest(given, taken):
+        for out, into in zip_longest(outgoing, taken):
             landing = into
             if into is not None and into.device.type != self._device.type:
                 landing = torch.empty_like(into, device=self._device)
@@ -86,11 +86,11 @@ class Ring:
         works: list[dist.Work] = dist.batch_isend_irecv(operations)
         return works
 
-    def swap_bytes(self, given: bytes, out: Iterable[torch.Tensor], inbox: torch.Tensor) -> bytes:
+    def swap_bytes(self, outgoing: bytes, out: Iterable[torch.Tensor], inbox: torch.Tensor) -> bytes:
         """Give bytes of any number, and take such, with float32 tensors in the same messages.
 
         Args:
-            given: the bytes.
+            outgoing: the bytes.
             out: flat float32 tensors, all on the device of `inbox`.
             inbox: made by `make_inbox` for as many numbers as the other rank gives.
 
@@ -98,15 +98,15 @@ class Ring:
             The bytes that were taken.
         """
         head = torch.zeros(HEAD, dtype=torch.uint8)
-        start = len(given).to_bytes(_LENGTH, "little") + given[: HEAD - _LENGTH]
+        start = len(outgoing).to_bytes(_LENGTH, "little") + outgoing[: HEAD - _LENGTH]
         head[: len(start)] = _as_tensor(start)
         # Bytes as numbers are moved and never computed with, so they stay what they are.
         self.swap(chunks(chain([head.view(torch.float32).to(inbox.device)], out)), pieces(inbox))
         theirs = inbox[: HEAD // _ELEMENT].cpu().view(torch.uint8).numpy()  # no copy on a CPU
         length = int.from_bytes(theirs[:_LENGTH].tobytes(), "little")
-        rest = torch.empty(max(0, length - HEAD + _LENGTH), dtype=torch.uint8)
-        self.swap(pieces(_as_tensor(given[HEAD - _LENGTH :])), pieces(rest))
-        return theirs[_LENGTH : _LENGTH + length].tobytes() + rest.numpy().tobytes()
+        remaining_bytes = torch.empty(max(0, length - HEAD + _LENGTH), dtype=torch.uint8)
+        self.swap(pieces(_as_tensor(outgoing[HEAD - _LENGTH :])), pieces(remaining_bytes))
+        return theirs[_LENGTH : _LENGTH + length].tobytes() + remaining_bytes.numpy().tobytes()
 
 
 def make_inbox(elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,15 +129,15 @@ def chunks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     parts: list[torch.Tensor] = []
     room = CHUNK
     for tensor in tensors:
-        flat, left = tensor if tensor.dim() == 1 else tensor.reshape(-1), tensor.numel()
-        while left >= room:
+        flat, remaining = tensor if tensor.dim() == 1 else tensor.reshape(-1), tensor.numel()
+        while remaining >= room:
             parts.append(flat[:room])
             yield _joined(parts)
-            flat, left = flat[room:], left - room
+            flat, remaining = flat[room:], remaining - room
             parts, room = [], CHUNK
-        if left:  # nearly all tensors come here whole: to cut some tens takes longer than to copy them
+        if remaining:  # nearly all tensors come here whole: to cut some tens takes longer than to copy them
             parts.append(flat)
-            room -= left
+            room -= remaining
     if parts:
         yield _joined(parts)
 

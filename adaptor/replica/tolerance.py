@@ -45,11 +45,15 @@ def survives(
     if not ranks:
         remedy = "" if host_copy is None else f"; {REMEDY}"
         return f"{kind}; exceptions alone: a rank that dies takes the steps since the last save along{remedy}"
-    words = f"{kind}; any {ranks} rank{'s' if ranks > 1 else ''}"
+    description = f"{kind}; any {ranks} rank{'s' if ranks > 1 else ''}"
     if len(set(node_of.values())) == 1:
-        return words
+        return description
     nodes = spare(shares, node_of.__getitem__)
-    return f"{words}, any {nodes} node{'s' if nodes > 1 else ''}" if nodes else f"{words}, but no whole node"
+    return (
+        f"{description}, any {nodes} node{'s' if nodes > 1 else ''}"
+        if nodes
+        else f"{description}, but no whole node"
+    )
 
 
 def spare(shares: Mapping[int, Iterable[Share]], place_of: Callable[[int], object]) -> int:
@@ -58,5 +62,5 @@ def spare(shares: Mapping[int, Iterable[Share]], place_of: Callable[[int], objec
     Every shard then still has a holder, and every group a rank that can write it.
     """
     groups = groups_of(shares).values()
-    needed = [ranks for group in groups for ranks in (*group.owners.values(), group.writers)]
-    return min((len({place_of(rank) for rank in ranks}) for ranks in needed), default=1) - 1
+    rank_sets = [ranks for group in groups for ranks in (*group.owners.values(), group.writers)]
+    return min((len({place_of(rank) for rank in ranks}) for ranks in rank_sets), default=1) - 1

@@ -48,13 +48,13 @@ def parse(url: str) -> Address:
     Raises:
         StoreError: it is no URL of a store.
     """
-    scheme, separator, rest = url.partition("://")
+    scheme, separator, remainder = url.partition("://")
     if not separator:
         raise StoreError(f"{_shown(url)}: is no URL of a store; it must be like s3://bucket/run7")
     if scheme not in SCHEMES:
         raise StoreError(f"{_shown(url)}: {scheme}:// is no store that is known; {_known()} are")
-    host, _, path = rest.partition("/")
-    if "@" in host or ("?" in rest and scheme != "file"):
+    host, _, path = remainder.partition("/")
+    if "@" in host or ("?" in remainder and scheme != "file"):
         raise StoreError(
             f"{_shown(url)}: holds credentials or options; leave them out, they are read from the environment"
         )
@@ -75,8 +75,8 @@ def parse(url: str) -> Address:
 
 
 def _known() -> str:
-    *most, last = (f"{scheme}://" for scheme in SCHEMES)
-    return f"{', '.join(most)} and {last}"
+    *first_schemes, last = (f"{scheme}://" for scheme in SCHEMES)
+    return f"{', '.join(first_schemes)} and {last}"
 
 
 def _shown(url: str) -> str:

@@ -28,21 +28,21 @@ class Answers:
         kind = "container" if self.address.scheme == "az" else "bucket"
         return StoreError(f"{self.address}: there is no {kind} {self.address.bucket} in {self._where()}")
 
-    def refused(self, doing: str, told: str) -> StoreError:
+    def refused(self, doing: str, answer: str) -> StoreError:
         """Return the error of credentials that a store does not accept for this.
 
         Args:
             doing: what was asked for, such as `write iter_0000012/...`.
-            told: the status and the code of the answer; may be empty.
+            answer: the status and the code of the answer; may be empty.
         """
         return StoreError(
             f"{self.address}: {self._where()} does not allow these credentials to {doing}"
-            f" ({told or 'refused'})"
+            f" ({answer or 'refused'})"
         )
 
-    def answered(self, doing: str, told: str) -> StoreError:
+    def answered(self, doing: str, answer: str) -> StoreError:
         """Return the error of any other answer; the arguments are those of `refused`."""
-        return StoreError(f"{self.address}: cannot {doing}: {self._where()} answers {told}")
+        return StoreError(f"{self.address}: cannot {doing}: {self._where()} answers {answer}")
 
     def silent(self, doing: str) -> StoreError:
         """Return the error of a store that does not answer."""
@@ -51,14 +51,14 @@ class Answers:
             " the server run?"
         )
 
-    def failed(self, doing: str, why: str) -> StoreError:
+    def failed(self, doing: str, reason: str) -> StoreError:
         """Return the error of a client that could not ask.
 
         Args:
             doing: what was to be asked for.
-            why: in its words.
+            reason: in its words.
         """
-        return StoreError(f"{self.address}: cannot {doing}: {plain(why)}")
+        return StoreError(f"{self.address}: cannot {doing}: {plain(reason)}")
 
     def _where(self) -> str:
         return self.endpoint or self.address.provider

@@ -40,10 +40,10 @@ def choose(pending: Sequence[Saved], last: int | None, every: int, *, at_end: bo
         at_end: the job has ended, so the newest one is sent in any case.
     """
     due: list[Saved] = []
-    before = last
-    for one in pending:
-        forced = one.last_words or (at_end and one is pending[-1])
-        if before is None or forced or one.step <= before or one.step - before >= every:
-            due.append(one)
-            before = one.step
+    newest_step = last
+    for saved in pending:
+        forced = saved.last_words or (at_end and saved is pending[-1])
+        if newest_step is None or forced or saved.step <= newest_step or saved.step - newest_step >= every:
+            due.append(saved)
+            newest_step = saved.step
     return Choice(due[-1], due[:-1]) if due else None

@@ -43,110 +43,117 @@ def steps(store: Store) -> list[int]:
 def places(store: Store, step: int) -> tuple[list[str], list[str]]:
     """Return the prefixes of the checkpoints of a step: with a manifest, the newest first, and others."""
     root = naming.final_name(step)
-    complete, others = {}, []
+    complete, incomplete = {}, []
     for name in store.folders(root):
-        where = f"{root}/{name}"
-        committed = store.stat(layout.manifest_name(where))
+        prefix = f"{root}/{name}"
+        committed = store.stat(layout.manifest_name(prefix))
         if committed is None:
-            others.append(where)
+            incomplete.append(prefix)
         else:
-            complete[where] = committed.modified
+            complete[prefix] = committed.modified
     # Some stores tell seconds: then the manifests, which are read only where there are several.
-    made = {where: _created(store, where) if len(complete) > 1 else "" for where in complete}
-    return sorted(complete, key=lambda where: (complete[where], made[where], where), reverse=True), others
+    created = {prefix: _created(store, prefix) if len(complete) > 1 else "" for prefix in complete}
+    return sorted(
+        complete, key=lambda prefix: (complete[prefix], created[prefix], prefix), reverse=True
+    ), incomplete
 
 
-def _created(store: Store, where: str) -> str:
+def _created(store: Store, prefix: str) -> str:
     try:
-        return read_manifest(store, where).created
+        return read_manifest(store, prefix).created
     except DamagedError:
         return ""
 
 
-def read_manifest(store: Store, where: str) -> Manifest:
+def read_manifest(store: Store, prefix: str) -> Manifest:
     """Return the manifest at a prefix.
 
     Raises:
         DamagedError: it is no manifest of a complete checkpoint of this step.
     """
-    name = layout.manifest_name(where)
+    name = layout.manifest_name(prefix)
     try:
-        known = manifest.decode(store.get(name, manifest.LARGEST), f"{store}/{name}")
+        saved_manifest = manifest.decode(store.get(name, manifest.LARGEST), f"{store}/{name}")
     except CheckpointError as error:
         raise DamagedError(str(error)) from None
-    if naming.final_name(known.step) != where.partition("/")[0]:
-        raise DamagedError(f"{store}/{name}: is the manifest of step {known.step}")
-    if not known.files or any(file.xxh3_128 is None for file in known.files):
+    if naming.final_name(saved_manifest.step) != prefix.partition("/")[0]:
+        raise DamagedError(f"{store}/{name}: is the manifest of step {saved_manifest.step}")
+    if not saved_manifest.files or any(file.xxh3_128 is None for file in saved_manifest.files):
         raise DamagedError(f"{store}/{name}: names no file, or one without a checksum")
-    return known
+    return saved_manifest
 
 
-def examine(store: Store, where: str) -> Checkpoint:
+def examine(store: Store, prefix: str) -> Checkpoint:
     """Return the checkpoint at a prefix, if its objects are all there.
 
     Raises:
         DamagedError: they are not; the message names the first.
     """
-    known = read_manifest(store, where)
-    there = store.objects(where)
-    parts = read_parts(store, where, there)
-    for file in known.files:
-        name = f"{where}/{file.path}"
-        found = there.get(name)
-        if found is None:
+    saved_manifest = read_manifest(store, prefix)
+    stored_objects = store.objects(prefix)
+    parts = read_parts(store, prefix, stored_objects)
+    for file in saved_manifest.files:
+        name = f"{prefix}/{file.path}"
+        stored = stored_objects.get(name)
+        if stored is None:
             raise DamagedError(f"{store}/{name}: missing")
-        if found.bytes != file.bytes:
-            raise DamagedError(f"{store}/{name}: {found.bytes} bytes, the manifest says {file.bytes}")
+        if stored.bytes != file.bytes:
+            raise DamagedError(f"{store}/{name}: {stored.bytes} bytes, the manifest says {file.bytes}")
         part = parts.get(file.path)
-        if _is_new(store, found, part) and hash_object(store, name, file.bytes) != file.xxh3_128:
+        if _is_new(store, stored, part) and hash_object(store, name, file.bytes) != file.xxh3_128:
             raise DamagedError(f"{store}/{name}: was changed after the upload")
-    return Checkpoint(where, known)
+    return Checkpoint(prefix, saved_manifest)
 
 
-def read_lists(store: Store, where: str, there: dict[str, Stored]) -> dict[int, layout.PartList]:
-    """Return the lists of what the nodes have written, by node, among the objects `there` below `where`.
+def read_lists(store: Store, prefix: str, stored_objects: dict[str, Stored]) -> dict[int, layout.PartList]:
+    """Return the lists of what the nodes have written, by node, among the objects `stored_objects` below
+    `prefix`.
 
     Raises:
         DamagedError: a list cannot be read.
     """
-    found = {}
-    for name in sorted(there):
-        if layout.is_parts_name(where, name):
+    lists_by_node = {}
+    for name in sorted(stored_objects):
+        if layout.is_parts_name(prefix, name):
             content = store.get(name, layout.LARGEST_LIST)
-            one = layout.decode_parts(content, f"{store}/{name}")
-            if not (one.node.isascii() and one.node.isdigit()):
-                raise DamagedError(f"{store}/{name}: is of {one.node!r}, which is no number of a node")
-            found[int(one.node)] = one
-    return found
+            part_list = layout.decode_parts(content, f"{store}/{name}")
+            if not (part_list.node.isascii() and part_list.node.isdigit()):
+                raise DamagedError(f"{store}/{name}: is of {part_list.node!r}, which is no number of a node")
+            lists_by_node[int(part_list.node)] = part_list
+    return lists_by_node
 
 
-def read_parts(store: Store, where: str, there: dict[str, Stored]) -> dict[str, layout.UploadedPart]:
-    """Return what the nodes have written, by path; `where`, `there` and errors are those of `read_lists`."""
-    return parts_of(read_lists(store, where, there), where, there)
+def read_parts(
+    store: Store, prefix: str, stored_objects: dict[str, Stored]
+) -> dict[str, layout.UploadedPart]:
+    """Return what the nodes have written, by path; `prefix`, `stored_objects` and errors are those of
+    `read_lists`.
+    """
+    return parts_of(read_lists(store, prefix, stored_objects), prefix, stored_objects)
 
 
 def parts_of(
-    lists: Mapping[int, layout.PartList], where: str, there: Mapping[str, Stored]
+    lists: Mapping[int, layout.PartList], prefix: str, stored_objects: Mapping[str, Stored]
 ) -> dict[str, layout.UploadedPart]:
     """Return the entries of lists by path; where several have a path, that of the object that is there.
 
     Args:
         lists: by node.
-        where: the prefix of the checkpoint.
-        there: the objects below it.
+        prefix: the prefix of the checkpoint.
+        stored_objects: the objects below it.
     """
-    found: dict[str, layout.UploadedPart] = {}
-    for one in lists.values():
-        for part in one.files:
-            stored = there.get(f"{where}/{part.path}")
-            if part.path not in found or (stored is not None and stored.etag == part.etag):
-                found[part.path] = part
-    return found
+    parts_by_path: dict[str, layout.UploadedPart] = {}
+    for part_list in lists.values():
+        for part in part_list.files:
+            stored = stored_objects.get(f"{prefix}/{part.path}")
+            if part.path not in parts_by_path or (stored is not None and stored.etag == part.etag):
+                parts_by_path[part.path] = part
+    return parts_by_path
 
 
-def _is_new(store: Store, found: Stored, part: layout.UploadedPart | None) -> bool:
+def _is_new(store: Store, stored: Stored, part: layout.UploadedPart | None) -> bool:
     """Return whether an object may have been written again; that of a folder has the etag of an inode."""
-    return store.address.scheme != "file" and (part is None or part.etag != found.etag)
+    return store.address.scheme != "file" and (part is None or part.etag != stored.etag)
 
 
 def hash_object(store: Store, name: str, size: int) -> str:
@@ -172,11 +179,11 @@ def ranges(store: Store, name: str, size: int) -> Iterator[memoryview]:
         yield store.get_range(name, start, min(PIECE, size - start))
 
 
-def wrong_files(store: Store, found: Checkpoint) -> Iterator[str]:
+def wrong_files(store: Store, checkpoint: Checkpoint) -> Iterator[str]:
     """Read all objects of a checkpoint; yield a line for each that is not what was written."""
-    for file in found.known.files:
-        if hash_object(store, f"{found.where}/{file.path}", file.bytes) != file.xxh3_128:
-            yield f"{store}/{found.where}/{file.path}: checksum differs from the manifest"
+    for file in checkpoint.known.files:
+        if hash_object(store, f"{checkpoint.where}/{file.path}", file.bytes) != file.xxh3_128:
+            yield f"{store}/{checkpoint.where}/{file.path}: checksum differs from the manifest"
 
 
 def newest_first(store: Store, step: int | None, problems: list[str]) -> Iterator[Checkpoint]:
@@ -186,17 +193,17 @@ def newest_first(store: Store, step: int | None, problems: list[str]) -> Iterato
         step: of this one alone; None: of all.
         problems: gets a line for each that is damaged, before an older one is yielded.
     """
-    for one in reversed(steps(store)) if step is None else [step]:
-        for where in places(store, one)[0]:
+    for number in reversed(steps(store)) if step is None else [step]:
+        for prefix in places(store, number)[0]:
             try:
-                found = examine(store, where)
+                checkpoint = examine(store, prefix)
             except DamagedError as error:
                 problems.append(str(error))
                 continue
-            yield found
+            yield checkpoint
 
 
-def is_same(one: FileEntry, other: FileEntry) -> bool:
+def is_same(first: FileEntry, second: FileEntry) -> bool:
     """Return whether two entries may be of the same content: checksums count where both have one."""
-    hashes = {one.xxh3_128, other.xxh3_128} - {None}
-    return one.path == other.path and one.bytes == other.bytes and len(hashes) < 2
+    hashes = {first.xxh3_128, second.xxh3_128} - {None}
+    return first.path == second.path and first.bytes == second.bytes and len(hashes) < 2

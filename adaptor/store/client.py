@@ -122,8 +122,8 @@ class Store:
         import obstore
 
         put = partial(obstore.put, self._client, name, content, use_multipart=False)
-        done = self._ask(f"write {name}", put)
-        return bare(done["e_tag"])
+        response = self._ask(f"write {name}", put)
+        return bare(response["e_tag"])
 
     def put_pieces(self, name: str, pieces: Iterator[bytes | bytearray], size: int) -> str:
         """Write an object of `size` bytes from its pieces; return its etag.
@@ -134,7 +134,7 @@ class Store:
         import obstore
 
         with self._errors(f"write {name}"):
-            done = call(
+            response = call(
                 lambda: obstore.put(
                     self._client,
                     name,
@@ -144,7 +144,7 @@ class Store:
                     max_concurrency=AT_ONCE,
                 )
             )
-        return bare(done["e_tag"])
+        return bare(response["e_tag"])
 
     def get(self, name: str, limit: int) -> bytes:
         """Return the content of an object of at most `limit` bytes.
@@ -155,11 +155,11 @@ class Store:
         import obstore
 
         def read() -> bytes:
-            found = obstore.get(self._client, name)
-            size = int(found.meta["size"])
+            response = obstore.get(self._client, name)
+            size = int(response.meta["size"])
             if size > limit:
                 raise DamagedError(f"{self}/{name}: has {size} bytes; {limit} are the most it may have")
-            return bytes(found.bytes())
+            return bytes(response.bytes())
 
         return self._ask(f"read {name}", read)
 
@@ -172,9 +172,9 @@ class Store:
         import obstore
 
         def read() -> Part:
-            found = obstore.get(self._client, name, options={"range": (start, start + length)})
-            content = memoryview(found.bytes())
-            return Part(content, bare(found.meta["e_tag"]), int(found.meta["size"]))
+            response = obstore.get(self._client, name, options={"range": (start, start + length)})
+            content = memoryview(response.bytes())
+            return Part(content, bare(response.meta["e_tag"]), int(response.meta["size"]))
 
         part = self._ask(f"read {name}", read)
         if len(part.content) != length:
@@ -186,8 +186,8 @@ class Store:
         import obstore
 
         with contextlib.suppress(MissingError):
-            one = self._ask(f"look at {name}", lambda: obstore.head(self._client, name))
-            return Stored(int(one["size"]), bare(one["e_tag"]), one["last_modified"])
+            entry = self._ask(f"look at {name}", lambda: obstore.head(self._client, name))
+            return Stored(int(entry["size"]), bare(entry["e_tag"]), entry["last_modified"])
         return None
 
     def objects(self, prefix: str) -> dict[str, Stored]:
@@ -196,9 +196,9 @@ class Store:
 
         def listed() -> dict[str, Stored]:
             return {
-                str(one["path"]): Stored(int(one["size"]), bare(one["e_tag"]), one["last_modified"])
+                str(entry["path"]): Stored(int(entry["size"]), bare(entry["e_tag"]), entry["last_modified"])
                 for batch in obstore.list(self._client, prefix or None)
-                for one in batch
+                for entry in batch
             }
 
         return self._ask(f"list {prefix or 'it'}", listed)
@@ -208,8 +208,8 @@ class Store:
         import obstore
 
         list_them = partial(obstore.list_with_delimiter, self._client, prefix or None)
-        found = self._ask(f"list {prefix or 'it'}", list_them)
-        return sorted(str(one).rpartition("/")[2] for one in found["common_prefixes"])
+        listing = self._ask(f"list {prefix or 'it'}", list_them)
+        return sorted(str(folder_path).rpartition("/")[2] for folder_path in listing["common_prefixes"])
 
     def delete(self, names: Sequence[str]) -> None:
         """Remove objects; one that is not there is none to remove."""
@@ -244,7 +244,7 @@ class Store:
         text = str(error).partition("Debug source:")[0]
         code = re.search(r"<Code>(\w{1,80})</Code>", text)
         status = re.search(r"status code: (\d{3}[ \w]{0,40})", text)
-        told = ", ".join(part for part in (status and status[1].strip(), code and code[1]) if part)
+        answer = ", ".join(part for part in (status and status[1].strip(), code and code[1]) if part)
         if code and code[1] in NO_BUCKET:
             return self._answers.no_bucket()
         if isinstance(error, FileNotFoundError):
@@ -253,9 +253,9 @@ class Store:
             return DamagedError(f"{self}: cannot {doing}: it is shorter than it was")
         refused = isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError)
         if refused or (status and status[1].startswith(("401", "403"))):
-            return self._answers.refused(doing, told)
-        if told:
-            answered = self._answers.answered(doing, told)
+            return self._answers.refused(doing, answer)
+        if answer:
+            answered = self._answers.answered(doing, answer)
             return BusyError(str(answered)) if status and status[1].startswith(("5", "429")) else answered
         if "HTTP error" in text or "error sending request" in text:
             return BusyError(str(self._answers.silent(doing)))

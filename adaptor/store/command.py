@@ -70,11 +70,15 @@ def main(parsed: argparse.Namespace) -> int:
 def _fill(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
-    def action(name: str, run: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-        made = actions.add_parser(name, allow_abbrev=False, help=words, description=words)
-        made.set_defaults(run=run)
-        made.add_argument("url", metavar="URL", help="like s3://bucket/run7, obs://, gs://, az:// or file://")
-        return made
+    def action(
+        name: str, run: Callable[[argparse.Namespace], int], help_text: str
+    ) -> argparse.ArgumentParser:
+        subparser = actions.add_parser(name, allow_abbrev=False, help=help_text, description=help_text)
+        subparser.set_defaults(run=run)
+        subparser.add_argument(
+            "url", metavar="URL", help="like s3://bucket/run7, obs://, gs://, az:// or file://"
+        )
+        return subparser
 
     action("list", _list, "the checkpoints that a store has, and whether they are complete")
     pull = action("pull", _pull, "bring the newest checkpoint that is intact into a save folder")
@@ -112,35 +116,37 @@ def _list(parsed: argparse.Namespace) -> int:
     store = open_store(parsed.url, config.load().store_endpoint)  # a question: somebody waits for the answer
     calls = [partial(_rows, store, step) for step in choose.steps(store)]
     with contextlib.closing(ahead.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
-        found = [row for rows in coming for row in rows.result()]
-    return _tell(parsed, store, found)
+        found_rows = [row for rows in coming for row in rows.result()]
+    return _tell(parsed, store, found_rows)
 
 
 def _rows(store: Store, step: int) -> list[Row]:
-    complete, others = choose.places(store, step)
-    words = "not complete: it has no manifest, so an upload is at work or was cut short"
-    return [_row(store, step, where) for where in complete] + [
-        Row(step, where, "incomplete", 0, 0, "", [words]) for where in others
+    complete, incomplete = choose.places(store, step)
+    problem = "not complete: it has no manifest, so an upload is at work or was cut short"
+    return [_row(store, step, prefix) for prefix in complete] + [
+        Row(step, prefix, "incomplete", 0, 0, "", [problem]) for prefix in incomplete
     ]
 
 
-def _row(store: Store, step: int, where: str) -> Row:
+def _row(store: Store, step: int, prefix: str) -> Row:
     try:
-        found = choose.examine(store, where)
+        checkpoint = choose.examine(store, prefix)
     except DamagedError as error:
-        return Row(step, where, "damaged", 0, 0, "", [shown(str(error))])
-    known = found.known
-    return Row(step, where, "complete", len(known.files), found.bytes, known.created, [])
+        return Row(step, prefix, "damaged", 0, 0, "", [shown(str(error))])
+    saved_manifest = checkpoint.known
+    return Row(
+        step, prefix, "complete", len(saved_manifest.files), checkpoint.bytes, saved_manifest.created, []
+    )
 
 
 def _verify(parsed: argparse.Namespace) -> int:
     store = _open(parsed)
-    asked = choose.steps(store)
+    available_steps = choose.steps(store)
     if parsed.step is not None:
-        if parsed.step not in asked:
+        if parsed.step not in available_steps:
             raise StoreError(f"{store}: there is no checkpoint of step {parsed.step} in it")
-        asked = [parsed.step]
-    return _tell(parsed, store, list(_verified(store, asked)))
+        available_steps = [parsed.step]
+    return _tell(parsed, store, list(_verified(store, available_steps)))
 
 
 def _verified(store: Store, steps: list[int]) -> Iterator[Row]:
@@ -158,8 +164,8 @@ def _tell(parsed: argparse.Namespace, store: Store, rows: list[Row]) -> int:
         print(msgspec.json.encode({"store": str(store), "checkpoints": rows}).decode())
     else:
         for row in rows:
-            what = f", {row.files} files, {size(row.bytes)}, {row.created}" if row.files else ""
-            print(f"step {row.step}: {row.state}{what}  {row.where}")
+            details = f", {row.files} files, {size(row.bytes)}, {row.created}" if row.files else ""
+            print(f"step {row.step}: {row.state}{details}  {row.where}")
             for problem in row.problems:
                 print(f"  {problem}")
         print(f"{len(rows)} checkpoint{'' if len(rows) == 1 else 's'} in {store}")
@@ -177,22 +183,22 @@ def _push(parsed: argparse.Namespace) -> int:
         raise StoreError(f"{shown(str(root))}: no tracker names a step in it; choose one with --step")
     if not saved_steps.has_manifest(root, step):
         folder = root / naming.final_name(step)
-        what = (
+        summary = (
             f"has no {naming.MANIFEST}, as what is saved without the adaptor, and is not pushed"
             if folder.is_dir()
             else "there is no such checkpoint"
         )
-        raise StoreError(f"{shown(str(folder))}: {what}")
+        raise StoreError(f"{shown(str(folder))}: {summary}")
     store = open_store(parsed.url, config.load().store_endpoint, make=True, retrying=Retrying(_say))
-    done = push(store, root, step, tell=_say)
+    pushed = push(store, root, step, tell=_say)
     if parsed.json:
-        print(msgspec.json.encode({"store": str(store), "step": step, **_fields(done)}).decode())
-    elif done.there:
-        print(f"step {step} is in {store} already: {done.where}")
+        print(msgspec.json.encode({"store": str(store), "step": step, **_fields(pushed)}).decode())
+    elif pushed.there:
+        print(f"step {step} is in {store} already: {pushed.where}")
     else:
-        rest = f", of which {size(done.sent)} were sent now" if done.sent < done.bytes else ""
-        what = f"{done.files} files, {size(done.bytes)}{rest}"
-        print(f"step {step} is in {store}: {done.where}, {what}")
+        sent_now = f", of which {size(pushed.sent)} were sent now" if pushed.sent < pushed.bytes else ""
+        summary = f"{pushed.files} files, {size(pushed.bytes)}{sent_now}"
+        print(f"step {step} is in {store}: {pushed.where}, {summary}")
     return OK
 
 
@@ -203,15 +209,17 @@ def _pull(parsed: argparse.Namespace) -> int:
     if root.exists() and not root.is_dir():
         raise StoreError(f"{shown(str(root))}: is not a folder")
     store = _open(parsed)
-    done = pull(store, root, parsed.step)
-    for problem in done.problems:
+    pulled = pull(store, root, parsed.step)
+    for problem in pulled.problems:
         print(f"ttp store: damaged, so an older one is taken: {shown(problem)}", file=sys.stderr)
     if parsed.json:
-        print(msgspec.json.encode({"store": str(store), **_fields(done)}).decode())
-    elif done.there:
-        print(f"step {done.step} is in {shown(str(root))} already")
+        print(msgspec.json.encode({"store": str(store), **_fields(pulled)}).decode())
+    elif pulled.there:
+        print(f"step {pulled.step} is in {shown(str(root))} already")
     else:
-        print(f"step {done.step} is in {shown(str(root))}: {size(done.bytes)} from {store}/{done.where}")
+        print(
+            f"step {pulled.step} is in {shown(str(root))}: {size(pulled.bytes)} from {store}/{pulled.where}"
+        )
     return OK
 
 
@@ -219,17 +227,19 @@ def _prune(parsed: argparse.Namespace) -> int:
     from adaptor.store.prune import prune
 
     store = _open(parsed)
-    done = prune(store, parsed.keep, dry_run=parsed.dry_run)
+    pruned = prune(store, parsed.keep, dry_run=parsed.dry_run)
     if parsed.json:
-        print(msgspec.json.encode({"store": str(store), "dry_run": parsed.dry_run, **_fields(done)}).decode())
-    else:
-        uploads = f" and {done.uploads} uploads that were cut short" if done.uploads else ""
         print(
-            f"{store}: {_removed(done.removed, parsed.dry_run)} ({size(done.bytes)}){uploads},"
-            f" complete and kept: {_numbers(done.kept)}"
+            msgspec.json.encode({"store": str(store), "dry_run": parsed.dry_run, **_fields(pruned)}).decode()
         )
-        if done.unlisted:
-            _say(done.unlisted)
+    else:
+        uploads = f" and {pruned.uploads} uploads that were cut short" if pruned.uploads else ""
+        print(
+            f"{store}: {_removed(pruned.removed, parsed.dry_run)} ({size(pruned.bytes)}){uploads},"
+            f" complete and kept: {_numbers(pruned.kept)}"
+        )
+        if pruned.unlisted:
+            _say(pruned.unlisted)
     return OK
 
 
@@ -246,5 +256,5 @@ def _numbers(steps: list[int]) -> str:
     return ", ".join(map(str, steps)) or "none"
 
 
-def _fields(done: object) -> dict[str, object]:
-    return dict(vars(done))
+def _fields(report: object) -> dict[str, object]:
+    return dict(vars(report))

@@ -63,14 +63,14 @@ class Surroundings:
 
 def surroundings() -> Surroundings:
     """Return what the environment says besides the credentials."""
-    found = os.environ
+    variables = os.environ
     endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     return Surroundings(
-        region=found.get("AWS_REGION") or found.get("AWS_DEFAULT_REGION") or "us-east-1",
-        endpoint=next((value for name in endpoints if (value := found.get(name))), ""),
-        unsigned=found.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "on", "yes", "y"),
-        metadata_endpoint=found.get("AWS_METADATA_ENDPOINT", ""),
-        encryption={word: value for name, word in _ENCRYPTION.items() if (value := found.get(name))},
+        region=variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or "us-east-1",
+        endpoint=next((value for name in endpoints if (value := variables.get(name))), ""),
+        unsigned=variables.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "on", "yes", "y"),
+        metadata_endpoint=variables.get("AWS_METADATA_ENDPOINT", ""),
+        encryption={word: value for name, word in _ENCRYPTION.items() if (value := variables.get(name))},
     )
 
 
@@ -94,9 +94,9 @@ def s3(scheme: str) -> Keys | None:
         for have, miss in ((0, 1), (1, 0)):
             if values[have]:
                 raise StoreError(f"{names[have]} is set, but {names[miss]} is not: set both or none")
-    found = _of_file(os.environ)
-    if found is not None or any(os.environ.get(name) for name in _ELSEWHERE):
-        return found
+    from_file = _of_file(os.environ)
+    if from_file is not None or any(os.environ.get(name) for name in _ELSEWHERE):
+        return from_file
     named = " or ".join(f"{names[0]} and {names[1]}" for names in groups)
     raise StoreError(
         f"{scheme}:// needs credentials, and there are none: set {named}, or AWS_SHARED_CREDENTIALS_FILE, or"

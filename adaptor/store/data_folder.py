@@ -121,14 +121,14 @@ class DataFolder:
 
     def _lock(self, descriptor: int, tell: Callable[[str], None]) -> bool:
         """Take the lock; return whether somebody else had it."""
-        waited, told = False, time.monotonic() - _TELL_S
+        waited, reported_at = False, time.monotonic() - _TELL_S
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 waited = True
-                if time.monotonic() - told >= _TELL_S:
-                    told = time.monotonic()
+                if time.monotonic() - reported_at >= _TELL_S:
+                    reported_at = time.monotonic()
                     tell(f"[ttp] waiting for another ttprun, which pulls to {self.path}")
                 time.sleep(_AGAIN_S)
             else:
@@ -150,13 +150,13 @@ class DataFolder:
         journal = self._journal()
         # Each folder is opened and read: on a network file system `stat` may answer of a file, which another
         # node has just written, what it has answered before.
-        there: dict[str, os.stat_result] = {}
+        existing: dict[str, os.stat_result] = {}
         for folder in {str(PurePosixPath(name).parent) for name in objects}:
-            there.update(self._scan(folder, objects))
+            existing.update(self._scan(folder, objects))
         return {
             name: stored
             for name, stored in objects.items()
-            if not self._is_there(journal.get(name), there.get(name), stored)
+            if not self._is_there(journal.get(name), existing.get(name), stored)
         }
 
     def _is_there(self, come: _Come | None, status: os.stat_result | None, stored: Stored) -> bool:
@@ -166,14 +166,14 @@ class DataFolder:
         return unchanged and (come.bytes, bare(come.version)) == (stored.bytes, _version(stored))
 
     def _journal(self) -> dict[str, _Come]:
-        found = {}
+        entries_by_name = {}
         with contextlib.suppress(FileNotFoundError), self._open_journal() as file:
             for line in file:
                 # One that was cut short is about a file that comes again.
                 with contextlib.suppress(msgspec.MsgspecError):
                     come = msgspec.json.decode(line, type=_Come)
-                    found[come.name] = come
-        return found
+                    entries_by_name[come.name] = come
+        return entries_by_name
 
     def _open_journal(self) -> BinaryIO:
         return os.fdopen(disk.open_regular(self.path / JOURNAL), "rb")

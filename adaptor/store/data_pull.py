@@ -40,13 +40,15 @@ class _Task:
     missing: Mapping[str, Stored]
 
 
-def bring(pulls: Sequence[tuple[Store, Path]], tell: Tell, now: Callable[[], float] = time.monotonic) -> None:
+def bring(
+    pulls: Sequence[tuple[Store, Path]], tell: Tell, clock: Callable[[], float] = time.monotonic
+) -> None:
     """Let each folder have all objects of its store.
 
     Args:
         pulls: stores, and a folder for each; all folders differ.
         tell: prints a line.
-        now: the clock, in seconds.
+        clock: the clock, in seconds.
 
     Raises:
         StoreError: a store does not answer or has no object, the disk refuses or is too small.
@@ -56,14 +58,14 @@ def bring(pulls: Sequence[tuple[Store, Path]], tell: Tell, now: Callable[[], flo
         with contextlib.ExitStack() as stack:
             tasks = []
             # In one order on all nodes: two that share two folders would wait for each other.
-            for store, path in sorted(pulls, key=lambda one: os.path.realpath(one[1])):
+            for store, path in sorted(pulls, key=lambda entry: os.path.realpath(entry[1])):
                 folder = DataFolder(path, str(store))
                 waited = stack.enter_context(folder.locked(tell))
                 objects = _objects(store) if waited else listed[store]
                 tasks.append(_Task(store, folder, objects, folder.missing(objects)))
             _require_room(tasks)
             for task in tasks:
-                _Pull(task, tell, now).run()
+                _Pull(task, tell, clock).run()
     except OSError as error:
         named = error.filename or " or ".join(str(path) for _, path in pulls)
         raise StoreError(f"{named}: {error.strerror or error}") from None
@@ -75,22 +77,24 @@ def _objects(store: Store) -> dict[str, Stored]:
     Raises:
         StoreError: there is none, or one cannot become a file.
     """
-    found = {name: one for name, one in store.objects("").items() if not is_own(name)}
-    folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
-    for name in sorted(found.keys() & {*folders, ""}):
-        if found[name].bytes and name:
+    objects_by_name = {name: stored for name, stored in store.objects("").items() if not is_own(name)}
+    folders = {str(parent) for name in objects_by_name for parent in PurePosixPath(name).parents}
+    for name in sorted(objects_by_name.keys() & {*folders, ""}):
+        if objects_by_name[name].bytes and name:
             raise StoreError(
                 f"{store}: has an object {name} and others below {name}/, which cannot both be in a folder"
             )
-        if not found[name].bytes:
-            del found[name]  # consoles make an empty object for a folder; '' is the one of the prefix
-    if not found:
+        if not objects_by_name[name].bytes:
+            del objects_by_name[
+                name
+            ]  # consoles make an empty object for a folder; '' is the one of the prefix
+    if not objects_by_name:
         raise StoreError(f"{store}: there is no object below it")
-    for name in found:
+    for name in objects_by_name:
         parts = PurePosixPath(name).parts
         if not parts or parts[0] == "/" or ".." in parts or "\0" in name:
             raise StoreError(f"{store}: has an object {name!r}, which cannot be a file of a folder")
-    return found
+    return objects_by_name
 
 
 def _require_room(tasks: Iterable[_Task]) -> None:
@@ -99,14 +103,17 @@ def _require_room(tasks: Iterable[_Task]) -> None:
     Raises:
         StoreError: names the folder.
     """
-    needed: dict[int, int] = {}
+    bytes_by_device: dict[int, int] = {}
     for task in tasks:
         device = task.folder.path.stat().st_dev
-        needed[device] = needed.get(device, 0) + sum(one.bytes for one in task.missing.values())
+        bytes_by_device[device] = bytes_by_device.get(device, 0) + sum(
+            stored.bytes for stored in task.missing.values()
+        )
         free = shutil.disk_usage(task.folder.path).free
-        if free < needed[device]:
+        if free < bytes_by_device[device]:
             raise StoreError(
-                f"{task.folder.path}: {size(free)} are free, and {size(needed[device])} have to come from"
+                f"{task.folder.path}: {size(free)} are free, and {size(bytes_by_device[device])} have to "
+                "come from"
                 f" {task.store}: make room, or name another folder"
             )
 
@@ -114,15 +121,15 @@ def _require_room(tasks: Iterable[_Task]) -> None:
 class _Pull:
     """Brings what is missing of one store."""
 
-    def __init__(self, task: _Task, tell: Tell, now: Callable[[], float]) -> None:
+    def __init__(self, task: _Task, tell: Tell, clock: Callable[[], float]) -> None:
         self._store = task.store
         self._folder = task.folder
         self._task = task
         self._tell = tell
-        self._now = now
-        self._total = sum(one.bytes for one in task.missing.values())
+        self._now = clock
+        self._total = sum(stored.bytes for stored in task.missing.values())
         self._come = 0
-        self._began = self._told = now()
+        self._began = self._told = clock()
         self._has_agreed = False  # an etag was the MD5 of what came
         self._compares = task.store.address.scheme in ("s3", "obs")
         self._differed: dict[str, str] = {}
@@ -130,14 +137,14 @@ class _Pull:
     def run(self) -> None:
         objects, missing = self._task.objects, self._task.missing
         count = f"{len(objects)} object{'' if len(objects) == 1 else 's'}"
-        what = f"{count}, {size(sum(one.bytes for one in objects.values()))}"
+        summary = f"{count}, {size(sum(stored.bytes for stored in objects.values()))}"
         if not missing:
-            self._tell(f"[ttp] {self._folder.path} has what is in {self._store} already ({what})")
+            self._tell(f"[ttp] {self._folder.path} has what is in {self._store} already ({summary})")
             return
         self._bring(missing)
         seconds = max(self._now() - self._began, 1e-3)
         self._tell(
-            f"[ttp] {self._folder.path} has what is in {self._store} ({what};"
+            f"[ttp] {self._folder.path} has what is in {self._store} ({summary};"
             f" {size(self._total)} came in {duration(seconds)}, {size(int(self._total / seconds))}/s)"
         )
 
@@ -162,11 +169,11 @@ class _Pull:
             length = min(PIECE, stored.bytes - start)
             yield partial(self._store.get_part, name, start, length)
 
-    def _write_again(self, name: str, why: DamagedError) -> None:
+    def _write_again(self, name: str, error: DamagedError) -> None:
         """Request an object once more: a byte has changed on its way, or the object in the store."""
         stored = self._store.stat(name)
         if stored is None:
-            raise why
+            raise error
         self._write(name, stored, (call() for call in self._parts(name, stored)))
 
     def _write(self, name: str, stored: Stored, parts: Iterator[Part]) -> None:
@@ -193,13 +200,13 @@ class _Pull:
             self._come -= count
             raise
 
-    def _compare(self, name: str, etag: str, found: str) -> None:
+    def _compare(self, name: str, etag: str, etag_of_content: str) -> None:
         """Compare content with its etag, where that is an MD5: where a store encrypts, it may be none."""
         if re.fullmatch("[0-9a-f]{32}", etag) is None or not self._compares:
             return
-        if etag == found:
+        if etag == etag_of_content:
             self._has_agreed = True
-        elif not self._has_agreed and self._differed.get(name) == found:
+        elif not self._has_agreed and self._differed.get(name) == etag_of_content:
             self._compares = False
             self._tell(
                 f"[ttp] {self._store}/{name}: the store sends the same content again, and the etag of the"
@@ -207,16 +214,16 @@ class _Pull:
                 " are compared"
             )
         else:
-            self._differed[name] = found
+            self._differed[name] = etag_of_content
             raise DamagedError(f"{self._store}/{name}: the content that came has another MD5 than its etag")
 
     def _count(self, count: int) -> None:
         self._come += count
-        now = self._now()
-        if now - self._told < TELL_S:
+        current_time = self._now()
+        if current_time - self._told < TELL_S:
             return
-        self._told = now
-        rate = self._come / max(now - self._began, 1e-3)
+        self._told = current_time
+        rate = self._come / max(current_time - self._began, 1e-3)
         self._tell(
             f"[ttp] {self._folder.path}: {size(self._come)} of {size(self._total)} have come from"
             f" {self._store} ({size(int(rate))}/s, {duration((self._total - self._come) / rate)} left)"

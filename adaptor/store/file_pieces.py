@@ -31,33 +31,33 @@ def compared(path: Path, file: FileEntry, digest: xxhash.xxh3_128, piece: int) -
         if file.xxh3_128_blocks is not None:
             blocks.update(content)
         yield content
-    same = file.xxh3_128 in (None, digest.hexdigest())
-    if not same or file.xxh3_128_blocks not in (None, blocks.hexdigest()):
+    is_equal = file.xxh3_128 in (None, digest.hexdigest())
+    if not is_equal or file.xxh3_128_blocks not in (None, blocks.hexdigest()):
         raise CheckpointError(f"{path}: checksum differs from the manifest, so it is not sent")
 
 
 def _read(path: Path, file: FileEntry, piece: int) -> Iterator[bytearray]:
     """Yield the pieces of a file, which has the size that the manifest says."""
-    left = file.bytes
+    remaining = file.bytes
     try:
         with io.FileIO(disk.open_regular(path)) as opened:
-            while content := _filled(opened, min(piece, left)):
-                left -= len(content)
+            while content := _filled(opened, min(piece, remaining)):
+                remaining -= len(content)
                 yield content
-            more = bool(opened.read(1))
+            is_longer = bool(opened.read(1))
     except OSError as error:
         kind = CheckpointError if disk.is_wrong(error) else manifest.UnreadableError
         raise kind(f"{path}: cannot be read ({error.strerror or error})") from None
-    if left or more:
+    if remaining or is_longer:
         raise CheckpointError(f"{path}: has another size than the {file.bytes} bytes of the manifest")
 
 
 def _filled(opened: io.FileIO, count: int) -> bytearray:
     """Return `count` bytes, fewer at the end of the file."""
     piece = bytearray(count)
-    view, done = memoryview(piece), 0
-    while done < count and (more := opened.readinto(view[done:])):
-        done += more
+    view, filled = memoryview(piece), 0
+    while filled < count and (count_read := opened.readinto(view[filled:])):
+        filled += count_read
     view.release()
-    del piece[done:]
+    del piece[filled:]
     return piece

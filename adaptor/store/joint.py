@@ -55,21 +55,23 @@ def announced(store: Store, step: int, place: str, node: int) -> tuple[str, bool
     Returns:
         None where no other node has begun.
     """
-    root, found = naming.final_name(step), None
+    root, newest = naming.final_name(step), None
     places = [f"{root}/{name}" for name in store.folders(root)]
     # A step that was saved again has several places; that of the folder of this node, which it shares, first.
-    for where in sorted(places, key=lambda one: one != place):
-        if not layout.is_of_same_generation(where, place):
+    for prefix in sorted(places, key=lambda candidate_prefix: candidate_prefix != place):
+        if not layout.is_of_same_generation(prefix, place):
             continue
-        there = store.objects(where)
-        if layout.manifest_name(where) in there:
-            return where, True
-        others = [one for one in there if layout.is_parts_name(where, one)]
-        if set(others) - {layout.parts_name(where, node)}:
-            found = found or (where, False)
-        if where == place and found is not None:
+        stored_objects = store.objects(prefix)
+        if layout.manifest_name(prefix) in stored_objects:
+            return prefix, True
+        part_lists = [
+            object_name for object_name in stored_objects if layout.is_parts_name(prefix, object_name)
+        ]
+        if set(part_lists) - {layout.parts_name(prefix, node)}:
+            newest = newest or (prefix, False)
+        if prefix == place and newest is not None:
             break
-    return found
+    return newest
 
 
 class JointPush:
@@ -113,25 +115,25 @@ class JointPush:
         self._patience = patience
         self._shares = divide(self._known.files, nodes)
 
-    def follow(self, where: str) -> int:
-        """Send what is this node's part of the checkpoint at `where`; return the bytes.
+    def follow(self, prefix: str) -> int:
+        """Send what is this node's part of the checkpoint at `prefix`; return the bytes.
 
         Raises:
             CheckpointError: a file is not what the manifest says.
             StoreError: the store refuses, or does not answer.
         """
-        shares_folder = layout.place(self._known) == where
-        sending = self._sending(where)
+        shares_folder = layout.place(self._known) == prefix
+        sending = self._sending(prefix)
         with self._begun(sending):
             sending.send(self._shares[self._node] if shares_folder else self._known.files)
-        sending.tell(done=True)
+        sending.tell(is_complete=True)
         return sending.sent
 
-    def lead(self, others: Others, at_end: Callable[[], bool]) -> Pushed:
+    def lead(self, other_nodes: Others, at_end: Callable[[], bool]) -> Pushed:
         """Have the checkpoint sent, and commit it.
 
         Args:
-            others: what is known of them; it is brought up to date.
+            other_nodes: what is known of them; it is brought up to date.
             at_end: says whether the job has ended.
 
         Raises:
@@ -139,31 +141,33 @@ class JointPush:
                 committed.
             StoreError: the store refuses, or does not answer.
         """
-        known, where = self._known, layout.place(self._known)
-        files, total = len(known.files), sum(file.bytes for file in known.files)
-        there = push.find(self._store, known)
-        if there is not None:
-            self._remove_left_over(there)
-            return Pushed(there, files, total, 0, True)
-        sending = self._sending(where)
+        saved_manifest, prefix = self._known, layout.place(self._known)
+        files, total = len(saved_manifest.files), sum(file.bytes for file in saved_manifest.files)
+        stored_prefix = push.find(self._store, saved_manifest)
+        if stored_prefix is not None:
+            self._remove_left_over(stored_prefix)
+            return Pushed(stored_prefix, files, total, 0, True)
+        sending = self._sending(prefix)
         with self._begun(sending):
-            rest = set(range(self._nodes)) - {self._node}
-            watch = Watch(self._store, where, known.files, rest, self._patience, at_end, others)
+            awaited_nodes = set(range(self._nodes)) - {self._node}
+            watch = Watch(
+                self._store, prefix, saved_manifest.files, awaited_nodes, self._patience, at_end, other_nodes
+            )
             sending.send(self._shares[self._node])
-            sending.tell(done=True)
+            sending.tell(is_complete=True)
             while owed := self._owed(watch):
                 if owed.ours:
                     sending.look_again()
                     sending.send(owed.ours)
-                    sending.tell(done=True)
+                    sending.tell(is_complete=True)
                 else:
                     self._wait(_LOOK_S)
         self._require_whole(watch)
-        push.require_same(self._root, known)
-        size = push.commit(self._store, known)
+        push.require_same(self._root, saved_manifest)
+        size = push.commit(self._store, saved_manifest)
         watch.remember()
-        self._remove_left_over(where)
-        return Pushed(where, files, size, size, False)
+        self._remove_left_over(prefix)
+        return Pushed(prefix, files, size, size, False)
 
     def _require_whole(self, watch: Watch) -> None:
         """Refuse what lacks files that are on the disk of another node, as far as anybody can tell.
@@ -186,11 +190,11 @@ class JointPush:
                 " get this checkpoint; with a --save folder that all nodes share this cannot happen"
             )
 
-    def _remove_left_over(self, where: str) -> None:
-        abandoned.remove_left_over(self._store, self._root, where, self._tell)
+    def _remove_left_over(self, prefix: str) -> None:
+        abandoned.remove_left_over(self._store, self._root, prefix, self._tell)
 
-    def _sending(self, where: str) -> Sending:
-        return Sending(self._store, self._root, self._known, where, self._pace, self._node, self._tell)
+    def _sending(self, prefix: str) -> Sending:
+        return Sending(self._store, self._root, self._known, prefix, self._pace, self._node, self._tell)
 
     @contextlib.contextmanager
     def _begun(self, sending: Sending) -> Iterator[None]:
@@ -198,14 +202,14 @@ class JointPush:
         over = threading.Event()
 
         def beat() -> None:
-            told = 0
+            reported_pieces = 0
             while not over.wait(self._patience.beats):
-                if sending.pieces != told:
-                    told = sending.pieces
+                if sending.pieces != reported_pieces:
+                    reported_pieces = sending.pieces
                     with contextlib.suppress(Exception):  # the next request tells of it
-                        sending.tell(done=False)
+                        sending.tell(is_complete=False)
 
-        sending.tell(done=False)
+        sending.tell(is_complete=False)
         thread = threading.Thread(target=beat, name="ttp-beat", daemon=True)
         try:
             thread.start()
@@ -227,11 +231,11 @@ class JointPush:
             for file in share
             if file.path not in watch.paths
         ]
-        ours = [file for node, file in missing if node == self._node or watch.is_given_up(node)]
+        own_files = [file for node, file in missing if node == self._node or watch.is_given_up(node)]
         if missing:
-            return _Owed(ours)
+            return _Owed(own_files)
         lacks = whole.missing(self._root / naming.final_name(self._known.step), watch.paths)
         # Where nobody can tell whether all is there: a node with a disk of its own may have more.
-        rest = set(range(self._nodes)) if lacks else watch.apart
-        waits = any(watch.is_awaited(node) for node in rest - {self._node})
-        return _Owed([]) if waits else None
+        awaited_nodes = set(range(self._nodes)) if lacks else watch.apart
+        is_waiting = any(watch.is_awaited(node) for node in awaited_nodes - {self._node})
+        return _Owed([]) if is_waiting else None

@@ -41,7 +41,7 @@ class LargeFile:
         store: where to.
         multipart: its requests for that.
         root: the save folder.
-        seen: the `place` of the manifest in it.
+        manifest_place: the `place` of the manifest in it.
         path: of the file.
         name: of the object.
         file: what the manifest says of it.
@@ -54,7 +54,7 @@ class LargeFile:
         store: Store,
         multipart: Multipart,
         root: Path,
-        seen: str,
+        manifest_place: str,
         path: Path,
         name: str,
         file: FileEntry,
@@ -64,7 +64,7 @@ class LargeFile:
         self._store = store
         self._multipart = multipart
         self._root = root
-        self._seen = seen
+        self._seen = manifest_place
         self._path = path
         self._name = name
         self._file = file
@@ -84,20 +84,20 @@ class LargeFile:
             try:
                 return self._send()
             except LostUploadError:
-                found = self._found()
-                if found is not None:
-                    return found
+                stored = self._found()
+                if stored is not None:
+                    return stored
                 if attempt == _ATTEMPTS:
                     raise
-                why = f"{self._store}/{self._name}: the store no longer has the upload that was begun"
+                reason = f"{self._store}/{self._name}: the store no longer has the upload that was begun"
             except _ChangedError as error:
-                why = f"{self._path}: {error}"
+                reason = f"{self._path}: {error}"
             self._give_up()
-            self._tell(f"{why}, so the file is sent from its beginning")
+            self._tell(f"{reason}, so the file is sent from its beginning")
         raise AssertionError("the last attempt returns or raises")
 
     def _send(self) -> UploadedPart:
-        there: dict[int, SentPart] | None = {}
+        stored_parts: dict[int, SentPart] | None = {}
         sizes = self._store.part_size(self._file.bytes), self._file.bytes
         if self._noted is None:
             upload = self._multipart.begin(self._name)
@@ -110,13 +110,13 @@ class LargeFile:
             if noted.begun.part != sizes[0]:
                 raise _ChangedError("its upload was begun with parts of another size")
             try:
-                there = self._multipart.parts(noted.upload)
+                stored_parts = self._multipart.parts(noted.upload)
             except RefusedError:
-                there = None  # the store compares the etags of the note when the upload is completed
+                stored_parts = None  # the store compares the etags of the note when the upload is completed
         digest = xxhash.xxh3_128()
         waiting: deque[Future[Arrived]] = deque()
         try:
-            etags = self._send_parts(noted, there, digest, waiting)
+            etags = self._send_parts(noted, stored_parts, digest, waiting)
             etag = self._complete(noted, etags)
         except manifest.UnreadableError:
             raise  # the disk may answer the next time
@@ -137,37 +137,37 @@ class LargeFile:
             return self._multipart.complete(noted.upload, etags)
         except LostUploadError:
             # It may be completed: the answer was lost, or another process has sent the same.
-            found = self._store.stat(self._name)
+            stored = self._store.stat(self._name)
             if (
-                found is None
-                or found.bytes != self._file.bytes
-                or found.etag != joined(each for _, each in sorted(etags.items()))
+                stored is None
+                or stored.bytes != self._file.bytes
+                or stored.etag != joined(etag for _, etag in sorted(etags.items()))
             ):
                 raise
-            return found.etag
+            return stored.etag
 
     def _found(self) -> UploadedPart | None:
         """Return the object if it is made of the parts of this file; None also where its etag does not tell.
 
         Another process has completed the upload then, or has not lived to hear that it had.
         """
-        noted, found = self._noted, self._store.stat(self._name)
-        if noted is None or found is None or found.bytes != self._file.bytes:
+        noted, stored = self._noted, self._store.stat(self._name)
+        if noted is None or stored is None or stored.bytes != self._file.bytes:
             return None
         digest, etags = xxhash.xxh3_128(), {}
         pieces = file_pieces.compared(self._path, self._file, digest, noted.begun.part)
         for number, content in enumerate(pieces, 1):
             self._pace(0)
             etags[number] = md5(content)
-        if found.etag != joined(each for _, each in sorted(etags.items())):
+        if stored.etag != joined(etag for _, etag in sorted(etags.items())):
             return None
         noted.forget()
-        return UploadedPart(self._file.path, self._file.bytes, digest.hexdigest(), found.etag)
+        return UploadedPart(self._file.path, self._file.bytes, digest.hexdigest(), stored.etag)
 
     def _send_parts(
         self,
         noted: NotedUpload,
-        there: dict[int, SentPart] | None,
+        stored_parts: dict[int, SentPart] | None,
         digest: xxhash.xxh3_128,
         waiting: deque[Future[Arrived]],
     ) -> dict[int, str]:
@@ -175,7 +175,7 @@ class LargeFile:
 
         Args:
             noted: the upload.
-            there: the parts that the store lists; None where it does not: those of the note.
+            stored_parts: the parts that the store lists; None where it does not: those of the note.
             digest: of the whole file, at the end.
             waiting: gets the requests that are on their way.
         """
@@ -184,18 +184,20 @@ class LargeFile:
         at_once = max(1, min(AT_ONCE, AT_ONCE * PIECE // noted.begun.part))
 
         def take() -> None:
-            one = waiting.popleft().result()
-            etags[one.number] = one.etag
+            arrived_part = waiting.popleft().result()
+            etags[arrived_part.number] = arrived_part.etag
 
         pieces = file_pieces.compared(self._path, self._file, digest, noted.begun.part)
         for number, content in enumerate(pieces, 1):
             checksum = xxhash.xxh3_128_hexdigest(content)
-            known = noted.parts.get(number)
-            if known is not None and known.xxh3_128 != checksum:
+            noted_part = noted.parts.get(number)
+            if noted_part is not None and noted_part.xxh3_128 != checksum:
                 raise _ChangedError(_CHANGED)
-            if known is not None and (there is None or _is_there(there.get(number), known, len(content))):
+            if noted_part is not None and (
+                stored_parts is None or _is_there(stored_parts.get(number), noted_part, len(content))
+            ):
                 self._pace(0)
-                etags[number] = known.etag
+                etags[number] = noted_part.etag
                 continue
             self._pace(len(content))
             if len(waiting) >= at_once:
@@ -207,9 +209,9 @@ class LargeFile:
         return etags
 
     def _send_part(self, noted: NotedUpload, number: int, checksum: str, content: bytearray) -> Arrived:
-        one = Arrived(number, checksum, self._multipart.send(noted.upload, number, content))
-        noted.add(one)
-        return one
+        arrived_part = Arrived(number, checksum, self._multipart.send(noted.upload, number, content))
+        noted.add(arrived_part)
+        return arrived_part
 
     def _give_up(self) -> None:
         """Have the store forget the upload; one line where it does not, and whatever comes next goes on."""
@@ -223,5 +225,5 @@ class LargeFile:
                 noted.forget()
 
 
-def _is_there(found: SentPart | None, known: Arrived, size: int) -> bool:
-    return found is not None and found.bytes == size and found.etag == bare(known.etag)
+def _is_there(sent_part: SentPart | None, noted_part: Arrived, size: int) -> bool:
+    return sent_part is not None and sent_part.bytes == size and sent_part.etag == bare(noted_part.etag)

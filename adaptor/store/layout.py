@@ -62,62 +62,69 @@ class PartList(msgspec.Struct, frozen=True):
     sent: int = 0
 
 
-def place(known: Manifest) -> str:
+def place(saved_manifest: Manifest) -> str:
     """Return the prefix of the objects of a checkpoint.
 
     Args:
-        known: its manifest, as it is in the save folder.
+        saved_manifest: its manifest, as it is in the save folder.
     """
-    mark = xxhash.xxh3_64(known.encode()).hexdigest()
-    return f"{naming.final_name(known.step)}/{generation(known)}-{mark}"
+    mark = xxhash.xxh3_64(saved_manifest.encode()).hexdigest()
+    return f"{naming.final_name(saved_manifest.step)}/{generation(saved_manifest)}-{mark}"
 
 
-def generation(known: Manifest) -> str:
+def generation(saved_manifest: Manifest) -> str:
     """Return the beginning of the last part of `place`: the generation of workers, `none` where unknown."""
-    return re.sub("[^0-9A-Za-z]", "", known.generation)[:8] or "none"
+    return re.sub("[^0-9A-Za-z]", "", saved_manifest.generation)[:8] or "none"
 
 
-def is_of_same_generation(one: str, other: str) -> bool:
+def is_of_same_generation(first_place: str, second_place: str) -> bool:
     """Return whether two prefixes are those of one checkpoint, or of copies by the same workers."""
-    made = one.partition("-")[0]
-    return one == other or (made == other.partition("-")[0] and not made.endswith("/none"))
+    first_generation = first_place.partition("-")[0]
+    return first_place == second_place or (
+        first_generation == second_place.partition("-")[0] and not first_generation.endswith("/none")
+    )
 
 
-def manifest_name(where: str) -> str:
-    """Return the name of the manifest of the checkpoint at the prefix `where`."""
-    return f"{where}/{naming.MANIFEST}"
+def manifest_name(prefix: str) -> str:
+    """Return the name of the manifest of the checkpoint at the prefix `prefix`."""
+    return f"{prefix}/{naming.MANIFEST}"
 
 
-def parts_name(where: str, node: int) -> str:
+def parts_name(prefix: str, node: int) -> str:
     """Return the name of the list of what a node has written."""
-    return f"{parts_prefix(where)}{node}.json"
+    return f"{parts_prefix(prefix)}{node}.json"
 
 
-def is_parts_name(where: str, name: str) -> bool:
+def is_parts_name(prefix: str, name: str) -> bool:
     """Return whether an object is such a list."""
-    return name.startswith(parts_prefix(where))
+    return name.startswith(parts_prefix(prefix))
 
 
-def parts_prefix(where: str) -> str:
+def parts_prefix(prefix: str) -> str:
     """Return what the names of these lists begin with."""
-    return f"{where}/{_PARTS}/"
+    return f"{prefix}/{_PARTS}/"
 
 
 def encode_parts(
-    node: int, files: Iterable[UploadedPart], seen: str = "", *, done: bool = True, sent: int = 0
+    node: int,
+    files: Iterable[UploadedPart],
+    manifest_place: str = "",
+    *,
+    is_complete: bool = True,
+    sent: int = 0,
 ) -> bytes:
     """Return the content of the list of what a node has written.
 
     Args:
         node: its number.
         files: that are in the store as a whole.
-        seen: the `place` of the manifest in its save folder.
-        done: whether it has sent all that is its part.
+        manifest_place: the `place` of the manifest in its save folder.
+        is_complete: whether it has sent all that is its part.
         sent: bytes so far.
     """
     ordered = tuple(sorted(files, key=lambda part: part.path))
-    made = PartList(_FORMAT, str(node), ordered, seen, done, sent)
-    return msgspec.json.format(msgspec.json.encode(made), indent=1)
+    part_list = PartList(_FORMAT, str(node), ordered, manifest_place, is_complete, sent)
+    return msgspec.json.format(msgspec.json.encode(part_list), indent=1)
 
 
 def decode_parts(content: bytes, name: str) -> PartList:
@@ -130,11 +137,11 @@ def decode_parts(content: bytes, name: str) -> PartList:
         DamagedError: it is none.
     """
     try:
-        found = msgspec.json.decode(content, type=PartList)
+        part_list = msgspec.json.decode(content, type=PartList)
     except msgspec.MsgspecError as error:
         raise DamagedError(f"{name}: is no list of parts ({error})") from None
-    if found.format != _FORMAT:
-        raise DamagedError(f"{name}: format {found.format}; this version reads format {_FORMAT}")
+    if part_list.format != _FORMAT:
+        raise DamagedError(f"{name}: format {part_list.format}; this version reads format {_FORMAT}")
     # Earlier versions noted an etag as it was spelled in that answer.
-    files = tuple(msgspec.structs.replace(part, etag=bare(part.etag)) for part in found.files)
-    return msgspec.structs.replace(found, files=files)
+    files = tuple(msgspec.structs.replace(part, etag=bare(part.etag)) for part in part_list.files)
+    return msgspec.structs.replace(part_list, files=files)

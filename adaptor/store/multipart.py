@@ -86,10 +86,10 @@ class Multipart:
 
     def begin(self, name: str) -> Upload:
         """Begin an upload of the object `name`."""
-        asked = {**self._key(name), **credentials.surroundings().encryption}
+        request = {**self._key(name), **credentials.surroundings().encryption}
         with self._errors(f"write {name}"):
-            done = self._asked(lambda: self._client.create_multipart_upload(**asked))
-        return Upload(name, str(done["UploadId"]))
+            response = self._asked(lambda: self._client.create_multipart_upload(**request))
+        return Upload(name, str(response["UploadId"]))
 
     def send(self, upload: Upload, number: int, content: bytearray) -> str:
         """Write a part; return its etag as the store spells it, for it gets that back in `complete`.
@@ -104,10 +104,10 @@ class Multipart:
             LostUploadError: there is no such upload.
         """
         with self._errors(f"write {upload.name}"):
-            done = self._asked(
+            response = self._asked(
                 lambda: self._client.upload_part(**self._of(upload), PartNumber=number, Body=content)
             )
-        return str(done["ETag"])
+        return str(response["ETag"])
 
     def parts(self, upload: Upload) -> dict[int, SentPart]:
         """Return the parts that the store has, by their numbers.
@@ -117,8 +117,10 @@ class Multipart:
             RefusedError: these credentials may not ask for them.
         """
         with self._errors(f"write {upload.name}"):
-            found = self._asked(lambda: self._listed("list_parts", "Parts", self._of(upload)))
-        return {int(part["PartNumber"]): SentPart(bare(part["ETag"]), int(part["Size"])) for part in found}
+            listed_parts = self._asked(lambda: self._listed("list_parts", "Parts", self._of(upload)))
+        return {
+            int(part["PartNumber"]): SentPart(bare(part["ETag"]), int(part["Size"])) for part in listed_parts
+        }
 
     def complete(self, upload: Upload, etags: Mapping[int, str]) -> str:
         """Make the object of these parts; return its etag, without quotes.
@@ -132,12 +134,12 @@ class Multipart:
         """
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(etags.items())]
         with self._errors(f"write {upload.name}"):
-            done = self._asked(
+            response = self._asked(
                 lambda: self._client.complete_multipart_upload(
                     **self._of(upload), MultipartUpload={"Parts": parts}
                 )
             )
-        return bare(done["ETag"])
+        return bare(response["ETag"])
 
     def abort(self, upload: Upload) -> None:
         """Have the store forget an upload and its parts; one that it does not have is none to forget."""
@@ -146,15 +148,18 @@ class Multipart:
 
     def begun(self, prefix: str = "") -> list[Upload]:
         """Return the uploads of objects below `prefix` that were begun and not completed."""
-        below = {"Bucket": self._bucket.name, "Prefix": self._full(prefix)}
+        request = {"Bucket": self._bucket.name, "Prefix": self._full(prefix)}
         with self._errors("list uploads that were cut short"):
-            found = self._asked(lambda: self._listed("list_multipart_uploads", "Uploads", below))
-        return [Upload(str(one["Key"]).removeprefix(self._full("")), str(one["UploadId"])) for one in found]
+            uploads = self._asked(lambda: self._listed("list_multipart_uploads", "Uploads", request))
+        return [
+            Upload(str(upload["Key"]).removeprefix(self._full("")), str(upload["UploadId"]))
+            for upload in uploads
+        ]
 
-    def _listed(self, request: str, what: str, arguments: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    def _listed(self, request: str, list_key: str, arguments: Mapping[str, str]) -> list[Mapping[str, Any]]:
         """Return all entries of a list that may have several pages."""
         pages = self._client.get_paginator(request).paginate(**arguments)
-        return [one for page in pages for one in page.get(what, ())]
+        return [entry for page in pages for entry in page.get(list_key, ())]
 
     def _asked(self, request: Callable[[], T]) -> T:
         """Make a request, and make it again while the store is busy or the connection breaks."""
@@ -165,8 +170,8 @@ class Multipart:
             try:
                 return request()
             except (exceptions.ClientError, exceptions.ConnectionError, exceptions.HTTPClientError) as error:
-                again = not isinstance(error, exceptions.ClientError) or _is_busy(error.response)
-                if not again or time.monotonic() + wait_s > until:
+                is_retried = not isinstance(error, exceptions.ClientError) or _is_busy(error.response)
+                if not is_retried or time.monotonic() + wait_s > until:
                     raise
             time.sleep(wait_s * random.uniform(0.5, 1))  # those who were refused do not come back together
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
@@ -208,12 +213,12 @@ class Multipart:
         if code in _LOST:
             return LostUploadError(f"{self._answers.address}: cannot {doing}: the upload is not there")
         # An answer without a body has its status as code.
-        told = ", ".join(
+        answer = ", ".join(
             [f"{status} {responses.get(status, '')}".strip(), *([] if code.isdigit() else [code])]
         )
         if status in (401, 403):
-            return RefusedError(str(self._answers.refused(doing, told)))
-        return self._answers.answered(doing, told)
+            return RefusedError(str(self._answers.refused(doing, answer)))
+        return self._answers.answered(doing, answer)
 
 
 def _status(response: Mapping[str, Any]) -> tuple[int, str]:

@@ -34,23 +34,23 @@ class NodeRanks(msgspec.Struct, frozen=True):
     pp: int
 
 
-def needed(store: Store, found: Checkpoint, node: NodeRanks) -> set[str] | None:
+def needed(store: Store, checkpoint: Checkpoint, node: NodeRanks) -> set[str] | None:
     """Return the files that the ranks of a node load, None where nobody can tell.
 
     Args:
         store: where the checkpoint is.
-        found: the checkpoint.
+        checkpoint: the checkpoint.
         node: whose ranks are meant; they are numbered as the framework does by default.
 
     Raises:
         DamagedError: the layout file is not what was written.
         StoreError: the store refuses, or does not answer.
     """
-    files = {file.path: file for file in found.known.files}
+    files = {file.path: file for file in checkpoint.known.files}
     folders = {path.partition("/")[0] for path in files if path.startswith(_MODEL_PARALLEL)}
     if naming.LAYOUT not in files or not folders:
         return None
-    name = f"{found.where}/{naming.LAYOUT}"
+    name = f"{checkpoint.where}/{naming.LAYOUT}"
     content = store.get(name, layout_file.LARGEST)
     if xxhash.xxh3_128_hexdigest(content) != files[naming.LAYOUT].xxh3_128:
         raise DamagedError(f"{store}/{name}: checksum differs from the manifest")
@@ -59,12 +59,15 @@ def needed(store: Store, found: Checkpoint, node: NodeRanks) -> set[str] | None:
     except CheckpointError:
         return None
     names = {(place.tp, place.pp): place.folder for place in places}
-    stages, rest = node.pp, node.world_size % (node.tp * node.pp)
-    alike = all((one.sizes.get("tp"), one.sizes.get("pp")) == (node.tp, node.pp) for one in places)
+    stages, remainder = node.pp, node.world_size % (node.tp * node.pp)
+    alike = all(
+        (place_of_rank.sizes.get("tp"), place_of_rank.sizes.get("pp")) == (node.tp, node.pp)
+        for place_of_rank in places
+    )
     # Experts are numbered across the ranks of data.
-    if rest or not alike or any(one.sizes.get("ep", 1) > 1 for one in places):
+    if remainder or not alike or any(place_of_rank.sizes.get("ep", 1) > 1 for place_of_rank in places):
         return None
-    mine = {names.get((rank % node.tp, rank // (node.world_size // stages))) for rank in node.ranks}
-    if not mine <= folders:
+    own_folders = {names.get((rank % node.tp, rank // (node.world_size // stages))) for rank in node.ranks}
+    if not own_folders <= folders:
         return None
-    return {path for path in files if path.partition("/")[0] not in folders - mine}
+    return {path for path in files if path.partition("/")[0] not in folders - own_folders}

@@ -70,16 +70,16 @@ def open_store(
         _require_folder(Path(place.prefix), make)
         # Folders that are left empty would look like checkpoints.
         return Store(place, kinds.LocalStore(place.prefix, automatic_cleanup=True), "")
-    found = s3.bucket(place, endpoint) if place.scheme in _OF_S3 else None
-    if found is not None and make:
+    s3_bucket = s3.bucket(place, endpoint) if place.scheme in _OF_S3 else None
+    if s3_bucket is not None and make:
         s3.require_botocore(place)
     try:
-        client = _remote(place, found, endpoint, patience_s)
+        client = _remote(place, s3_bucket, endpoint, patience_s)
     except (exceptions.BaseError, OSError, ValueError) as error:
         read = _CREDENTIALS.get(place.scheme)
         hint = f"; the environment has its credentials: {read}" if read else ""
         raise StoreError(f"{place}: cannot be opened: {plain(str(error))}{hint}") from None
-    parts = Multipart(found, Answers(place, endpoint), patience_s) if found is not None else None
+    parts = Multipart(s3_bucket, Answers(place, endpoint), patience_s) if s3_bucket is not None else None
     return Store(place, client, endpoint, parts, piece, retrying)
 
 

@@ -54,12 +54,12 @@ class Watch:
 
     Args:
         store: where it is.
-        where: its prefix.
+        prefix: its prefix.
         files: of the leader's manifest.
         nodes: the other nodes.
         patience: with them.
         at_end: says whether the job has ended.
-        others: what is known of them from checkpoints before.
+        other_nodes: what is known of them from checkpoints before.
 
     Attributes:
         paths: of the files that are there
@@ -68,21 +68,21 @@ class Watch:
     def __init__(
         self,
         store: Store,
-        where: str,
+        prefix: str,
         files: Sequence[FileEntry],
         nodes: set[int],
         patience: Patience,
         at_end: Callable[[], bool],
-        others: Others,
+        other_nodes: Others,
     ) -> None:
         self._store = store
-        self._where = where
+        self._where = prefix
         self._sizes = {file.path: file.bytes for file in files}
         self._nodes = nodes
         self._began = time.monotonic()
         self._patience = patience
         self._at_end = at_end
-        self.others = others
+        self.others = other_nodes
         self.paths: set[str] = set()
         self._objects: dict[str, Stored] = {}  # the lists, as they were when they were read
         self._lists: dict[int, layout.PartList] = {}
@@ -90,40 +90,44 @@ class Watch:
 
     def look(self) -> None:
         """Read the lists that have changed; where they have all files, see whether these are there."""
-        now, prefix = time.monotonic(), layout.parts_prefix(self._where)
-        there = self._store.objects(prefix)
-        changed = {name: one for name, one in there.items() if self._objects.get(name) != one}
-        self._objects = there
-        for node, one in choose.read_lists(self._store, self._where, changed).items():
-            self._lists[node], self._moved[node] = one, now
+        current_time, prefix = time.monotonic(), layout.parts_prefix(self._where)
+        stored_objects = self._store.objects(prefix)
+        changed = {
+            name: stored for name, stored in stored_objects.items() if self._objects.get(name) != stored
+        }
+        self._objects = stored_objects
+        for node, part_list in choose.read_lists(self._store, self._where, changed).items():
+            self._lists[node], self._moved[node] = part_list, current_time
         parts = choose.parts_of(self._lists, self._where, {})
         self.paths = set(parts)
         if self.paths >= set(self._sizes):
             objects = self._store.objects(self._where)
             for path, part in parts.items():
-                found = objects.get(f"{self._where}/{path}")
-                if found is None or found.bytes != self._sizes.get(path, part.bytes):
+                stored = objects.get(f"{self._where}/{path}")
+                if stored is None or stored.bytes != self._sizes.get(path, part.bytes):
                     self.paths.discard(path)
 
     @property
     def apart(self) -> set[int]:
         """Return the nodes that have disks of their own, as far as they have shown it."""
-        return self.others.apart | {node for node, one in self._lists.items() if one.seen != self._where}
+        return self.others.apart | {
+            node for node, part_list in self._lists.items() if part_list.seen != self._where
+        }
 
     def is_given_up(self, node: int) -> bool:
         """Return whether a node does not send its share."""
-        one = self._lists.get(node)
-        if one is None:
+        part_list = self._lists.get(node)
+        if part_list is None:
             joins = self._patience.joins_at_end if self._at_end() else self._patience.joins
             return node in self.others.absent or not self._is_within(joins)
-        return one.done or one.seen != self._where or self._is_still(node)
+        return part_list.done or part_list.seen != self._where or self._is_still(node)
 
     def is_awaited(self, node: int) -> bool:
         """Return whether files may come from the disk of a node."""
-        one = self._lists.get(node)
-        if one is None:
+        part_list = self._lists.get(node)
+        if part_list is None:
             return self._is_within(self._patience.joins)
-        return not one.done and not self._is_still(node)
+        return not part_list.done and not self._is_still(node)
 
     def unfinished(self) -> set[int]:
         """Return the nodes with disks of their own that have begun to send, and are not done."""

@@ -50,10 +50,10 @@ def prune(store: Store, keep: int, *, dry_run: bool = False, newest: int | None 
         raise StoreError(f"--keep is {keep}: it must be a number from 1 on")
     kept: list[int] = []
     steps = choose.steps(store)
-    later = [step for step in steps if newest is not None and step > newest]
-    for found in choose.newest_first(store, None, []):
-        if found.known.step not in (*kept, *later):
-            kept.append(found.known.step)
+    newer_steps = [step for step in steps if newest is not None and step > newest]
+    for checkpoint in choose.newest_first(store, None, []):
+        if checkpoint.known.step not in (*kept, *newer_steps):
+            kept.append(checkpoint.known.step)
         if len(kept) == keep:
             break
     old = [step for step in steps if len(kept) == keep and step < kept[-1]]
@@ -61,18 +61,18 @@ def prune(store: Store, keep: int, *, dry_run: bool = False, newest: int | None 
     uploads, unlisted = 0, ""
     if len(kept) == keep:
         uploads, unlisted = abandoned.remove_before(store, kept[-1], dry_run=dry_run)
-    return Pruned(sorted(kept), old, size, later, uploads, unlisted)
+    return Pruned(sorted(kept), old, size, newer_steps, uploads, unlisted)
 
 
 def _remove(store: Store, step: int, dry_run: bool) -> int:
     """Remove the objects of a step; return their bytes."""
-    complete, others = choose.places(store, step)
+    complete, incomplete = choose.places(store, step)
     total = 0
-    for where in (*complete, *others):
-        there = store.objects(where)
-        total += sum(one.bytes for one in there.values())
+    for prefix in (*complete, *incomplete):
+        stored_objects = store.objects(prefix)
+        total += sum(stored.bytes for stored in stored_objects.values())
         if not dry_run:
             # First what makes it a checkpoint: from then on nobody takes it for one.
-            store.delete([name for name in there if name == layout.manifest_name(where)])
-            store.delete([name for name in there if name != layout.manifest_name(where)])
+            store.delete([name for name in stored_objects if name == layout.manifest_name(prefix)])
+            store.delete([name for name in stored_objects if name != layout.manifest_name(prefix)])
     return total + abandoned.remove_drafts(store, naming.final_name(step), dry_run=dry_run)

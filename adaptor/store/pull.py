@@ -60,11 +60,11 @@ def pull(store: Store, root: Path, step: int | None = None, progress: Progress |
     return _pulled(store, root, step, _pull_after(store, root, step, None, progress))
 
 
-def _pulled(store: Store, root: Path, step: int | None, done: Pulled | None) -> Pulled:
-    if done is None:
-        which = "" if step is None else f" of step {step}"
-        raise StoreError(f"{store}: there is no complete checkpoint{which} in it")
-    return done
+def _pulled(store: Store, root: Path, step: int | None, pulled: Pulled | None) -> Pulled:
+    if pulled is None:
+        of_step = "" if step is None else f" of step {step}"
+        raise StoreError(f"{store}: there is no complete checkpoint{of_step} in it")
+    return pulled
 
 
 def resume(store: Store, root: Path, step: int | None = None, node: NodeRanks | None = None) -> Pulled | None:
@@ -86,8 +86,8 @@ def resume(store: Store, root: Path, step: int | None = None, node: NodeRanks | 
     if local is not None and not saved_steps.is_complete(root, local):
         local = None
     if step is not None:
-        there = local is not None and not _is_damaged(root, step)
-        if there and not (is_part(root, step) and choose.places(store, step)[0]):
+        is_present = local is not None and not _is_damaged(root, step)
+        if is_present and not (is_part(root, step) and choose.places(store, step)[0]):
             return Pulled(step, "", 0, True)
         return _pulled(store, root, step, _pull_after(store, root, step, None, None, node))
     return _pull_after(store, root, None, local, None)
@@ -104,49 +104,62 @@ def _pull_after(
     """Pull the newest checkpoint that is intact, of a step after `local`, which the folder has."""
     problems: list[str] = []
     named = tracker.tracked_step(root)
-    for found in choose.newest_first(store, step, problems):
-        known = found.known
-        damaged = _is_damaged(root, known.step)
-        stays = not damaged and not _completes(root, found)
-        if local is not None and (known.step < local or (known.step == local and stays)):
+    for checkpoint in choose.newest_first(store, step, problems):
+        saved_manifest = checkpoint.known
+        damaged = _is_damaged(root, saved_manifest.step)
+        stays = not damaged and not _completes(root, checkpoint)
+        if local is not None and (saved_manifest.step < local or (saved_manifest.step == local and stays)):
             break
-        _require_later(root, known.step)
+        _require_later(root, saved_manifest.step)
         try:
-            wanted = _for_node(store, found, node)
+            wanted_checkpoint = _for_node(store, checkpoint, node)
         except DamagedError as error:
             problems.append(str(error))
             continue
-        damaged = damaged or not _has(root, wanted)
-        there = not damaged and saved_steps.is_of_generation(root, known.step, known.generation)
-        if there and local is not None:  # the user has gone back by hand, as far as one can tell
-            return Pulled(local, "", 0, True, problems, untracked=known.step)
-        if there:
-            _set_back(root, known.step)
-            tracker.advance(root, known.step)  # whoever has brought it may have died before
+        damaged = damaged or not _has(root, wanted_checkpoint)
+        is_present = not damaged and saved_steps.is_of_generation(
+            root, saved_manifest.step, saved_manifest.generation
+        )
+        if is_present and local is not None:  # the user has gone back by hand, as far as one can tell
+            return Pulled(local, "", 0, True, problems, untracked=saved_manifest.step)
+        if is_present:
+            _set_back(root, saved_manifest.step)
+            tracker.advance(root, saved_manifest.step)  # whoever has brought it may have died before
         else:
             try:
-                _bring(store, wanted, root, progress or (lambda count, total: None), replaces=damaged)
+                _bring(
+                    store, wanted_checkpoint, root, progress or (lambda count, total: None), replaces=damaged
+                )
             except DamagedError as error:
                 problems.append(str(error))
                 continue
-        if named is not None and named > known.step:
+        if named is not None and named > saved_manifest.step:
             problems.append(f"{root / naming.final_name(named)}: missing, though the tracker names it")
-        return Pulled(known.step, found.where, wanted.bytes, there, problems, wanted is found)
+        return Pulled(
+            saved_manifest.step,
+            checkpoint.where,
+            wanted_checkpoint.bytes,
+            is_present,
+            problems,
+            wanted_checkpoint is checkpoint,
+        )
     if local is not None:
         return Pulled(local, "", 0, True, problems)
     if problems:
-        which = "" if step is None else f" of step {step}"
-        raise StoreError("; ".join([f"{store}: there is no complete checkpoint{which} in it", *problems]))
+        of_step = "" if step is None else f" of step {step}"
+        raise StoreError("; ".join([f"{store}: there is no complete checkpoint{of_step} in it", *problems]))
     return None
 
 
-def _for_node(store: Store, found: Checkpoint, node: NodeRanks | None) -> Checkpoint:
+def _for_node(store: Store, checkpoint: Checkpoint, node: NodeRanks | None) -> Checkpoint:
     """Return the checkpoint with those files alone that the ranks of a node load, where that can be known."""
-    wanted = needs.needed(store, found, node) if node is not None else None
-    files = tuple(file for file in found.known.files if wanted is None or file.path in wanted)
-    if len(files) == len(found.known.files):
-        return found
-    return Checkpoint(found.where, replace(found.known, files=files))
+    needed_paths = needs.needed(store, checkpoint, node) if node is not None else None
+    files = tuple(
+        file for file in checkpoint.known.files if needed_paths is None or file.path in needed_paths
+    )
+    if len(files) == len(checkpoint.known.files):
+        return checkpoint
+    return Checkpoint(checkpoint.where, replace(checkpoint.known, files=files))
 
 
 def is_part(root: Path, step: int) -> bool:
@@ -158,19 +171,24 @@ def is_part(root: Path, step: int) -> bool:
         return False  # the framework alone has made it, or nobody can tell
 
 
-def _has(root: Path, wanted: Checkpoint) -> bool:
+def _has(root: Path, checkpoint: Checkpoint) -> bool:
     """Return whether the folder's checkpoint of this step, if there is one, has these files as they are."""
-    if not saved_steps.has_manifest(root, wanted.known.step):
+    if not saved_steps.has_manifest(root, checkpoint.known.step):
         return True
-    there = {file.path: file for file in manifest.read(root / naming.final_name(wanted.known.step)).files}
-    return all(file.path in there and choose.is_same(file, there[file.path]) for file in wanted.known.files)
+    local_files = {
+        file.path: file for file in manifest.read(root / naming.final_name(checkpoint.known.step)).files
+    }
+    return all(
+        file.path in local_files and choose.is_same(file, local_files[file.path])
+        for file in checkpoint.known.files
+    )
 
 
-def _completes(root: Path, found: Checkpoint) -> bool:
+def _completes(root: Path, checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint of the store has what the folder has a part of."""
-    step, generation = found.known.step, found.known.generation
+    step, generation = checkpoint.known.step, checkpoint.known.generation
     is_same = bool(generation) and saved_steps.is_of_generation(root, step, generation)
-    return is_same and is_part(root, step) and not _has(root, found)
+    return is_same and is_part(root, step) and not _has(root, checkpoint)
 
 
 def _is_damaged(root: Path, step: int) -> bool:
@@ -186,10 +204,11 @@ def _move_aside(root: Path, step: int) -> None:
 
 
 def _require_later(root: Path, step: int) -> None:
-    held = _held(root)
-    if held is not None and held > step:
+    newest_held = _held(root)
+    if newest_held is not None and newest_held > step:
         raise StoreError(
-            f"{root}: holds step {held}, which is later than step {step} of the store; name another folder"
+            f"{root}: holds step {newest_held}, which is later than step {step} of the store; name another "
+            "folder"
         )
 
 
@@ -222,27 +241,35 @@ def _set_back(root: Path, step: int) -> None:
 
 
 @disk.one_line
-def _room(root: Path, needed: int) -> None:
+def _room(root: Path, needed_bytes: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(root).free
-    if free < needed:
+    if free < needed_bytes:
         raise StoreError(
-            f"{root}: {free / 1e9:.3f} GB are free, the checkpoint has {needed / 1e9:.3f} GB: make room, or"
+            f"{root}: {free / 1e9:.3f} GB are free, the checkpoint has {needed_bytes / 1e9:.3f} GB: make "
+            "room, or"
             " name another folder"
         )
 
 
-def _bring(store: Store, found: Checkpoint, root: Path, progress: Progress, *, replaces: bool) -> None:
+def _bring(store: Store, checkpoint: Checkpoint, root: Path, progress: Progress, *, replaces: bool) -> None:
     """Bring a checkpoint; `replaces`: what has its name is moved aside, once all of it has come."""
-    known = found.known
-    _room(root, found.bytes)
-    folder = publish.prepare(root, known.step, generation=known.generation)
+    saved_manifest = checkpoint.known
+    _room(root, checkpoint.bytes)
+    folder = publish.prepare(root, saved_manifest.step, generation=saved_manifest.generation)
     try:
-        _write(store, found, folder, progress)
+        _write(store, checkpoint, folder, progress)
         if replaces:
-            _move_aside(root, known.step)
-        _set_back(root, known.step)  # else it would not be resumed from, and is refused
-        publish.publish(root, known.step, known.files, known.groups, known.world_size, known.generation)
+            _move_aside(root, saved_manifest.step)
+        _set_back(root, saved_manifest.step)  # else it would not be resumed from, and is refused
+        publish.publish(
+            root,
+            saved_manifest.step,
+            saved_manifest.files,
+            saved_manifest.groups,
+            saved_manifest.world_size,
+            saved_manifest.generation,
+        )
     except BaseException:
         # A folder that was cut short is of no use: the next pull begins anew.
         shutil.rmtree(folder, ignore_errors=True)
@@ -251,13 +278,13 @@ def _bring(store: Store, found: Checkpoint, root: Path, progress: Progress, *, r
 
 @disk.one_line
 def _write_file(folder: Path, file: FileEntry, pieces: Iterator[memoryview]) -> str | None:
-    with HashingFile(folder / file.path, below=folder) as out:
+    with HashingFile(folder / file.path, base_folder=folder) as out:
         for piece in pieces:
             out.write(piece)
     return out.entry(file.path).xxh3_128
 
 
-def _write(store: Store, found: Checkpoint, folder: Path, progress: Progress) -> None:
+def _write(store: Store, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
     """Write the files; a few requests are ahead of the disk. Raises DamagedError for wrong content."""
     come = 0
 
@@ -265,33 +292,33 @@ def _write(store: Store, found: Checkpoint, folder: Path, progress: Progress) ->
         nonlocal come
         for piece in pieces:
             come += len(piece)
-            progress(come, found.bytes)
+            progress(come, checkpoint.bytes)
             yield piece
 
     # Closed after an error, when a request may still take minutes.
-    with contextlib.closing(ahead.in_order(_calls(store, found), "ttp-pull")) as coming:
-        for file, pieces in _files(found, coming):
+    with contextlib.closing(ahead.in_order(_calls(store, checkpoint), "ttp-pull")) as coming:
+        for file, pieces in _files(checkpoint, coming):
             digest = _write_file(folder, file, counted(pieces))
             if digest != file.xxh3_128:
                 # A byte may have changed on its way: what is in the store decides.
-                name = f"{found.where}/{file.path}"
-                again = choose.ranges(store, name, file.bytes)
+                name = f"{checkpoint.where}/{file.path}"
+                second_reading = choose.ranges(store, name, file.bytes)
                 come -= file.bytes
-                if _write_file(folder, file, counted(again)) != file.xxh3_128:
+                if _write_file(folder, file, counted(second_reading)) != file.xxh3_128:
                     raise DamagedError(f"{store}/{name}: checksum differs from the manifest")
 
 
-def _calls(store: Store, found: Checkpoint) -> Iterator[Callable[[], memoryview]]:
-    for file in found.known.files:
+def _calls(store: Store, checkpoint: Checkpoint) -> Iterator[Callable[[], memoryview]]:
+    for file in checkpoint.known.files:
         for start in range(0, file.bytes, PIECE):
-            name = f"{found.where}/{file.path}"
+            name = f"{checkpoint.where}/{file.path}"
             yield partial(store.get_range, name, start, min(PIECE, file.bytes - start))
 
 
 def _files(
-    found: Checkpoint, coming: Iterator[Future[memoryview]]
+    checkpoint: Checkpoint, coming: Iterator[Future[memoryview]]
 ) -> Iterator[tuple[FileEntry, Iterator[memoryview]]]:
     """Yield each file with its pieces, which must be taken before the next file."""
-    for file in found.known.files:
+    for file in checkpoint.known.files:
         count = len(range(0, file.bytes, PIECE))
         yield file, (piece.result() for piece in islice(coming, count))

@@ -49,12 +49,12 @@ def read_folder(root: Path, step: int) -> Manifest:
         CheckpointError: there is none, or it names another step or no file.
     """
     folder = root / naming.final_name(step)
-    known = manifest.read(folder)
-    if known.step != step or not known.files:
+    saved_manifest = manifest.read(folder)
+    if saved_manifest.step != step or not saved_manifest.files:
         raise CheckpointError(
             f"{folder / naming.MANIFEST}: is not the manifest of a checkpoint of step {step}"
         )
-    return known
+    return saved_manifest
 
 
 def push(
@@ -74,61 +74,65 @@ def push(
         CheckpointError: the checkpoint is not complete, or not what its manifest says; nothing is committed.
         StoreError: the store refuses, or does not answer.
     """
-    known = read_folder(root, step)
-    total = sum(file.bytes for file in known.files)
-    there = find(store, known)
-    if there is not None:
-        abandoned.remove_left_over(store, root, there, tell)
-        return Pushed(there, len(known.files), total, 0, True)
-    where = layout.place(known)
+    saved_manifest = read_folder(root, step)
+    total = sum(file.bytes for file in saved_manifest.files)
+    stored_prefix = find(store, saved_manifest)
+    if stored_prefix is not None:
+        abandoned.remove_left_over(store, root, stored_prefix, tell)
+        return Pushed(stored_prefix, len(saved_manifest.files), total, 0, True)
+    prefix = layout.place(saved_manifest)
     folder = root / naming.final_name(step)
-    if known.part:
+    if saved_manifest.part:
         raise CheckpointError(
             f"{folder}: has only what the ranks of one node have saved on its own disk, so it is not sent"
             " alone"
         )
-    whole.require(folder, (file.path for file in known.files))
-    sending = Sending(store, root, known, where, pace, tell=tell)
-    sending.send(known.files)
-    sending.tell(done=True)
-    require_same(root, known)
-    commit(store, known)
-    abandoned.remove_left_over(store, root, where, tell)
-    return Pushed(where, len(known.files), total, sending.sent, False)
+    whole.require(folder, (file.path for file in saved_manifest.files))
+    sending = Sending(store, root, saved_manifest, prefix, pace, tell=tell)
+    sending.send(saved_manifest.files)
+    sending.tell(is_complete=True)
+    require_same(root, saved_manifest)
+    commit(store, saved_manifest)
+    abandoned.remove_left_over(store, root, prefix, tell)
+    return Pushed(prefix, len(saved_manifest.files), total, sending.sent, False)
 
 
-def require_same(root: Path, known: Manifest) -> None:
+def require_same(root: Path, saved_manifest: Manifest) -> None:
     """Refuse to commit a checkpoint that the save folder no longer has. Raises CheckpointError."""
-    if layout.place(read_folder(root, known.step)) != layout.place(known):
-        folder = root / naming.final_name(known.step)
+    if layout.place(read_folder(root, saved_manifest.step)) != layout.place(saved_manifest):
+        folder = root / naming.final_name(saved_manifest.step)
         raise CheckpointError(f"{folder}: was saved anew while it was sent, so nothing is completed")
 
 
-def find(store: Store, known: Manifest) -> str | None:
+def find(store: Store, saved_manifest: Manifest) -> str | None:
     """Return the prefix of a complete copy of a checkpoint, None where there is none.
 
     One that was pulled has another manifest than the one that was pushed, and the same files of the same
     generation.
     """
-    for where in choose.places(store, known.step)[0]:
-        ours = where == layout.place(known)
-        if not ours and not (known.generation and _generation(where) == layout.generation(known)):
+    for prefix in choose.places(store, saved_manifest.step)[0]:
+        is_own = prefix == layout.place(saved_manifest)
+        if not is_own and not (
+            saved_manifest.generation and _generation(prefix) == layout.generation(saved_manifest)
+        ):
             continue
         try:
-            found = choose.examine(store, where)
+            checkpoint = choose.examine(store, prefix)
         except DamagedError:
             continue  # it is written anew
-        files = {file.path: file for file in found.known.files}
-        if ours or (
-            len(files) == len(known.files)
-            and all(file.path in files and choose.is_same(file, files[file.path]) for file in known.files)
+        files = {file.path: file for file in checkpoint.known.files}
+        if is_own or (
+            len(files) == len(saved_manifest.files)
+            and all(
+                file.path in files and choose.is_same(file, files[file.path]) for file in saved_manifest.files
+            )
         ):
-            return where
+            return prefix
     return None
 
 
-def _generation(where: str) -> str:
-    return where.rpartition("/")[2].partition("-")[0]
+def _generation(prefix: str) -> str:
+    return prefix.rpartition("/")[2].partition("-")[0]
 
 
 class Sending:
@@ -140,8 +144,8 @@ class Sending:
     Args:
         store: where to.
         root: the save folder.
-        known: the manifest in it.
-        where: the prefix of the objects.
+        saved_manifest: the manifest in it.
+        prefix: the prefix of the objects.
         pace: is called with the bytes of each piece before it is sent, and with 0 for one that is there.
         node: the number of this one.
         tell: says that an upload is begun anew.
@@ -155,17 +159,17 @@ class Sending:
         self,
         store: Store,
         root: Path,
-        known: Manifest,
-        where: str,
+        saved_manifest: Manifest,
+        prefix: str,
         pace: Callable[[int], None],
         node: int = 0,
         tell: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._store = store
         self._root = root
-        self._folder = root / naming.final_name(known.step)
-        self._seen = layout.place(known)
-        self._where = where
+        self._folder = root / naming.final_name(saved_manifest.step)
+        self._seen = layout.place(saved_manifest)
+        self._where = prefix
         self._pace = pace
         self._node = node
         self._tell_user = tell
@@ -174,9 +178,9 @@ class Sending:
         self.sent = 0
         self.pieces = 0
         # Read before this one writes a list.
-        self._there = store.objects(where)
+        self._there = store.objects(prefix)
         try:
-            self._before = choose.read_parts(store, where, self._there)
+            self._before = choose.read_parts(store, prefix, self._there)
         except DamagedError:
             self._before = {}  # the files are written anew
 
@@ -189,13 +193,13 @@ class Sending:
         """
         for file in files:
             name = f"{self._where}/{file.path}"
-            found, part = self._there.get(name), self._before.get(file.path)
-            made = None
-            if found is not None and self._may_be(file, found, part):
-                made = self._hashed(file, name, found, part)
-            if made is None:
-                made = self._send(file, name)
-            self._parts[file.path] = made
+            stored, part = self._there.get(name), self._before.get(file.path)
+            uploaded_part = None
+            if stored is not None and self._may_be(file, stored, part):
+                uploaded_part = self._hashed(file, name, stored, part)
+            if uploaded_part is None:
+                uploaded_part = self._send(file, name)
+            self._parts[file.path] = uploaded_part
 
     def _send(self, file: FileEntry, name: str) -> UploadedPart:
         """Write a file as the object `name`."""
@@ -231,14 +235,14 @@ class Sending:
         """Return whether the prefix tells nothing of this content: a disk of its own may have it anew."""
         return self._seen != self._where
 
-    def _may_be(self, file: FileEntry, found: Stored, part: UploadedPart | None) -> bool:
+    def _may_be(self, file: FileEntry, stored: Stored, part: UploadedPart | None) -> bool:
         """Return whether the object that is there may be this file."""
         if part is None:
-            return found.bytes == file.bytes and not self._is_apart
-        return found.bytes == file.bytes and part.etag == found.etag
+            return stored.bytes == file.bytes and not self._is_apart
+        return stored.bytes == file.bytes and part.etag == stored.etag
 
     def _hashed(
-        self, file: FileEntry, name: str, found: Stored, part: UploadedPart | None
+        self, file: FileEntry, name: str, stored: Stored, part: UploadedPart | None
     ) -> UploadedPart | None:
         """Return what is there of a file, by its content on the disk; None: the object has another one.
 
@@ -251,25 +255,29 @@ class Sending:
             self._count(0)
             if part is None:
                 etags.append(md5(content))
-        made = UploadedPart(file.path, file.bytes, digest.hexdigest(), found.etag)
+        uploaded_part = UploadedPart(file.path, file.bytes, digest.hexdigest(), stored.etag)
         if part is not None:
-            return made if part.xxh3_128 == made.xxh3_128 else None
+            return uploaded_part if part.xxh3_128 == uploaded_part.xxh3_128 else None
         if file.xxh3_128 is not None:
-            return made
-        known = joined(etags) if file.bytes > self._store.piece else "".join(etags)
-        if found.etag == known:
-            return made
-        return made if choose.hash_object(self._store, name, file.bytes) == made.xxh3_128 else None
+            return uploaded_part
+        etag = joined(etags) if file.bytes > self._store.piece else "".join(etags)
+        if stored.etag == etag:
+            return uploaded_part
+        return (
+            uploaded_part
+            if choose.hash_object(self._store, name, file.bytes) == uploaded_part.xxh3_128
+            else None
+        )
 
     def look_again(self) -> None:
         """Read what other nodes have sent since the last look."""
         self._there = self._store.objects(self._where)
 
-    def tell(self, *, done: bool) -> None:
-        """Write the list; `done`: this node has sent its part."""
+    def tell(self, *, is_complete: bool) -> None:
+        """Write the list; `is_complete`: this node has sent its part."""
         with self._lock:
             content = layout.encode_parts(
-                self._node, list(self._parts.values()), self._seen, done=done, sent=self.sent
+                self._node, list(self._parts.values()), self._seen, is_complete=is_complete, sent=self.sent
             )
             self._store.put(layout.parts_name(self._where, self._node), content)
 
@@ -279,37 +287,38 @@ class Sending:
         self.pieces += 1
 
 
-def commit(store: Store, known: Manifest) -> int:
+def commit(store: Store, saved_manifest: Manifest) -> int:
     """Write the manifest, if the lists of parts name all files and these are there; return their bytes.
 
     Args:
-        known: of the node that commits. Files that nodes with disks of their own have sent come to it.
+        saved_manifest: of the node that commits. Files that nodes with disks of their own have sent come to
+        it.
 
     Raises:
         CheckpointError: two nodes have different files of one name.
         DamagedError: one is missing.
     """
-    where = layout.place(known)
-    there = store.objects(where)
-    lists = choose.read_lists(store, where, there)
-    parts = choose.parts_of(lists, where, there)
-    wanted = {file.path: file.bytes for file in known.files}
-    contents = {file.path: {file.xxh3_128} for file in known.files if file.xxh3_128 is not None}
-    for one in lists.values():
-        for part in one.files:
+    prefix = layout.place(saved_manifest)
+    stored_objects = store.objects(prefix)
+    lists = choose.read_lists(store, prefix, stored_objects)
+    parts = choose.parts_of(lists, prefix, stored_objects)
+    sizes_by_path = {file.path: file.bytes for file in saved_manifest.files}
+    contents = {file.path: {file.xxh3_128} for file in saved_manifest.files if file.xxh3_128 is not None}
+    for part_list in lists.values():
+        for part in part_list.files:
             contents.setdefault(part.path, set()).add(part.xxh3_128)
-            if one.seen not in ("", where):
-                wanted.setdefault(part.path, part.bytes)
-    for path in wanted:
+            if part_list.seen not in ("", prefix):
+                sizes_by_path.setdefault(part.path, part.bytes)
+    for path in sizes_by_path:
         if len(contents.get(path, ())) > 1:
-            raise CheckpointError(f"{store}/{where}/{path}: two nodes have different files of this name")
+            raise CheckpointError(f"{store}/{prefix}/{path}: two nodes have different files of this name")
     entries = []
-    for path, size in sorted(wanted.items()):
-        sent, found = parts.get(path), there.get(f"{where}/{path}")
-        if sent is None or found is None or found.bytes != size:
+    for path, size in sorted(sizes_by_path.items()):
+        sent, stored = parts.get(path), stored_objects.get(f"{prefix}/{path}")
+        if sent is None or stored is None or stored.bytes != size:
             raise DamagedError(
-                f"{store}/{where}/{path}: is missing after the upload, so nothing is completed"
+                f"{store}/{prefix}/{path}: is missing after the upload, so nothing is completed"
             )
         entries.append(FileEntry(path, size, sent.xxh3_128))
-    store.put(layout.manifest_name(where), replace(known, files=tuple(entries)).encode())
-    return sum(wanted.values())
+    store.put(layout.manifest_name(prefix), replace(saved_manifest, files=tuple(entries)).encode())
+    return sum(sizes_by_path.values())

@@ -60,18 +60,18 @@ class Retrying:
             try:
                 return request()
             except BusyError as error:
-                now = self._clock()
-                until = now + self._seconds if until is None else until
-                if now >= until:
+                current_time = self._clock()
+                until = current_time + self._seconds if until is None else until
+                if current_time >= until:
                     raise BusyError(f"{error} (it was asked for {self._seconds:g} s)") from None
-                if self._is_to_be_told(now):
+                if self._is_to_be_told(current_time):
                     self._tell(f"{error}; it is asked again for {self._seconds:g} s (Ctrl-C ends that)")
             self._sleep(_AGAIN_S)
 
-    def _is_to_be_told(self, now: float) -> bool:
+    def _is_to_be_told(self, current_time: float) -> bool:
         """Return whether no line has said so for as long as one request is made again."""
         with self._lock:
-            due = self._told_at is None or now - self._told_at >= self._seconds
+            due = self._told_at is None or current_time - self._told_at >= self._seconds
             if due:
-                self._told_at = now
+                self._told_at = current_time
             return due

@@ -72,20 +72,23 @@ def bucket(place: Address, endpoint: str) -> Bucket:
     return Bucket(place.bucket, place.prefix, credentials.s3(place.scheme), endpoint, in_host)
 
 
-def options(one: Bucket) -> S3Config:
+def options(s3_bucket: Bucket) -> S3Config:
     """Return the options of obstore."""
-    made: S3Config = {}
-    if one.keys is not None:
-        made["access_key_id"], made["secret_access_key"] = one.keys.key, one.keys.secret
-        if one.keys.token:
-            made["session_token"] = one.keys.token
-    if one.endpoint:
-        made["endpoint"] = one.endpoint
-    if one.in_host:
-        protocol, _, host = one.endpoint.partition("://")
-        made["endpoint"] = f"{protocol}://{one.name}.{host}"
-        made["virtual_hosted_style_request"] = True
-    return made
+    client_options: S3Config = {}
+    if s3_bucket.keys is not None:
+        client_options["access_key_id"], client_options["secret_access_key"] = (
+            s3_bucket.keys.key,
+            s3_bucket.keys.secret,
+        )
+        if s3_bucket.keys.token:
+            client_options["session_token"] = s3_bucket.keys.token
+    if s3_bucket.endpoint:
+        client_options["endpoint"] = s3_bucket.endpoint
+    if s3_bucket.in_host:
+        protocol, _, host = s3_bucket.endpoint.partition("://")
+        client_options["endpoint"] = f"{protocol}://{s3_bucket.name}.{host}"
+        client_options["virtual_hosted_style_request"] = True
+    return client_options
 
 
 def require_botocore(place: Address) -> None:
@@ -97,43 +100,43 @@ def require_botocore(place: Address) -> None:
         )
 
 
-def client(one: Bucket) -> Any:
+def client(s3_bucket: Bucket) -> Any:
     """Return a client of botocore, which several threads may use; it makes no request again."""
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.session import Session
 
-    found = credentials.surroundings()
+    variables = credentials.surroundings()
     unset = (None, None, None, None)
     no_file = (None, None, os.devnull, None)
     session = Session(
         session_vars={
             "profile": unset,
-            "region": (None, None, found.region, None),
+            "region": (None, None, variables.region, None),
             "config_file": no_file,
             "credentials_file": no_file,
-            "ec2_metadata_service_endpoint": (None, None, found.metadata_endpoint or None, None),
+            "ec2_metadata_service_endpoint": (None, None, variables.metadata_endpoint or None, None),
             "metadata_service_timeout": (None, None, CONNECT_S, None),
             "metadata_service_num_attempts": (None, None, 3, None),
         }
     )
     resolver = session.get_component("credential_provider")
-    resolver.providers = [each for each in resolver.providers if each.METHOD in _ASKED]
+    resolver.providers = [provider for provider in resolver.providers if provider.METHOD in _ASKED]
     config = Config(
-        signature_version=UNSIGNED if found.unsigned else "s3v4",
+        signature_version=UNSIGNED if variables.unsigned else "s3v4",
         connect_timeout=CONNECT_S,
         read_timeout=ANSWER_S,
         retries={"mode": "standard", "total_max_attempts": 1},
         # Not every store knows newer checksums. That of the signature is sent always.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
-        s3={"addressing_style": "virtual" if one.in_host else "path", "payload_signing_enabled": True},
+        s3={"addressing_style": "virtual" if s3_bucket.in_host else "path", "payload_signing_enabled": True},
     )
-    keys = one.keys
+    keys = s3_bucket.keys
     return session.create_client(
         "s3",
-        region_name=found.region,
-        endpoint_url=one.endpoint or found.endpoint or None,
+        region_name=variables.region,
+        endpoint_url=s3_bucket.endpoint or variables.endpoint or None,
         verify=_authorities(),
         aws_access_key_id=keys.key if keys else None,
         aws_secret_access_key=keys.secret if keys else None,
@@ -145,4 +148,6 @@ def client(one: Bucket) -> Any:
 def _authorities() -> str | None:
     """Return the file of certificates that the system trusts, as obstore does; None: botocore's own."""
     named = ssl.get_default_verify_paths().cafile
-    return next((each for each in (named, *_AUTHORITIES) if each and Path(each).is_file()), None)
+    return next(
+        (authority for authority in (named, *_AUTHORITIES) if authority and Path(authority).is_file()), None
+    )

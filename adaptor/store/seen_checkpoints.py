@@ -45,16 +45,16 @@ class SeenCheckpoints:
 
         Where the tracker names an earlier step by then, a user has gone back: later steps are left out.
         """
-        state, now = self._state_of_folder(), self._clock()
+        state, current_time = self._state_of_folder(), self._clock()
         if state != self._state:
-            self._state, self._since, self._listed = state, now, None
-        if self._listed is None or now - self._listed_at >= RELIST_S:
+            self._state, self._since, self._listed = state, current_time, None
+        if self._listed is None or current_time - self._listed_at >= RELIST_S:
             self._listed = None
-            found = self._list()
-            is_known = state is not None and not any(one.place.endswith(_UNREADABLE) for one in found)
-            if not is_known or now - self._since < SETTLED_S:
-                return found
-            self._listed, self._listed_at = found, now
+            all_saved = self._list()
+            is_known = state is not None and not any(saved.place.endswith(_UNREADABLE) for saved in all_saved)
+            if not is_known or current_time - self._since < SETTLED_S:
+                return all_saved
+            self._listed, self._listed_at = all_saved, current_time
         return list(self._listed)
 
     def look_anew(self) -> None:
@@ -80,41 +80,49 @@ class SeenCheckpoints:
         return status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
     def _list(self) -> list[Saved]:
-        found = [
+        all_saved = [
             self._look_at(step)
             for step in saved_steps.steps(self._root)
             if saved_steps.has_manifest(self._root, step)
         ]
         if not self._numbers:
-            self._given_up = self._later_than_tracker(found)
-        found = [one for one in found if one.place not in self._given_up]
-        for one in found:
-            self._numbers.setdefault(one.place, len(self._numbers))
-        return sorted(found, key=lambda one: self._numbers[one.place])
+            self._given_up = self._later_than_tracker(all_saved)
+        all_saved = [saved for saved in all_saved if saved.place not in self._given_up]
+        for saved in all_saved:
+            self._numbers.setdefault(saved.place, len(self._numbers))
+        return sorted(all_saved, key=lambda saved: self._numbers[saved.place])
 
-    def _later_than_tracker(self, found: list[Saved]) -> set[str]:
+    def _later_than_tracker(self, all_saved: list[Saved]) -> set[str]:
         """Return the places of the steps after the one that the tracker names.
 
         A checkpoint that has just got its name, of which the tracker does not know yet, is none of them: it
         is newer than the tracker.
         """
         try:
-            told = (self._root / naming.TRACKER).stat().st_mtime_ns
+            tracker_time_ns = (self._root / naming.TRACKER).stat().st_mtime_ns
             named = tracker.tracked_step(self._root)
-            later = [one for one in found if named is not None and one.step > named]
-            return {one.place for one in later if self._manifest(one.step).stat().st_mtime_ns <= told}
+            newer = [saved for saved in all_saved if named is not None and saved.step > named]
+            return {
+                saved.place
+                for saved in newer
+                if self._manifest(saved.step).stat().st_mtime_ns <= tracker_time_ns
+            }
         except OSError:
             return set()
 
     def until(self, last: Saved) -> set[str]:
         """Return the places of those that came before `last`, and its own; of all that were ever seen."""
         number = self._numbers[last.place]
-        return {place for place, found in self._numbers.items() if found <= number}
+        return {place for place, saved_number in self._numbers.items() if saved_number <= number}
 
-    def last_words_after(self, one: Saved) -> Saved | None:
-        """Return the newest last words of the folder that came after `one`; None where there are none."""
-        number = self._numbers[one.place]
-        newer = [found for found in self.now() if found.last_words and self._numbers[found.place] > number]
+    def last_words_after(self, saved: Saved) -> Saved | None:
+        """Return the newest last words of the folder that came after `saved`; None where there are none."""
+        number = self._numbers[saved.place]
+        newer = [
+            newer_saved
+            for newer_saved in self.now()
+            if newer_saved.last_words and self._numbers[newer_saved.place] > number
+        ]
         return newer[-1] if newer else None
 
     def _look_at(self, step: int) -> Saved:
@@ -124,8 +132,8 @@ class SeenCheckpoints:
             status = self._manifest(step).stat()
             key = (step, status.st_ino, status.st_mtime_ns)
             if key not in self._known:
-                known = manifest.read(folder)
-                self._known[key] = Saved(step, bool(known.groups), layout.place(known))
+                saved_manifest = manifest.read(folder)
+                self._known[key] = Saved(step, bool(saved_manifest.groups), layout.place(saved_manifest))
             return self._known[key]
         except (OSError, CheckpointError):
             return Saved(step, False, f"{folder.name}/{_UNREADABLE}")  # why it is says the push

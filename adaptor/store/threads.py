@@ -26,27 +26,27 @@ def begin(call: Callable[[], T], name: str) -> Future[T]:
         call: what it does.
         name: of the thread.
     """
-    made: Future[T] = Future()
-    if not _start(lambda: _run(made, call), name):
-        _run(made, call)
-    return made
+    future: Future[T] = Future()
+    if not _start(lambda: _run(future, call), name):
+        _run(future, call)
+    return future
 
 
 def call(work: Callable[[], T]) -> T:
     """Return the result of a call; on the main thread Ctrl-C ends the wait for it."""
     if threading.current_thread() is not threading.main_thread():
         return work()
-    done: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
-    made: Future[T] = Future()
+    finished: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
+    future: Future[T] = Future()
 
     def run() -> None:
-        _run(made, work)
-        done.put(made)
+        _run(future, work)
+        finished.put(future)
 
     if not _start(run, "ttp-request"):
         return work()
     # Not `result`: Ctrl-C while it gives its lock back would become another error (`ctrl_c.py`).
-    return done.get().result()
+    return finished.get().result()
 
 
 class Threads:
@@ -65,20 +65,20 @@ class Threads:
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Let a thread make the call; this one does where none can be had."""
-        made: Future[T] = Future()
+        future: Future[T] = Future()
         if self._begun < self._count and _start(self._serve, self._name):
             self._begun += 1
         if self._begun:
-            self._calls.put((partial(_run, made, work), made.cancel))
+            self._calls.put((partial(_run, future, work), future.cancel))
         else:
-            _run(made, work)
-        return made
+            _run(future, work)
+        return future
 
     def close(self) -> None:
         """Let each thread end after the call that it makes now; the others are cancelled."""
         try:
-            while (left := self._calls.get_nowait()) is not None:
-                _, cancel = left
+            while (queued_call := self._calls.get_nowait()) is not None:
+                _, cancel = queued_call
                 cancel()
         except queue.Empty:
             pass
@@ -86,10 +86,10 @@ class Threads:
             self._calls.put(None)
 
     def _serve(self) -> None:
-        while (given := self._calls.get()) is not None:
-            run, _ = given
+        while (queued_call := self._calls.get()) is not None:
+            run, _ = queued_call
             run()
-            del given, run  # they hold the result
+            del queued_call, run  # they hold the result
 
 
 def _start(work: Callable[[], None], name: str) -> bool:
@@ -101,10 +101,10 @@ def _start(work: Callable[[], None], name: str) -> bool:
     return True
 
 
-def _run(made: Future[T], work: Callable[[], T]) -> None:
-    if not made.set_running_or_notify_cancel():
+def _run(future: Future[T], work: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
         return
     try:
-        made.set_result(work())
+        future.set_result(work())
     except BaseException as error:  # whoever asks for the result gets it
-        made.set_exception(error)
+        future.set_exception(error)

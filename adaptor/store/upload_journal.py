@@ -65,13 +65,13 @@ class NotedUpload:
 
     Args:
         root: the save folder.
-        begun: the first line.
+        begun_upload: the first line.
         arrived: the others.
     """
 
-    def __init__(self, root: Path, begun: Begun, arrived: Iterable[Arrived] = ()) -> None:
-        self.begun = begun
-        self.parts = {one.number: one for one in arrived}
+    def __init__(self, root: Path, begun_upload: Begun, arrived: Iterable[Arrived] = ()) -> None:
+        self.begun = begun_upload
+        self.parts = {arrived_part.number: arrived_part for arrived_part in arrived}
         self._root = root
         self._lock = threading.Lock()  # of all below; parts arrive in several threads
         self._begins_line = True  # the last line of the note may have been cut short
@@ -82,9 +82,9 @@ class NotedUpload:
         """Return the upload, as requests name it."""
         return Upload(self.begun.name, self.begun.upload)
 
-    def add(self, one: Arrived) -> None:
+    def add(self, arrived_part: Arrived) -> None:
         """Note a part that the store has taken."""
-        line = msgspec.json.encode(one) + b"\n"
+        line = msgspec.json.encode(arrived_part) + b"\n"
         with self._lock, contextlib.suppress(OSError):
             if self._is_over:
                 return
@@ -121,20 +121,20 @@ class NotedUpload:
             return True  # it was cut short, and nobody reads it
 
 
-def note(root: Path, store: str, seen: str, upload: Upload, sizes: tuple[int, int]) -> NotedUpload:
+def note(root: Path, store: str, manifest_place: str, upload: Upload, sizes: tuple[int, int]) -> NotedUpload:
     """Note that an upload has begun.
 
     Args:
         root: the save folder.
         store: its identity.
-        seen: the `place` of the manifest in the save folder.
+        manifest_place: the `place` of the manifest in the save folder.
         upload: as the store knows it.
         sizes: bytes of a part, and of the whole file.
     """
-    begun = Begun(_FORMAT, store, upload.name, seen, upload.mark, *sizes)
+    begun_upload = Begun(_FORMAT, store, upload.name, manifest_place, upload.mark, *sizes)
     with contextlib.suppress(OSError):
-        disk.write(_real(root), _name(store, upload.name), msgspec.json.encode(begun) + b"\n")
-    return NotedUpload(root, begun)
+        disk.write(_real(root), _name(store, upload.name), msgspec.json.encode(begun_upload) + b"\n")
+    return NotedUpload(root, begun_upload)
 
 
 def find(root: Path, store: str, name: str) -> NotedUpload | None:
@@ -145,8 +145,12 @@ def find(root: Path, store: str, name: str) -> NotedUpload | None:
         store: its identity.
         name: of the object.
     """
-    found = _read(root, root / _name(store, name))
-    return found if found is not None and (found.begun.store, found.begun.name) == (store, name) else None
+    noted_upload = _read(root, root / _name(store, name))
+    return (
+        noted_upload
+        if noted_upload is not None and (noted_upload.begun.store, noted_upload.begun.name) == (store, name)
+        else None
+    )
 
 
 def all_of(root: Path, store: str) -> Iterator[NotedUpload]:
@@ -155,22 +159,26 @@ def all_of(root: Path, store: str) -> Iterator[NotedUpload]:
     with contextlib.suppress(OSError):
         paths = sorted((root / naming.UPLOADS).iterdir())
     for path in paths:
-        found = _read(root, path) if path.suffix == _SUFFIX else None
-        if found is not None and found.begun.store == store:
-            yield found
+        noted_upload = _read(root, path) if path.suffix == _SUFFIX else None
+        if noted_upload is not None and noted_upload.begun.store == store:
+            yield noted_upload
 
 
 def _read(root: Path, path: Path) -> NotedUpload | None:
     try:
-        first, *others = disk.read(path, _LARGEST).splitlines() or [b""]
-        begun = msgspec.json.decode(first, type=Begun)
+        first, *part_lines = disk.read(path, _LARGEST).splitlines() or [b""]
+        begun_upload = msgspec.json.decode(first, type=Begun)
     except (OSError, msgspec.MsgspecError):
         return None
     arrived = []
-    for line in others:
+    for line in part_lines:
         with contextlib.suppress(msgspec.MsgspecError):
             arrived.append(msgspec.json.decode(line, type=Arrived))
-    return NotedUpload(root, begun, arrived) if begun.format == _FORMAT and begun.part > 0 else None
+    return (
+        NotedUpload(root, begun_upload, arrived)
+        if begun_upload.format == _FORMAT and begun_upload.part > 0
+        else None
+    )
 
 
 def _name(store: str, name: str) -> str:

@@ -34,9 +34,9 @@ class UploadSettings(msgspec.Struct, frozen=True):
             step: of the checkpoint; None: the newest.
         """
         endpoint = [f"TTP_STORE_ENDPOINT={shlex.quote(self.endpoint)}"] if self.endpoint else []
-        which = [] if step is None else ["--step", str(step)]
-        words = ["ttp", "store", "push", self.url, self.save, *which]
-        return " ".join([*endpoint, *map(shlex.quote, words)])
+        step_options = [] if step is None else ["--step", str(step)]
+        command_words = ["ttp", "store", "push", self.url, self.save, *step_options]
+        return " ".join([*endpoint, *map(shlex.quote, command_words)])
 
 
 class OutputSettings(msgspec.Struct, frozen=True):

@@ -122,7 +122,7 @@ class Uploader:
                 time.sleep(_FIRST_WAIT_S)
         self.tell_what_is_local()
 
-    def tell_what_is_local(self, why: str = "") -> None:
+    def tell_what_is_local(self, reason: str = "") -> None:
         """Say which checkpoint the store does not have, if there is one."""
         saved = self._seen.now()
         if not saved or (self._committed is not None and saved[-1].place == self._committed.place):
@@ -130,84 +130,86 @@ class Uploader:
         if self._order.node:
             self._tell(
                 f"[ttp] node {self._order.node} has not sent its part of step {saved[-1].step} to"
-                f" {self._order.url}: {why or self._why}"
+                f" {self._order.url}: {reason or self._why}"
             )
         else:
             step = saved[-1].step
             self._tell(
                 f"[ttp] step {step} is only in {self._root}, not in {self._order.url}:"
-                f" {why or self._why}; this sends it: {self._order.push_command(step)}"
+                f" {reason or self._why}; this sends it: {self._order.push_command(step)}"
             )
 
     def _find_last(self, store: Store) -> None:
         """Go on after the newest step that was sent before this process began."""
-        saved, later, found = self._seen.now(), 0, None
+        saved, newest_stored, checkpoint = self._seen.now(), 0, None
         newest = saved[-1].step if saved else -1
         for one_there in choose.newest_first(store, None, []):
             if one_there.known.step <= newest:
-                found = one_there
+                checkpoint = one_there
                 break
-            later = max(later, one_there.known.step)
-        if found is not None:
-            abandoned.remove_left_over(store, self._root, found.where, self._tell_of_upload)
-            self._last = found.known.step
+            newest_stored = max(newest_stored, one_there.known.step)
+        if checkpoint is not None:
+            abandoned.remove_left_over(store, self._root, checkpoint.where, self._tell_of_upload)
+            self._last = checkpoint.known.step
             for one in saved:
-                if one.step == self._last and not layout.is_of_same_generation(one.place, found.where):
+                if one.step == self._last and not layout.is_of_same_generation(one.place, checkpoint.where):
                     break  # another attempt has sent a checkpoint of this step
                 if one.step <= self._last:
                     self._handled.add(one.place)
                     self._committed = one
-        if later and not self._order.node:
+        if newest_stored and not self._order.node:
             self._tell(
-                f"[ttp] {store} holds step {later}, later than step {max(newest, 0)} of {self._root}: a"
-                f" pull would bring step {later}; use another prefix for this job, or pull first"
+                f"[ttp] {store} holds step {newest_stored}, later than step {max(newest, 0)} of "
+                f"{self._root}: a"
+                f" pull would bring step {newest_stored}; use another prefix for this job, or pull first"
             )
 
     def _send_next(self, store: Store, leaving: bool) -> bool:
         """Send one checkpoint; return False where none is due."""
         saved = self._seen.now()
-        pending = [one for one in saved if one.place not in self._handled]
+        pending = [candidate for candidate in saved if candidate.place not in self._handled]
         chosen = cadence.choose(pending, self._last, self._order.every, at_end=leaving)
         if chosen is None:
             return False
-        one = chosen.saved
+        chosen_saved = chosen.saved
         if chosen.skipped:
             steps = ", ".join(str(skipped.step) for skipped in chosen.skipped)
-            what, whose = ("steps", "their") if len(chosen.skipped) > 1 else ("step", "its")
+            skipped_noun, whose = ("steps", "their") if len(chosen.skipped) > 1 else ("step", "its")
             self._tell(
-                f"[ttp] not sent to {store}: {what} {steps}, because step {one.step} was saved before"
+                f"[ttp] not sent to {store}: {skipped_noun} {steps}, because step {chosen_saved.step} was "
+                "saved before"
                 f" {whose} turn came; a larger TTP_STORE_EVERY avoids it"
             )
             self._handle(chosen.skipped[-1])
-        self._lead(store, one)
+        self._lead(store, chosen_saved)
         return True
 
-    def _lead(self, store: Store, one: Saved) -> None:
+    def _lead(self, store: Store, saved: Saved) -> None:
         """Have a checkpoint sent, and commit it."""
         began = time.monotonic()
-        pace = lambda count: self._pace(count, one)  # noqa: E731
+        pace = lambda count: self._pace(count, saved)  # noqa: E731
         try:
             if self._order.nodes == 1:
-                done = push.push(store, self._root, one.step, pace, self._tell_of_upload)
+                pushed = push.push(store, self._root, saved.step, pace, self._tell_of_upload)
             else:
-                done = self._joint(store, one, pace).lead(self._others, self._leaving.is_set)
+                pushed = self._joint(store, saved, pace).lead(self._others, self._leaving.is_set)
         except manifest.UnreadableError:
             raise  # the disk may answer the next time
         except CheckpointError as error:
-            if self._is_removed(one):  # it does not count for TTP_STORE_EVERY: the next one may stay
-                self._handled.update(self._seen.until(one))
+            if self._is_removed(saved):  # it does not count for TTP_STORE_EVERY: the next one may stay
+                self._handled.update(self._seen.until(saved))
             else:
-                self._handle(one)  # it will not get better
-            self._fail(self._why_not(error, one))
+                self._handle(saved)  # it will not get better
+            self._fail(self._why_not(error, saved))
             return
-        self._handle(one)
-        self._committed = one
+        self._handle(saved)
+        self._committed = saved
         self._said = ""
-        if not done.there:
+        if not pushed.there:
             took = duration(time.monotonic() - began)
-            self._tell(f"[ttp] step {one.step} is in {store} ({size(done.sent)} in {took})")
+            self._tell(f"[ttp] step {saved.step} is in {store} ({size(pushed.sent)} in {took})")
         if self._order.keep:
-            self._prune(store, one.step)
+            self._prune(store, saved.step)
 
     def _follow_next(self, store: Store, leaving: bool) -> bool:
         """Send the part of this node of one checkpoint; return False where nothing is to be done.
@@ -215,103 +217,109 @@ class Uploader:
         Of those that node 0 has not begun with it may have left out all but the newest.
         """
         saved = self._seen.now()
-        pending = [one for one in saved if one.place not in self._handled]
-        now = time.monotonic()
+        pending = [candidate for candidate in saved if candidate.place not in self._handled]
+        current_time = time.monotonic()
         if leaving and not self._left_at:
-            self._left_at = now
-        if any(one.place not in self._first_seen for one in pending):
-            self._first_seen = {one.place: self._first_seen.get(one.place, now) for one in pending}
+            self._left_at = current_time
+        if any(pending_save.place not in self._first_seen for pending_save in pending):
+            self._first_seen = {
+                pending_save.place: self._first_seen.get(pending_save.place, current_time)
+                for pending_save in pending
+            }
             self._ask_at, self._asks_after = 0.0, _ASK_S
         if not pending:
             return False
-        one, *_ = pending[::-1]
-        urgent = leaving or one.last_words
-        if now < self._ask_at and not urgent:
+        newest_pending, *_ = pending[::-1]
+        urgent = leaving or newest_pending.last_words
+        if current_time < self._ask_at and not urgent:
             return False
-        self._ask_at, self._asks_after = now + self._asks_after, min(2 * self._asks_after, _LONGEST_ASK_S)
-        for each in pending[: -1 - _ASKED : -1]:
-            found = joint.announced(store, each.step, each.place, self._order.node)
-            if found is not None:
-                where, committed = found
+        self._ask_at, self._asks_after = (
+            current_time + self._asks_after,
+            min(2 * self._asks_after, _LONGEST_ASK_S),
+        )
+        for candidate in pending[: -1 - _ASKED : -1]:
+            announced_push = joint.announced(store, candidate.step, candidate.place, self._order.node)
+            if announced_push is not None:
+                prefix, committed = announced_push
                 if committed:
-                    abandoned.remove_left_over(store, self._root, where, self._tell_of_upload)
+                    abandoned.remove_left_over(store, self._root, prefix, self._tell_of_upload)
                 else:
-                    self._follow(store, each, where)
-                self._handle(each)
-                self._committed = each
+                    self._follow(store, candidate, prefix)
+                self._handle(candidate)
+                self._committed = candidate
                 return True
         if urgent:
-            self._begin_in_its_place(store, one, now)
+            self._begin_in_its_place(store, newest_pending, current_time)
         return urgent
 
-    def _begin_in_its_place(self, store: Store, one: Saved, now: float) -> None:
+    def _begin_in_its_place(self, store: Store, saved: Saved, current_time: float) -> None:
         """Lead where node 0 has not begun in time; a node with only a part of the files waits on."""
-        if self._is_part(one) and self._is_node_0_busy(store, now):
+        if self._is_part(saved) and self._is_node_0_busy(store, current_time):
             self._pause(LOOK_S)
             return
-        since = max(self._first_seen[one.place], self._left_at, self._moved_at)
-        if now - since < self._patience.leads * min(self._order.node, _TURNS):
+        since = max(self._first_seen[saved.place], self._left_at, self._moved_at)
+        if current_time - since < self._patience.leads * min(self._order.node, _TURNS):
             self._pause(LOOK_S)
-        elif not self._is_part(one):
-            self._lead(store, one)
-        elif now - since < self._patience.joins:
+        elif not self._is_part(saved):
+            self._lead(store, saved)
+        elif current_time - since < self._patience.joins:
             self._pause(LOOK_S)
         else:
-            folder = self._root / naming.final_name(one.step)
+            folder = self._root / naming.final_name(saved.step)
             self._fail(f"{folder} has only a part of the checkpoint, and node 0 does not send its own")
-            self._handle(one)
+            self._handle(saved)
 
-    def _is_node_0_busy(self, store: Store, now: float) -> bool:
+    def _is_node_0_busy(self, store: Store, current_time: float) -> bool:
         """Return whether the checkpoint before, of which this node has sent its part, is still being sent."""
         if not self._joined:
             return False
         signs = store.objects(layout.parts_prefix(self._joined))
         if not signs or store.stat(layout.manifest_name(self._joined)) is not None:  # removed since, or sent
-            self._joined, self._moved_at = "", now
+            self._joined, self._moved_at = "", current_time
             return False
         if signs != self._signs:
-            self._signs, self._moved_at = signs, now
-        return now - self._moved_at < self._patience.moves
+            self._signs, self._moved_at = signs, current_time
+        return current_time - self._moved_at < self._patience.moves
 
-    def _is_part(self, one: Saved) -> bool:
-        folder = self._root / naming.final_name(one.step)
+    def _is_part(self, saved: Saved) -> bool:
+        folder = self._root / naming.final_name(saved.step)
         try:
-            return whole.is_part(folder, push.read_folder(self._root, one.step))
+            return whole.is_part(folder, push.read_folder(self._root, saved.step))
         except manifest.UnreadableError:
             raise
         except CheckpointError:
             return False  # what it is tells who sends it
 
-    def _follow(self, store: Store, one: Saved, where: str) -> None:
-        self._joined, self._signs = where, {}
+    def _follow(self, store: Store, saved: Saved, prefix: str) -> None:
+        self._joined, self._signs = prefix, {}
         try:
-            self._joint(store, one, lambda count: self._pace(count, one)).follow(where)
+            self._joint(store, saved, lambda count: self._pace(count, saved)).follow(prefix)
             self._said = ""
         except manifest.UnreadableError:
             raise
         except CheckpointError as error:
-            self._fail(self._why_not(error, one))
+            self._fail(self._why_not(error, saved))
 
-    def _why_not(self, error: CheckpointError, one: Saved) -> str:
-        return f"{error}; {_REMOVED}" if self._is_removed(one) else str(error)
+    def _why_not(self, error: CheckpointError, saved: Saved) -> str:
+        return f"{error}; {_REMOVED}" if self._is_removed(saved) else str(error)
 
-    def _is_removed(self, one: Saved) -> bool:
+    def _is_removed(self, saved: Saved) -> bool:
         """Return whether a checkpoint is not in the folder any more, or not all of it."""
-        folder = self._root / naming.final_name(one.step)
+        folder = self._root / naming.final_name(saved.step)
         with contextlib.suppress(CheckpointError):
-            files = push.read_folder(self._root, one.step).files
+            files = push.read_folder(self._root, saved.step).files
             return not all(os.path.lexists(folder / file.path) for file in files)
-        return not saved_steps.has_manifest(self._root, one.step)
+        return not saved_steps.has_manifest(self._root, saved.step)
 
-    def _joint(self, store: Store, one: Saved, pace: Callable[[int], None]) -> JointPush:
+    def _joint(self, store: Store, saved: Saved, pace: Callable[[int], None]) -> JointPush:
         return JointPush(
             store,
             self._root,
-            one.step,
+            saved.step,
             self._order.node,
             self._order.nodes,
             pace,
-            lambda seconds: self._wait(seconds, one),
+            lambda seconds: self._wait(seconds, saved),
             self._patience,
             self._tell_of_upload,
         )
@@ -337,27 +345,27 @@ class Uploader:
 
     def _prune(self, store: Store, step: int) -> None:
         """Remove old checkpoints; later ones than `step` are of an earlier attempt, and stay."""
-        done = prune(store, self._order.keep, newest=step)
-        if done.unlisted and not self._said_unlisted:
+        pruned = prune(store, self._order.keep, newest=step)
+        if pruned.unlisted and not self._said_unlisted:
             self._said_unlisted = True
-            self._tell(f"[ttp] {done.unlisted}")
-        if done.later and not self._said_later:
+            self._tell(f"[ttp] {pruned.unlisted}")
+        if pruned.later and not self._said_later:
             self._said_later = True
-            steps = ", ".join(map(str, done.later))
+            steps = ", ".join(map(str, pruned.later))
             self._tell(
                 f"[ttp] {store} holds steps {steps} of an earlier attempt, later than step {step}:"
                 " TTP_STORE_KEEP neither counts nor removes them"
             )
 
-    def _fail(self, why: str) -> None:
-        self._why = why
-        if why != self._said:
-            self._said = why
+    def _fail(self, reason: str) -> None:
+        self._why = reason
+        if reason != self._said:
+            self._said = reason
             newest = "no step" if self._committed is None else f"only step {self._committed.step}"
-            told = f"{newest} of this job is in {self._order.url} so far"
+            newest_known = f"{newest} of this job is in {self._order.url} so far"
             if self._order.node:
-                told = f"node {self._order.node} sends nothing to {self._order.url} so far"
-            self._tell(f"[ttp] {told}: {why}")
+                newest_known = f"node {self._order.node} sends nothing to {self._order.url} so far"
+            self._tell(f"[ttp] {newest_known}: {reason}")
 
     def _pace(self, count: int, sent: Saved) -> None:
         """Wait before a piece is sent, so that the rate is kept; end the upload for last words."""
@@ -367,16 +375,16 @@ class Uploader:
             self._paced = begin + count / self._order.rate
         while True:
             self._look_for_last_words(sent)
-            left = begin - time.monotonic()
+            remaining_s = begin - time.monotonic()
             # Nobody trains any more when the job has ended.
-            if left <= 0 or self._leaving.wait(min(left, LOOK_S)):
+            if remaining_s <= 0 or self._leaving.wait(min(remaining_s, LOOK_S)):
                 return
 
     def _look_for_last_words(self, sent: Saved) -> None:
-        now = time.monotonic()
-        if now - self._looked < LOOK_S:
+        current_time = time.monotonic()
+        if current_time - self._looked < LOOK_S:
             return
-        self._looked = now
+        self._looked = current_time
         newer = self._seen.last_words_after(sent)
         if newer is not None:
             if not self._order.node:  # else node 0 says it

@@ -34,14 +34,14 @@ def missing(folder: Path, paths: Iterable[str]) -> str:
     """
     have = set(paths)
     if dcp.METADATA in have:
-        needed, there = _named(folder), have
+        needed_files, present_files = _named(folder), have
     elif any(path.endswith(_SHARDS) for path in have):
         return dcp.METADATA
     elif names_folders(have):
-        needed, there = _folders(folder), {path.partition("/")[0] for path in have}
+        needed_files, present_files = _folders(folder), {path.partition("/")[0] for path in have}
     else:
         return ""
-    return min(needed - there, default="")
+    return min(needed_files - present_files, default="")
 
 
 def names_files(paths: Iterable[str]) -> bool:
@@ -55,17 +55,17 @@ def names_folders(paths: Iterable[str]) -> bool:
     return naming.LAYOUT in have and any(path.startswith(_MODEL_PARALLEL) for path in have)
 
 
-def is_part(folder: Path, known: Manifest) -> bool:
+def is_part(folder: Path, saved_manifest: Manifest) -> bool:
     """Return whether the folder of a checkpoint has only what some ranks have saved, or load.
 
     Args:
         folder: of the checkpoint.
-        known: its manifest.
+        saved_manifest: its manifest.
 
     Raises:
         UnreadableError: the disk does not answer as it should.
     """
-    return known.part or bool(missing(folder, [file.path for file in known.files]))
+    return saved_manifest.part or bool(missing(folder, [file.path for file in saved_manifest.files]))
 
 
 def require(folder: Path, paths: Iterable[str]) -> None:

@@ -25,13 +25,13 @@ def require_common(source: SourceCheckpoint, files: Files) -> None:
     Raises:
         CheckpointError: names what and the ranks.
     """
-    first, *others = source.sizes.ranks
-    for rank in others:
-        ours, theirs = source.bodies[first], source.bodies[rank]
+    first, *other_ranks = source.sizes.ranks
+    for rank in other_ranks:
+        own_value, theirs = source.bodies[first], source.bodies[rank]
         for key in _COMMON:
-            if _plain(ours.get(key), files) != _plain(theirs.get(key), files):
+            if _plain(own_value.get(key), files) != _plain(theirs.get(key), files):
                 raise CheckpointError(f"{key}: differs on rank {first} and rank {rank} of {source.folder}")
-        if _plain(_optimizers(ours), files) != _plain(_optimizers(theirs), files):
+        if _plain(_optimizers(own_value), files) != _plain(_optimizers(theirs), files):
             raise CheckpointError(
                 f"optimizer: the groups of params, their step or the loss scale differ on rank {first} and"
                 f" rank {rank} of {source.folder}"
@@ -61,7 +61,7 @@ def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:
     saved = body.get("optimizer", [])
     return [
         (
-            {key: value for key, value in one.items() if key != "optimizer"},
+            {key: value for key, value in inner_state.items() if key != "optimizer"},
             {
                 (
                     group["wd_mult"],
@@ -69,10 +69,10 @@ def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:
                     group.get("is_expert_parallel"),
                     group.get("is_decoupled_lr"),
                 ): group
-                for group in one["optimizer"]["param_groups"]
+                for group in inner_state["optimizer"]["param_groups"]
             },
         )
-        for one in (saved if isinstance(saved, list) else [saved])
+        for inner_state in (saved if isinstance(saved, list) else [saved])
     ]
 
 
@@ -89,23 +89,25 @@ def require_replicas(source: SourceCheckpoint, files: Files, everything: bool) -
         if not item.dtype:
             continue
         for kind in (WEIGHT, *STATES):
-            for same in _replicas(source.parts(item.name, kind)):
-                if same[0].stored.bytes <= _SMALL or everything:
-                    _require_equal(item.name, kind, same, files)
+            for replica_parts in _replicas(source.parts(item.name, kind)):
+                if replica_parts[0].stored.bytes <= _SMALL or everything:
+                    _require_equal(item.name, kind, replica_parts, files)
 
 
 def _replicas(parts: Sequence[StoredPart]) -> list[list[StoredPart]]:
     by_place: dict[tuple[Piece, ...], list[StoredPart]] = {}
     for part in parts:
         by_place.setdefault(part.pieces, []).append(part)
-    return [same for same in by_place.values() if len(same) > 1]
+    return [replica_parts for replica_parts in by_place.values() if len(replica_parts) > 1]
 
 
-def _require_equal(name: str, kind: str, same: Sequence[StoredPart], files: Files) -> None:
-    for part in same[1:]:
-        if part.stored == same[0].stored:
+def _require_equal(name: str, kind: str, replica_parts: Sequence[StoredPart], files: Files) -> None:
+    for part in replica_parts[1:]:
+        if part.stored == replica_parts[0].stored:
             continue
-        pieces = zip(files.pieces(same[0].stored), files.pieces(part.stored), strict=True)
-        if not all(ours == theirs for ours, theirs in pieces):
-            what = kind if kind == WEIGHT else f"state {kind}"
-            raise CheckpointError(f"{name}: its {what} differs on rank {same[0].rank} and rank {part.rank}")
+        pieces = zip(files.pieces(replica_parts[0].stored), files.pieces(part.stored), strict=True)
+        if not all(own_piece == theirs for own_piece, theirs in pieces):
+            description = kind if kind == WEIGHT else f"state {kind}"
+            raise CheckpointError(
+                f"{name}: its {description} differs on rank {replica_parts[0].rank} and rank {part.rank}"
+            )

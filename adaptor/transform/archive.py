@@ -31,29 +31,31 @@ def read(path: Path) -> Any:
     return _read(path, 0, None)
 
 
-def read_inside(where: Archive) -> Any:
+def read_inside(archive: Archive) -> Any:
     """Return the content of an archive that is a part of a file, like `read`."""
-    return _read(where.path, where.begin, where.length)
+    return _read(archive.path, archive.begin, archive.length)
 
 
-def only_tensor(where: Archive) -> StoredTensor:
+def only_tensor(archive: Archive) -> StoredTensor:
     """Return the tensor that is all that an archive in a part of a file has, like `read`.
 
     Raises:
         CheckpointError: it has something else.
     """
-    value = read_inside(where)
+    value = read_inside(archive)
     if not isinstance(value, StoredTensor):
-        raise CheckpointError(f"{where.path}: has a {type(value).__name__} at byte {where.begin}, no tensor")
+        raise CheckpointError(
+            f"{archive.path}: has a {type(value).__name__} at byte {archive.begin}, no tensor"
+        )
     return value
 
 
 def _read(path: Path, begin: int, length: int | None) -> Any:
     try:
-        with path.open("rb") as whole:
-            if length is not None and begin + length > os.fstat(whole.fileno()).st_size:
+        with path.open("rb") as whole_file:
+            if length is not None and begin + length > os.fstat(whole_file.fileno()).st_size:
                 raise CheckpointError(f"{path}: ends before byte {begin + length}")
-            file: Any = whole if length is None else _Part(whole, begin, length)
+            file: Any = whole_file if length is None else _Part(whole_file, begin, length)
             with zipfile.ZipFile(file) as archive:
                 name, storages = _members(archive, file, path, begin)
                 return pickles.load(archive.read(name), path, storages)
@@ -95,8 +97,10 @@ class _Part(io.RawIOBase):
 
     def read(self, count: int = -1) -> bytes:
         """Return up to so many bytes; all that is left for a negative number."""
-        left = max(0, self._length - self._at)
-        data = os.pread(self._descriptor, left if count < 0 else min(count, left), self._begin + self._at)
+        remaining = max(0, self._length - self._at)
+        data = os.pread(
+            self._descriptor, remaining if count < 0 else min(count, remaining), self._begin + self._at
+        )
         self._at += len(data)
         return data
 
@@ -111,7 +115,11 @@ def _members(
         file: that the archive is.
         path: of the file in which that begins at byte `begin`.
     """
-    (name,) = (each for each in archive.namelist() if each.count("/") == 1 and each.endswith("/data.pkl"))
+    (name,) = (
+        member_name
+        for member_name in archive.namelist()
+        if member_name.count("/") == 1 and member_name.endswith("/data.pkl")
+    )
     root = name.removesuffix("data.pkl")
     length = file.seek(0, os.SEEK_END)
     storages = {}

@@ -93,9 +93,9 @@ def of(body: Any, path: Path) -> Namespace:
 
 def _cannot_be(path: Path, name: str, value: Any, right: str) -> CheckpointError:
     shown = ascii(value) if type(value) in (int, float, str, bool) else f"a {type(value).__name__}"
-    given = "lack" if value is None else "say"
-    what = name if value is None else f"{name}={shown[:40]}"
-    return CheckpointError(f"{path}: its arguments {given} {what}; it must be {right}")
+    verb = "lack" if value is None else "say"
+    description = name if value is None else f"{name}={shown[:40]}"
+    return CheckpointError(f"{path}: its arguments {verb} {description}; it must be {right}")
 
 
 def require_supported(args: Namespace, folder: Path, *, described: bool, weights_only: bool = False) -> None:
@@ -116,8 +116,8 @@ def require_supported(args: Namespace, folder: Path, *, described: bool, weights
                 f"{folder}: was saved with {option} and has no {naming.LAYOUT}, without which it is not"
                 " transformed"
             )
-    if why := untransformable(args, described=True, weights_only=weights_only):
-        raise UnsupportedError(f"{folder}: was saved {why}, which is not transformed")
+    if reason := untransformable(args, described=True, weights_only=weights_only):
+        raise UnsupportedError(f"{folder}: was saved {reason}, which is not transformed")
     sizes = Sizes.of(args)
     if sizes.lack:
         raise UnsupportedError(f"{folder}: was saved with {sizes.lack}")

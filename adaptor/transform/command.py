@@ -23,7 +23,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
     parser.add_argument("source", metavar="SRC", type=Path, help="the folder with iter_* and the tracker")
     parser.add_argument("target", metavar="DST", type=Path, help="the folder to write to; empty or not there")
-    for name, what in (
+    for name, description in (
         ("tp", "tensor-parallel size"),
         ("pp", "pipeline-parallel size"),
         ("vpp", "chunks of each pipeline stage (default 1)"),
@@ -34,7 +34,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
             f"--{name}",
             type=int,
             metavar="N",
-            help=f"{what}; default: that of SRC" if name != "vpp" else what,
+            help=f"{description}; default: that of SRC" if name != "vpp" else description,
         )
     parser.add_argument(
         "--layout",
@@ -86,24 +86,24 @@ def main(parsed: argparse.Namespace) -> int:
     Returns:
         The exit code: 0, 2 for what is refused or fails, 128 + N after signal N.
     """
-    before = signal.signal(signal.SIGTERM, _terminate)
+    previous_handler = signal.signal(signal.SIGTERM, _terminate)
     try:
         _run(parsed)
     except AdaptorError as error:
         return _failed(str(error))
     except OSError as error:
-        where = error.filename or "a file or folder that it does not name"
-        return _failed(f"{where}: {error.strerror or error}")
+        location = error.filename or "a file or folder that it does not name"
+        return _failed(f"{location}: {error.strerror or error}")
     except MemoryError as error:
-        more = f" ({error})" if str(error) else ""
+        details = f" ({error})" if str(error) else ""
         return _failed(
-            f"there is not enough memory{more}; fewer --workers, or one --rank at a time, need less"
+            f"there is not enough memory{details}; fewer --workers, or one --rank at a time, need less"
         )
     except KeyboardInterrupt as error:
         number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
         return _failed("interrupted; the same command with --resume goes on", 128 + number)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
     return 0
 
 
@@ -111,8 +111,8 @@ def _terminate(*_: object) -> NoReturn:
     raise _Terminated
 
 
-def _failed(why: str, code: int = 2) -> int:
-    print(f"python -m adaptor transform: {why}", file=sys.stderr)
+def _failed(reason: str, code: int = 2) -> int:
+    print(f"python -m adaptor transform: {reason}", file=sys.stderr)
     return code
 
 

@@ -153,14 +153,16 @@ CALLS: dict[Name, Callable[..., Any]] = {
 }
 
 
-def is_described(what: Name) -> bool:
+def is_described(callable_name: Name) -> bool:
     """Return whether objects of it are kept as descriptions."""
-    return what in _DESCRIBED or what.module.partition(".")[0] in _FRAMEWORKS
+    return callable_name in _DESCRIBED or callable_name.module.partition(".")[0] in _FRAMEWORKS
 
 
-def is_of_index(what: Name) -> bool:
+def is_of_index(callable_name: Name) -> bool:
     """Return whether objects of it are described in the index of a sharded checkpoint."""
-    return what.module.startswith(_OF_INDEX) or what == Name("torch.serialization", "_get_layout")
+    return callable_name.module.startswith(_OF_INDEX) or callable_name == Name(
+        "torch.serialization", "_get_layout"
+    )
 
 
 def item_key(path: Path, key: Described) -> ItemKey:
@@ -174,9 +176,9 @@ def item_key(path: Path, key: Described) -> ItemKey:
     return ItemKey(name, offset)
 
 
-def is_storage(what: Any) -> bool:
+def is_storage(value: Any) -> bool:
     """Return whether it names a storage of torch."""
-    return type(what) is Name and what.module == "torch" and what.name in STORAGES
+    return type(value) is Name and value.module == "torch" and value.name in STORAGES
 
 
 def is_count(value: Any) -> bool:
@@ -200,11 +202,16 @@ def words(value: Any) -> str:
     return ascii(value) if type(value) is str and len(value) < 100 else f"a {type(value).__name__}"
 
 
-def is_known(what: Name) -> bool:
+def is_known(callable_name: Name) -> bool:
     """Return whether a pickle may name it at all."""
-    return what in CALLS or what in (NAMESPACE, _NDARRAY) or is_described(what) or is_storage(what)
+    return (
+        callable_name in CALLS
+        or callable_name in (NAMESPACE, _NDARRAY)
+        or is_described(callable_name)
+        or is_storage(callable_name)
+    )
 
 
-def refuse(path: Path, why: str) -> NoReturn:
+def refuse(path: Path, reason: str) -> NoReturn:
     """Raise the CheckpointError for an archive that does what is not read."""
-    raise CheckpointError(f"{path}: {why}; not read")
+    raise CheckpointError(f"{path}: {reason}; not read")

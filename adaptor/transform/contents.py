@@ -53,8 +53,8 @@ def require_model_file(body: Any, path: Path, optimizers: int) -> None:
         each = saved if isinstance(saved, list) else [saved]
         if len(each) != optimizers:
             raise _wrong(path, "optimizer", f"a list of {optimizers}")
-        for one in each:
-            _require_groups(one, path)
+        for optimizer_state in each:
+            _require_groups(optimizer_state, path)
     states = body.get("rng_state")
     if states is not None:
         if not isinstance(states, list):
@@ -109,7 +109,7 @@ def optimizer_states(content: Any, path: Path, optimizers: int) -> list[dict[Any
         CheckpointError: it is something else.
     """
     states = content if isinstance(content, list) else [content]
-    if len(states) != optimizers or not all(isinstance(one, dict | None) for one in states):
+    if len(states) != optimizers or not all(isinstance(state, dict | None) for state in states):
         raise CheckpointError(f"{path}: is not the state of {optimizers} optimizers, as its arguments say")
     return states
 
@@ -144,18 +144,18 @@ def buffers(
         yield stored
 
 
-def _require_whole(tensor: Any, kind: str, numel: int, where: str) -> None:
+def _require_whole(tensor: Any, kind: str, numel: int, location: str) -> None:
     if not isinstance(tensor, StoredTensor):
-        raise CheckpointError(f"{where}: has no {kind}")
+        raise CheckpointError(f"{location}: has no {kind}")
     if tensor.dtype != "float32":
-        raise CheckpointError(f"{where}: {kind} is {tensor.dtype}; only float32 is transformed")
+        raise CheckpointError(f"{location}: {kind} is {tensor.dtype}; only float32 is transformed")
     if tensor.shape != (numel,):
-        raise CheckpointError(f"{where}: {kind} has {tensor.numel} elements, not {numel}")
+        raise CheckpointError(f"{location}: {kind} has {tensor.numel} elements, not {numel}")
 
 
 def _shown(value: Any) -> str:
     return str(value) if isinstance(value, int) else f"a {type(value).__name__} as number of"
 
 
-def _wrong(path: Path, what: str, right: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what[:100]} is not {right}")
+def _wrong(path: Path, subject: str, right: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {subject[:100]} is not {right}")

@@ -96,14 +96,14 @@ class Files:
             moments: whether it is a moment of Adam.
         """
         parts = one_of_each(slot, parts)
-        wanted = sorted(needed(slot, parts), key=lambda one: one[2])
+        wanted_parts = sorted(needed(slot, parts), key=lambda wanted_part: wanted_part[2])
         shape, axis = slot.shape, slot.item.cut.axis or 0
         item = SIZES[parts[0].stored.dtype]
         inner = prod(shape[axis + 1 :]) * item
         if axis:
-            yield from self._columns(shape, axis, inner, item, wanted)
+            yield from self._columns(shape, axis, inner, item, wanted_parts)
             return
-        for part, theirs, _, length in wanted:
+        for part, theirs, _, length in wanted_parts:
             yield from self._stretch(part.stored, theirs * inner, length * inner, _PIECE * item)
         if slot.item.cut.rows:
             yield from self._new_rows(slot, parts[-1], moments)
@@ -114,28 +114,28 @@ class Files:
         axis: int,
         inner: int,
         item: int,
-        wanted: Sequence[tuple[StoredPart, int, int, int]],
+        wanted_parts: Sequence[tuple[StoredPart, int, int, int]],
     ) -> Iterator[memoryview]:
         outer, row = prod(shape[:axis]), shape[axis] * inner
         at_once = max(1, _PIECE * item // max(1, row))
-        made = numpy.empty((min(at_once, outer), row), numpy.uint8)
+        row_block = numpy.empty((min(at_once, outer), row), numpy.uint8)
         for start in range(0, outer, at_once):
             count = min(at_once, outer - start)
-            for part, theirs, mine, length in wanted:
+            for part, theirs, own_begin, length in wanted_parts:
                 their_row = part.stored.shape[axis] * inner
                 block = numpy.empty((count, their_row), numpy.uint8)
                 self.read(part.stored, start * their_row, _flat(block))
-                made[:count, mine * inner : (mine + length) * inner] = block[
+                row_block[:count, own_begin * inner : (own_begin + length) * inner] = block[
                     :, theirs * inner : (theirs + length) * inner
                 ]
-            yield _flat(made[:count])
+            yield _flat(row_block[:count])
 
     def _new_rows(self, slot: Slot, part: StoredPart, moments: bool) -> Iterator[memoryview]:
         """Yield the rows behind the last one of the source, which `part` has."""
         last = part.stored
         rows = slot.item.shape[0]
-        own = pieces_of(0, slot.pieces, slot.shape)
-        new = sum(min(one.length, max(0, one.whole + one.length - rows)) for one in own)
+        own_pieces = pieces_of(0, slot.pieces, slot.shape)
+        new = sum(min(piece.length, max(0, piece.whole + piece.length - rows)) for piece in own_pieces)
         if not new:
             return
         width = last.bytes // last.shape[0]

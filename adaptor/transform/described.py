@@ -21,12 +21,22 @@ def sizes_of(layout: JobLayout) -> Sizes:
         UnsupportedError: the folders lack a part of the experts.
         CheckpointError: a rank has no folder, or the sizes are of no job.
     """
-    said = layout.ranks[0].sizes
+    job_sizes = layout.ranks[0].sizes
     has_experts = bool(layout.ranks[0].args.get("num_experts"))
-    etp = said["etp"] if has_experts else None
-    if min(said["tp"], said["pp"], said["vpp"], said["ep"], said["dp"], etp or said["tp"]) < 1:
-        raise CheckpointError(f"the layout file says sizes that no job has: {said}")
-    sizes = Sizes(said["tp"], said["pp"], said["vpp"], said["ep"], said["dp"], etp)
+    etp = job_sizes["etp"] if has_experts else None
+    if (
+        min(
+            job_sizes["tp"],
+            job_sizes["pp"],
+            job_sizes["vpp"],
+            job_sizes["ep"],
+            job_sizes["dp"],
+            etp or job_sizes["tp"],
+        )
+        < 1
+    ):
+        raise CheckpointError(f"the layout file says sizes that no job has: {job_sizes}")
+    sizes = Sizes(job_sizes["tp"], job_sizes["pp"], job_sizes["vpp"], job_sizes["ep"], job_sizes["dp"], etp)
     if sizes.lack:
         raise UnsupportedError(sizes.lack)
     missing = {sizes.folder(rank) for rank in sizes.ranks} - {rank.folder for rank in layout.ranks}
@@ -37,7 +47,7 @@ def sizes_of(layout: JobLayout) -> Sizes:
 
 def by_rank(layout: JobLayout) -> dict[Rank, RankLayout]:
     """Return the layouts by rank."""
-    return {Rank(one.tp, one.pp, one.ep): one for one in layout.ranks}
+    return {Rank(rank_layout.tp, rank_layout.pp, rank_layout.ep): rank_layout for rank_layout in layout.ranks}
 
 
 def model_of(layout: JobLayout, args: Any, values: Mapping[str, Any]) -> Model:
@@ -74,8 +84,8 @@ def model_of(layout: JobLayout, args: Any, values: Mapping[str, Any]) -> Model:
     rows = next((item.shape[0] for item in first if item.name == EMBEDDING), 0)
     if not rows:
         raise UnsupportedError(f"the layout file has no {EMBEDDING}, so it is of no GPT model")
-    whole = tuple(_joined(layers[number], experts.get(number, [])) for number in sorted(layers))
-    return Model(args, tuple(first), whole, tuple(last), rows)
+    all_layers = tuple(_joined(layers[number], experts.get(number, [])) for number in sorted(layers))
+    return Model(args, tuple(first), all_layers, tuple(last), rows)
 
 
 def _joined(layer: list[Item], experts: list[Item]) -> tuple[Item, ...]:
@@ -103,9 +113,14 @@ def _cut(entry: Entry) -> Cut:
     if entry.axis is None:
         return WHOLE
     count = len(entry.pieces)
-    each = entry.whole[entry.axis] // count
+    shard_length = entry.whole[entry.axis] // count
     for number, piece in enumerate(entry.pieces):
-        if not number * each <= piece.whole <= piece.whole + piece.length <= (number + 1) * each:
+        if (
+            not number * shard_length
+            <= piece.whole
+            <= piece.whole + piece.length
+            <= (number + 1) * shard_length
+        ):
             raise UnsupportedError(f"{entry.name}: is cut into {count} uneven pieces; not transformed")
     return Cut(entry.axis, count, entry.padded)
 
@@ -130,8 +145,11 @@ def view_of(layout: RankLayout, rank: Rank, items: Mapping[str, Item]) -> View:
             Buffer(
                 (DType(buffer.dtypes[0]), DType(buffer.dtypes[1])),
                 tuple(
-                    (by_place[one.chunk, one.name], Placed(one.name, one.begin, one.end))
-                    for one in buffer.params
+                    (
+                        by_place[buffer_entry.chunk, buffer_entry.name],
+                        Placed(buffer_entry.name, buffer_entry.begin, buffer_entry.end),
+                    )
+                    for buffer_entry in buffer.params
                 ),
                 buffer.numel,
             )
@@ -157,11 +175,11 @@ def _slot(layout: RankLayout, entry: Entry, items: Mapping[str, Item]) -> Slot:
             f"{name}: is {entry.dtype}, cut along axis {entry.axis}, on {layout.folder};"
             f" in the checkpoint {item.dtype}, cut along axis {axis}"
         )
-    same = [
-        (axis is not None and item.cut.rows and place == axis) or ours == theirs
-        for place, (ours, theirs) in enumerate(zip(entry.whole, item.shape, strict=False))
+    axes_agree = [
+        (axis is not None and item.cut.rows and place == axis) or own_length == theirs
+        for place, (own_length, theirs) in enumerate(zip(entry.whole, item.shape, strict=False))
     ]
-    if len(entry.whole) != len(item.shape) or not all(same):
+    if len(entry.whole) != len(item.shape) or not all(axes_agree):
         raise UnsupportedError(
             f"{name}: is {list(entry.whole)} in the layout of {layout.folder}, and"
             f" {list(item.shape)} in the checkpoint"

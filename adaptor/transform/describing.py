@@ -31,7 +31,7 @@ def content(target: TargetCheckpoint) -> bytes | None:
 
 def _of_rank(target: TargetCheckpoint, rank: Rank, view: View, core: str) -> RankLayout:
     sizes, args = target.sizes, target.arguments(rank)
-    said = {
+    job_sizes = {
         "tp": sizes.tp,
         "pp": sizes.pp,
         "vpp": sizes.vpp,
@@ -45,7 +45,7 @@ def _of_rank(target: TargetCheckpoint, rank: Rank, view: View, core: str) -> Ran
         tp=rank.tp,
         pp=rank.pp,
         ep=rank.ep,
-        sizes={**said, "cp": getattr(args, "context_parallel_size", None) or 1},
+        sizes={**job_sizes, "cp": getattr(args, "context_parallel_size", None) or 1},
         core=core,
         args={name: getattr(args, name, None) for name in layout_file.ARGUMENTS},
         chunks={key: tuple(_entry(target, slot) for slot in slots) for key, slots in view.chunks.items()},
@@ -55,15 +55,15 @@ def _of_rank(target: TargetCheckpoint, rank: Rank, view: View, core: str) -> Ran
 
 def _entry(target: TargetCheckpoint, slot: Slot) -> Entry:
     item, cut = slot.item, slot.item.cut
-    whole = list(item.shape)
+    whole_shape = list(item.shape)
     if cut.rows:
-        whole[cut.axis or 0] = target.rows
+        whole_shape[cut.axis or 0] = target.rows
     return Entry(
         slot.name,
         dtype=item.dtype,
         shape=slot.shape,
         key=target.key(item.name),
-        whole=tuple(whole),
+        whole=tuple(whole_shape),
         axis=cut.axis,
         pieces=slot.pieces,
         layer=rules.layer_of(item.name),

@@ -34,18 +34,18 @@ def main(parsed: argparse.Namespace) -> int:
         The exit code: 0, 2 for what is refused or fails.
     """
     try:
-        found = merge(parsed.folder, parsed.out)
+        layout = merge(parsed.folder, parsed.out)
     except AdaptorError as error:
         return _failed(str(error))
     except OSError as error:
         return _failed(f"{error.filename or parsed.out}: {error.strerror or error}")
-    sizes = " ".join(f"{name.upper()}{size}" for name, size in found[0].sizes.items())
-    print(f"{parsed.out}: the layout of {len(found)} ranks is written ({sizes})")
+    sizes = " ".join(f"{name.upper()}{size}" for name, size in layout[0].sizes.items())
+    print(f"{parsed.out}: the layout of {len(layout)} ranks is written ({sizes})")
     return 0
 
 
-def _failed(why: str) -> int:
-    print(f"python -m adaptor layout: {why}", file=sys.stderr)
+def _failed(reason: str) -> int:
+    print(f"python -m adaptor layout: {reason}", file=sys.stderr)
     return 2
 
 

@@ -130,17 +130,19 @@ class Model:
         """
         chunks = sizes.chunks(len(self.layers), rank.pp)
         slots = {chunk.key: tuple(self._slots(chunk, rank, sizes, rows)) for chunk in chunks}
-        numel = sum(prod(slot.shape) for own in slots.values() for slot in own if slot.is_param)
+        numel = sum(
+            prod(slot.shape) for chunk_slots in slots.values() for slot in chunk_slots if slot.is_param
+        )
         optimizers, groups = [], []
         apart = bool(self.experts) and sizes.ep > 1  # else one optimizer has the experts, too
         for expert in (False, True) if apart else (False,):
             buffers: list[Buffer] = []
             order: dict[Group, None] = {}
-            for number, own in enumerate(slots.values()):
+            for number, own_slots in enumerate(slots.values()):
                 bucket = rules.bucket_size(self.args, rank.pp, number, numel, sizes.dp)
                 params = [
                     slot
-                    for slot in own
+                    for slot in own_slots
                     if slot.is_param and (apart and rules.expert_of(slot.name) is not None) == expert
                 ]
                 buffers += self._buffers(params, bucket, sizes)
@@ -165,7 +167,7 @@ class Model:
             ]
             placed, numel = rules.place(of_dtype, bucket)
             gradient = "float32" if self.args.accumulate_allreduce_grads_in_fp32 else dtype
-            slots = tuple((by_name[each.name], each) for each in placed)
+            slots = tuple((by_name[placed_slot.name], placed_slot) for placed_slot in placed)
             yield Buffer((DType(dtype), DType(gradient)), slots, numel)
 
     def _is_alone(self, name: str, sizes: Sizes) -> bool:
@@ -181,15 +183,15 @@ class Model:
                 name = item.name.replace(f"decoder.layers.{number}.", f"decoder.layers.{local}.", 1)
                 expert = rules.expert_of(item.name)
                 if expert is not None:
-                    each = self.experts // sizes.ep
-                    if expert // each != rank.ep:
+                    experts_per_rank = self.experts // sizes.ep
+                    if expert // experts_per_rank != rank.ep:
                         continue
-                    name = rules.with_expert(name, expert % each)
+                    name = rules.with_expert(name, expert % experts_per_rank)
                 yield self._slot(name, item, rank, sizes, rows)
         if chunk.last:
             for item in self.last:
                 if item.name == "output_layer._extra_state" and self.is_tied and sizes.pp > 1:
-                    (embedding,) = (each for each in self.first if each.name == EMBEDDING)
+                    (embedding,) = (slot for slot in self.first if slot.name == EMBEDDING)
                     yield self._slot(OUTPUT, embedding, rank, sizes, rows)
                 yield self._slot(item.name, item, rank, sizes, rows)
 
@@ -197,20 +199,22 @@ class Model:
         shape = list(item.shape)
         pieces: tuple[Piece, ...] = ()
         if item.cut.axis is not None:
-            whole = rows if item.cut.rows else shape[item.cut.axis]
+            whole_length = rows if item.cut.rows else shape[item.cut.axis]
             of_expert = rules.expert_of(item.name) is not None
             size = sizes.expert_tensor if of_expert else sizes.tp
             number = sizes.expert_rank(rank) if of_expert else rank.tp
-            if whole % (size * item.cut.pieces):
-                what = (
-                    f"{item.cut.pieces} pieces of {whole // item.cut.pieces}"
+            if whole_length % (size * item.cut.pieces):
+                description = (
+                    f"{item.cut.pieces} pieces of {whole_length // item.cut.pieces}"
                     if item.cut.pieces > 1
-                    else whole
+                    else whole_length
                 )
                 option = f"--{'etp' if of_expert else 'tp'} {size}"
-                raise UnsupportedError(f"{option}: {name} has {what} rows or columns, not divisible by it")
-            shape[item.cut.axis] = whole // size
-            pieces = rules.pieces(item.cut, whole, number, size)
+                raise UnsupportedError(
+                    f"{option}: {name} has {description} rows or columns, not divisible by it"
+                )
+            shape[item.cut.axis] = whole_length // size
+            pieces = rules.pieces(item.cut, whole_length, number, size)
         return Slot(name, item, tuple(shape), pieces)
 
     def require_divisible(self, sizes: Sizes) -> None:
@@ -219,9 +223,9 @@ class Model:
         counts = [("attention heads", args.num_attention_heads)]
         if args.group_query_attention:
             counts.append(("query groups", args.num_query_groups))
-        for what, count in counts:
+        for subject, count in counts:
             if count % sizes.tp:
-                raise UnsupportedError(f"--tp {sizes.tp}: {count} {what} are not divisible by {sizes.tp}")
+                raise UnsupportedError(f"--tp {sizes.tp}: {count} {subject} are not divisible by {sizes.tp}")
         if sizes.ep > 1 and not self.experts:
             raise UnsupportedError(f"--ep {sizes.ep}: the model has no experts")
         if self.experts % sizes.ep:
@@ -244,8 +248,8 @@ class Model:
 def in_whole_model(name: str, layer: int | None, expert: int | None) -> str:
     """Return the name in the whole model of a rank's entry `name`; `layer` and `expert` are of the whole."""
     if layer is not None:
-        _, _, rest = name.removeprefix("decoder.layers.").partition(".")
-        name = f"decoder.layers.{layer}.{rest}"
+        _, _, name_in_layer = name.removeprefix("decoder.layers.").partition(".")
+        name = f"decoder.layers.{layer}.{name_in_layer}"
     return name if expert is None else rules.with_expert(name, expert)
 
 
@@ -253,9 +257,9 @@ def whole_shape(shape: tuple[int, ...], cut: Cut, tp: int) -> tuple[int, ...]:
     """Return the shape of a whole tensor from its `shape` on one of `tp` ranks."""
     if cut.axis is None:
         return shape
-    whole = list(shape)
-    whole[cut.axis] *= tp
-    return tuple(whole)
+    whole_lengths = list(shape)
+    whole_lengths[cut.axis] *= tp
+    return tuple(whole_lengths)
 
 
 def resized(args: Any, sizes: Sizes, rows: int, etp: int | None) -> dict[str, Any]:
@@ -264,7 +268,7 @@ def resized(args: Any, sizes: Sizes, rows: int, etp: int | None) -> dict[str, An
     `rows` are those of the padded vocabulary, `etp` is the size of experts' tensor parallelism.
     """
     world = sizes.tp * sizes.pp * sizes.dp * (getattr(args, "context_parallel_size", None) or 1)
-    said = {
+    changed_arguments = {
         "tensor_model_parallel_size": sizes.tp,
         "pipeline_model_parallel_size": sizes.pp,
         "transformer_pipeline_model_parallel_size": sizes.pp,
@@ -285,5 +289,5 @@ def resized(args: Any, sizes: Sizes, rows: int, etp: int | None) -> dict[str, An
     }
     was_interleaved = getattr(args, "virtual_pipeline_model_parallel_size", None) is not None
     if was_interleaved != (sizes.vpp > 1):  # its defaults with, and without, an interleaved pipeline
-        said |= dict.fromkeys(("overlap_p2p_comm", "align_param_gather"), sizes.vpp > 1)
-    return {name: value for name, value in said.items() if hasattr(args, name)}
+        changed_arguments |= dict.fromkeys(("overlap_p2p_comm", "align_param_gather"), sizes.vpp > 1)
+    return {name: value for name, value in changed_arguments.items() if hasattr(args, name)}

@@ -54,12 +54,12 @@ def sizes_at(root: Path, step: int) -> Sizes:
 def _model_files(folder: Path) -> list[Path]:
     """Return the files of the ranks' models. Raises CheckpointError where there are none."""
     ranks = sorted(path / MODEL_FILE for path in folder.iterdir() if path.name.startswith("mp_rank_"))
-    found = [path for path in ranks if path.is_file()]
-    if not found:
+    model_files = [path for path in ranks if path.is_file()]
+    if not model_files:
         raise CheckpointError(
             f"{folder}: has no mp_rank_*/{MODEL_FILE}, so it is no checkpoint of the format torch"
         )
-    return found
+    return model_files
 
 
 def open_source(root: Path, step: int | None, *, weights_only: bool = False) -> SourceCheckpoint:
@@ -96,9 +96,11 @@ def open_source(root: Path, step: int | None, *, weights_only: bool = False) -> 
         body = archive.read(path / MODEL_FILE)
         if not isinstance(body, dict) or body.get("iteration") != number:
             raise CheckpointError(f"{path / MODEL_FILE}: is not of step {number}{_other_step(body)}")
-        said = Sizes.of(arguments.of(body, path / MODEL_FILE))
-        if said != sizes:
-            raise CheckpointError(f"{path / MODEL_FILE}: was saved with {said}, {first[0]} with {sizes}")
+        sizes_of_file = Sizes.of(arguments.of(body, path / MODEL_FILE))
+        if sizes_of_file != sizes:
+            raise CheckpointError(
+                f"{path / MODEL_FILE}: was saved with {sizes_of_file}, {first[0]} with {sizes}"
+            )
         contents.require_model_file(body, path / MODEL_FILE, optimizers)
         bodies[rank] = body
         if weights_only:
@@ -129,10 +131,10 @@ def _optimizers(args: Namespace, sizes: Sizes) -> int:
 
 
 def _require_sizes(layout: JobLayout, sizes: Sizes, folder: Path) -> None:
-    said = described.sizes_of(layout)
-    if said != sizes:
+    sizes_of_layout = described.sizes_of(layout)
+    if sizes_of_layout != sizes:
         raise CheckpointError(
-            f"{folder / naming.LAYOUT}: is of {said}, and the arguments of {folder} say {sizes}"
+            f"{folder / naming.LAYOUT}: is of {sizes_of_layout}, and the arguments of {folder} say {sizes}"
         )
 
 

@@ -14,8 +14,8 @@ def one_of_each(slot: Slot, parts: Sequence[StoredPart]) -> list[StoredPart]:
     axis = slot.item.cut.axis
     if axis is None:
         return list(parts[:1])
-    found = {pieces_of(axis, part.pieces, part.stored.shape): part for part in reversed(parts)}
-    return [found[pieces] for pieces in sorted(found, key=lambda pieces: pieces[0].whole)]
+    distinct_parts = {pieces_of(axis, part.pieces, part.stored.shape): part for part in reversed(parts)}
+    return [distinct_parts[pieces] for pieces in sorted(distinct_parts, key=lambda pieces: pieces[0].whole)]
 
 
 def pieces_of(axis: int, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> tuple[Piece, ...]:
@@ -34,16 +34,16 @@ def needed(slot: Slot, parts: Sequence[StoredPart]) -> Iterator[tuple[StoredPart
     if axis is None:
         yield parts[0], 0, 0, slot.shape[0] if slot.shape else 1
         return
-    own = pieces_of(axis, slot.pieces, slot.shape)
+    own_pieces = pieces_of(axis, slot.pieces, slot.shape)
     for part in parts:
         for theirs in pieces_of(axis, part.pieces, part.stored.shape):
-            for mine in own:
-                begin = max(mine.whole, theirs.whole)
-                end = min(mine.whole + mine.length, theirs.whole + theirs.length)
+            for own_piece in own_pieces:
+                begin = max(own_piece.whole, theirs.whole)
+                end = min(own_piece.whole + own_piece.length, theirs.whole + theirs.length)
                 if begin < end:
                     yield (
                         part,
                         begin - theirs.whole + theirs.here,
-                        begin - mine.whole + mine.here,
+                        begin - own_piece.whole + own_piece.here,
                         end - begin,
                     )

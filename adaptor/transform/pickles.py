@@ -119,7 +119,7 @@ class _Reader:
         for key, value in zip(items[::2], items[1::2], strict=True):
             if self._is_index and type(key) is Described:
                 key = constructors.item_key(self._path, key)
-            elif not all(type(one) in _KEYS for one in (key if type(key) is tuple else (key,))):
+            elif not all(type(key_part) in _KEYS for key_part in (key if type(key) is tuple else (key,))):
                 refuse(self._path, f"has {words(key)} as a key")
             target[key] = value
 
@@ -128,38 +128,44 @@ class _Reader:
     def named(self, module: Any, name: Any) -> None:
         if not (type(module) is str and type(name) is str):
             raise ValueError("a name is not a text")
-        what = Name(module, name)
+        global_name = Name(module, name)
         if not (name.isidentifier() and all(part.isidentifier() for part in module.split("."))):
             raise CheckpointError(f"{self._path}: has an object of {module!a}.{name!a}, which is not read")
         if module == "torch" and name in SIZES:
             self._stack.append(DType(name))
-        elif constructors.is_known(what) or self._is_described(what):
-            self._stack.append(what)
+        elif constructors.is_known(global_name) or self._is_described(global_name):
+            self._stack.append(global_name)
         else:
-            raise CheckpointError(f"{self._path}: has an object of {what}, which is not read")
+            raise CheckpointError(f"{self._path}: has an object of {global_name}, which is not read")
 
-    def _is_described(self, what: Name) -> bool:
-        return constructors.is_described(what) or (self._is_index and constructors.is_of_index(what))
+    def _is_described(self, callable_name: Name) -> bool:
+        return constructors.is_described(callable_name) or (
+            self._is_index and constructors.is_of_index(callable_name)
+        )
 
     def call(self, _: Any) -> None:
-        given, what = self.pop(), self.pop()
-        if type(what) is not Name or type(given) is not tuple:
-            refuse(self._path, f"calls {words(what)}")
-        if what in constructors.CALLS:
-            self._stack.append(constructors.CALLS[what](self._path, *given))
-        elif self._is_described(what):
-            self._stack.append(Described(what, given, is_new=False))
+        call_arguments, callable_name = self.pop(), self.pop()
+        if type(callable_name) is not Name or type(call_arguments) is not tuple:
+            refuse(self._path, f"calls {words(callable_name)}")
+        if callable_name in constructors.CALLS:
+            self._stack.append(constructors.CALLS[callable_name](self._path, *call_arguments))
+        elif self._is_described(callable_name):
+            self._stack.append(Described(callable_name, call_arguments, is_new=False))
         else:
-            refuse(self._path, f"calls {what}")
+            refuse(self._path, f"calls {callable_name}")
 
     def make(self, _: Any) -> None:
-        given, what = self.pop(), self.pop()
-        if what == constructors.NAMESPACE and given == ():
+        call_arguments, callable_name = self.pop(), self.pop()
+        if callable_name == constructors.NAMESPACE and call_arguments == ():
             self._stack.append(Namespace())
-        elif type(what) is Name and type(given) is tuple and self._is_described(what):
-            self._stack.append(Described(what, given, is_new=True))
+        elif (
+            type(callable_name) is Name
+            and type(call_arguments) is tuple
+            and self._is_described(callable_name)
+        ):
+            self._stack.append(Described(callable_name, call_arguments, is_new=True))
         else:
-            refuse(self._path, f"makes an object of {words(what)}")
+            refuse(self._path, f"makes an object of {words(callable_name)}")
 
     def build(self, _: Any) -> None:
         state, target = self.pop(), self._stack[-1]
@@ -241,22 +247,22 @@ def _require_moderate(value: Any, path: Path) -> None:
     """
     sizes: dict[int, int] = {}
 
-    def count(one: Any, depth: int) -> int:
+    def count(value: Any, depth: int) -> int:
         if depth > _DEEPEST:
             raise CheckpointError(f"{path}: its structure is nested over {_DEEPEST} levels deep; not read")
-        if type(one) in (NumpyType, Storage) or (type(one) is StoredArray and not one.dtype):
-            refuse(path, f"has a {type(one).__name__} that belongs to nothing")
-        parts = _parts(one)
+        if type(value) in (NumpyType, Storage) or (type(value) is StoredArray and not value.dtype):
+            refuse(path, f"has a {type(value).__name__} that belongs to nothing")
+        parts = _parts(value)
         if not parts:
             return 1
-        if id(one) not in sizes:
+        if id(value) not in sizes:
             total = 1
             for part in parts:
                 total += count(part, depth + 1)
-            sizes[id(one)] = total
+            sizes[id(value)] = total
             if total > _MOST_VALUES:
                 raise CheckpointError(f"{path}: its structure has more than {_MOST_VALUES} values; not read")
-        return sizes[id(one)]
+        return sizes[id(value)]
 
     count(value, 0)
 

@@ -71,20 +71,22 @@ def _derived(states: dict[str, Any], rank: Rank, number: int, sizes: Sizes, file
         text = f"{name} {place} {number}".encode()
         return int.from_bytes(hashlib.sha256(ground + text).digest()[:8], "little") >> 2
 
-    made = dict(states)
+    derived_states = dict(states)
     if rank.pp >= sizes.pp:  # tensor ranks of a stage have the same ones
         of_stage = {name: seed(name, rank.pp) for name in _OF_STAGE}
-        made["random_rng_state"] = random.Random(of_stage["random_rng_state"]).getstate()
-        made["np_rng_state"] = numpy.random.RandomState(of_stage["np_rng_state"] % 2**32).get_state()
+        derived_states["random_rng_state"] = random.Random(of_stage["random_rng_state"]).getstate()
+        derived_states["np_rng_state"] = numpy.random.RandomState(
+            of_stage["np_rng_state"] % 2**32
+        ).get_state()
         for name in ("torch_rng_state", "cuda_rng_state"):
-            made[name] = generator(states[name], of_stage[name])
-    made["rng_tracker_states"] = {
+            derived_states[name] = generator(states[name], of_stage[name])
+    derived_states["rng_tracker_states"] = {
         name: state
         if name == "data-parallel-rng" and rank.pp < sizes.pp
         else generator(state, seed(name, *_place(rank)))
         for name, state in trackers.items()
     }
-    return made
+    return derived_states
 
 
 def _place(rank: Rank) -> tuple[int, int, int]:
@@ -108,7 +110,7 @@ def generator(like: StoredTensor, seed: int) -> NewTensor:
 
 def _mersenne(seed: int) -> bytes:
     """Return the state of torch's generator of a CPU after `manual_seed(seed)`."""
-    words = [seed & 0xFFFFFFFF]
+    state_words = [seed & 0xFFFFFFFF]
     for place in range(1, _WORDS):
-        words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + place) & 0xFFFFFFFF)
-    return _MERSENNE.pack(seed, 1, 1, 0, *words, 0.0, 0.0, 0.0, 0, 0.0, False)
+        state_words.append((1812433253 * (state_words[-1] ^ (state_words[-1] >> 30)) + place) & 0xFFFFFFFF)
+    return _MERSENNE.pack(seed, 1, 1, 0, *state_words, 0.0, 0.0, 0.0, 0, 0.0, False)

@@ -19,11 +19,11 @@ def rounds_to(main: memoryview, weight: memoryview, dtype: str) -> bool:
     """
     if dtype == "float32":
         return main == weight
-    ours, theirs = numpy.frombuffer(main, numpy.uint32), numpy.frombuffer(weight, numpy.uint16)
-    rounded = _bfloat16(ours) if dtype == "bfloat16" else _float16(ours)
-    same = rounded == theirs
+    main_bits, theirs = numpy.frombuffer(main, numpy.uint32), numpy.frombuffer(weight, numpy.uint16)
+    rounded = _bfloat16(main_bits) if dtype == "bfloat16" else _float16(main_bits)
+    is_equal = rounded == theirs
     # Not a number has many forms, of which it makes no difference which one is there.
-    return bool(same.all()) or bool((same | (_is_nan(ours) & _is_nan_16(theirs, dtype))).all())
+    return bool(is_equal.all()) or bool((is_equal | (_is_nan(main_bits) & _is_nan_16(theirs, dtype))).all())
 
 
 def _bfloat16(bits: Bits) -> Bits:

@@ -81,13 +81,13 @@ def cut_of(name: str, gated: bool) -> Cut:
     raise UnsupportedError(f"{name}: no rule says how tensor-parallel ranks share it; see docs/transform.md")
 
 
-def pieces(cut: Cut, whole: int, rank: int, size: int) -> tuple[Piece, ...]:
-    """Return the pieces that tensor rank `rank` of `size` has of an axis of length `whole`."""
+def pieces(cut: Cut, length: int, rank: int, size: int) -> tuple[Piece, ...]:
+    """Return the pieces that tensor rank `rank` of `size` has of an axis of length `length`."""
     if cut.axis is None:
         return ()
-    each = whole // cut.pieces // size
+    piece_length = length // cut.pieces // size
     return tuple(
-        Piece(number * (whole // cut.pieces) + rank * each, number * each, each)
+        Piece(number * (length // cut.pieces) + rank * piece_length, number * piece_length, piece_length)
         for number in range(cut.pieces)
     )
 
@@ -132,18 +132,18 @@ def place(params: Sequence[tuple[str, int, bool]], bucket: int | None) -> tuple[
         bucket: the size at which a bucket is full; None: there is one bucket.
     """
     placed = []
-    done = 0  # of the buckets that are full
+    filled_numel = 0  # of the buckets that are full
     at = 0  # in the bucket
     filled = False
     for name, count, alone in reversed(params):
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
         if alone and filled:
-            done, at, filled = done + at, 0, False
-        placed.append(Placed(name, done + at, done + at + count))
+            filled_numel, at, filled = filled_numel + at, 0, False
+        placed.append(Placed(name, filled_numel + at, filled_numel + at + count))
         at, filled = at + count, True
         if alone or (bucket is not None and at >= bucket):
-            done, at, filled = done + at, 0, False
-    return placed, done + at
+            filled_numel, at, filled = filled_numel + at, 0, False
+    return placed, filled_numel + at
 
 
 def bucket_size(args: Any, stage: int, chunk: int, numel: int, data_parallel_size: int) -> int | None:
@@ -164,8 +164,12 @@ def bucket_size(args: Any, stage: int, chunk: int, numel: int, data_parallel_siz
         return None
     if getattr(args, "ddp_num_buckets", None) is not None:
         return int(numel // args.ddp_num_buckets)
-    given = getattr(args, "ddp_bucket_size", None)
-    return given if given is not None else max(_BUCKET, _BUCKET_PER_RANK * data_parallel_size)
+    bucket_size_argument = getattr(args, "ddp_bucket_size", None)
+    return (
+        bucket_size_argument
+        if bucket_size_argument is not None
+        else max(_BUCKET, _BUCKET_PER_RANK * data_parallel_size)
+    )
 
 
 def group_of(name: str, dimensions: int, expert: bool, decoupled: bool) -> tuple[float, float, bool, bool]:

@@ -107,30 +107,30 @@ def write_rank(
     digests: dict[str, str] = {}
     with Files() as files:
         if target.format == "torch":
-            done = _write_torch(target, rank, folder, files, progress)
+            entries = _write_torch(target, rank, folder, files, progress)
         else:
             path = folder / sharded_target.data_file(target, rank)
             try:
                 entry, items, digest = sharded_target.write_rank(target, rank, folder, files, progress)
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror or error}") from error
-            done = [entry]
+            entries = [entry]
             digests = {entry.path: digest} if digest else {}
-    text = msgspec.json.encode(_Note(mark, done, items, digests))
+    text = msgspec.json.encode(_Note(mark, entries, items, digests))
     disk.replace(folder, _note_name(target.sizes, rank), text)
-    return done
+    return entries
 
 
 def _write_torch(
     target: TargetCheckpoint, rank: Rank, folder: Path, files: Files, progress: Callable[[int], None]
 ) -> list[FileEntry]:
-    below = folder / target.sizes.folder(rank)
-    below.mkdir(parents=True, exist_ok=True)
+    rank_folder = folder / target.sizes.folder(rank)
+    rank_folder.mkdir(parents=True, exist_ok=True)
     contents = {naming.OPTIMIZER_FILE: target.optimizer_state, naming.MODEL_FILE: target.model_state}
     if target.source.weights_only:
         del contents[naming.OPTIMIZER_FILE]
     return [
-        _written(below / name, content(rank, files), folder, files, progress)
+        _written(rank_folder / name, content(rank, files), folder, files, progress)
         for name, content in contents.items()
     ]
 
@@ -172,14 +172,15 @@ def _note(order: TransformOrder, rank: Rank) -> _Note:
     return msgspec.json.decode((order.folder / _note_name(order.sizes, rank)).read_bytes(), type=_Note)
 
 
-def require_room(folder: Path, needed: int) -> None:
+def require_room(folder: Path, needed_bytes: int) -> None:
     """Refuse a disk that is too small for a folder, which need not be there. Raises CheckpointError."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    if free < needed:
+    if free < needed_bytes:
         raise CheckpointError(
-            f"{folder}: {free / 1e9:.3f} GB are free, the transform needs {needed / 1e9:.3f} GB: make room,"
+            f"{folder}: {free / 1e9:.3f} GB are free, the transform needs {needed_bytes / 1e9:.3f} GB: "
+            "make room,"
             " or take another disk"
         )
 
@@ -198,13 +199,15 @@ def run(
     Raises:
         CheckpointError: a rank failed; the others' files stay for `--resume`.
     """
-    done = {rank: found for rank in ranks if (found := already_done(order, rank)) is not None}
-    left = [rank for rank in ranks if rank not in done]
-    if done:
-        say(f"{len(done)} of {len(ranks)} ranks were there already")
-    if not left:
-        return done
-    total = sum(target.bytes(rank) for rank in left)
+    files_by_rank = {
+        rank: rank_files for rank in ranks if (rank_files := already_done(order, rank)) is not None
+    }
+    remaining_ranks = [rank for rank in ranks if rank not in files_by_rank]
+    if files_by_rank:
+        say(f"{len(files_by_rank)} of {len(ranks)} ranks were there already")
+    if not remaining_ranks:
+        return files_by_rank
+    total = sum(target.bytes(rank) for rank in remaining_ranks)
     require_room(order.folder, total)
     progress = Progress(total, say)
     stopped = threading.Event()
@@ -216,25 +219,25 @@ def run(
 
     # Threads: to read, to write, to hash and to copy is done without the interpreter's lock.
     mark = order.mark
-    with ThreadPoolExecutor(min(workers, len(left))) as pool:
+    with ThreadPoolExecutor(min(workers, len(remaining_ranks))) as pool:
         # Not by `concurrent.futures.wait`: a signal while that takes the locks of all futures leaves some of
         # them taken, and the threads that need them would keep this process for ever.
-        ended: queue.SimpleQueue[Future[list[FileEntry]]] = queue.SimpleQueue()
+        ended_futures: queue.SimpleQueue[Future[list[FileEntry]]] = queue.SimpleQueue()
         running: dict[Future[list[FileEntry]], Rank] = {}
         try:
-            for rank in left:
+            for rank in remaining_ranks:
                 future = pool.submit(write_rank, target, rank, order.folder, mark, advanced)
                 running[future] = rank
-                future.add_done_callback(ended.put)
+                future.add_done_callback(ended_futures.put)
             while running:
-                future = ended.get()
-                done[running.pop(future)] = future.result()
+                future = ended_futures.get()
+                files_by_rank[running.pop(future)] = future.result()
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     progress.end()
-    return done
+    return files_by_rank
 
 
 class Progress:
@@ -251,15 +254,15 @@ class Progress:
         """Count bytes that a thread has written; say how far it is, where that was not said for a second."""
         with self._lock:
             self._done += count
-            now = time.monotonic()
-            if now - self._said < _EVERY_S:
+            current_time = time.monotonic()
+            if current_time - self._said < _EVERY_S:
                 return
-            self._said = now
-            rate = self._done / (now - self._began)
-            rest = max(0, self._total - self._done) / rate
+            self._said = current_time
+            rate = self._done / (current_time - self._began)
+            remaining_s = max(0, self._total - self._done) / rate
             self._say(
                 f"{self._done / 1e9:.2f} of {self._total / 1e9:.2f} GB, {rate / 1e6:.0f} MB/s,"
-                f" {rest:.0f} s left"
+                f" {remaining_s:.0f} s left"
             )
 
     def end(self) -> None:
@@ -273,20 +276,20 @@ def finish(
     target: TargetCheckpoint,
     order: TransformOrder,
     root: Path,
-    done: dict[Rank, list[FileEntry]],
+    files_by_rank: dict[Rank, list[FileEntry]],
     *,
     verify: bool,
 ) -> None:
     """Publish what was written: manifest, name, tracker.
 
     Args:
-        done: the files of each rank.
+        files_by_rank: the files of each rank.
         verify: read all of it again first, and compare the checksums.
 
     Raises:
         CheckpointError: what was read is not what was written; it gets no name.
     """
-    entries = [entry for rank in target.sizes.ranks for entry in done[rank]]
+    entries = [entry for rank in target.sizes.ranks for entry in files_by_rank[rank]]
     if target.format != "torch":
         notes = [_note(order, rank) for rank in target.sizes.ranks]
         items = [item for note in notes for item in note.items]

@@ -69,21 +69,21 @@ def read(folder: Path) -> Index:
 
 
 def _index(value: Any, path: Path) -> Index:
-    said = _state(value, "Metadata")
+    index_state = _state(value, "Metadata")
     places = {
         key: _archive(_state(place, "_StorageInfo"), path)
-        for key, place in said["storage_data"].items()
+        for key, place in index_state["storage_data"].items()
         if isinstance(key, ItemKey)
     }
     tensors: dict[str, WholeTensor] = {}
     objects: dict[str, Archive] = {}
-    for name, one in said["state_dict_metadata"].items():
+    for name, tensor_metadata in index_state["state_dict_metadata"].items():
         if type(name) is not str:
             raise ValueError("a name is not a text")
-        if one.what.name == "BytesStorageMetadata":
+        if tensor_metadata.what.name == "BytesStorageMetadata":
             objects[name] = _found(places, ItemKey(name, None), path)
             continue
-        tensor = _state(one, "TensorStorageMetadata")
+        tensor = _state(tensor_metadata, "TensorStorageMetadata")
         dtype = tensor["properties"].state[0]
         if not isinstance(dtype, DType) or dtype.name not in SIZES:
             raise CheckpointError(f"{path}: {name[:200]} is of a type that is not read")
@@ -104,25 +104,25 @@ def _state(value: Any, name: str) -> dict[str, Any]:
 
 
 def _lengths(value: Any) -> tuple[int, ...]:
-    if type(value) is not tuple or not all(type(one) is int and one >= 0 for one in value):
+    if type(value) is not tuple or not all(type(length) is int and length >= 0 for length in value):
         raise ValueError("a shape is no tuple of numbers")
     return value
 
 
 def _found(places: Mapping[ItemKey, Archive], key: ItemKey, path: Path) -> Archive:
     if key not in places:
-        where = "" if key.offset is None else f" at {list(key.offset)}"
-        raise CheckpointError(f"{path}: does not say where {key.name[:200]}{where} lies")
+        position = "" if key.offset is None else f" at {list(key.offset)}"
+        raise CheckpointError(f"{path}: does not say where {key.name[:200]}{position} lies")
     return places[key]
 
 
-def _archive(said: Mapping[str, Any], path: Path) -> Archive:
-    name, begin, length = said["relative_path"], said["offset"], said["length"]
+def _archive(storage_record: Mapping[str, Any], path: Path) -> Archive:
+    name, begin, length = storage_record["relative_path"], storage_record["offset"], storage_record["length"]
     if type(name) is not str or PurePosixPath(name).name != name or name in (".", "..", ""):
         raise CheckpointError(f"{path}: names the file {name!a:.200}, which is none of its folder")
-    if not all(type(one) is int and 0 <= one < 2**53 for one in (begin, length)):
+    if not all(type(number) is int and 0 <= number < 2**53 for number in (begin, length)):
         raise ValueError("an item has no place")
-    if said.get("transform_descriptors"):
+    if storage_record.get("transform_descriptors"):
         raise CheckpointError(
             f"{path}: has items that are compressed or changed otherwise, which is not read"
         )

@@ -74,34 +74,40 @@ class Place:
 
 
 def regions(
-    place: Place, whole: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...], *, numbered: bool
+    place: Place, whole_shape: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...], *, numbered: bool
 ) -> list[Region]:
     """Return where the pieces of a rank's tensor are in the sharded format, in the order of its rows.
 
     Args:
         place: of the tensor.
-        whole: its shape in the whole model.
+        whole_shape: its shape in the whole model.
         cut: the way in which ranks share it.
         pieces: that this rank has of the axis that is cut.
         numbered: layers and experts have whole tensors of their own (`singleton_local_shards`, since core
             0.14); else they lie behind each other along axes in front.
     """
     name, at, lengths = (place.name(), (), ()) if numbered else (place.key, *place.front())
-    ones = (1,) * len(lengths)
+    unit_shape = (1,) * len(lengths)
     if cut.axis is None:
-        return [Region(name, (*lengths, *whole), (*at, *(0 for _ in whole)), (*ones, *whole))]
-    found = []
+        return [
+            Region(
+                name, (*lengths, *whole_shape), (*at, *(0 for _ in whole_shape)), (*unit_shape, *whole_shape)
+            )
+        ]
+    regions_found = []
     for number, piece in enumerate(pieces):
-        axis, own, shape = list(whole), [0] * len(whole), list(whole)
+        axis, own_offset, shape = list(whole_shape), [0] * len(whole_shape), list(whole_shape)
         shape[cut.axis] = piece.length
-        own[cut.axis] = piece.whole
+        own_offset[cut.axis] = piece.whole
         half = ""
         if numbered and cut.pieces == len(_HALVES):
-            axis[cut.axis] = whole[cut.axis] // cut.pieces
-            own[cut.axis] -= number * axis[cut.axis]
+            axis[cut.axis] = whole_shape[cut.axis] // cut.pieces
+            own_offset[cut.axis] -= number * axis[cut.axis]
             half = _HALVES[number]
-        found.append(Region(name + half, (*lengths, *axis), (*at, *own), (*ones, *shape)))
-    return found
+        regions_found.append(
+            Region(name + half, (*lengths, *axis), (*at, *own_offset), (*unit_shape, *shape))
+        )
+    return regions_found
 
 
 def key_of(name: str, *, is_local: bool) -> str:
@@ -118,14 +124,14 @@ def key_of(name: str, *, is_local: bool) -> str:
 
 
 def fragments(
-    place: Place, shape: tuple[int, ...], whole: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...]
+    place: Place, shape: tuple[int, ...], whole_shape: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...]
 ) -> list[tuple[str, tuple[int, ...], int]]:
     """Return where the pieces of a rank's tensor are where each rank's is flat (`fully_sharded_model_space`).
 
     Args:
         place: of the tensor.
         shape: on the rank.
-        whole: its shape in the whole model.
+        whole_shape: its shape in the whole model.
         cut: the way in which ranks share it.
         pieces: that this rank has of the axis that is cut.
 
@@ -137,13 +143,13 @@ def fragments(
     """
     at, _ = place.front()
     if cut.axis is None:
-        return [(place.key, (*at, *(0 for _ in whole)), prod(shape))]
-    found = []
+        return [(place.key, (*at, *(0 for _ in whole_shape)), prod(shape))]
+    fragments_found = []
     for piece in pieces:
-        if whole[cut.axis] % piece.length or piece.whole % piece.length:
+        if whole_shape[cut.axis] % piece.length or piece.whole % piece.length:
             raise UnsupportedError(f"{place.key}: is cut into uneven pieces; not transformed")
-        own = [0] * len(whole)
-        own[cut.axis] = piece.whole // piece.length
+        own_offset = [0] * len(whole_shape)
+        own_offset[cut.axis] = piece.whole // piece.length
         count = prod(shape) // shape[cut.axis] * piece.length
-        found.append((place.key, (*at, *own), count))
-    return found
+        fragments_found.append((place.key, (*at, *own_offset), count))
+    return fragments_found

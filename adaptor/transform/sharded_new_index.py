@@ -55,14 +55,14 @@ def content(items: Iterable[NewItem]) -> bytes:
         stored[key] = writing.described("_StorageInfo", place, _STORAGE)
     layout = Described(Name("torch.serialization", "_get_layout"), ("torch.strided",), is_new=False)
     memory = Described(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,), is_new=False)
-    said: dict[str, Any] = {}
+    metadata_state: dict[str, Any] = {}
     for name, chunks in tensors.items():
         first = chunks[0]
         if not first.dtype:
-            said[name] = writing.described("BytesStorageMetadata", {})
+            metadata_state[name] = writing.described("BytesStorageMetadata", {})
             continue
         properties = (DType(first.dtype), layout, False, memory, False)
-        said[name] = writing.described(
+        metadata_state[name] = writing.described(
             "TensorStorageMetadata",
             {
                 "properties": writing.described("TensorProperties", properties),
@@ -80,7 +80,7 @@ def content(items: Iterable[NewItem]) -> bytes:
         writing.described(
             "Metadata",
             {
-                "state_dict_metadata": said,
+                "state_dict_metadata": metadata_state,
                 "planner_data": None,
                 "storage_data": stored,
                 "storage_meta": None,

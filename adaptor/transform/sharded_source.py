@@ -64,18 +64,18 @@ class ShardedCheckpoint:
         _require_backend(folder)
         common = archive.read(_existing(folder / COMMON))
         if not isinstance(common, dict) or common.get("iteration") != step:
-            said = common.get("iteration") if isinstance(common, dict) else None
-            other = f", but of step {said}" if isinstance(said, int) else ""
-            raise CheckpointError(f"{folder / COMMON}: is not of step {step}{other}")
+            saved_step = common.get("iteration") if isinstance(common, dict) else None
+            step_note = f", but of step {saved_step}" if isinstance(saved_step, int) else ""
+            raise CheckpointError(f"{folder / COMMON}: is not of step {step}{step_note}")
         self.common: dict[str, Any] = common
         self.args: Namespace = arguments.of(common, folder / COMMON)
         self.sizes = Sizes.of(self.args)
         metadata = common.get("content_metadata")
-        said = metadata if isinstance(metadata, dict) else {}
-        self._is_numbered = said.get("singleton_local_shards") is True
+        saved_step = metadata if isinstance(metadata, dict) else {}
+        self._is_numbered = saved_step.get("singleton_local_shards") is True
         # Versions before 0.13 do not say the kind.
         parallel = getattr(self.args, "ckpt_fully_parallel_save", False)
-        self._kind = said.get("distrib_optim_sharding_type", FLAT if parallel else _GATHERED)
+        self._kind = saved_step.get("distrib_optim_sharding_type", FLAT if parallel else _GATHERED)
         if not weights_only and self._kind not in (RESHARDABLE, FLAT, _BUCKETS, _GATHERED):
             raise UnsupportedError(
                 f"{folder}: has optimizer state of the kind {str(self._kind)[:60]}, which is not transformed"
@@ -123,8 +123,10 @@ class ShardedCheckpoint:
             _GATHERED: self._gathered,
         }
         return [
-            read[self._kind](layout, one, self._prefix(rank, layout, number, several)) if one.stored else None
-            for number, one in enumerate(layout.optimizers)
+            read[self._kind](layout, rank_layout, self._prefix(rank, layout, number, several))
+            if rank_layout.stored
+            else None
+            for number, rank_layout in enumerate(layout.optimizers)
         ]
 
     # What is not in the optimizer's buffers
@@ -148,27 +150,29 @@ class ShardedCheckpoint:
         """Return what the format `torch` has of the optimizers in the file of the model."""
         saved = self.common["optimizer"]
         several = len(layout.optimizers) > 1
-        each = saved if several else {0: saved}
-        if not isinstance(each, dict) or list(each) != list(range(len(layout.optimizers))):
+        states_by_number = saved if several else {0: saved}
+        if not isinstance(states_by_number, dict) or list(states_by_number) != list(
+            range(len(layout.optimizers))
+        ):
             raise CheckpointError(
                 f"{self._folder / COMMON}: is not the state of {len(layout.optimizers)} optimizers, as its"
                 f" {naming.LAYOUT} says"
             )
-        made = []
-        for number, one in each.items():
+        optimizers = []
+        for number, optimizer_state in states_by_number.items():
             prefix = self._prefix(rank, layout, number, several)
             names = [name for name in self._index.objects if name.startswith(prefix) and name.endswith("_1")]
-            own = {
+            own_archives = {
                 name.removeprefix(prefix).partition("/")[0]: self._index.objects[name]
                 for name in names
                 if not name.removeprefix(prefix).startswith(("per_bucket_numel", "param_state"))
             }
-            plain = one if isinstance(one, dict) else {}
-            made.append(
+            plain = optimizer_state if isinstance(optimizer_state, dict) else {}
+            optimizers.append(
                 {key: value for key, value in plain.items() if not key.startswith("param_state")}
-                | {key: self._object(where) for key, where in own.items()}
+                | {key: self._object(where) for key, where in own_archives.items()}
             )
-        return made if several else made[0]
+        return optimizers if several else optimizers[0]
 
     def _random_states(self, rank: Rank) -> Any:
         name = f"rng_state/shard_{rank.pp}.{rank.tp}_{self.sizes.pp}.{self.sizes.tp}"
@@ -213,8 +217,8 @@ class ShardedCheckpoint:
             tensor = self._index.tensors.get(name)
             if tensor is None:
                 raise self._missing(name)
-            own = {offset[-1]: chunk for offset, chunk in tensor.chunks.items() if offset[:-1] == at}
-            stretches += self._line(name, own, length)
+            own_chunks = {offset[-1]: chunk for offset, chunk in tensor.chunks.items() if offset[:-1] == at}
+            stretches += self._line(name, own_chunks, length)
         return _scattered("float32", entry.shape, stretches)
 
     def _line(self, name: str, chunks: Mapping[int, Chunk], length: int) -> list[Stretch]:
@@ -234,14 +238,16 @@ class ShardedCheckpoint:
             )
         return stretches
 
-    def _found(self, name: str, dtype: str, whole: tuple[int, ...]) -> Callable[[tuple[int, ...]], Chunk]:
+    def _found(
+        self, name: str, dtype: str, whole_shape: tuple[int, ...]
+    ) -> Callable[[tuple[int, ...]], Chunk]:
         tensor = self._index.tensors.get(name)
         if tensor is None:
             raise self._missing(name)
-        if (tensor.dtype, tensor.shape) != (dtype, whole):
+        if (tensor.dtype, tensor.shape) != (dtype, whole_shape):
             raise CheckpointError(
                 f"{self._index.path}: {name[:200]} is {tensor.dtype} {list(tensor.shape)}; by its"
-                f" {naming.LAYOUT} it would be {dtype} {list(whole)}"
+                f" {naming.LAYOUT} it would be {dtype} {list(whole_shape)}"
             )
 
         def at(offset: tuple[int, ...]) -> Chunk:
@@ -263,12 +269,16 @@ class ShardedCheckpoint:
 
     def _by_param(self, layout: RankLayout, optimizer: OptimizerLayout, prefix: str) -> ByParam:
         read = self._flat if self._kind == FLAT else self._state_of
-        entries = {(key, entry.name): entry for key, each in layout.chunks.items() for entry in each}
+        entries = {
+            (key, entry.name): entry
+            for key, chunk_entries in layout.chunks.items()
+            for entry in chunk_entries
+        }
         return ByParam(
             (described.name_of(entry), kind, read(layout, entry, kind))
             for buffer in optimizer.buffers
-            for one in buffer.params
-            for entry in [entries[one.chunk, one.name]]
+            for buffer_entry in buffer.params
+            for entry in [entries[buffer_entry.chunk, buffer_entry.name]]
             for kind in STATES
         )
 
@@ -290,8 +300,8 @@ class ShardedCheckpoint:
                         break
                     if tensor.dtype != "float32" or len(tensor.shape) != 1:
                         raise CheckpointError(f"{self._index.path}: {name} is no line of float32")
-                    own = {offset[0]: chunk for offset, chunk in tensor.chunks.items()}
-                    stretches += self._line(name, own, tensor.shape[0])
+                    own_chunks = {offset[0]: chunk for offset, chunk in tensor.chunks.items()}
+                    stretches += self._line(name, own_chunks, tensor.shape[0])
                 numel = sum(stretch.bytes for stretch in stretches) // SIZES["float32"]
                 tensors[kind] = _scattered("float32", (numel,), stretches)
             state[number] = {dtypes: tensors}
@@ -307,8 +317,8 @@ class ShardedCheckpoint:
         """Return what is in front of the names of an optimizer's state where that is not in model space."""
         group = rank.tp + self.sizes.tp * rank.pp
         if number:  # of experts
-            own = self.sizes.expert_rank(rank)
-            group = own + self.sizes.expert_tensor * (rank.ep + self.sizes.ep * rank.pp)
+            own_expert_rank = self.sizes.expert_rank(rank)
+            group = own_expert_rank + self.sizes.expert_tensor * (rank.ep + self.sizes.ep * rank.pp)
         chained = f"chained_{number}." if several else ""
         return f"{chained}optimizer.distributed.dp_group_idx_{group}."
 

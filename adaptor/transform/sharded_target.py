@@ -129,7 +129,7 @@ def write_rest(
         if (saved := common.get("optimizer")) is not None:
             kind = {"param_state_sharding_type": RESHARDABLE}
             common["optimizer"] = (
-                {number: {**one, **kind} for number, one in enumerate(saved)}
+                {number: {**group_state, **kind} for number, group_state in enumerate(saved)}
                 if isinstance(saved, list)
                 else {**saved, **kind}
             )
@@ -143,8 +143,8 @@ def write_rest(
     ):
         entries.append(_small(folder, name, content))
     if target.has_integrity:
-        others = [entry.path for entry in entries]
-        entries.append(_small(folder, integrity.NAME, integrity.content(folder, digests, others)))
+        paths = [entry.path for entry in entries]
+        entries.append(_small(folder, integrity.NAME, integrity.content(folder, digests, paths)))
     return entries
 
 
@@ -169,15 +169,15 @@ def _tensors(target: TargetCheckpoint, rank: Rank) -> Iterator[_Tensor]:
 def _parts(target: TargetCheckpoint, slot: Slot) -> Iterator[tuple[Slot, Region]]:
     """Yield the pieces of a rank's tensor, each as a slot of its own."""
     item = slot.item
-    whole = list(item.shape)
+    whole_lengths = list(item.shape)
     if item.cut.rows:
-        whole[item.cut.axis or 0] = target.rows
+        whole_lengths[item.cut.axis or 0] = target.rows
     place = _place(target, item.name, target.key(item.name))
-    found = sharded_names.regions(place, tuple(whole), item.cut, slot.pieces, numbered=True)
+    found_regions = sharded_names.regions(place, tuple(whole_lengths), item.cut, slot.pieces, numbered=True)
     if item.cut.axis is None:
-        yield slot, found[0]
+        yield slot, found_regions[0]
         return
-    for piece, region in zip(slot.pieces, found, strict=True):
+    for piece, region in zip(slot.pieces, found_regions, strict=True):
         yield replace(slot, shape=region.shape, pieces=(Piece(piece.whole, 0, piece.length),)), region
 
 

@@ -72,12 +72,12 @@ class Sizes:
         )
 
     def __str__(self) -> str:
-        more = "".join(
+        further_sizes = "".join(
             f" {name.upper()}{size}" for name, size in (("vpp", self.vpp), ("ep", self.ep)) if size > 1
         )
         if self.expert_tensor != self.tp:
-            more += f" ETP{self.expert_tensor}"
-        return f"TP{self.tp} PP{self.pp}{more}"
+            further_sizes += f" ETP{self.expert_tensor}"
+        return f"TP{self.tp} PP{self.pp}{further_sizes}"
 
     @property
     def ranks(self) -> list[Rank]:
@@ -130,17 +130,17 @@ class Sizes:
         """
         count = self.pp * self.vpp
         if layers % count:
-            what = f"--pp {self.pp}" + (f" --vpp {self.vpp}" if self.vpp > 1 else "")
-            raise UnsupportedError(f"{what}: {layers} layers are not divisible by {count}")
-        each = layers // count
-        return list(self._chunks(each, stage))
+            options = f"--pp {self.pp}" + (f" --vpp {self.vpp}" if self.vpp > 1 else "")
+            raise UnsupportedError(f"{options}: {layers} layers are not divisible by {count}")
+        layers_per_chunk = layers // count
+        return list(self._chunks(layers_per_chunk, stage))
 
-    def _chunks(self, each: int, stage: int) -> Iterator[Chunk]:
+    def _chunks(self, layers_per_chunk: int, stage: int) -> Iterator[Chunk]:
         for number in range(self.vpp):
             place = number * self.pp + stage
             yield Chunk(
                 key="model" if self.vpp == 1 else f"model{number}",
                 first=place == 0,
                 last=place == self.pp * self.vpp - 1,
-                layers=range(place * each, (place + 1) * each),
+                layers=range(place * layers_per_chunk, (place + 1) * layers_per_chunk),
             )

@@ -71,8 +71,8 @@ class SourceCheckpoint:
         """Return what is no tensor, by its name in the whole model."""
         return {
             described.name_of(entry): self.bodies[rank].get(key, {}).get(entry.name)
-            for rank, one in described.by_rank(layout).items()
-            for key, entries in one.chunks.items()
+            for rank, rank_layout in described.by_rank(layout).items()
+            for key, entries in rank_layout.chunks.items()
             for entry in entries
             if not entry.dtype
         }
@@ -90,20 +90,23 @@ class SourceCheckpoint:
         Raises:
             UnsupportedError: a file has other tensors than the rules say.
         """
-        found = {}
+        views_by_rank = {}
         for rank in self.sizes.ranks:
-            view = found[rank] = self._view(rank)
+            view = views_by_rank[rank] = self._view(rank)
             for key, slots in view.chunks.items():
                 body = self.bodies[rank].get(key)
-                said = {slot.name: slot.shape for slot in slots}
+                shapes_by_name = {slot.name: slot.shape for slot in slots}
                 stored = {name: _shape(value) for name, value in (body or {}).items()}
-                if list(said) != list(stored) or said != stored:
-                    odd = sorted(set(said.items()) ^ set(stored.items()), key=str)[:1] or "their order"
+                if list(shapes_by_name) != list(stored) or shapes_by_name != stored:
+                    odd = (
+                        sorted(set(shapes_by_name.items()) ^ set(stored.items()), key=str)[:1]
+                        or "their order"
+                    )
                     raise UnsupportedError(
                         f"{self.file(rank, MODEL_FILE)}: the tensors of {key} are not those of a GPT model"
                         f" that is cut as {self._said} ({self.sizes}): {odd}"
                     )
-        return found
+        return views_by_rank
 
     @property
     def _said(self) -> str:
@@ -113,14 +116,14 @@ class SourceCheckpoint:
         """Return a file of a rank."""
         return self.folder / self.sizes.folder(rank) / name
 
-    def parts(self, name: str, what: str) -> list[StoredPart]:
+    def parts(self, name: str, tensor_kind: str) -> list[StoredPart]:
         """Return all ranks' parts of a tensor: of the weight, or of a state of the optimizer (STATES)."""
         if not self._parts:
             for rank in self.sizes.ranks:
                 for slot, kind, stored in self._stored(rank):
                     part = StoredPart(rank, stored, slot.pieces)
                     self._parts.setdefault((slot.item.name, kind), []).append(part)
-        return self._parts.get((name, what), [])
+        return self._parts.get((name, tensor_kind), [])
 
     def _stored(self, rank: Rank) -> Iterator[tuple[Slot, str, StoredTensor]]:
         view = self.views[rank]
@@ -140,12 +143,12 @@ class SourceCheckpoint:
                         for kind in STATES:
                             yield slot, kind, state.tensor(slot.item.name, kind)
                 continue
-            found = contents.buffers(state, expected, path, self.authority)
-            for buffer, stored in zip(expected, found, strict=True):
+            stored_buffers = contents.buffers(state, expected, path, self.authority)
+            for buffer, stored in zip(expected, stored_buffers, strict=True):
                 for kind in STATES:
-                    whole = stored[kind]
+                    whole_part = stored[kind]
                     for slot, placed in buffer.slots:
-                        yield slot, kind, whole.part(placed.begin, slot.shape)
+                        yield slot, kind, whole_part.part(placed.begin, slot.shape)
 
 
 def _shape(value: Any) -> tuple[int, ...]:
@@ -161,9 +164,9 @@ def _describe(source: SourceCheckpoint) -> Model:
     layers: list[list[Item]] = [[] for _ in range(count)]
     for stage in range(sizes.pp):
         for chunk in sizes.chunks(count, stage):
-            before, inside, behind = _entries(source, chunk, stage)
-            first += before
-            last += behind
+            items_before, inside, items_behind = _entries(source, chunk, stage)
+            first += items_before
+            last += items_behind
             for number, layer in inside.items():
                 layers[number] = layer
     tied = not args.untie_embeddings_and_output_weights
@@ -179,19 +182,19 @@ def _entries(
     source: SourceCheckpoint, chunk: Chunk, stage: int
 ) -> tuple[list[Item], dict[int, list[Item]], list[Item]]:
     sizes = source.sizes
-    before: list[Item] = []
-    behind: list[Item] = []
+    items_before: list[Item] = []
+    items_behind: list[Item] = []
     inside: dict[int, list[Item]] = {number: [] for number in chunk.layers}
     bodies = [source.bodies[Rank(0, stage, ep)].get(chunk.key) for ep in range(sizes.ep)]
     if None in bodies:
-        where = source.file(Rank(0, stage, bodies.index(None)), MODEL_FILE)
-        raise UnsupportedError(f"{where}: has no {chunk.key}, which {sizes} has")
-    each = (getattr(source.args, "num_experts", None) or 0) // sizes.ep
+        model_file = source.file(Rank(0, stage, bodies.index(None)), MODEL_FILE)
+        raise UnsupportedError(f"{model_file}: has no {chunk.key}, which {sizes} has")
+    experts_per_rank = (getattr(source.args, "num_experts", None) or 0) // sizes.ep
     body = bodies[0] or {}
     for name, value in body.items():
         _require_gate_as_said(source.args, name, body)
         if not name.startswith("decoder.layers."):
-            (behind if any(inside.values()) else before).append(_item(source, name, name, value))
+            (items_behind if any(inside.values()) else items_before).append(_item(source, name, name, value))
             continue
         local = int(name.split(".")[2])
         if local >= len(chunk.layers):
@@ -199,26 +202,32 @@ def _entries(
         number = chunk.layers[local]
         expert = rules.expert_of(name)
         inside[number].append(_item(source, name, in_whole_model(name, number, expert), value))
-    if each:
+    if experts_per_rank:
         for number in inside:
-            inside[number] = _with_all_experts(inside[number], each, sizes.ep)
-    return before, inside, behind
+            inside[number] = _with_all_experts(inside[number], experts_per_rank, sizes.ep)
+    return items_before, inside, items_behind
 
 
-def _with_all_experts(layer: list[Item], each: int, ep: int) -> list[Item]:
+def _with_all_experts(layer: list[Item], experts_per_rank: int, ep: int) -> list[Item]:
     """Put the experts of the other ranks behind those of the first, which have the same shapes."""
-    own = [item for item in layer if rules.expert_of(item.name) is not None]
-    if not own:
+    own_experts = [item for item in layer if rules.expert_of(item.name) is not None]
+    if not own_experts:
         return layer
-    end = layer.index(own[-1]) + 1
-    others = [
-        Item(rules.with_expert(item.name, rank * each + number), item.shape, item.dtype, item.cut, item.value)
+    end = layer.index(own_experts[-1]) + 1
+    other_experts = [
+        Item(
+            rules.with_expert(item.name, rank * experts_per_rank + number),
+            item.shape,
+            item.dtype,
+            item.cut,
+            item.value,
+        )
         for rank in range(1, ep)
-        for number in range(each)
-        for item in own
+        for number in range(experts_per_rank)
+        for item in own_experts
         if rules.expert_of(item.name) == number
     ]
-    return [*layer[:end], *others, *layer[end:]]
+    return [*layer[:end], *other_experts, *layer[end:]]
 
 
 def _require_gate_as_said(args: Namespace, name: str, body: Mapping[str, Any]) -> None:
@@ -246,5 +255,5 @@ def _item(source: SourceCheckpoint, local: str, name: str, value: Any) -> Item:
     cut = rules.cut_of(local, bool(source.args.swiglu))
     if cut.axis is not None and cut.axis >= len(value.shape):
         raise CheckpointError(f"{local}: has the shape {value.shape}, with no axis {cut.axis} to cut")
-    whole = whole_shape(value.shape, cut, source.sizes.tp)
-    return Item(name, whole, value.dtype, cut, param=not rules.is_buffer(local))
+    full_shape = whole_shape(value.shape, cut, source.sizes.tp)
+    return Item(name, full_shape, value.dtype, cut, param=not rules.is_buffer(local))

@@ -59,14 +59,17 @@ class TargetCheckpoint:
     def bytes(self, rank: Rank) -> int:
         """Return the size of a rank's files, about."""
         if self.format != "torch":
-            each = [(prod(slot.shape), slot) for slot in self.own(rank) if slot.item.dtype]
+            numels = [(prod(slot.shape), slot) for slot in self.own(rank) if slot.item.dtype]
             state = 0 if self.source.weights_only else len(STATES) * SIZES["float32"]
             return _REST + sum(
-                count * (SIZES[slot.item.dtype] + (state if slot.is_param else 0)) for count, slot in each
+                count * (SIZES[slot.item.dtype] + (state if slot.is_param else 0)) for count, slot in numels
             )
         view = self.views[rank]
         model = sum(
-            prod(s.shape) * SIZES[s.item.dtype] for own in view.chunks.values() for s in own if s.item.dtype
+            prod(s.shape) * SIZES[s.item.dtype]
+            for own_slots in view.chunks.values()
+            for s in own_slots
+            if s.item.dtype
         )
         buffers = [buffer for stored in self._optimizers_of(rank) for buffer in stored or ()]
         states = sum(len(STATES) * SIZES["float32"] * buffer.numel for buffer in buffers)
@@ -82,8 +85,8 @@ class TargetCheckpoint:
     @property
     def has_integrity(self) -> bool:
         """Return whether the framework is to find an `integrity.json`, as it does in the source's job."""
-        asked = getattr(self.source.args, "verify_integrity", False)
-        return self.format != "torch" and bool(asked or (self.source.folder / integrity.NAME).exists())
+        is_requested = getattr(self.source.args, "verify_integrity", False)
+        return self.format != "torch" and bool(is_requested or (self.source.folder / integrity.NAME).exists())
 
     def own(self, rank: Rank) -> Iterator[Slot]:
         """Yield what a rank has and no rank before it: what it writes in the format `torch_dist`."""
@@ -100,17 +103,17 @@ class TargetCheckpoint:
 
     def needs(self, rank: Rank) -> dict[Rank, set[Path]]:
         """Return the ranks of the source that a rank is made from, and the files with their parts."""
-        found: dict[Rank, set[Path]] = {}
+        needed_paths: dict[Rank, set[Path]] = {}
         for slot, kind in self._wanted(rank):
             parts = one_of_each(slot, self.source.parts(slot.item.name, kind))
             for part, *_ in needed(slot, parts):
-                found.setdefault(part.rank, set()).update(part.stored.paths)
-        return found
+                needed_paths.setdefault(part.rank, set()).update(part.stored.paths)
+        return needed_paths
 
     def _wanted(self, rank: Rank) -> Iterator[tuple[Slot, str]]:
         view = self.views[rank]
-        for own in view.chunks.values():
-            for slot in own:
+        for own_slots in view.chunks.values():
+            for slot in own_slots:
                 if slot.item.dtype:
                     yield slot, WEIGHT
         for buffers in self._optimizers_of(rank):
@@ -146,7 +149,7 @@ class TargetCheckpoint:
 
     def _buffer(self, buffer: Buffer, kind: str, files: Files) -> Iterator[Any]:
         at = 0
-        for slot, placed in sorted(buffer.slots, key=lambda one: one[1].begin):
+        for slot, placed in sorted(buffer.slots, key=lambda placed_slot: placed_slot[1].begin):
             yield bytes((placed.begin - at) * SIZES["float32"])
             yield from self._pieces(slot, kind, files)
             at = placed.end
@@ -163,8 +166,8 @@ class TargetCheckpoint:
         layout = self.layout or self.source.layout
         return {
             described.name_of(entry): entry.key
-            for one in (layout.ranks if layout else ())
-            for entries in one.chunks.values()
+            for rank_layout in (layout.ranks if layout else ())
+            for entries in rank_layout.chunks.values()
             for entry in entries
             if entry.dtype
         }
@@ -210,9 +213,9 @@ class TargetCheckpoint:
         from adaptor.transform.random_states import states_of
 
         chunks: dict[str, Any] = {}
-        for key, own in self.views[rank].chunks.items():
+        for key, own_slots in self.views[rank].chunks.items():
             chunks[key] = OrderedDict()  # the type that the framework saves
-            for slot in own:
+            for slot in own_slots:
                 value = slot.item.value
                 if slot.item.dtype:
                     pieces = partial(self._weight, slot, files)
@@ -238,12 +241,12 @@ class TargetCheckpoint:
         args = Namespace(**vars(self.source.args))
         is_said = getattr(args, "expert_tensor_parallel_size", None) is not None
         etp = self.sizes.expert_tensor if is_said or self.sizes.etp is not None else None
-        said: dict[str, Any] = resized(args, self.sizes, self.rows, etp)
-        said |= {name: False if getattr(args, name, None) is False else None for name in UNEVEN}
-        said |= {} if self.layout is None else self.layout.ranks[0].args
-        said |= {"ckpt_format": self.format, "use_dist_ckpt": self.format != "torch"}
-        said |= {"no_save_optim": True} if self.source.weights_only else {}
-        for name, value in said.items():
+        new_arguments: dict[str, Any] = resized(args, self.sizes, self.rows, etp)
+        new_arguments |= {name: False if getattr(args, name, None) is False else None for name in UNEVEN}
+        new_arguments |= {} if self.layout is None else self.layout.ranks[0].args
+        new_arguments |= {"ckpt_format": self.format, "use_dist_ckpt": self.format != "torch"}
+        new_arguments |= {"no_save_optim": True} if self.source.weights_only else {}
+        for name, value in new_arguments.items():
             if hasattr(args, name):
                 setattr(args, name, value)
         context = getattr(args, "context_parallel_size", None) or 1
@@ -255,28 +258,28 @@ class TargetCheckpoint:
 
     def _optimizers(self, rank: Rank) -> Any:
         saved = self.source.bodies[self.source.sizes.ranks[0]]["optimizer"]
-        own = saved if isinstance(saved, list) else [saved]
-        groups = {_key(group): group for body in own for group in body["optimizer"]["param_groups"]}
-        made = []
+        own_states = saved if isinstance(saved, list) else [saved]
+        groups = {_key(group): group for body in own_states for group in body["optimizer"]["param_groups"]}
+        optimizer_states = []
         used: set[Group] = set()
         for number in range(len(self.views[rank].optimizers)):
             order = dict.fromkeys(self.views[rank].groups[number])
-            for other in self.sizes.ranks:  # the framework has the same groups on all ranks
-                order.update(dict.fromkeys(self.views[other].groups[number]))
-            body = own[min(number, len(own) - 1)]
+            for other_rank in self.sizes.ranks:  # the framework has the same groups on all ranks
+                order.update(dict.fromkeys(self.views[other_rank].groups[number]))
+            body = own_states[min(number, len(own_states) - 1)]
             chosen = [(key, key if key in groups else _of_other_kind(key)) for key in order]
-            if any(found not in groups for _, found in chosen):
+            if any(group_key not in groups for _, group_key in chosen):
                 raise self._other_groups(groups, order)
-            used.update(found for _, found in chosen)
-            of_kind = [{**groups[found], **_said(key, groups[found])} for key, found in chosen]
-            made.append({**body, "optimizer": {**body["optimizer"], "param_groups": of_kind}})
-        if len(made) == len(own) and used != set(groups):
+            used.update(group_key for _, group_key in chosen)
+            of_kind = [{**groups[group_key], **_said(key, groups[group_key])} for key, group_key in chosen]
+            optimizer_states.append({**body, "optimizer": {**body["optimizer"], "param_groups": of_kind}})
+        if len(optimizer_states) == len(own_states) and used != set(groups):
             raise self._other_groups(groups, used)
-        return made if len(made) > 1 else made[0]
+        return optimizer_states if len(optimizer_states) > 1 else optimizer_states[0]
 
-    def _other_groups(self, found: Iterable[Group], expected: Iterable[Group]) -> UnsupportedError:
+    def _other_groups(self, group_keys: Iterable[Group], expected: Iterable[Group]) -> UnsupportedError:
         return UnsupportedError(
-            f"{self.source.folder}: the groups of the optimizer are {sorted(found)}, by"
+            f"{self.source.folder}: the groups of the optimizer are {sorted(group_keys)}, by"
             f" {self.source.authority} they would be {sorted(expected)}"
         )
 
@@ -322,23 +325,27 @@ def rows_for(source: SourceCheckpoint, sizes: Sizes, vocabulary: int | None) -> 
                 f" the checkpoint has {stored}"
             )
         return rules.padded_rows(vocabulary, multiple, sizes.tp)
-    said = getattr(args, "vocab_size", None)
-    if said is not None:
+    stored_rows = getattr(args, "vocab_size", None)
+    if stored_rows is not None:
         # Some tokenizers have one token more than the argument says: that of the end of a document.
-        possible = [n for n in (said, said + 1) if rules.padded_rows(n, multiple, source.sizes.tp) == stored]
+        possible = [
+            n
+            for n in (stored_rows, stored_rows + 1)
+            if rules.padded_rows(n, multiple, source.sizes.tp) == stored
+        ]
         rows = {rules.padded_rows(n, multiple, sizes.tp) for n in possible}
         if len(rows) != 1:
             raise UnsupportedError(
                 f"{source.folder}: has {stored} rows of the vocabulary with padding, and its arguments say"
-                f" {said} without, or one more for the end of a document; give the tokenizer's"
+                f" {stored_rows} without, or one more for the end of a document; give the tokenizer's"
                 " size as --vocab-size"
             )
         return rows.pop()
     least = rules.padded_rows(stored - multiple * source.sizes.tp + 1, multiple, sizes.tp)
-    most = rules.padded_rows(stored, multiple, sizes.tp)
-    if least != most:
+    most_rows = rules.padded_rows(stored, multiple, sizes.tp)
+    if least != most_rows:
         raise UnsupportedError(
             f"--vocab-size: the checkpoint has {stored} rows with padding and does not say how many without;"
             f" for --tp {sizes.tp} it makes a difference, so give the tokenizer's size"
         )
-    return most
+    return most_rows

@@ -47,14 +47,15 @@ def by_rules(
 
 
 def described_by(
-    source: SourceCheckpoint, path: Path, given: Mapping[str, int | None], format: str
+    source: SourceCheckpoint, path: Path, requested_sizes: Mapping[str, int | None], format: str
 ) -> TargetCheckpoint:
     """Return the target that a layout file describes.
 
     Args:
         source: the checkpoint that is transformed.
         path: of the layout file.
-        given: the sizes that the user has given, None where there is none; they have to be those of the file.
+        requested_sizes: the sizes that the user has given, None where there is none; they have to be those of
+        the file.
         format: of the target, torch or torch_dist.
 
     Raises:
@@ -65,7 +66,7 @@ def described_by(
         sizes = described.sizes_of(layout)
     except AdaptorError as error:
         raise type(error)(f"--layout {path}: {error}") from error
-    for name, value in given.items():
+    for name, value in requested_sizes.items():
         if value is not None and value != (sizes.expert_tensor if name == "etp" else getattr(sizes, name)):
             raise UnsupportedError(f"--{name} {value}: --layout {path} is of {sizes} DP{sizes.dp}")
     require_loaded_by(layout.ranks[0].core, format, f"--format {format}: --layout {path}")
@@ -79,20 +80,20 @@ def described_by(
     return TargetCheckpoint(source, sizes, rows, layout, format)
 
 
-def require_loaded_by(core: str, format: str, what: str) -> None:
+def require_loaded_by(core: str, format: str, subject: str) -> None:
     """Refuse a format that a version of Megatron-core does not load in the form that is written.
 
     Args:
         core: the version.
         format: torch or torch_dist.
-        what: the beginning of the message.
+        subject: the beginning of the message.
 
     Raises:
         UnsupportedError: it does not.
     """
     if format != "torch" and _version(core) < _NUMBERED:
         raise UnsupportedError(
-            f"{what} is of Megatron-core {core}, which does not"
+            f"{subject} is of Megatron-core {core}, which does not"
             " load it in the form that is written, that of 0.14; give --format torch"
         )
 

@@ -41,8 +41,8 @@ _BEGIN_TO_WRITE = 32 << 20
 class Stream:
     """A file that is written front to back, and hashed: it is on disk when it is closed without an error."""
 
-    def __init__(self, path: Path, below: Path, progress: Callable[[int], None]) -> None:
-        self._descriptor = disk.create(below, path.relative_to(below).as_posix())
+    def __init__(self, path: Path, base_folder: Path, progress: Callable[[int], None]) -> None:
+        self._descriptor = disk.create(base_folder, path.relative_to(base_folder).as_posix())
         self._digests = Digests()
         self.bytes = 0
         self._progress = progress

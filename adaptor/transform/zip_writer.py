@@ -56,16 +56,16 @@ class ZipWriter:
         sizes = _SIZES_64.pack(1, 16, 0, 0) if is_large else b""
         padding = -(begin + _LOCAL.size + len(text) + len(sizes) + 4) % _ALIGNMENT
         extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding + sizes
-        told = _ELSEWHERE if is_large else 0
-        head = (b"PK\3\4", version, _BEHIND, 0, 0, _DATE, 0, told, told, len(text), len(extra))
+        size_field = _ELSEWHERE if is_large else 0
+        head = (b"PK\3\4", version, _BEHIND, 0, 0, _DATE, 0, size_field, size_field, len(text), len(extra))
         self._write(_LOCAL.pack(*head) + text + extra)
-        crc = done = 0
+        crc = written = 0
         for piece in pieces:
             crc = crc32(piece, crc)
-            done += len(piece)
+            written += len(piece)
             self._write(piece)
-        if done != size:
-            raise ValueError(f"{name}: has {done} bytes, {size} were expected")
+        if written != size:
+            raise ValueError(f"{name}: has {written} bytes, {size} were expected")
         descriptor = _DESCRIPTOR_64 if is_large else _DESCRIPTOR
         self._write(descriptor.pack(b"PK\7\x08", crc, size, size))
         self._directory.append(_entry(text, size, crc, begin))
@@ -90,7 +90,20 @@ def _entry(name: bytes, size: int, crc: int, begin: int) -> bytes:
         large.append(begin)
     extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
     version = _VERSION_64 if large else _VERSION
-    told = _ELSEWHERE if size > _LIMIT else size
+    size_field = _ELSEWHERE if size > _LIMIT else size
     place = _ELSEWHERE if begin > _LIMIT else begin
-    head = (b"PK\1\2", version, version, _BEHIND, 0, 0, _DATE, crc, told, told, len(name), len(extra))
+    head = (
+        b"PK\1\2",
+        version,
+        version,
+        _BEHIND,
+        0,
+        0,
+        _DATE,
+        crc,
+        size_field,
+        size_field,
+        len(name),
+        len(extra),
+    )
     return _CENTRAL.pack(*head, 0, 0, 0, 0, place) + name + extra

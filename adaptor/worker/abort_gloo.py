@@ -66,25 +66,25 @@ class Waker:
         Returns:
             The number of connections that were shut.
         """
-        there = frozenset(
+        shut_inodes = frozenset(
             os.fstat(connection.fileno()).st_ino for connection in _collectives(self._keep_ports, inodes)
         )
         count = shut_collectives(self._keep_ports, inodes)
-        fresh = not there <= self._shut
-        self._shut |= there
+        fresh = not shut_inodes <= self._shut
+        self._shut |= shut_inodes
         wait, runs = context.part(Waits).current, None if fresh else _runs()
-        now = time.monotonic()
+        time_now = time.monotonic()
         if wait is None or runs is None or self._before != (wait, runs):
             self._before = None if wait is None or runs is None else (wait, runs)
-            self._since = now
-        elif now - self._since >= LOOK_S:
+            self._since = time_now
+        elif time_now - self._since >= LOOK_S:
             wait.end()
         return count
 
 
 def _runs() -> frozenset[tuple[str, int]] | None:
     """Return how often each of gloo's threads in which collectives run has stopped; None: one runs."""
-    found = set()
+    runs_by_thread = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             lines = (line.partition(":\t") for line in (task / "status").read_text().splitlines())
@@ -93,8 +93,8 @@ def _runs() -> frozenset[tuple[str, int]] | None:
                 if not status["State"].startswith("S"):
                     return None
                 stops = int(status["voluntary_ctxt_switches"]) + int(status["nonvoluntary_ctxt_switches"])
-                found.add((task.name, stops))
-    return frozenset(found)
+                runs_by_thread.add((task.name, stops))
+    return frozenset(runs_by_thread)
 
 
 def shut_collectives(keep_ports: frozenset[int], inodes: frozenset[int] | None = None) -> int:
@@ -118,27 +118,27 @@ def shut_collectives(keep_ports: frozenset[int], inodes: frozenset[int] | None =
 def _come_to_rest(keep_ports: frozenset[int], inodes: frozenset[int] | None) -> None:
     """Return when nothing is on its way from here and nothing arrives, or after `_PATIENCE_S`."""
     until = time.monotonic() + _PATIENCE_S
-    before, since = None, time.monotonic()
-    while (now := time.monotonic()) < until:
+    traffic_before, since = None, time.monotonic()
+    while (time_now := time.monotonic()) < until:
         traffic = _traffic(keep_ports, inodes)
-        if traffic != before or any(sent for _, sent, _ in traffic):
-            before, since = traffic, now
-        elif now - since >= _STILL_S:
+        if traffic != traffic_before or any(sent for _, sent, _ in traffic):
+            traffic_before, since = traffic, time_now
+        elif time_now - since >= _STILL_S:
             return
         time.sleep(_LOOK_S)
 
 
 def _traffic(keep_ports: frozenset[int], inodes: frozenset[int] | None) -> list[tuple[int, int, int]]:
     """Return the port of each connection on which something is, bytes on their way and bytes unread."""
-    found = []
+    busy_connections = []
     for connection in _collectives(keep_ports, inodes):
         try:
             sent, unread = _count(connection, _SIOCOUTQ), _count(connection, _FIONREAD)
             if sent or unread:
-                found.append((connection.getsockname()[1], sent, unread))
+                busy_connections.append((connection.getsockname()[1], sent, unread))
         except OSError:
             continue
-    return sorted(found)
+    return sorted(busy_connections)
 
 
 def _count(connection: socket.socket, request: int) -> int:
@@ -148,13 +148,13 @@ def _count(connection: socket.socket, request: int) -> int:
 
 def sockets() -> frozenset[int]:
     """Return the inodes of all sockets of this process."""
-    found = set()
+    inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # closed meanwhile
             status = os.fstat(int(entry.name))
             if stat.S_ISSOCK(status.st_mode):
-                found.add(status.st_ino)
-    return frozenset(found)
+                inodes.add(status.st_ino)
+    return frozenset(inodes)
 
 
 def _collectives(keep_ports: frozenset[int], inodes: frozenset[int] | None) -> Iterator[socket.socket]:

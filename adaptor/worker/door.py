@@ -102,7 +102,7 @@ class Door:
             self._let_through = None
             self._changed.notify_all()
 
-    def wait_until(self, done: Callable[[], bool], timeout_s: float) -> bool:
+    def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
         """Wait until no window is open and `done()` is true; it is asked again whenever a window ends."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._inside == 0 and done(), timeout_s)
+            return self._changed.wait_for(lambda: self._inside == 0 and is_done(), timeout_s)

@@ -49,7 +49,7 @@ def follow(
     group = order.groups[0]
     stores: list[DumpStore] = []
     try:
-        behind = session.board.finished < order.step
+        is_behind = session.board.finished < order.step
         shut = abort_gloo.Waker(frozenset({store_port, order.store_port}))
 
         def wake() -> int:  # an online recovery may have begun: its connections are new ones
@@ -57,7 +57,7 @@ def follow(
 
         _bring_to(session, order, wake)
         past = session.from_local_copy(order.step)
-        if behind or past:
+        if is_behind or past:
             note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
         record = session.record_of(order.step)
         for group in order.groups:
@@ -88,8 +88,8 @@ def follow(
         if is_current():
             reason = text.describe(error)
             doubted = error.ranks if isinstance(error, NotFiniteError) else ()
-            where = (order.incident, order.attempt, group.group)
-            say(WriteFailed(rank, *where, reason, session.board.record(), doubted), "failed", reason)
+            write_key = (order.incident, order.attempt, group.group)
+            say(WriteFailed(rank, *write_key, reason, session.board.record(), doubted), "failed", reason)
     finally:
         for store in stores:
             store.close()
@@ -112,8 +112,8 @@ def _bring_to(session: Session, order: Dump, wake: Callable[[], int]) -> None:
             return session.freezer.bring_to(order.step, wake, min(abort_gloo.LOOK_S, left_s))
         except TimeoutError:
             if left_s <= abort_gloo.LOOK_S:
-                what = f"the update of step {order.step} was not done after {order.timeout_s:g} s"
-                raise TimeoutError(what) from None
+                description = f"the update of step {order.step} was not done after {order.timeout_s:g} s"
+                raise TimeoutError(description) from None
 
 
 def _connect(

@@ -34,7 +34,7 @@ class WorkerRuntime(Protocol):
     def hold_after(self, error: BaseException) -> None:
         """Report the exception, and keep the process, whose state may be saved."""
 
-    def not_protected(self, why: str) -> None:
+    def not_protected(self, reason: str) -> None:
         """Report that this process trains what cannot be saved, and why."""
 
     def finish(self) -> None:

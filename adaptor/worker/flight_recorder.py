@@ -23,14 +23,14 @@ def write(path: Path) -> str:
         '' where nothing is recorded: by this torch, by these backends, or because it is switched off.
     """
     dumps = list(_dumps())
-    found: Collectives = {}
+    newest_collectives: Collectives = {}
     for dump in dumps:
-        found.update(newest(dump))
-    if not found:
+        newest_collectives.update(newest(dump))
+    if not newest_collectives:
         return ""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.write_text(json.dumps(dumps))
-    return encode(str(path), found)
+    return encode(str(path), newest_collectives)
 
 
 def _dumps() -> Iterator[object]:

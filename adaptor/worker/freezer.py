@@ -81,12 +81,12 @@ class Freezer:
         with self._ending:
             self._may_end = False
 
-    def freeze(self, timeout_s: float, again: bool = False) -> BoardRecord | None:
+    def freeze(self, timeout_s: float, is_repeated: bool = False) -> BoardRecord | None:
         """Close the door, and wait until no update is in flight.
 
         Args:
             timeout_s: seconds to wait.
-            again: the order is repeated in the same incident: a dump may run, and is not disturbed.
+            is_repeated: the order is repeated in the same incident: a dump may run, and is not disturbed.
 
         Returns:
             The board, or None if an update is still in flight after `timeout_s`.
@@ -94,13 +94,15 @@ class Freezer:
         until = time.monotonic() + timeout_s
         if not (self._door.close(timeout_s) and self._updates_are_over(until)):
             return None
-        if not again:
+        if not is_repeated:
             self._may_end = self._may_interrupt = True
         board = self.board.record()
         uses_script_handlers = self._trainee is not None and not self._trainee.save
         # Handlers may keep the device busy for any time, which says nothing about the update.
-        why = "" if again and uses_script_handlers else self._device.unreadable(release=not again)
-        return msgspec.structs.replace(board, phase=Phase.UNREADABLE, error=why) if why else board
+        reason = (
+            "" if is_repeated and uses_script_handlers else self._device.unreadable(release=not is_repeated)
+        )
+        return msgspec.structs.replace(board, phase=Phase.UNREADABLE, error=reason) if reason else board
 
     def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:
         """Wait until this rank has the state of `step`, and keeps it.

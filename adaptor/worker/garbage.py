@@ -33,10 +33,10 @@ class GarbageCollection:
 
         What there is now counts as old, without a look at it: a look would take as long as what was saved.
         """
-        before, self._before = self._before, None
-        if before is None or gc.get_threshold()[0] != _NEVER:
+        thresholds, self._before = self._before, None
+        if thresholds is None or gc.get_threshold()[0] != _NEVER:
             return
         if gc.get_freeze_count() == 0:  # else the script has frozen what it wants to be left alone
             gc.freeze()
             gc.unfreeze()
-        gc.set_threshold(*before)
+        gc.set_threshold(*thresholds)

@@ -51,10 +51,10 @@ def interrupt(may: Callable[[], bool] = lambda: True) -> bool:
     place = _place(main)
     while time.monotonic() < until:
         time.sleep(_LOOK_S)
-        before, place = place, _place(main)
+        position_before, place = place, _place(main)
         if place is None:
             return False
-        if place == before:
+        if place == position_before:
             return may() and _may_raise(place[0]) and _raise_in(main)
     return False
 

@@ -45,26 +45,28 @@ class LoopPosition:
     def update(self) -> None:
         """Its optimizer makes the update."""
         shared = [
-            (begun, there)
-            for begun, there in zip(self._begun, _calls(sys._getframe(1)), strict=False)
-            if (begun.frame, begun.code) == (there.frame, there.code)
+            (begun_call, present_call)
+            for begun_call, present_call in zip(self._begun, _calls(sys._getframe(1)), strict=False)
+            if (begun_call.frame, begun_call.code) == (present_call.frame, present_call.code)
         ]
         if not shared:
             return
-        begun, there = shared[-1]
-        body = _Body(len(shared) - 1, begun.code, begun.line, there.line)
-        known = self._body
-        if known is not None and known[:2] == body[:2]:
-            body = body._replace(first=min(known.first, body.first), last=max(known.last, body.last))
+        begun_call, present_call = shared[-1]
+        body = _Body(len(shared) - 1, begun_call.code, begun_call.line, present_call.line)
+        known_body = self._body
+        if known_body is not None and known_body[:2] == body[:2]:
+            body = body._replace(
+                first=min(known_body.first, body.first), last=max(known_body.last, body.last)
+            )
         self._body = body
 
     def was_left(self, thread: int) -> bool:
         """Return whether `thread` stands outside of the step that it has begun; False if it is not known."""
-        body, begun = self._body, self._begun
-        if body is None or len(begun) <= body.depth or begun[body.depth].code is not body.code:
+        body, begun_calls = self._body, self._begun
+        if body is None or len(begun_calls) <= body.depth or begun_calls[body.depth].code is not body.code:
             return False
         calls = _calls(thread_frames.of(thread))
-        if len(calls) <= body.depth or calls[body.depth].frame != begun[body.depth].frame:
+        if len(calls) <= body.depth or calls[body.depth].frame != begun_calls[body.depth].frame:
             return True  # the function has returned
         return body.first <= body.last and not body.first <= calls[body.depth].line <= body.last
 

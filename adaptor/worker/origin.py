@@ -97,16 +97,16 @@ def may_be_an_echo(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    said = text.say(error)
-    return any(name in said for name in ("gloo", "NCCL", "HCCL"))
+    message = text.say(error)
+    return any(name in message for name in ("gloo", "NCCL", "HCCL"))
 
 
 def _where(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{Path(error.filename).name}:{error.lineno}"
     calls = calls_of(error)
-    own = [call for call in calls if not call[0].startswith(_OTHERS)]
-    return "".join(f"{Path(path).name}:{line}" for path, line in (own or calls)[-1:])
+    own_calls = [call for call in calls if not call[0].startswith(_OTHERS)]
+    return "".join(f"{Path(path).name}:{line}" for path, line in (own_calls or calls)[-1:])
 
 
 def _is_a_mistake(error: BaseException) -> bool:
@@ -114,7 +114,7 @@ def _is_a_mistake(error: BaseException) -> bool:
         return True
     if isinstance(error, SystemExit):
         return error.code == _USAGE and any(path == argparse.__file__ for path, _ in calls_of(error))
-    return any(words in text.say(error) for words in _NO_DEVICE)
+    return any(phrase in text.say(error) for phrase in _NO_DEVICE)
 
 
 def _is_lasting(error: BaseException) -> bool:

@@ -88,11 +88,11 @@ class Pace:
 
     def begin_phase(self, name: str) -> None:
         """Begin to measure the phase `name` between two steps."""
-        now = time.monotonic()
+        time_now = time.monotonic()
         if self._running:
-            self._board.spend(self._running[-1].name, now - self._since)
-        self._running.append(_Running(name, now))
-        self._since = now
+            self._board.spend(self._running[-1].name, time_now - self._since)
+        self._running.append(_Running(name, time_now))
+        self._since = time_now
         self._turn()
 
     def end_phase(self, *, is_measure: bool = True) -> None:
@@ -101,13 +101,13 @@ class Pace:
         Args:
             is_measure: False: an exception has left it, perhaps because another rank hung.
         """
-        ended = self._running.pop()
-        now = time.monotonic()
-        took = now - ended.begun
+        ended_phase = self._running.pop()
+        time_now = time.monotonic()
+        took = time_now - ended_phase.begun
         if is_measure:
-            self._board.spend(ended.name, now - self._since)
-            self._phases.setdefault(ended.name, deque(maxlen=RECENT)).append(took)
-        self._since = now
+            self._board.spend(ended_phase.name, time_now - self._since)
+            self._phases.setdefault(ended_phase.name, deque(maxlen=RECENT)).append(took)
+        self._since = time_now
         if not self._running:
             self._in_phases += took
         self._turn()
@@ -116,9 +116,9 @@ class Pace:
         """Call `read`, which waits for the next batch; in a phase its time belongs to that."""
         if self._running:
             return read()
-        begun = time.monotonic()
+        begun_at = time.monotonic()
         batch = read()
-        took = time.monotonic() - begun
+        took = time.monotonic() - begun_at
         self._board.spend("data", took)
         self._waited += took
         return batch
@@ -126,9 +126,9 @@ class Pace:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Count the time in which a checkpoint is loaded, before training begins."""
-        begun = time.monotonic()
+        begun_at = time.monotonic()
         yield
-        self._board.spend("load", time.monotonic() - begun)
+        self._board.spend("load", time.monotonic() - begun_at)
 
     def measures(self) -> Measures:
         """Return what steps and phases have taken here, for a process that takes the place of another."""

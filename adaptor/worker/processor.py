@@ -198,15 +198,15 @@ class Processor:
             case Freeze():
                 assert self._session is not None
                 self._descriptors.release()
-                again = order.incident == self._current[0]
-                if not again:  # else it is asked whether it is there
+                is_repeated = order.incident == self._current[0]
+                if not is_repeated:  # else it is asked whether it is there
                     self._current = (order.incident, 0)
                     self._session.script_may_end.clear()
                     if self._rejoin is not None:
                         self._rejoin.freeze(order.incident)
                     # A lost controller may have let the main thread through: the answer must stay true.
                     self._session.door.let_through(None)
-                self._in_thread("freeze", functools.partial(self._freeze, again=again), order)
+                self._in_thread("freeze", functools.partial(self._freeze, is_repeated=is_repeated), order)
             case Dump():
                 self._current = (order.incident, order.attempt)
                 assert self._session is not None
@@ -261,19 +261,19 @@ class Processor:
                 f"[ttp] rank {self._rank}: the order {type(order).__name__} has failed: {text.trace(error)}"
             )
 
-    def _note(self, what: str, detail: str = "") -> None:
-        self.say(self._event(what, detail))
+    def _note(self, event_name: str, detail: str = "") -> None:
+        self.say(self._event(event_name, detail))
 
-    def _say_noted(self, message: FromWorker, what: str, detail: str) -> None:
-        self.say(self._event(what, detail), message)
+    def _say_noted(self, message: FromWorker, event_name: str, detail: str) -> None:
+        self.say(self._event(event_name, detail), message)
 
-    def _event(self, what: str, detail: str) -> TimelineEvent:
-        return TimelineEvent(self._rank, self._current[0], time.time(), what, detail)
+    def _event(self, event_name: str, detail: str) -> TimelineEvent:
+        return TimelineEvent(self._rank, self._current[0], time.time(), event_name, detail)
 
-    def _freeze(self, order: Freeze, again: bool) -> None:
+    def _freeze(self, order: Freeze, is_repeated: bool) -> None:
         assert self._session is not None
         standing = self._look(order.incident) if order.stacks else None
-        board = self._session.freezer.freeze(self._timeout_s / 2, again)
+        board = self._session.freezer.freeze(self._timeout_s / 2, is_repeated)
         if board is not None:  # else this rank is no holder: the controller does not wait longer than that
             if board.phase == Phase.UNREADABLE:
                 self._note("unreadable", board.error)
@@ -295,21 +295,21 @@ class Processor:
     def _tell_modules(self, _probe: ModulesProbe) -> None:
         """Say what is imported. For that it looks at objects of others, which may raise anything, or hang."""
         try:
-            told = modules.of_this_process(self._rank)
+            module_report = modules.of_this_process(self._rank)
         except BaseException as error:
             output.tell(
                 f"[ttp] rank {self._rank}: no spare process waits on its node: what it has imported cannot be"
                 f" listed: {text.trace(error)}"
             )
         else:
-            self.say(told)
+            self.say(module_report)
 
     def _note_collectives(self, incident: int) -> None:
         """Say which collectives this rank has begun; a hang may keep the thread."""
         path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.collectives.json"
         with contextlib.suppress(Exception):  # it is for people; the save goes on without it
-            if said := flight_recorder.write(path):
-                self._note("collectives", said)
+            if collectives_text := flight_recorder.write(path):
+                self._note("collectives", collectives_text)
 
     def _dump(self, order: Dump) -> None:
         assert self._session is not None

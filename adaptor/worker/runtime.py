@@ -135,11 +135,11 @@ class Runtime:
         context.part(Recorder).close()
         leftover_threads.end_after(self._timeout_s, self.rank)
 
-    def not_protected(self, why: str) -> None:
+    def not_protected(self, reason: str) -> None:
         """Report that nothing of what the script trains can be saved; it goes on."""
-        self.processor.say(Unprotected(self.rank, why))
+        self.processor.say(Unprotected(self.rank, reason))
         if self.rank == 0:
-            output.tell(f"[ttp] NOT PROTECTED: {why}")
+            output.tell(f"[ttp] NOT PROTECTED: {reason}")
 
     def hold_after(self, error: BaseException) -> None:
         """Report an exception that leaves the script, and keep the process: its state may be saved."""
@@ -229,9 +229,9 @@ def summarize(error: BaseException) -> str:
     return text.describe(error)
 
 
-def not_online(why: str) -> str:
+def not_online(reason: str) -> str:
     """Return the line that says at the start that a job is not recovered online."""
-    return f"[ttp] online recovery: no ({why}); a fault restarts all ranks"
+    return f"[ttp] online recovery: no ({reason}); a fault restarts all ranks"
 
 
 def of_this_process() -> WorkerRuntime | None:
@@ -255,9 +255,9 @@ def begin() -> WorkerRuntime:
         raise StartError(NOT_BY_TTPRUN)
     settings = context.get().settings
     engine = engines.find(settings.engine)
-    made: WorkerRuntime = pkgutil.resolve_name(engine.runtime)(settings, os.environ)
-    _runtime = made
-    return made
+    worker_runtime: WorkerRuntime = pkgutil.resolve_name(engine.runtime)(settings, os.environ)
+    _runtime = worker_runtime
+    return worker_runtime
 
 
 def get() -> WorkerRuntime:

@@ -62,9 +62,9 @@ class ScriptImports:
 
     def note_variables(self) -> None:
         """Note which variables have changed; an import begins."""
-        seen = _hash_of_environment()
-        if seen != self._seen:  # seldom: to read all of them takes longer
-            self._seen = seen
+        environment_hash = _hash_of_environment()
+        if environment_hash != self._seen:  # seldom: to read all of them takes longer
+            self._seen = environment_hash
             for key in {*self._environment, *os.environb}:
                 name = os.fsdecode(key)
                 if name.isprintable() and self._environment.get(key) != os.environb.get(key):

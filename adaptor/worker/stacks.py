@@ -55,16 +55,16 @@ def look(path: Path, limit_s: float, written: Callable[[], None]) -> Standing | 
     The stacks of all threads are written to `path`; `written` is called afterwards. It reads source files and
     writes one, which may be where everything hangs.
     """
-    found: list[Standing] = []
+    standings: list[Standing] = []
 
     def act() -> None:
-        found.append(_standing())
+        standings.append(_standing())
         with contextlib.suppress(Exception):  # they are for people; the save goes on without them
             _write(path)
             written()
 
     within(limit_s, act, "ttp-look")
-    return found[0] if found else None
+    return standings[0] if standings else None
 
 
 def write_when_told(path: Path) -> None:
@@ -77,9 +77,9 @@ def write_when_told(path: Path) -> None:
 def awaited() -> Standing | None:
     """Return the position of the main thread if it waits for other ranks, or for work of any kind that was
     begun; None elsewhere."""
-    there = _standing()
+    standing = _standing()
     frames = _main_thread()
-    return there if there.waits or (frames and _WORK.search(_line(frames[0]))) else None
+    return standing if standing.waits or (frames and _WORK.search(_line(frames[0]))) else None
 
 
 def busy() -> bool:
@@ -97,8 +97,10 @@ def _main_thread() -> list[FrameType]:
 
 def _calls_of_waits(frames: Sequence[FrameType]) -> int:
     """Return how many of the innermost calls are made by `adaptor.waits`; 0: it is not entered."""
-    found = [place for place, frame in enumerate(frames[:_WAIT_DEPTH]) if frame.f_code is Waits.wait.__code__]
-    return found[-1] + 1 if found else 0
+    wait_places = [
+        place for place, frame in enumerate(frames[:_WAIT_DEPTH]) if frame.f_code is Waits.wait.__code__
+    ]
+    return wait_places[-1] + 1 if wait_places else 0
 
 
 def _module(frame: FrameType) -> str:

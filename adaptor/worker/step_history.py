@@ -83,12 +83,12 @@ class StepHistory:
             LookupError: it is not known any more.
         """
         content = self._content
-        taken, before = content.records.get(step), content.records.get(step - 1)
+        taken, record_before = content.records.get(step), content.records.get(step - 1)
         if taken is not None and trainee.device.done(taken.mark):
             return taken.record
         # Not taken yet, or queued behind a collective that never ends; the snapshot was taken before that.
-        if content.snapshot_step == step and before is not None:
-            return trainee.derive(before.record, content.snapshot, content.updated)
+        if content.snapshot_step == step and record_before is not None:
+            return trainee.derive(record_before.record, content.snapshot, content.updated)
         if taken is not None and trainee.device.wait(taken.mark, RECORD_S):
             return taken.record
         raise LookupError(f"step {step} is not among the steps that this rank still knows")

@@ -99,14 +99,16 @@ class Watch:
         if self._kind and session.trainee is None and not self._said:
             self._worker.not_protected(_unknown(session, self._kind, self._expected.framework))
 
-    def _say(self, why: str) -> None:
+    def _say(self, reason: str) -> None:
         """Say once why something is not protected and what to do, or raise StartError."""
-        if why in self._said:
+        if reason in self._said:
             return
         if self._expected.is_refused:
-            raise StartError(f"NOT PROTECTED: {why}; to train all the same set TTP_REQUIRE_PROTECTION=False")
-        self._said.add(why)
-        self._worker.not_protected(why)
+            raise StartError(
+                f"NOT PROTECTED: {reason}; to train all the same set TTP_REQUIRE_PROTECTION=False"
+            )
+        self._said.add(reason)
+        self._worker.not_protected(reason)
 
 
 class UnprotectedTraining:

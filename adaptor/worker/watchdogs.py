@@ -53,9 +53,9 @@ class Watchdogs:
             return
         self._off = True
         for name in VARIABLES:
-            said = os.environ.get(name, "0")
-            if said != "0" and (name, said) != _TORCHS:
-                _say(f"{name} is {said}: set to 0: the watchdog would end the survivors of a fault")
+            switch_value = os.environ.get(name, "0")
+            if switch_value != "0" and (name, switch_value) != _TORCHS:
+                _say(f"{name} is {switch_value}: set to 0: the watchdog would end the survivors of a fault")
             self._switch_off(name)
         if NEWCOMER in os.environ:
             self._switch_off(_OF_NEWCOMERS)

@@ -125,14 +125,14 @@ def _code_of_first(connection: socket.socket) -> int:
 
 
 def _connect(card: Card, machine: Machine) -> socket.socket:
-    found: list[socket.socket] = []
+    connections: list[socket.socket] = []
 
     def connected() -> str:
         attempt = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             attempt.connect(_name(card))
             if is_same_user(attempt):
-                found.append(attempt)
+                connections.append(attempt)
                 return ""
         except OSError:
             pass
@@ -140,7 +140,7 @@ def _connect(card: Card, machine: Machine) -> socket.socket:
         return "the process of card 0 of this node"
 
     machine.wait(connected)
-    return found[0]
+    return connections[0]
 
 
 def _name(card: Card) -> str:

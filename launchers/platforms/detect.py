@@ -63,7 +63,7 @@ def fill(
     parsed: argparse.Namespace,
     flags: Collection[str],
     environ: Mapping[str, str],
-    wanted: str,
+    platform_setting: str,
     machine: Machine,
 ) -> Filled | None:
     """Set in `parsed` what neither a flag nor `PET_*` has set; return what was read, None if nothing.
@@ -72,98 +72,104 @@ def fill(
         parsed: torchrun's arguments.
         flags: the names of those that came from the command line.
         environ: of this process.
-        wanted: TTP_PLATFORM.
+        platform_setting: TTP_PLATFORM.
         machine: this one.
 
     Raises:
-        ConfigError: the platform that is there, or `wanted`, tells too little or what makes no sense, or two
+        ConfigError: the platform that is there, or `platform_setting`, tells too little or what makes no
+        sense, or two
             contradict each other.
     """
-    given = {name for name in vars(parsed) if name in flags or _pet(name) in environ}
-    if wanted == NONE or parsed.standalone or not _missing(parsed, given):
+    flags_given = {name for name in vars(parsed) if name in flags or _pet(name) in environ}
+    if platform_setting == NONE or parsed.standalone or not _missing(parsed, flags_given):
         return None
-    readings = _readings(environ, wanted, machine)
+    readings = _readings(environ, platform_setting, machine)
     if not readings:
         return None
     best = readings[0]
     try:
-        for other in readings[1:]:
-            _require_agreement(best, other)
-            best = _joined(best, other)
+        for other_reading in readings[1:]:
+            _require_agreement(best, other_reading)
+            best = _joined(best, other_reading)
         if not ("nnodes" in flags and _is_alone(parsed.nnodes)):  # one node has no number
             _require_agreement(best, _of_torchrun(parsed, flags, environ), per_node=False)
     except PlatformError as error:
         raise ConfigError(f"{error}; {_remedy(readings)}") from None
     try:
-        words = _apply(parsed, given, best, machine)
+        value_texts = _apply(parsed, flags_given, best, machine)
     except PlatformError as error:
         raise ConfigError(f"{_title(best.platform)}: {error}; {_remedy(readings)}") from None
     titles = " and ".join(_title(reading.platform) for reading in readings)
-    return Filled(f"[ttp] read from {titles}: {', '.join(words)}", best.card)
+    return Filled(f"[ttp] read from {titles}: {', '.join(value_texts)}", best.card)
 
 
-def _readings(environ: Mapping[str, str], wanted: str, machine: Machine) -> list[Reading]:
-    if wanted != AUTO:
-        here = [platform for platform in PLATFORMS if wanted == platform.NAME]
+def _readings(environ: Mapping[str, str], platform_setting: str, machine: Machine) -> list[Reading]:
+    if platform_setting != AUTO:
+        named_platforms = [platform for platform in PLATFORMS if platform_setting == platform.NAME]
     elif _IN_A_WORKER in environ:
-        here = []
+        named_platforms = []
     else:
-        here = [platform for platform in PLATFORMS if platform.is_here(environ)]
-    found = []
-    for platform in here:
+        named_platforms = [platform for platform in PLATFORMS if platform.is_here(environ)]
+    readings = []
+    for platform in named_platforms:
         try:
-            found.append(platform.read(environ, machine))
+            readings.append(platform.read(environ, machine))
         except PlatformError as error:
-            others = [other.NAME for other in here if other is not platform]
-            raise ConfigError(f"{platform.TITLE}: {error}; {_choice(others)}") from None
-    return found
+            other_names = [
+                other_platform.NAME for other_platform in named_platforms if other_platform is not platform
+            ]
+            raise ConfigError(f"{platform.TITLE}: {error}; {_choice(other_names)}") from None
+    return readings
 
 
-def _missing(parsed: argparse.Namespace, given: Collection[str]) -> bool:
+def _missing(parsed: argparse.Namespace, flags_given: Collection[str]) -> bool:
     """Return whether the job's layout is not complete without a platform."""
-    if "nnodes" not in given or "nproc_per_node" not in given:
+    if "nnodes" not in flags_given or "nproc_per_node" not in flags_given:
         return True
     if _is_alone(parsed.nnodes):
         return False
-    return (parsed.rdzv_backend == "static" and "node_rank" not in given) or not _has_address(given)
+    return (parsed.rdzv_backend == "static" and "node_rank" not in flags_given) or not _has_address(
+        flags_given
+    )
 
 
 def _is_alone(nnodes: str) -> bool:
     return nnodes.rpartition(":")[2].strip() == "1"
 
 
-def _has_address(given: Collection[str]) -> bool:
-    return any(name in given for name in _ADDRESSES)
+def _has_address(flags_given: Collection[str]) -> bool:
+    return any(name in flags_given for name in _ADDRESSES)
 
 
-def _require_agreement(one: Reading, other: Reading | None, per_node: bool = True) -> None:
+def _require_agreement(reading: Reading, other_reading: Reading | None, per_node: bool = True) -> None:
     """Refuse two that say different things of the same; names of hosts may differ."""
-    if other is None:
+    if other_reading is None:
         return
     compared = [
-        ("nodes", one.nodes, other.nodes if other.nodes.value else None),
-        ("node number", one.node_rank, other.node_rank),
-        ("processes on each node", one.per_node, other.per_node if per_node else None),
+        ("nodes", reading.nodes, other_reading.nodes if other_reading.nodes.value else None),
+        ("node number", reading.node_rank, other_reading.node_rank),
+        ("processes on each node", reading.per_node, other_reading.per_node if per_node else None),
     ]
-    for what, first, second in compared:
+    for subject, first, second in compared:
         if first is not None and second is not None and first.value != second.value:
             raise PlatformError(
-                f"{_title(one.platform)} and {_title(other.platform)} contradict each other: {what}"
+                f"{_title(reading.platform)} and {_title(other_reading.platform)} contradict each other: "
+                f"{subject}"
                 f" {first.value} ({first.source}) and {second.value} ({second.source})"
             )
 
 
-def _joined(one: Reading, other: Reading) -> Reading:
+def _joined(first: Reading, second: Reading) -> Reading:
     """Return all that is known from both; what the first says counts."""
     return Reading(
-        one.platform,
-        one.nodes,
-        one.node_rank or other.node_rank,
-        one.per_node or other.per_node,
-        one.address or other.address,
-        one.port if one.address else other.port,
-        one.card or other.card,
-        one.may_come if one.address else other.may_come,
+        first.platform,
+        first.nodes,
+        first.node_rank or second.node_rank,
+        first.per_node or second.per_node,
+        first.address or second.address,
+        first.port if first.address else second.port,
+        first.card or second.card,
+        first.may_come if first.address else second.may_come,
     )
 
 
@@ -174,8 +180,8 @@ def _of_torchrun(
 
     def said(name: str) -> Value[int] | None:
         text = str(getattr(parsed, name)).strip()
-        known = name not in flags and _pet(name) in environ and text.isascii() and text.isdigit()
-        return Value(int(text), _pet(name)) if known else None
+        is_known = name not in flags and _pet(name) in environ and text.isascii() and text.isdigit()
+        return Value(int(text), _pet(name)) if is_known else None
 
     nodes = said("nnodes")
     node_rank = said("node_rank") if parsed.rdzv_backend == "static" else None
@@ -185,31 +191,31 @@ def _of_torchrun(
 
 
 def _apply(
-    parsed: argparse.Namespace, given: Collection[str], reading: Reading, machine: Machine
+    parsed: argparse.Namespace, flags_given: Collection[str], reading: Reading, machine: Machine
 ) -> list[str]:
     """Set what is missing; return for each value where it is from, in words."""
-    words = []
-    if "nnodes" in given:
-        words.append(_words(parsed.nnodes, "node", _origin("nnodes")))
+    value_texts = []
+    if "nnodes" in flags_given:
+        value_texts.append(_words(parsed.nnodes, "node", _origin("nnodes")))
     else:
         parsed.nnodes = str(reading.nodes.value)
-        words.append(_words(parsed.nnodes, "node", reading.nodes.source))
+        value_texts.append(_words(parsed.nnodes, "node", reading.nodes.source))
     if not _is_alone(parsed.nnodes):
-        words += _place(parsed, given, reading)
-    if "nproc_per_node" in given or reading.per_node is None:
-        words.append(_words(parsed.nproc_per_node, "process", _origin("nproc_per_node")))
+        value_texts += _place(parsed, flags_given, reading)
+    if "nproc_per_node" in flags_given or reading.per_node is None:
+        value_texts.append(_words(parsed.nproc_per_node, "process", _origin("nproc_per_node")))
     else:
         parsed.nproc_per_node = str(reading.per_node.value)
-        words.append(_words(parsed.nproc_per_node, "process", reading.per_node.source))
-    if not _is_alone(parsed.nnodes) and not _has_address(given):
-        words.append(_meeting(parsed, given, reading, machine))
-    return words
+        value_texts.append(_words(parsed.nproc_per_node, "process", reading.per_node.source))
+    if not _is_alone(parsed.nnodes) and not _has_address(flags_given):
+        value_texts.append(_meeting(parsed, flags_given, reading, machine))
+    return value_texts
 
 
-def _place(parsed: argparse.Namespace, given: Collection[str], reading: Reading) -> list[str]:
+def _place(parsed: argparse.Namespace, flags_given: Collection[str], reading: Reading) -> list[str]:
     if parsed.rdzv_backend != "static":  # the nodes number themselves
         return []
-    if "node_rank" not in given:
+    if "node_rank" not in flags_given:
         if reading.node_rank is None:
             raise PlatformError("it does not tell the number of this node: give --node-rank")
         parsed.node_rank = reading.node_rank.value
@@ -217,21 +223,23 @@ def _place(parsed: argparse.Namespace, given: Collection[str], reading: Reading)
     return [f"this is node {parsed.node_rank} ({_origin('node_rank')})"]
 
 
-def _meeting(parsed: argparse.Namespace, given: Collection[str], reading: Reading, machine: Machine) -> str:
+def _meeting(
+    parsed: argparse.Namespace, flags_given: Collection[str], reading: Reading, machine: Machine
+) -> str:
     address, port = reading.address, reading.port
     if address is None:
         raise PlatformError("it does not tell an address of node 0: give --master-addr")
     _require_name(address, reading.may_come, machine)
     if parsed.rdzv_backend == "static":
         parsed.master_addr = address.value
-        if port is not None and "master_port" not in given:
+        if port is not None and "master_port" not in flags_given:
             parsed.master_port = port.value
-        where = f"{address.value} port {parsed.master_port or _STATIC_PORT}"
+        endpoint_text = f"{address.value} port {parsed.master_port or _STATIC_PORT}"
     else:
         number = port.value if port is not None else _C10D_PORT
         host = f"[{address.value}]" if ":" in address.value else address.value
-        parsed.rdzv_endpoint = where = f"{host}:{number}"
-    return f"they meet at {where} ({address.source})"
+        parsed.rdzv_endpoint = endpoint_text = f"{host}:{number}"
+    return f"they meet at {endpoint_text} ({address.source})"
 
 
 def _require_name(address: Value[str], may_come: bool, machine: Machine) -> None:
@@ -248,10 +256,10 @@ def _require_name(address: Value[str], may_come: bool, machine: Machine) -> None
         raise PlatformError(f"no address: {missing}")
 
 
-def _words(count: str, what: str, source: str) -> str:
-    several = what if count.strip() in ("1", "1:1") else f"{what}es" if what.endswith("s") else f"{what}s"
-    each = " on each" if what == "process" else ""
-    return f"{count} {several}{each} ({source})"
+def _words(count: str, noun: str, source: str) -> str:
+    several = noun if count.strip() in ("1", "1:1") else f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    on_each = " on each" if noun == "process" else ""
+    return f"{count} {several}{on_each} ({source})"
 
 
 def _origin(name: str) -> str:
@@ -270,6 +278,6 @@ def _remedy(readings: list[Reading]) -> str:
     return _choice([reading.platform for reading in readings] if len(readings) > 1 else [])
 
 
-def _choice(others: list[str]) -> str:
-    named = "".join(f"--ttp-platform {other}, or " for other in others)
+def _choice(other_names: list[str]) -> str:
+    named = "".join(f"--ttp-platform {other_name}, or " for other_name in other_names)
     return f"else give {named}--ttp-platform none and torchrun's flags"

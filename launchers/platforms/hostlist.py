@@ -17,40 +17,40 @@ _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],\s]+)", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", re.ASCII)
 
 
-def expand(said: str, source: str) -> list[str]:
-    """Return the hosts of the list `said`.
+def expand(host_list: str, source: str) -> list[str]:
+    """Return the hosts of the list `host_list`.
 
     Args:
-        said: the list.
+        host_list: the list.
         source: the variable that has it, for errors.
 
     Raises:
         PlatformError: it is no such list, or names more than 65,536 hosts.
     """
     hosts: list[str] = []
-    for entry in _entries(said, source):
-        parts = [_names(match, said, source) for match in _PART.finditer(entry)]
+    for entry in _entries(host_list, source):
+        parts = [_names(match, host_list, source) for match in _PART.finditer(entry)]
         count = 1
         for part in parts:
             count *= len(part)
         if len(hosts) + count > MOST:
-            raise PlatformError(f"{source} is {shown(said)}: these are more than {MOST} hosts")
+            raise PlatformError(f"{source} is {shown(host_list)}: these are more than {MOST} hosts")
         hosts += map("".join, itertools.product(*parts))
     if not hosts:
-        raise PlatformError(f"{source} is {shown(said)}: it names no host")
+        raise PlatformError(f"{source} is {shown(host_list)}: it names no host")
     return hosts
 
 
-def _entries(said: str, source: str) -> list[str]:
+def _entries(host_list: str, source: str) -> list[str]:
     """Split at the commas that are in no brackets."""
-    entries = re.findall(r"(?:\[[^\[\]]*\]|[^\[\],\s])+", said)
+    entries = re.findall(r"(?:\[[^\[\]]*\]|[^\[\],\s])+", host_list)
     # What is left over are separators, or a bracket without its other half.
-    if re.sub(r"[,\s]", "", said) != re.sub(r"[,\s]", "", "".join(entries)):
-        raise PlatformError(f"{source} is {shown(said)}: a bracket has no other half")
+    if re.sub(r"[,\s]", "", host_list) != re.sub(r"[,\s]", "", "".join(entries)):
+        raise PlatformError(f"{source} is {shown(host_list)}: a bracket has no other half")
     return entries
 
 
-def _names(match: re.Match[str], said: str, source: str) -> list[str]:
+def _names(match: re.Match[str], host_list: str, source: str) -> list[str]:
     if match[2] is not None:
         return [match[2]]
     names: list[str] = []
@@ -58,8 +58,8 @@ def _names(match: re.Match[str], said: str, source: str) -> list[str]:
         ends = _RANGE.fullmatch(text.strip())
         low, high = (int(ends[1]), int(ends[2] or ends[1])) if ends else (1, 0)
         if ends is None or low > high:
-            raise PlatformError(f"{source} is {shown(said)}: {shown(text)} is no range of numbers")
+            raise PlatformError(f"{source} is {shown(host_list)}: {shown(text)} is no range of numbers")
         if len(names) + high - low >= MOST:
-            raise PlatformError(f"{source} is {shown(said)}: these are more than {MOST} hosts")
+            raise PlatformError(f"{source} is {shown(host_list)}: these are more than {MOST} hosts")
         names += [str(number).zfill(len(ends[1])) for number in range(low, high + 1)]
     return names

@@ -49,15 +49,15 @@ class Machine:
         Raises:
             PlatformError: it was given up.
         """
-        begun = self.now()
-        next_line = begun + FIRST_S
-        while what := awaited():
-            now = self.now()
-            if now - begun >= limit_s:
-                raise PlatformError(f"waited {limit_s:g} s for {what}")
-            if now >= next_line:
-                self.tell(f"[ttp] waiting for {what}")
-                next_line = now + AGAIN_S
+        begun_at = self.now()
+        next_line = begun_at + FIRST_S
+        while awaited_text := awaited():
+            time_now = self.now()
+            if time_now - begun_at >= limit_s:
+                raise PlatformError(f"waited {limit_s:g} s for {awaited_text}")
+            if time_now >= next_line:
+                self.tell(f"[ttp] waiting for {awaited_text}")
+                next_line = time_now + AGAIN_S
             self.pause(LOOK_S)
 
 

@@ -30,14 +30,14 @@ def read(environ: Mapping[str, str], machine: Machine) -> Reading:
     per_node = cards if cards is not None and cards.value > 0 else None
     if nodes.value == 1:  # there the documentation gives VC_TASK_INDEX no meaning
         return Reading(NAME, nodes, Value(0, _NODES), per_node)
-    found = hosts(environ, _HOSTS)
-    if len(found) != nodes.value:
-        raise PlatformError(f"{_NODES} is {nodes.value}, but {_HOSTS} has {len(found)} hosts")
+    host_names = hosts(environ, _HOSTS)
+    if len(host_names) != nodes.value:
+        raise PlatformError(f"{_NODES} is {nodes.value}, but {_HOSTS} has {len(host_names)} hosts")
     return Reading(
         NAME,
         nodes,
         rank(environ, "VC_TASK_INDEX", nodes),
         per_node,
-        Value(found[0], f"the first of {_HOSTS}"),
+        Value(host_names[0], f"the first of {_HOSTS}"),
         may_come=True,
     )

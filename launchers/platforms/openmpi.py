@@ -25,10 +25,11 @@ def is_here(environ: Mapping[str, str]) -> bool:
 def read(environ: Mapping[str, str], machine: Machine) -> Reading:
     """Return what Open MPI tells. Raises PlatformError for values that are wrong or disagree."""
     nodes = number(environ, _SIZE, least=1)
-    here = number(environ, _LOCAL, least=1)
-    if here.value != 1:
+    local_size = number(environ, _LOCAL, least=1)
+    if local_size.value != 1:
         raise PlatformError(
-            f"mpirun starts {here.value} processes on this node ({_LOCAL}): start ttprun once on each node,"
+            f"mpirun starts {local_size.value} processes on this node ({_LOCAL}): start ttprun once on "
+            "each node,"
             " as with mpirun --map-by ppr:1:node"
         )
     address = None

@@ -69,33 +69,33 @@ def read(environ: Mapping[str, str], machine: Machine) -> Reading:
         raise PlatformError(f"{_FILE} is not set")
     path = _path(environ[_FILE])
     table, digest = _completed(path, machine)
-    found = _nodes(table, str(path))
-    _require_ranks(found, str(path))
-    total = sum(len(node.ranks) for node in found)
+    table_nodes = _nodes(table, str(path))
+    _require_ranks(table_nodes, str(path))
+    total = sum(len(node.ranks) for node in table_nodes)
     if _SIZE in environ and number(environ, _SIZE).value != total:
         raise PlatformError(f"{_SIZE} is {environ[_SIZE]}, but {path} has {total} ranks")
-    own = _own_by_rank(found, environ, path)
-    per_node = len(found[0].ranks)
+    own_place = _own_by_rank(table_nodes, environ, path)
+    per_node = len(table_nodes[0].ranks)
     node_rank: Value[int] | None = None
     card = None
-    if own is not None:
+    if own_place is not None:
         rank = number(environ, _RANK).value
-        node_rank = Value(own, f"{_RANK} in {path}")
+        node_rank = Value(own_place, f"{_RANK} in {path}")
         if _DEVICE in environ:
             number(environ, _DEVICE)
             # Jobs that share a machine can have their tables at the same path: their cards differ.
-            card = Card(rank - found[own].ranks[0], per_node, f"{digest}-{own}")
-    elif len(found) == 1:
+            card = Card(rank - table_nodes[own_place].ranks[0], per_node, f"{digest}-{own_place}")
+    elif len(table_nodes) == 1:
         node_rank = Value(0, str(path))
-    elif any(node.names for node in found):
-        node_rank = Value(_own_by_name(found, environ, machine, path), f"own address in {path}")
-    names = found[0].names
+    elif any(node.names for node in table_nodes):
+        node_rank = Value(_own_by_name(table_nodes, environ, machine, path), f"own address in {path}")
+    names = table_nodes[0].names
     address = None
-    if len(found) > 1 and names:
+    if len(table_nodes) > 1 and names:
         address = Value(host(names[0], str(path)), f"of rank 0 in {path}")
     return Reading(
         NAME,
-        Value(len(found), str(path)),
+        Value(len(table_nodes), str(path)),
         node_rank,
         Value(per_node, str(path)),
         address,
@@ -103,8 +103,8 @@ def read(environ: Mapping[str, str], machine: Machine) -> Reading:
     )
 
 
-def _path(said: str) -> Path:
-    path = Path(said)
+def _path(path_text: str) -> Path:
+    path = Path(path_text)
     if path.is_dir():
         for name in _IN_FOLDER:
             if (path / name).exists():
@@ -115,18 +115,18 @@ def _path(said: str) -> Path:
 
 def _completed(path: Path, machine: Machine) -> tuple[dict[str, object], str]:
     """Return the table, once its status is `completed`, and a digest of the file."""
-    found: list[tuple[dict[str, object], str]] = []
+    completed_tables: list[tuple[dict[str, object], str]] = []
 
     def written() -> str:
-        found[:] = [(_parse(data := _load(path), path), hashlib.sha256(data).hexdigest())]
-        return "" if found[0][0] else f"the rank table {path}, which is no JSON object yet"
+        completed_tables[:] = [(_parse(data := _load(path), path), hashlib.sha256(data).hexdigest())]
+        return "" if completed_tables[0][0] else f"the rank table {path}, which is no JSON object yet"
 
     def completed() -> str:
         machine.wait(written, WRITING_S)
-        return _pending(found[0][0], path)
+        return _pending(completed_tables[0][0], path)
 
     machine.wait(completed)
-    return found[0]
+    return completed_tables[0]
 
 
 def _load(path: Path) -> bytes:
@@ -136,8 +136,8 @@ def _load(path: Path) -> bytes:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # a path with a null byte raises the second
-        why = error.strerror if isinstance(error, OSError) else error
-        raise PlatformError(f"{_FILE} is {shown(str(path))}: the file cannot be read ({why})") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PlatformError(f"{_FILE} is {shown(str(path))}: the file cannot be read ({reason})") from None
     if len(data) > MAX_BYTES:
         raise PlatformError(f"{_FILE} is {path}: the file has more than {MAX_BYTES >> 20} MiB")
     return data
@@ -163,145 +163,153 @@ def _pending(table: dict[str, object], path: Path) -> str:
     raise PlatformError(f"{path} has the status {shown(status)}: it must be completed or initializing")
 
 
-def _nodes(table: dict[str, object], where: str) -> list[_Node]:
+def _nodes(table: dict[str, object], table_name: str) -> list[_Node]:
     """Return the nodes, in the order of their ranks."""
     version = table.get("version")
     if _GROUPS in table:
-        found = _of_groups(table, where)
+        table_nodes = _of_groups(table, table_name)
     elif version in ("1.0", "1.2"):
-        found = _of_servers(table, where)
+        table_nodes = _of_servers(table, table_name)
     elif version == "2.0":
-        return _of_cards(table, where)
+        return _of_cards(table, table_name)
     else:
-        raise PlatformError(f"{where} has the version {shown(version)}: 1.0, 1.2 and 2.0 are known")
-    return sorted(found, key=lambda node: min(node.ranks))
+        raise PlatformError(f"{table_name} has the version {shown(version)}: 1.0, 1.2 and 2.0 are known")
+    return sorted(table_nodes, key=lambda node: min(node.ranks))
 
 
-def _of_servers(table: dict[str, object], where: str) -> list[_Node]:
-    servers = _list(table, "server_list", where)
-    _require_count(table, "server_count", len(servers), where)
-    found = []
+def _of_servers(table: dict[str, object], table_name: str) -> list[_Node]:
+    servers = _list(table, "server_list", table_name)
+    _require_count(table, "server_count", len(servers), table_name)
+    table_nodes = []
     for server in servers:
-        cards = _list(server, "device", where)
+        cards = _list(server, "device", table_name)
         names = [str(server[key]) for key in _ADDRESSES if server.get(key)]
-        found.append(_Node([_number(card, "rank_id", where) for card in cards], names))
-    return found
+        table_nodes.append(_Node([_number(card, "rank_id", table_name) for card in cards], names))
+    return table_nodes
 
 
-def _of_groups(table: dict[str, object], where: str) -> list[_Node]:
-    groups = _list(table, _GROUPS, where)
-    _require_count(table, "group_count", len(groups), where)
+def _of_groups(table: dict[str, object], table_name: str) -> list[_Node]:
+    groups = _list(table, _GROUPS, table_name)
+    _require_count(table, "group_count", len(groups), table_name)
     if len(groups) != 1:
-        raise PlatformError(f"{where} has {len(groups)} groups: which one trains is known for one alone")
-    instances = _list(groups[0], "instance_list", where)
-    _require_count(groups[0], "instance_count", len(instances), where)
-    found: list[_Node] = []
+        raise PlatformError(f"{table_name} has {len(groups)} groups: which one trains is known for one alone")
+    instances = _list(groups[0], "instance_list", table_name)
+    _require_count(groups[0], "instance_count", len(instances), table_name)
+    table_nodes: list[_Node] = []
     total = 0
-    for instance in _by_number(instances, where):
-        count = len(_list(instance, "devices", where))
+    for instance in _by_number(instances, table_name):
+        count = len(_list(instance, "devices", table_name))
         names = [str(instance[key]) for key in (*_ADDRESSES, "pod_name") if instance.get(key)]
-        found.append(_Node(list(range(total, total + count)), names))
+        table_nodes.append(_Node(list(range(total, total + count)), names))
         total += count
-    _require_count(groups[0], "device_count", total, where)
-    return found
+    _require_count(groups[0], "device_count", total, table_name)
+    return table_nodes
 
 
-def _by_number(instances: list[dict[str, object]], where: str) -> list[dict[str, object]]:
+def _by_number(instances: list[dict[str, object]], table_name: str) -> list[dict[str, object]]:
     """Return containers in the order of their ranks: by the numbers in their names, as davincirun does.
 
     Names without a number (of one container, or of another writer) leave the order of the list.
     """
     names = [str(instance.get("pod_name", "")) for instance in instances]
     # More digits are no number of a container, and a million of them would take minutes to read.
-    numbers = [int(found[1]) for name in names if (found := re.search(r"-([0-9]{1,9})$", name))]
+    numbers = [int(number_match[1]) for name in names if (number_match := re.search(r"-([0-9]{1,9})$", name))]
     if not numbers:
         return instances
     if len(set(numbers)) != len(names):
         listed = ", ".join(map(shown, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
         raise PlatformError(
-            f"{where} has containers with the pod_name {listed}: each must end in a number of its own, by "
+            f"{table_name} has containers with the pod_name {listed}: each must end in a number of its "
+            "own, by "
             "which they have their ranks"
         )
     numbered = dict(zip(numbers, instances, strict=True))
     return [numbered[number] for number in sorted(numbered)]
 
 
-def _of_cards(table: dict[str, object], where: str) -> list[_Node]:
+def _of_cards(table: dict[str, object], table_name: str) -> list[_Node]:
     """A node ends where the numbers of cards on it begin again: each node has consecutive ranks."""
-    cards = _list(table, "rank_list", where)
-    _require_count(table, "rank_count", len(cards), where)
-    found: list[_Node] = []
+    cards = _list(table, "rank_list", table_name)
+    _require_count(table, "rank_count", len(cards), table_name)
+    table_nodes: list[_Node] = []
     last = -1
-    for rank, local in sorted((_number(c, "rank_id", where), _number(c, "local_id", where)) for c in cards):
-        if not found or local <= last:
-            found.append(_Node([], []))
-        found[-1].ranks.append(rank)
+    for rank, local in sorted(
+        (_number(c, "rank_id", table_name), _number(c, "local_id", table_name)) for c in cards
+    ):
+        if not table_nodes or local <= last:
+            table_nodes.append(_Node([], []))
+        table_nodes[-1].ranks.append(rank)
         last = local
-    return found
+    return table_nodes
 
 
-def _require_ranks(found: list[_Node], where: str) -> None:
+def _require_ranks(table_nodes: list[_Node], table_name: str) -> None:
     """Refuse ranks that torchrun would not give: each node has as many, one after the other, from 0 on."""
-    ranks = sorted(rank for node in found for rank in node.ranks)
+    ranks = sorted(rank for node in table_nodes for rank in node.ranks)
     for place, rank in enumerate(ranks):
         if rank < place:
-            raise PlatformError(f"{where} has the rank {rank} twice")
+            raise PlatformError(f"{table_name} has the rank {rank} twice")
         if rank > place:
-            raise PlatformError(f"{where} has no rank {place}, but {len(ranks)} ranks up to {ranks[-1]}")
-    counts = {len(node.ranks) for node in found}
+            raise PlatformError(f"{table_name} has no rank {place}, but {len(ranks)} ranks up to {ranks[-1]}")
+    counts = {len(node.ranks) for node in table_nodes}
     if len(counts) > 1:
         raise PlatformError(
-            f"{where} has nodes with {' and '.join(map(str, sorted(counts)))} cards: all must have as many"
+            f"{table_name} has nodes with {' and '.join(map(str, sorted(counts)))} cards: all must have as "
+            "many"
         )
-    for node in found:
+    for node in table_nodes:
         if node.ranks != list(range(node.ranks[0], node.ranks[0] + len(node.ranks))):
             listed = ", ".join(map(str, node.ranks[:8]))
             raise PlatformError(
-                f"{where} gives a node the ranks {listed}: torchrun gives each node consecutive ones"
+                f"{table_name} gives a node the ranks {listed}: torchrun gives each node consecutive ones"
             )
 
 
-def _own_by_rank(found: list[_Node], environ: Mapping[str, str], path: Path) -> int | None:
+def _own_by_rank(table_nodes: list[_Node], environ: Mapping[str, str], path: Path) -> int | None:
     """Return the node that has the rank of this process; None where the platform gives it none."""
     if _RANK not in environ:
         return None
     rank = number(environ, _RANK).value
-    for n, node in enumerate(found):
+    for n, node in enumerate(table_nodes):
         if rank in node.ranks:
             return n
     raise PlatformError(f"{_RANK} is {rank}, but {path} has no such rank")
 
 
-def _own_by_name(found: list[_Node], environ: Mapping[str, str], machine: Machine, path: Path) -> int:
-    own = {machine.hostname, environ.get(_OWN_ADDRESS, machine.hostname)}
+def _own_by_name(table_nodes: list[_Node], environ: Mapping[str, str], machine: Machine, path: Path) -> int:
+    own_names = {machine.hostname, environ.get(_OWN_ADDRESS, machine.hostname)}
     places = [
-        n for n, node in enumerate(found) if any(name in own or machine.owns(name) for name in node.names)
+        n
+        for n, node in enumerate(table_nodes)
+        if any(name in own_names or machine.owns(name) for name in node.names)
     ]
     if len(places) != 1:
-        listed = ", ".join(node.names[0] for node in found[:_NAMED] if node.names)
-        listed += ", ..." if len(found) > _NAMED else ""
+        listed = ", ".join(node.names[0] for node in table_nodes[:_NAMED] if node.names)
+        listed += ", ..." if len(table_nodes) > _NAMED else ""
         how_often = "more than one" if places else "no"
         raise PlatformError(f"{how_often} node of {path} has an address of this machine (there are {listed})")
     return places[0]
 
 
-def _list(holder: object, key: str, where: str) -> list[dict[str, object]]:
+def _list(holder: object, key: str, table_name: str) -> list[dict[str, object]]:
     value = holder.get(key) if isinstance(holder, dict) else None
-    if not isinstance(value, list) or not value or not all(isinstance(each, dict) for each in value):
-        raise PlatformError(f"{where}: {key} is {shown(value)}: it must be a list of objects, and not empty")
+    if not isinstance(value, list) or not value or not all(isinstance(element, dict) for element in value):
+        raise PlatformError(
+            f"{table_name}: {key} is {shown(value)}: it must be a list of objects, and not empty"
+        )
     return value
 
 
-def _number(holder: dict[str, object], key: str, where: str) -> int:
+def _number(holder: dict[str, object], key: str, table_name: str) -> int:
     """Return a number, which the versions before 2.0 have as a text."""
     if key not in holder:
-        raise PlatformError(f"{where}: a card has no {key}")
+        raise PlatformError(f"{table_name}: a card has no {key}")
     try:
         return number({key: str(holder[key])}, key).value
     except PlatformError as error:
-        raise PlatformError(f"{where}: {error}") from None
+        raise PlatformError(f"{table_name}: {error}") from None
 
 
-def _require_count(holder: dict[str, object], key: str, listed: int, where: str) -> None:
-    if key in holder and _number(holder, key, where) != listed:
-        raise PlatformError(f"{where}: {key} is {holder[key]}, but {listed} are listed")
+def _require_count(holder: dict[str, object], key: str, listed: int, table_name: str) -> None:
+    if key in holder and _number(holder, key, table_name) != listed:
+        raise PlatformError(f"{table_name}: {key} is {holder[key]}, but {listed} are listed")

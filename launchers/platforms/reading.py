@@ -80,10 +80,10 @@ def number(environ: Mapping[str, str], name: str, least: int = 0) -> Value[int]:
     """
     if name not in environ:
         raise PlatformError(f"{name} is not set")
-    said = environ[name].strip()
-    if _NUMBER.fullmatch(said) is None or int(said) < least:
+    raw_text = environ[name].strip()
+    if _NUMBER.fullmatch(raw_text) is None or int(raw_text) < least:
         raise PlatformError(f"{name} is {shown(environ[name])}: it must be a number from {least} on")
-    return Value(int(said), name)
+    return Value(int(raw_text), name)
 
 
 def rank(environ: Mapping[str, str], name: str, nodes: Value[int]) -> Value[int]:
@@ -108,15 +108,15 @@ def port(environ: Mapping[str, str], name: str) -> Value[int]:
     return read
 
 
-def host(said: object, source: str) -> str:
-    """Return `said`, which `source` has, as the name or address of a host.
+def host(raw_text: object, source: str) -> str:
+    """Return `raw_text`, which `source` has, as the name or address of a host.
 
     Raises:
         PlatformError: it cannot be one.
     """
-    if not isinstance(said, str) or _HOST.fullmatch(said) is None:
-        raise PlatformError(f"{source} has {shown(said)} as a host: it must be a name or an IP address")
-    return said
+    if not isinstance(raw_text, str) or _HOST.fullmatch(raw_text) is None:
+        raise PlatformError(f"{source} has {shown(raw_text)} as a host: it must be a name or an IP address")
+    return raw_text
 
 
 def hosts(environ: Mapping[str, str], name: str) -> list[str]:
@@ -127,15 +127,15 @@ def hosts(environ: Mapping[str, str], name: str) -> list[str]:
     """
     if not environ.get(name, "").strip():
         raise PlatformError(f"{name} is {'empty' if name in environ else 'not set'}: it must list the hosts")
-    found = [host(entry.strip(), name) for entry in environ[name].split(",")]
-    require_different(found, name)
-    return found
+    host_names = [host(entry.strip(), name) for entry in environ[name].split(",")]
+    require_different(host_names, name)
+    return host_names
 
 
-def require_different(found: list[str], source: str) -> None:
+def require_different(host_names: list[str], source: str) -> None:
     """Refuse a host that is there twice. Raises PlatformError."""
-    if len(set(found)) < len(found):
-        twice = next(one for n, one in enumerate(found) if one in found[:n])
+    if len(set(host_names)) < len(host_names):
+        twice = next(host_name for n, host_name in enumerate(host_names) if host_name in host_names[:n])
         raise PlatformError(f"{source} has the host {twice} twice")
 
 

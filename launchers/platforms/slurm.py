@@ -42,10 +42,10 @@ def read(environ: Mapping[str, str], machine: Machine) -> Reading:
     if nodes.value == 1:
         return Reading(NAME, nodes, Value(0, nodes.source), per_node)
     name = _first(environ, _HOSTS)
-    found = hostlist.expand(environ[name], name)
-    if len(found) != nodes.value:
-        raise PlatformError(f"{nodes.source} is {nodes.value}, but {name} has {len(found)} hosts")
-    first = Value(host(found[0], name), f"the first of {name}")
+    host_names = hostlist.expand(environ[name], name)
+    if len(host_names) != nodes.value:
+        raise PlatformError(f"{nodes.source} is {nodes.value}, but {name} has {len(host_names)} hosts")
+    first = Value(host(host_names[0], name), f"the first of {name}")
     return Reading(NAME, nodes, rank(environ, "SLURM_NODEID", nodes), per_node, first)
 
 
@@ -59,7 +59,7 @@ def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
 def _require_one_task(environ: Mapping[str, str]) -> None:
     """Refuse a step with several tasks on a node; `1(x4)` is one on each of four."""
     tasks = environ.get(_TASKS, "1")
-    if any(each.partition("(")[0].strip() != "1" for each in tasks.split(",")):
+    if any(task_count.partition("(")[0].strip() != "1" for task_count in tasks.split(",")):
         raise PlatformError(
             f"{_TASKS} is {shown(tasks)}: ttprun is started once on each node, with srun --ntasks-per-node=1"
         )

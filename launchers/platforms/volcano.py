@@ -43,20 +43,22 @@ def read(environ: Mapping[str, str], machine: Machine) -> Reading:
         _require_count(environ, name)
     index = number(environ, _INDEX)
     if len(tasks) == 1:
-        found = hosts(environ, tasks[0])
-        nodes = Value(len(found), tasks[0])
+        host_names = hosts(environ, tasks[0])
+        nodes = Value(len(host_names), tasks[0])
         node_rank = rank(environ, _INDEX, nodes)
     elif tasks == _OF_PYTORCH:
-        found = [name for task in tasks for name in hosts(environ, task)]
-        require_different(found, " and ".join(tasks))
-        nodes = Value(len(found), " and ".join(tasks))
-        node_rank = Value(_own(found, nodes.source, machine), f"{nodes.source}, by the name of this pod")
+        host_names = [name for task in tasks for name in hosts(environ, task)]
+        require_different(host_names, " and ".join(tasks))
+        nodes = Value(len(host_names), " and ".join(tasks))
+        node_rank = Value(_own(host_names, nodes.source, machine), f"{nodes.source}, by the name of this pod")
         _require_index(environ, index, node_rank.value)
     else:
         raise PlatformError(
             f"{', '.join(tasks)} are set: which tasks train is known for one task, or for master and worker"
         )
-    return Reading(NAME, nodes, node_rank, address=Value(found[0], f"the first of {tasks[0]}"), may_come=True)
+    return Reading(
+        NAME, nodes, node_rank, address=Value(host_names[0], f"the first of {tasks[0]}"), may_come=True
+    )
 
 
 def _tasks(environ: Mapping[str, str]) -> list[str]:
@@ -68,17 +70,17 @@ def _require_count(environ: Mapping[str, str], name: str) -> None:
     count = name.removesuffix("HOSTS") + "NUM"
     if count not in environ:
         return
-    said, listed = number(environ, count).value, len(hosts(environ, name))
-    if said != listed:
-        raise PlatformError(f"{count} is {said}, but {name} has {listed} hosts")
+    stated_count, listed = number(environ, count).value, len(hosts(environ, name))
+    if stated_count != listed:
+        raise PlatformError(f"{count} is {stated_count}, but {name} has {listed} hosts")
 
 
-def _own(found: list[str], source: str, machine: Machine) -> int:
+def _own(host_names: list[str], source: str, machine: Machine) -> int:
     """Return which of the hosts this pod is."""
-    own = machine.hostname.partition(".")[0]
-    places = [n for n, name in enumerate(found) if name.partition(".")[0] == own]
+    own_name = machine.hostname.partition(".")[0]
+    places = [n for n, name in enumerate(host_names) if name.partition(".")[0] == own_name]
     if len(places) != 1:
-        raise PlatformError(f"{source} do not have this pod, {shown(own)}, once")
+        raise PlatformError(f"{source} do not have this pod, {shown(own_name)}, once")
     return places[0]
 
 

@@ -123,11 +123,11 @@ class SpareGate:
         lost: Mapping[int, tuple[int, ...]],
         counts: StartCounts,
         incident: int = 0,
-        wanted: Callable[[], bool] = lambda: True,
+        is_wanted: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
         """Give each place to a spare that has just answered, or none."""
         ready = await those_that_answer(self.waiting, len(lost), self._answers)
-        if len(ready) < len(lost) or not wanted():
+        if len(ready) < len(lost) or not is_wanted():
             return {}
         owners = {}
         for node, spare in zip(lost, ready, strict=True):

@@ -104,7 +104,9 @@ def save(
         folder = publish.prepare(root, step, generation=generation)
         entries = []
         for number in range(FILES):
-            with HashingFile(folder / f"mp_rank_{number:02d}" / naming.MODEL_FILE, below=folder) as file:
+            with HashingFile(
+                folder / f"mp_rank_{number:02d}" / naming.MODEL_FILE, base_folder=folder
+            ) as file:
                 file.write(os.urandom(1000 + number if number else first))
             entries.append(file.entry(file.path.relative_to(folder).as_posix()))
         publish.publish(root, step, entries, {"g": {"writer": 0}}, 1, generation)

@@ -417,11 +417,11 @@ def test_a_file_of_a_dump_is_not_written_through_a_link(root: Path, victim: Path
     if where == "folder":
         path.parent.symlink_to(victim.parent)
         with pytest.raises(OSError, match="mp_rank_00"):
-            HashingFile(path, below=made)
+            HashingFile(path, base_folder=made)
         return
     path.parent.mkdir()
     path.symlink_to(victim if where == "file" else victim.with_name("new"))
-    with HashingFile(path, below=made) as file:
+    with HashingFile(path, base_folder=made) as file:
         file.write(b"mine")
     publish.publish(root, 30, [file.entry("mp_rank_00/model.pt", 1)], {}, 1)
     assert (root / folder(30) / "mp_rank_00/model.pt").read_bytes() == b"mine"
@@ -432,7 +432,7 @@ def test_a_folder_of_a_dump_is_not_a_link(root: Path, victim: Path) -> None:
     made = root / naming.temporary_name(30)
     made.symlink_to(victim.parent)
     with pytest.raises(OSError, match="iter_0000030_tmp"):
-        HashingFile(made / "mp_rank_00" / "model.pt.1", below=made)
+        HashingFile(made / "mp_rank_00" / "model.pt.1", base_folder=made)
     assert publish.prepare(root, 30) == made
     assert not made.is_symlink()
 

@@ -238,7 +238,7 @@ def test_a_node_that_stops_in_the_middle_of_its_disk(described: bool, store: Sto
     known, where = push.read_folder(roots[1], 10), layout.place(push.read_folder(roots[0], 10))
     sending = push.Sending(store, roots[1], known, where, lambda count: None, 1)
     sending.send(known.files)
-    sending.tell(done=False)
+    sending.tell(is_complete=False)
     with pytest.raises(CheckpointError, match="not all files on the disk of node 1 have been sent"):
         joint(store, roots[0], 10, 0, HASTY).lead(Others(), lambda: False)
     assert not committed(store, 10)
@@ -287,7 +287,7 @@ def test_a_step_that_is_saved_again_is_sent_again_by_all(store: Store, tmp_path:
     push.push(store, tmp_path, 10)
     save(tmp_path, 10)
     place = layout.place(push.read_folder(tmp_path, 10))
-    store.put(layout.parts_name(place, 0), layout.encode_parts(0, (), place, done=False))
+    store.put(layout.parts_name(place, 0), layout.encode_parts(0, (), place, is_complete=False))
     assert announced(store, 10, place, 1) == (place, False)
     store.put(layout.manifest_name(place), b"")
     assert announced(store, 10, place, 1) == (place, True)
@@ -301,7 +301,7 @@ def test_a_part_waits_while_the_one_before_is_sent(
     for node, root in enumerate(roots):
         save_part(root, 10, node)
     places = [layout.place(push.read_folder(roots[0], 10))]
-    store.put(layout.parts_name(places[0], 0), layout.encode_parts(0, (), places[0], done=False))
+    store.put(layout.parts_name(places[0], 0), layout.encode_parts(0, (), places[0], is_complete=False))
     second = upload(roots[1], 1, Patience(0, 0, 3600, 0.1, 0), url=url, endpoint=faults.url)
     waiting.until(lambda: _is_done(store, places[0], 1), "it has sent its part")
     for node, root in enumerate(roots):
@@ -313,7 +313,7 @@ def test_a_part_waits_while_the_one_before_is_sent(
         "it has seen that the one before is still being sent",
     )
     places.append(layout.place(push.read_folder(roots[0], 20)))
-    store.put(layout.parts_name(places[1], 0), layout.encode_parts(0, (), places[1], done=False))
+    store.put(layout.parts_name(places[1], 0), layout.encode_parts(0, (), places[1], is_complete=False))
     waiting.until(lambda: second.lines or _is_done(store, places[1], 1), "it has sent its part of the newest")
     assert second.end() == []
 
@@ -332,7 +332,7 @@ def test_a_part_that_nobody_names_is_waited_for_once_its_node_has_joined(
         save_part(root, 10, node, described=False)
     where = layout.place(push.read_folder(roots[0], 10))
     seen = layout.place(push.read_folder(roots[1], 10))
-    store.put(layout.parts_name(where, 1), layout.encode_parts(1, (), seen, done=False))
+    store.put(layout.parts_name(where, 1), layout.encode_parts(1, (), seen, is_complete=False))
 
     def wait(seconds: float) -> None:
         joint(store, roots[1], 10, 1, PATIENT).follow(where)
@@ -408,7 +408,7 @@ def test_a_node_that_is_killed_while_it_sends(
         done.append(leader.lead(Others(), lambda: False))
 
     follower = start(url, faults.url, root, node=1, nodes=2)
-    store.put(layout.parts_name(where, 0), layout.encode_parts(0, (), where, done=False))
+    store.put(layout.parts_name(where, 0), layout.encode_parts(0, (), where, is_complete=False))
     assert faults.held.wait(60)
     follower.process.kill()
     follower.process.wait()

@@ -506,7 +506,7 @@ def test_a_file_that_has_changed_since_it_was_sent_is_sent_again(
     sending = push.Sending(store, root, known, layout.place(known), lambda count: None)
     sending.send(known.files)
     if listed:
-        sending.tell(done=False)
+        sending.tell(is_complete=False)
     with (folder / f"mp_rank_{number:02d}" / naming.MODEL_FILE).open("r+b") as opened:
         opened.write(b"other")
     done = push.push(store, root, 12)

@@ -42,7 +42,7 @@ def write(root: Path, node: int, step: int, generation: str) -> Path:
     for name in FILES:
         path = saving / FOLDERS[node] / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with HashingFile(path, below=saving) as file:
+        with HashingFile(path, base_folder=saving) as file:
             file.write(f"{name} of node {node}, step {step}, generation {generation}".encode())
         checksum_notes.leave(saving, file.entry(path.relative_to(saving).as_posix()))
     return saving
@@ -235,7 +235,7 @@ def test_a_save_is_not_completed_for_last_words(tmp_path: Path) -> None:
     for file in FILES:
         path = folder / FOLDERS[0] / file
         path.parent.mkdir(exist_ok=True)
-        with HashingFile(path, below=folder) as opened:
+        with HashingFile(path, base_folder=folder) as opened:
             opened.write(b"last words")
         entries.append(opened.entry(f"{FOLDERS[0]}/{file}"))
     publish.publish(places[0] / "save", NEWER, entries, {FOLDERS[0]: (0,)}, 2, SECOND)

@@ -280,7 +280,7 @@ def test_none_of_a_fresh_group_is_ended_by_who_comes_late(worker: Worker, device
     freezer.begin_attempt()
     assert device.ends(), "those of an attempt that has failed"
     freezer.rest()
-    freezer.freeze(LONG_S, again=True)
+    freezer.freeze(LONG_S, is_repeated=True)
     assert not device.ends()
     freezer.freeze(LONG_S)
     assert device.ends(), "of another incident"

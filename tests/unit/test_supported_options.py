@@ -298,36 +298,40 @@ def chosen(setting: str) -> ReplicaChoice:
 
 def test_instances() -> None:
     choice = chosen("auto")
-    assert choice.instances(4, asked=1) == 2
-    assert choice.instances(8, asked=4) == 4, "the user asked the framework for more"
-    assert choice.instances(3, asked=1) == 1
+    assert choice.instances(4, requested_instances=1) == 2
+    assert choice.instances(8, requested_instances=4) == 4, "the user asked the framework for more"
+    assert choice.instances(3, requested_instances=1) == 1
     choice.decide(False, 4)
-    assert choice.instances(4, asked=1) == 1, "without a distributed optimizer every rank is a copy"
+    assert choice.instances(4, requested_instances=1) == 1, (
+        "without a distributed optimizer every rank is a copy"
+    )
     choice.decide(True, 4)
-    assert choice.instances(4, asked=1) == 2
+    assert choice.instances(4, requested_instances=1) == 2
 
 
 def test_mirrors() -> None:
     choice = chosen("mirror")
     choice.decide(True, 4)
-    assert choice.instances(4, asked=1) == 1
-    assert choice.wants_mirrors(4, made=1)
-    assert not choice.wants_mirrors(4, made=4)
+    assert choice.instances(4, requested_instances=1) == 1
+    assert choice.wants_mirrors(4, instances=1)
+    assert not choice.wants_mirrors(4, instances=4)
 
 
 def test_no_replicas() -> None:
     choice = chosen("none")
     choice.decide(True, 4)
-    assert choice.instances(4, asked=1) == 1
-    assert not choice.wants_mirrors(3, made=1)
-    choice.require_instances(3, made=1)
+    assert choice.instances(4, requested_instances=1) == 1
+    assert not choice.wants_mirrors(3, instances=1)
+    choice.require_instances(3, instances=1)
 
 
 def test_split_of_an_odd_size_is_refused_once_the_optimizer_is_known() -> None:
     choice = chosen("split")
-    assert choice.instances(3, asked=1) == 1, "nobody has said whether the optimizer is distributed"
+    assert choice.instances(3, requested_instances=1) == 1, (
+        "nobody has said whether the optimizer is distributed"
+    )
     with pytest.raises(UnsupportedError, match="odd"):
-        choice.require_instances(3, made=1)
+        choice.require_instances(3, instances=1)
     choice.decide(False, 3)
     with pytest.raises(UnsupportedError, match="odd"):
         choice.decide(True, 3)
@@ -340,15 +344,17 @@ def test_a_framework_without_right_instances_has_mirrors() -> None:
     choice = chosen("auto")
     choice.cannot_split(NO_INSTANCES)
     assert choice.replica(4) == "mirror"
-    assert choice.instances(4, asked=1) == 1
-    assert choice.instances(4, asked=2) == 2, "the user asked the framework for more"
-    assert choice.wants_mirrors(4, made=1)
+    assert choice.instances(4, requested_instances=1) == 1
+    assert choice.instances(4, requested_instances=2) == 2, "the user asked the framework for more"
+    assert choice.wants_mirrors(4, instances=1)
 
 
 def test_split_is_refused_without_right_instances_once_the_optimizer_is_known() -> None:
     choice = chosen("split")
     choice.cannot_split(NO_INSTANCES)
-    assert choice.instances(4, asked=1) == 1, "nobody has said whether the optimizer is distributed"
+    assert choice.instances(4, requested_instances=1) == 1, (
+        "nobody has said whether the optimizer is distributed"
+    )
     choice.decide(False, 4)
     with pytest.raises(
         UnsupportedError, match=r"is split, but Megatron-core 0\.9\.0 has no .*: use auto or mirror"

@@ -45,9 +45,9 @@ def test_an_answer_in_the_place_of_the_last_one(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `ttp status --watch`; in a pipe there is one behind the other."""
-    terminal.show(["one"], again=True)
+    terminal.show(["one"], is_repeated=True)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    terminal.show(["two"], again=True)
+    terminal.show(["two"], is_repeated=True)
     assert re.fullmatch("one\n(\x1b\\[[0-9]*[HJ])+two\n", capsys.readouterr().out)
 
 

@@ -35,8 +35,8 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            done = group.get("step", 0)
-            group["step"] = done + 1
+            steps_done = group.get("step", 0)
+            group["step"] = steps_done + 1
             params = [param for param in group["params"] if param.grad is not None]
             states = [self.state[param] for param in params]
             for param, state in zip(params, states, strict=True):
@@ -50,7 +50,7 @@ class FusedAdam(torch.optim.Optimizer):
                 [state["exp_avg"] for state in states],
                 [state["exp_avg_sq"] for state in states],
                 [],
-                [torch.tensor(float(done)) for _ in params],
+                [torch.tensor(float(steps_done)) for _ in params],
                 # No fused kernel: what it makes of an element may depend on where the shard was cut.
                 foreach=False,
                 amsgrad=False,

@@ -14,35 +14,41 @@ from adaptor.errors import UnsupportedError
 from adaptor.protocol.messages import GroupOrder, Share
 
 
-def replica_info(rank: int, told: Sequence[Sequence[Share]]) -> list[dict[str, Any]]:
+def replica_info(rank: int, shares_by_rank: Sequence[Sequence[Share]]) -> list[dict[str, Any]]:
     """Return the argument that `rank` gives to tft_set_optimizer_replica.
 
     Args:
-        told: per rank of the job what it holds.
+        shares_by_rank: per rank of the job what it holds.
 
     Raises:
         UnsupportedError: the SDK has no words for it.
     """
-    for who, shares in enumerate(told):
+    for holder_rank, shares in enumerate(shares_by_rank):
         if len(shares) != 1:
             raise UnsupportedError(
-                f"TTP_ENGINE is 'mindio', but rank {who} holds {len(shares)} shards: mindio_ttp knows of one "
+                f"TTP_ENGINE is 'mindio', but rank {holder_rank} holds {len(shares)} shards: mindio_ttp "
+                "knows of one "
                 "per rank; use TTP_REPLICA=split, and no experts, or leave TTP_ENGINE out"
             )
-    (own,) = told[rank]
+    (own_share,) = shares_by_rank[rank]
     holders = [
-        [who for who, (share,) in enumerate(told) if (share.group, share.index) == (own.group, index)]
-        for index in range(own.count)
+        [
+            holder_rank
+            for holder_rank, (share,) in enumerate(shares_by_rank)
+            if (share.group, share.index) == (own_share.group, index)
+        ]
+        for index in range(own_share.count)
     ]
     count = len(holders[0])
     if not all(len(ranks) == count for ranks in holders):
         sizes = ", ".join(str(len(ranks)) for ranks in holders)
         raise UnsupportedError(
-            f"TTP_ENGINE is 'mindio', but the shards of {own.group} have {sizes} holders: mindio_ttp needs "
+            f"TTP_ENGINE is 'mindio', but the shards of {own_share.group} have {sizes} holders: mindio_ttp "
+            "needs "
             "as many for each"
         )
     ranks = [ranks[copy] for copy in range(count) for ranks in holders]
-    return [{"rank_list": ranks, "replica_cnt": count, "replica_shift": own.count}]
+    return [{"rank_list": ranks, "replica_cnt": count, "replica_shift": own_share.count}]
 
 
 def order(group: str, infos: Sequence[dict[str, Any]]) -> GroupOrder:

@@ -67,10 +67,10 @@ class MindioRuntime:
         except DistError:  # whoever cannot ask says it
             return True
 
-    def not_protected(self, why: str) -> None:
+    def not_protected(self, reason: str) -> None:
         """Report that nothing of what the script trains can be saved; it goes on."""
         if self.rank == 0:
-            output.tell(f"[ttp] NOT PROTECTED: {why}")
+            output.tell(f"[ttp] NOT PROTECTED: {reason}")
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
         """Report an exception that left the script: the SDK lets the others save, and this process waits."""
@@ -91,12 +91,12 @@ class MindioRuntime:
         What is raised because another rank is gone is no fault of this one. The SDK would take it for one, so
         it is left to notice the other.
         """
-        said = summarize(error)
-        if self._known and any(words in str(error) for words in _GONE):
+        message = summarize(error)
+        if self._known and any(phrase in str(error) for phrase in _GONE):
             self.session.window.give_up()
-            self._wait_for_the_sdk(said)
+            self._wait_for_the_sdk(message)
         output.tell(text.trace(error))
-        self.raised(said, _EXIT_FAILED)
+        self.raised(message, _EXIT_FAILED)
 
     def finish(self) -> None:
         """The script has come to its end."""
@@ -108,11 +108,11 @@ class MindioRuntime:
             self.session.window.sdk.tft_destroy_controller()
         self.session.window.sdk.tft_destroy_processor()
 
-    def _wait_for_the_sdk(self, said: str) -> NoReturn:
+    def _wait_for_the_sdk(self, message: str) -> NoReturn:
         """Wait until the SDK ends this process after the save; report the failure if it does not notice."""
-        output.tell(f"[ttp] rank {self.rank}, waiting for mindio_ttp: {said}")
+        output.tell(f"[ttp] rank {self.rank}, waiting for mindio_ttp: {message}")
         threading.Event().wait(self._settings.timeout_s)
-        self.raised(said, _EXIT_FAILED)
+        self.raised(message, _EXIT_FAILED)
         raise AssertionError("the process has ended")
 
     def _connect(self, trainee: Trainee, origin: int) -> None:
@@ -128,15 +128,15 @@ class MindioRuntime:
             )
         everyone = group.of_everyone()
         loaded = self.session.window.sdk = sdk.load()
-        told: list[tuple[tuple[Share, ...], str]] = [((), "")] * self._world_size
-        dist.all_gather_object(told, (trainee.shares, uuid.uuid4().hex), group=everyone)
-        shares = [of_one for of_one, _ in told]
+        gathered: list[tuple[tuple[Share, ...], str]] = [((), "")] * self._world_size
+        dist.all_gather_object(gathered, (trainee.shares, uuid.uuid4().hex), group=everyone)
+        shares = [of_one for of_one, _ in gathered]
         info = copies.replica_info(self.rank, shares)
-        generation = self._generation.name = told[0][1]
-        where = (_address(os.environ["MASTER_ADDR"]), self._settings.port)
+        generation = self._generation.name = gathered[0][1]
+        controller_address = (_address(os.environ["MASTER_ADDR"]), self._settings.port)
         if self.rank == 0:
             loaded.tft_init_controller(self.rank, self._world_size, trainee.has_local_copy)
-            loaded.tft_start_controller(*where, False, "")
+            loaded.tft_start_controller(*controller_address, False, "")
         dist.barrier(group=everyone)
         repairs = {"enable_uce": False, "enable_arf": False, "enable_zit": False}
         loaded.tft_init_processor(self.rank, self._world_size, trainee.has_local_copy, False, "", **repairs)
@@ -146,7 +146,7 @@ class MindioRuntime:
         )
         loaded.tft_register_save_ckpt_handler(saving.save)
         loaded.tft_register_rename_handler(saving.rename)
-        loaded.tft_start_processor(*where)
+        loaded.tft_start_processor(*controller_address)
         loaded.tft_set_optimizer_replica(self.rank, info)
         dist.barrier(group=everyone)  # the SDK chooses among those that it knows
         self._known = True

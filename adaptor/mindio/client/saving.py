@@ -70,17 +70,17 @@ class Saving:
             progress=self.session.board.advance,
             cancelled=lambda: False,
             past=self.session.is_in_the_copy(step),
-            remark=lambda what: self._remark(f"{order.group} of step {step}", what),
+            remark=lambda subject: self._remark(f"{order.group} of step {step}", subject),
             groups=(order,),
         )
         files = trainee.dump(self.session.record_of(step), order, run)
         if order.writer == self.rank:
-            left = msgspec.json.encode(_Left(files, order.holders, order.writer))
-            disk.write(folder, f"{order.group}{_LEFT}", left)
+            left_files = msgspec.json.encode(_Left(files, order.holders, order.writer))
+            disk.write(folder, f"{order.group}{_LEFT}", left_files)
 
-    def _remark(self, of: str, what: str) -> None:
-        if what:
-            output.tell(f"[ttp] {of}: {what}", to="stdout")
+    def _remark(self, of: str, subject: str) -> None:
+        if subject:
+            output.tell(f"[ttp] {of}: {subject}", to="stdout")
 
     def rename(self, step: int, args: Any) -> None:
         """Publish what was written as a checkpoint; called on one rank, when all have saved.
@@ -92,15 +92,18 @@ class Saving:
         assert trainee is not None
         root = Path(trainee.save)
         folder = root / naming.temporary_name(step, generation=self.generation)
-        left = {
+        left_by_group = {
             path.name.removesuffix(_LEFT): msgspec.json.decode(disk.read(path, manifest.LARGEST), type=_Left)
             for path in folder.glob(f"*{_LEFT}")
         }
-        missing = sorted(self.groups - left.keys())
+        missing = sorted(self.groups - left_by_group.keys())
         if missing:
             raise CheckpointError(f"{folder}: nobody has written {', '.join(missing)}")
-        files = [entry for group in sorted(left) for entry in left[group].files]
-        groups = {name: {"writer": one.writer, "holders": one.holders} for name, one in left.items()}
+        files = [entry for group in sorted(left_by_group) for entry in left_by_group[group].files]
+        groups = {
+            name: {"writer": left_file.writer, "holders": left_file.holders}
+            for name, left_file in left_by_group.items()
+        }
         publish.publish(root, step, files, groups, self.world_size, self.generation)
         output.tell(f"[ttp] step {step} is saved, as mindio_ttp has ordered", to="stdout")
 

@@ -38,8 +38,8 @@ def load() -> Any:
     Raises:
         ConfigError: it is not installed, cannot be imported, or is too old.
     """
-    found = importlib.util.find_spec(NAME)
-    if found is None:
+    module_spec = importlib.util.find_spec(NAME)
+    if module_spec is None:
         raise ConfigError(
             f"TTP_ENGINE is 'mindio', but {NAME} is not installed: install it, or leave TTP_ENGINE out"
         )

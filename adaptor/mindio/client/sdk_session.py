@@ -71,20 +71,20 @@ class MindioSession(Session):
     def begin_training(self, trainee: Trainee, inner_optimizers: Iterable[object], origin: int) -> None:
         super().begin_training(trainee, inner_optimizers, origin)
         if origin:  # the SDK knows a step by the update that has made it
-            self._tell_of_a_window(origin, before=origin)
+            self._tell_of_a_window(origin, finished_before=origin)
 
     def end_update(
         self, updated: bool, grad_norm: float | None, inner_optimizers: Iterable[object] = ()
     ) -> None:
-        before = self.board.finished
+        finished_before = self.board.finished
         super().end_update(updated, grad_norm, inner_optimizers)
-        if not updated and self.board.finished > before:
-            self._tell_of_a_window(self.board.finished, before=before)
+        if not updated and self.board.finished > finished_before:
+            self._tell_of_a_window(self.board.finished, finished_before=finished_before)
 
-    def _tell_of_a_window(self, step: int, before: int) -> None:
-        """Tell the SDK of a window that changed nothing: the state is also that of step `before`."""
+    def _tell_of_a_window(self, step: int, finished_before: int) -> None:
+        """Tell the SDK of a window that changed nothing: the state is also that of step `finished_before`."""
         assert self.trainee is not None
-        self.window.sdk.tft_start_updating_os(before if self.trainee.has_local_copy else -1)
+        self.window.sdk.tft_start_updating_os(finished_before if self.trainee.has_local_copy else -1)
         self.window.sdk.tft_end_updating_os(step)
 
     # the SDK's thread
