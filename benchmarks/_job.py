@@ -106,7 +106,7 @@ class Job:
         self.log = folder / "log"
         self._nodes = nodes
         self._network = network
-        name, module = "ttprun", "adaptor.launchers.ttprun"
+        name, module = "ttprun", "adaptor.launchers.cli.ttprun"
         if not adaptor:
             name, module = "torchrun", "torch.distributed.run"
             if instances > 1 and library is None:

@@ -24,12 +24,12 @@ from typing import Any
 
 from _bench import Benchmark, table
 
-from adaptor.launchers.agent_connection import connect
-from adaptor.launchers.agent_listener import LOOPBACK, AgentListener, read_hello
-from adaptor.launchers.controller_host import ControllerHost
-from adaptor.launchers.incident_report import IncidentReport
-from adaptor.launchers.job_files import JobFiles
-from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.control.agent_connection import connect
+from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, read_hello
+from adaptor.launchers.control.controller_host import ControllerHost
+from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.job_files import JobFiles
 from adaptor.protocol import wire
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (

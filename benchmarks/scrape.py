@@ -160,7 +160,7 @@ def cpu_ms(pid: int) -> float:
 def measure(folder: Folder, times: int) -> list[list[str]]:
     """Return a row for each path: its first answer, those after it, the server's CPU time, and the bytes."""
     rows = []
-    command = [sys.executable, "-m", "adaptor.launchers.ttp", "serve", str(folder.path), "--port", "0"]
+    command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "serve", str(folder.path), "--port", "0"]
     for path in PATHS:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
             assert server.stdout is not None

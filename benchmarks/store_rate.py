@@ -29,7 +29,7 @@ from pathlib import Path
 from _bench import Benchmark, spread, table
 
 from adaptor.protocol import naming
-from adaptor.store import choose, layout, pull, push
+from adaptor.store import catalog, layout, pull, push
 from adaptor.store.client import AT_ONCE, PIECE, Store
 from adaptor.store.opening import open_store
 from tests.unit import object_store
@@ -87,7 +87,7 @@ def bare_get_ranges(store: Store, root: Path) -> None:
 
 def choose_newest(store: Store, root: Path) -> None:
     """Find the newest checkpoint, as a resume does."""
-    next(choose.newest_first(store, None, []))
+    next(catalog.newest_first(store, None, []))
 
 
 WHAT: dict[str, Callable[[Store, Path], object]] = {

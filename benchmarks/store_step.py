@@ -38,7 +38,7 @@ from step_cost import interval
 
 from adaptor import setting_values
 from adaptor.checkpoint import hashing, publish
-from adaptor.launchers.programs import STORE
+from adaptor.launchers.agent.programs import STORE
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store.upload_order import UploadSettings

@@ -54,7 +54,7 @@ def plan_runs(megatron: Path, data: Path, out: Path, kill: Plan) -> list[Run]:
     online, one saves and starts again."""
     cluster = ["--standalone", "--nproc-per-node", str(RANKS)]  # standalone: the system picks the port
     plain = [sys.executable, "-m", "torch.distributed.run", *cluster, "-m", "adaptor.devices", "cpu"]
-    adapted = [sys.executable, "-m", "adaptor.launchers.ttprun", "--ttp-device", "cpu", *cluster]
+    adapted = [sys.executable, "-m", "adaptor.launchers.cli.ttprun", "--ttp-device", "cpu", *cluster]
     environment = tools_environment(megatron)
 
     def run(name: str, title: str, launcher: list[str], own: list[str], plan: Plan | None = None) -> Run:

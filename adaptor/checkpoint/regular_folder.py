@@ -19,7 +19,7 @@ from adaptor.checkpoint import (
     integrity,
     left_overs,
     linux_calls,
-    own_part,
+    node_local_manifest,
     publish,
     saved_steps,
 )
@@ -138,7 +138,7 @@ def _is_noted(folder: Path, step: int, generation: str) -> bool:
         OSError: a note cannot be read.
         UnreadableError: nor can the manifest of an earlier call.
     """
-    saved_manifest = own_part.read(folder)  # there is none yet, or half of it
+    saved_manifest = node_local_manifest.read(folder)  # there is none yet, or half of it
     if saved_manifest is not None and (saved_manifest.step, saved_manifest.generation) != (step, generation):
         return False  # an older version on its way out
     files = _written(folder)

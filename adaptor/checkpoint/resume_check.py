@@ -19,19 +19,18 @@ from typing import TypeVar
 
 from adaptor import context
 from adaptor.checkpoint import (
-    agreed_step,
     disk,
     divided_reading,
     hashing,
     manifest,
-    own_part,
+    node_local_manifest,
     tracker,
+    tracker_rollback,
 )
-from adaptor.checkpoint.agreed_step import Agreed
 from adaptor.checkpoint.checked_files import CheckedFiles
 from adaptor.checkpoint.divided_reading import Division, Reader, in_blocks
 from adaptor.checkpoint.manifest import Unreadable
-from adaptor.checkpoint.resume_judgement import (
+from adaptor.checkpoint.resume_selection import (
     ALIKE,
     COPIES,
     RELEASE,
@@ -43,6 +42,7 @@ from adaptor.checkpoint.resume_judgement import (
     judge,
     line_of,
 )
+from adaptor.checkpoint.tracker_rollback import Agreed
 from adaptor.errors import CheckpointError, ResumeError
 from adaptor.protocol.environment import Place
 from adaptor.protocol.file_entry import FileEntry
@@ -120,7 +120,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
         if any(reader.lacks for reader in readers):
             unnamed = ""
             if order.is_regular and readers[rank].lacks and disk.is_same(root, save):
-                unnamed = agreed_step.complete(root, folder.name, order.generation)
+                unnamed = tracker_rollback.complete(root, folder.name, order.generation)
             _gather(None)  # one rank of a disk is at work there, and the others look when it is done
             readers = _readers(order, loads, unnamed)
         examined, part = _examine(order, readers)
@@ -141,7 +141,7 @@ def _readers(order: _Told, loads: tuple[str, ...], unnamed: str = "") -> list[Re
     is_there, is_other = bool(view) or os.path.lexists(folder), False
     if view and divided_reading.is_unlike(view, order.view):
         with contextlib.suppress(manifest.UnreadableError):  # then the comparison says so
-            is_other = bool(own_part.of_another_save(folder, order.generation))
+            is_other = bool(node_local_manifest.of_another_save(folder, order.generation))
     return _gather(Reader(context.part(Place).node, loads, view, is_there, is_other, unnamed))
 
 
@@ -161,7 +161,7 @@ def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
     rank, problem = dist.get_rank(), ""
     apart = divided_reading.apart(readers)
     if rank in apart and any(ranks[0] == rank for ranks in divided_reading.views(readers)):
-        problem = agreed_step.follow(root, agreed)
+        problem = tracker_rollback.follow(root, agreed)
     nodes = [reader.node for reader in readers]
     return [
         f"node {node}: {node_problem}"
@@ -215,7 +215,7 @@ def _require_one_step(root: Path, save: Path) -> None:
     if rank in wrong and all(
         steps_by_node[earlier_rank][0] != node for earlier_rank in wrong if earlier_rank < rank
     ):
-        problem = agreed_step.settle(root, step, may_change=disk.is_same(root, save))
+        problem = tracker_rollback.settle(root, step, may_change=disk.is_same(root, save))
     problems = [
         f"node {node}: {node_problem}"
         for (node, _), node_problem in zip(steps_by_node, _gather(problem), strict=True)
@@ -293,10 +293,10 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
     try:
         division = Division(rank, readers)
         if readers[rank].view not in ((), readers[0].view):
-            compared.part = own_part.files(folder, order.files, order.generation)
+            compared.part = node_local_manifest.files(folder, order.files, order.generation)
         if compared.part:
             loads = readers[rank].loads
-            compared.problems += own_part.lacks(folder, compared.part, order.files, loads)
+            compared.problems += node_local_manifest.lacks(folder, compared.part, order.files, loads)
         files = compared.part or order.files
         own_files = division.whole_files(files)
         compared.problems += manifest.compare(folder, [file for file in own_files if not in_blocks(file)])

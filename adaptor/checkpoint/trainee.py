@@ -28,7 +28,7 @@ from adaptor.protocol.environment import Place
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import GroupOrder, Share
 from adaptor.protocol.state_provider import DumpRun, NotFiniteError
-from adaptor.replica import choice, kinds, twin
+from adaptor.replica import choice, supported_optimizers, twin
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
@@ -239,7 +239,7 @@ def replicas_of(
         UnsupportedError: a shard cannot be mirrored, or what an optimizer keeps is not protected.
     """
     for torchs in step_record.inner(optimizer):
-        kinds.require_protected(torchs)
+        supported_optimizers.require_protected(torchs)
     inner = step_record.chain(optimizer)
     sharded = [inner_optimizer for inner_optimizer in inner if shards.is_sharded(inner_optimizer)]
     shard_count = size // sharded[0].data_parallel_group.size() if sharded else 1

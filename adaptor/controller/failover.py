@@ -5,7 +5,7 @@ agent tells a new controller all about its own ranks again. What it cannot tell 
 `StandbyReplicator`, at the first controller, passes that on to the nodes that stand by beforehand.
 
 `Succession`, at each agent, has the addresses of the controllers. When an agent has lost its controller,
-`ControllerClient` (`launchers/controller_client.py`) connects to the next controller and repeats all
+`ControllerClient` (`launchers/control/controller_client.py`) connects to the next controller and repeats all
 messages of the agent, or runs the controller itself where `is_mine` is True.
 Invariants: an agent obeys one controller at a time, and no controller of an earlier term afterwards. An agent
 obeys the first verdict that it receives, and no other. All agents go through

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from adaptor.controller.dump import Writing
 from adaptor.controller.failures import Failures
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.lost_places import LostPlaces
 from adaptor.controller.membership import Membership
 from adaptor.controller.plan import steps_of
+from adaptor.controller.save_attempts import Writing
 from adaptor.protocol.messages import Phase, Replacement, ShardSource
 
 # In one generation: each keeps the threads and descriptors of the groups of before in every survivor.

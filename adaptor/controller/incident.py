@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from adaptor.controller.dump import Writing
 from adaptor.controller.failures import Failures
 from adaptor.controller.feasibility import Feasibility, Recoveries
 from adaptor.controller.freeze import FreezeState
@@ -36,6 +35,7 @@ from adaptor.controller.prior_checkpoint import PriorCheckpointSearch
 from adaptor.controller.publish_target import PublishTarget
 from adaptor.controller.reassignment import STUCK_S, Reassignment
 from adaptor.controller.regrouping import Regrouping
+from adaptor.controller.save_attempts import Writing
 from adaptor.controller.saving import STAGES, Saving
 from adaptor.controller.step_choice import FINISHED, NEVER_BEGUN, choose
 from adaptor.protocol.messages import (

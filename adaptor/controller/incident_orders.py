@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from adaptor.controller.dump import Writing
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.outcome import Order, Orders
 from adaptor.controller.publish_target import PublishTarget
 from adaptor.controller.reassignment import Reassignment
+from adaptor.controller.save_attempts import Writing
 from adaptor.protocol.messages import (
     Addressed,
     EndScript,

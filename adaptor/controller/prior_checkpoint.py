@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from adaptor.controller.dump import Writing
 from adaptor.controller.freeze import FreezeState
 from adaptor.controller.outcome import IncidentOutcome
+from adaptor.controller.save_attempts import Writing
 
 
 class PriorCheckpointSearch:

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from adaptor.controller.dump import Writing
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.outcome import do_not_answer
 from adaptor.controller.plan import NoPlan, Plan
 from adaptor.controller.publish_target import PublishTarget
+from adaptor.controller.save_attempts import Writing
 from adaptor.protocol.messages import BoardRecord
 
 

@@ -11,7 +11,6 @@ be replaced may alone hold the step before, which is saved if the holders of the
 
 from __future__ import annotations
 
-from adaptor.controller.dump import Writing
 from adaptor.controller.feasibility import CannotRegroupError, Feasibility
 from adaptor.controller.freeze import FreezeState
 from adaptor.controller.incident_orders import IncidentOrders
@@ -21,6 +20,7 @@ from adaptor.controller.newcomers import FromNewcomer, Newcomers
 from adaptor.controller.outcome import Orders
 from adaptor.controller.plan import Plan
 from adaptor.controller.presence_check import PresenceCheck
+from adaptor.controller.save_attempts import Writing
 from adaptor.protocol.messages import Joined, PlacesFilled, RegroupFailed, Replacement
 
 # The second one is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer than

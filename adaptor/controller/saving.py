@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from adaptor.controller.dump import Writing
 from adaptor.controller.freeze import FreezeState
 from adaptor.controller.incident_orders import IncidentOrders
 from adaptor.controller.incident_state import IncidentState, Stage
@@ -16,6 +15,7 @@ from adaptor.controller.outcome import IncidentOutcome, Orders
 from adaptor.controller.plan import NoPlan, Plan
 from adaptor.controller.publish_target import PublishTarget
 from adaptor.controller.reassignment import Reassignment
+from adaptor.controller.save_attempts import Writing
 from adaptor.controller.step_choice import choose
 from adaptor.protocol.messages import WriteFailed, Written
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from adaptor.controller.dump import Writing
 from adaptor.controller.freeze import FreezeState
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.outcome import IncidentOutcome, cannot_be_read, do_not_answer
 from adaptor.controller.plan import NoPlan, Plan
+from adaptor.controller.save_attempts import Writing
 from adaptor.protocol.messages import ScriptStage
 
 FINISHED = IncidentOutcome("nothing", -1, "the training was over")

@@ -17,7 +17,7 @@ import msgspec
 
 from adaptor import context
 from adaptor.checkpoint import disk, hashing, tracker
-from adaptor.checkpoint.resume_judgement import RELEASE
+from adaptor.checkpoint.resume_selection import RELEASE
 from adaptor.context import Context
 from adaptor.errors import ResumeError
 from adaptor.protocol.naming import BASE

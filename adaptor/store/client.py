@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from adaptor.errors import StoreError
-from adaptor.store.answers import NO_BUCKET, Answers
+from adaptor.store.error_messages import NO_BUCKET, Answers
 from adaptor.store.etags import bare
 from adaptor.store.retrying import BusyError, Retrying
 from adaptor.store.threads import call

@@ -22,7 +22,7 @@ from adaptor.operations.cli import Add
 from adaptor.operations.terminal import exit_code_of
 from adaptor.operations.words import FINDING, OK, USAGE, shown, size
 from adaptor.protocol import naming
-from adaptor.store import ahead, choose
+from adaptor.store import catalog, prefetch
 from adaptor.store.client import DamagedError, Store
 from adaptor.store.opening import open_store, open_waiting
 from adaptor.store.retrying import Retrying
@@ -114,14 +114,14 @@ def _open(parsed: argparse.Namespace) -> Store:
 
 def _list(parsed: argparse.Namespace) -> int:
     store = open_store(parsed.url, config.load().store_endpoint)  # a question: somebody waits for the answer
-    calls = [partial(_rows, store, step) for step in choose.steps(store)]
-    with contextlib.closing(ahead.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
+    calls = [partial(_rows, store, step) for step in catalog.steps(store)]
+    with contextlib.closing(prefetch.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
         found_rows = [row for rows in coming for row in rows.result()]
     return _tell(parsed, store, found_rows)
 
 
 def _rows(store: Store, step: int) -> list[Row]:
-    complete, incomplete = choose.places(store, step)
+    complete, incomplete = catalog.places(store, step)
     problem = "not complete: it has no manifest, so an upload is at work or was cut short"
     return [_row(store, step, prefix) for prefix in complete] + [
         Row(step, prefix, "incomplete", 0, 0, "", [problem]) for prefix in incomplete
@@ -130,7 +130,7 @@ def _rows(store: Store, step: int) -> list[Row]:
 
 def _row(store: Store, step: int, prefix: str) -> Row:
     try:
-        checkpoint = choose.examine(store, prefix)
+        checkpoint = catalog.examine(store, prefix)
     except DamagedError as error:
         return Row(step, prefix, "damaged", 0, 0, "", [shown(str(error))])
     saved_manifest = checkpoint.known
@@ -141,7 +141,7 @@ def _row(store: Store, step: int, prefix: str) -> Row:
 
 def _verify(parsed: argparse.Namespace) -> int:
     store = _open(parsed)
-    available_steps = choose.steps(store)
+    available_steps = catalog.steps(store)
     if parsed.step is not None:
         if parsed.step not in available_steps:
             raise StoreError(f"{store}: there is no checkpoint of step {parsed.step} in it")
@@ -153,7 +153,7 @@ def _verified(store: Store, steps: list[int]) -> Iterator[Row]:
     for row in (row for step in steps for row in _rows(store, step)):
         if row.state == "complete":
             row.problems = [
-                shown(line) for line in choose.wrong_files(store, choose.examine(store, row.where))
+                shown(line) for line in catalog.wrong_files(store, catalog.examine(store, row.where))
             ]
             row.state = "damaged" if row.problems else "intact"
         yield row

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from adaptor.errors import StoreError
 from adaptor.operations.words import duration, size
-from adaptor.store import ahead
+from adaptor.store import prefetch
 from adaptor.store.client import PIECE, DamagedError, Part, Store, Stored
 from adaptor.store.data_folder import DataFolder, is_own
 
@@ -150,7 +150,7 @@ class _Pull:
 
     def _bring(self, missing: Mapping[str, Stored]) -> None:
         # Closed after an error, when a request may still take minutes.
-        with contextlib.closing(ahead.in_order(self._calls(missing), "ttp-pull")) as coming:
+        with contextlib.closing(prefetch.in_order(self._calls(missing), "ttp-pull")) as coming:
             for name, stored in missing.items():
                 parts = islice(coming, _count(stored))
                 try:

@@ -18,7 +18,7 @@ from pathlib import Path
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import abandoned, layout, push, whole
+from adaptor.store import abandoned, completeness, layout, push
 from adaptor.store.client import Store
 from adaptor.store.other_nodes import Others, Patience, Watch
 from adaptor.store.push import Pushed, Sending
@@ -176,12 +176,12 @@ class JointPush:
             CheckpointError: it does.
         """
         folder = self._root / naming.final_name(self._known.step)
-        whole.require(folder, watch.paths)
-        if whole.names_files(watch.paths):
+        completeness.require(folder, watch.paths)
+        if completeness.names_files(watch.paths):
             return
         # A folder that is there may lack files, and without a layout file nobody names the folders.
         lacks = watch.unfinished()
-        if not whole.names_folders(watch.paths):
+        if not completeness.names_folders(watch.paths):
             lacks |= watch.unheard()
         if lacks:
             nodes = ", ".join(map(str, sorted(lacks)))
@@ -234,7 +234,7 @@ class JointPush:
         own_files = [file for node, file in missing if node == self._node or watch.is_given_up(node)]
         if missing:
             return _Owed(own_files)
-        lacks = whole.missing(self._root / naming.final_name(self._known.step), watch.paths)
+        lacks = completeness.missing(self._root / naming.final_name(self._known.step), watch.paths)
         # Where nobody can tell whether all is there: a node with a disk of its own may have more.
         awaited_nodes = set(range(self._nodes)) if lacks else watch.apart
         is_waiting = any(watch.is_awaited(node) for node in awaited_nodes - {self._node})

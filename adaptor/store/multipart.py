@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from adaptor.errors import StoreError
 from adaptor.store import credentials, s3
-from adaptor.store.answers import NO_BUCKET, Answers
+from adaptor.store.error_messages import NO_BUCKET, Answers
 from adaptor.store.etags import bare
 from adaptor.store.s3 import Bucket
 

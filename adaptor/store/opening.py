@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from adaptor import distributions
 from adaptor.errors import StoreError
 from adaptor.store import address, s3
-from adaptor.store.answers import Answers, plain
 from adaptor.store.client import PIECE, Store
+from adaptor.store.error_messages import Answers, plain
 from adaptor.store.multipart import Multipart
 from adaptor.store.retrying import Retrying
 

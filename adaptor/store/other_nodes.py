@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import choose, layout
+from adaptor.store import catalog, layout
 from adaptor.store.client import Store, Stored
 
 
@@ -96,9 +96,9 @@ class Watch:
             name: stored for name, stored in stored_objects.items() if self._objects.get(name) != stored
         }
         self._objects = stored_objects
-        for node, part_list in choose.read_lists(self._store, self._where, changed).items():
+        for node, part_list in catalog.read_lists(self._store, self._where, changed).items():
             self._lists[node], self._moved[node] = part_list, current_time
-        parts = choose.parts_of(self._lists, self._where, {})
+        parts = catalog.parts_of(self._lists, self._where, {})
         self.paths = set(parts)
         if self.paths >= set(self._sizes):
             objects = self._store.objects(self._where)

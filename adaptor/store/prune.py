@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from adaptor.errors import StoreError
 from adaptor.protocol import naming
-from adaptor.store import abandoned, choose, layout
+from adaptor.store import abandoned, catalog, layout
 from adaptor.store.client import Store
 
 
@@ -49,9 +49,9 @@ def prune(store: Store, keep: int, *, dry_run: bool = False, newest: int | None 
     if keep < 1:
         raise StoreError(f"--keep is {keep}: it must be a number from 1 on")
     kept: list[int] = []
-    steps = choose.steps(store)
+    steps = catalog.steps(store)
     newer_steps = [step for step in steps if newest is not None and step > newest]
-    for checkpoint in choose.newest_first(store, None, []):
+    for checkpoint in catalog.newest_first(store, None, []):
         if checkpoint.known.step not in (*kept, *newer_steps):
             kept.append(checkpoint.known.step)
         if len(kept) == keep:
@@ -66,7 +66,7 @@ def prune(store: Store, keep: int, *, dry_run: bool = False, newest: int | None 
 
 def _remove(store: Store, step: int, dry_run: bool) -> int:
     """Remove the objects of a step; return their bytes."""
-    complete, incomplete = choose.places(store, step)
+    complete, incomplete = catalog.places(store, step)
     total = 0
     for prefix in (*complete, *incomplete):
         stored_objects = store.objects(prefix)

@@ -17,10 +17,10 @@ from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import ahead, choose, needs, whole
-from adaptor.store.choose import Checkpoint
+from adaptor.store import catalog, completeness, files_for_node, prefetch
+from adaptor.store.catalog import Checkpoint
 from adaptor.store.client import PIECE, DamagedError, Store
-from adaptor.store.needs import NodeRanks
+from adaptor.store.files_for_node import NodeRanks
 
 # What is called with the bytes that have come, and with all of them.
 Progress = Callable[[int, int], None]
@@ -87,7 +87,7 @@ def resume(store: Store, root: Path, step: int | None = None, node: NodeRanks | 
         local = None
     if step is not None:
         is_present = local is not None and not _is_damaged(root, step)
-        if is_present and not (is_part(root, step) and choose.places(store, step)[0]):
+        if is_present and not (is_part(root, step) and catalog.places(store, step)[0]):
             return Pulled(step, "", 0, True)
         return _pulled(store, root, step, _pull_after(store, root, step, None, None, node))
     return _pull_after(store, root, None, local, None)
@@ -104,7 +104,7 @@ def _pull_after(
     """Pull the newest checkpoint that is intact, of a step after `local`, which the folder has."""
     problems: list[str] = []
     named = tracker.tracked_step(root)
-    for checkpoint in choose.newest_first(store, step, problems):
+    for checkpoint in catalog.newest_first(store, step, problems):
         saved_manifest = checkpoint.known
         damaged = _is_damaged(root, saved_manifest.step)
         stays = not damaged and not _completes(root, checkpoint)
@@ -153,7 +153,7 @@ def _pull_after(
 
 def _for_node(store: Store, checkpoint: Checkpoint, node: NodeRanks | None) -> Checkpoint:
     """Return the checkpoint with those files alone that the ranks of a node load, where that can be known."""
-    needed_paths = needs.needed(store, checkpoint, node) if node is not None else None
+    needed_paths = files_for_node.needed(store, checkpoint, node) if node is not None else None
     files = tuple(
         file for file in checkpoint.known.files if needed_paths is None or file.path in needed_paths
     )
@@ -166,7 +166,7 @@ def is_part(root: Path, step: int) -> bool:
     """Return whether the folder has only what some ranks load, or have saved."""
     try:
         folder = root / naming.final_name(step)
-        return whole.is_part(folder, manifest.read(folder))
+        return completeness.is_part(folder, manifest.read(folder))
     except CheckpointError:
         return False  # the framework alone has made it, or nobody can tell
 
@@ -179,7 +179,7 @@ def _has(root: Path, checkpoint: Checkpoint) -> bool:
         file.path: file for file in manifest.read(root / naming.final_name(checkpoint.known.step)).files
     }
     return all(
-        file.path in local_files and choose.is_same(file, local_files[file.path])
+        file.path in local_files and catalog.is_same(file, local_files[file.path])
         for file in checkpoint.known.files
     )
 
@@ -296,13 +296,13 @@ def _write(store: Store, checkpoint: Checkpoint, folder: Path, progress: Progres
             yield piece
 
     # Closed after an error, when a request may still take minutes.
-    with contextlib.closing(ahead.in_order(_calls(store, checkpoint), "ttp-pull")) as coming:
+    with contextlib.closing(prefetch.in_order(_calls(store, checkpoint), "ttp-pull")) as coming:
         for file, pieces in _files(checkpoint, coming):
             digest = _write_file(folder, file, counted(pieces))
             if digest != file.xxh3_128:
                 # A byte may have changed on its way: what is in the store decides.
                 name = f"{checkpoint.where}/{file.path}"
-                second_reading = choose.ranges(store, name, file.bytes)
+                second_reading = catalog.ranges(store, name, file.bytes)
                 come -= file.bytes
                 if _write_file(folder, file, counted(second_reading)) != file.xxh3_128:
                     raise DamagedError(f"{store}/{name}: checksum differs from the manifest")

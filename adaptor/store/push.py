@@ -19,7 +19,7 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import abandoned, choose, file_pieces, layout, whole
+from adaptor.store import abandoned, catalog, completeness, file_pieces, layout
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
 from adaptor.store.etags import joined, md5
 from adaptor.store.large_file import LargeFile
@@ -87,7 +87,7 @@ def push(
             f"{folder}: has only what the ranks of one node have saved on its own disk, so it is not sent"
             " alone"
         )
-    whole.require(folder, (file.path for file in saved_manifest.files))
+    completeness.require(folder, (file.path for file in saved_manifest.files))
     sending = Sending(store, root, saved_manifest, prefix, pace, tell=tell)
     sending.send(saved_manifest.files)
     sending.tell(is_complete=True)
@@ -110,21 +110,22 @@ def find(store: Store, saved_manifest: Manifest) -> str | None:
     One that was pulled has another manifest than the one that was pushed, and the same files of the same
     generation.
     """
-    for prefix in choose.places(store, saved_manifest.step)[0]:
+    for prefix in catalog.places(store, saved_manifest.step)[0]:
         is_own = prefix == layout.place(saved_manifest)
         if not is_own and not (
             saved_manifest.generation and _generation(prefix) == layout.generation(saved_manifest)
         ):
             continue
         try:
-            checkpoint = choose.examine(store, prefix)
+            checkpoint = catalog.examine(store, prefix)
         except DamagedError:
             continue  # it is written anew
         files = {file.path: file for file in checkpoint.known.files}
         if is_own or (
             len(files) == len(saved_manifest.files)
             and all(
-                file.path in files and choose.is_same(file, files[file.path]) for file in saved_manifest.files
+                file.path in files and catalog.is_same(file, files[file.path])
+                for file in saved_manifest.files
             )
         ):
             return prefix
@@ -180,7 +181,7 @@ class Sending:
         # Read before this one writes a list.
         self._there = store.objects(prefix)
         try:
-            self._before = choose.read_parts(store, prefix, self._there)
+            self._before = catalog.read_parts(store, prefix, self._there)
         except DamagedError:
             self._before = {}  # the files are written anew
 
@@ -265,7 +266,7 @@ class Sending:
             return uploaded_part
         return (
             uploaded_part
-            if choose.hash_object(self._store, name, file.bytes) == uploaded_part.xxh3_128
+            if catalog.hash_object(self._store, name, file.bytes) == uploaded_part.xxh3_128
             else None
         )
 
@@ -300,8 +301,8 @@ def commit(store: Store, saved_manifest: Manifest) -> int:
     """
     prefix = layout.place(saved_manifest)
     stored_objects = store.objects(prefix)
-    lists = choose.read_lists(store, prefix, stored_objects)
-    parts = choose.parts_of(lists, prefix, stored_objects)
+    lists = catalog.read_lists(store, prefix, stored_objects)
+    parts = catalog.parts_of(lists, prefix, stored_objects)
     sizes_by_path = {file.path: file.bytes for file in saved_manifest.files}
     contents = {file.path: {file.xxh3_128} for file in saved_manifest.files if file.xxh3_128 is not None}
     for part_list in lists.values():

@@ -21,7 +21,7 @@ from adaptor.checkpoint import manifest, saved_steps
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.operations.words import duration, size
 from adaptor.protocol import naming
-from adaptor.store import abandoned, cadence, choose, joint, layout, push, whole
+from adaptor.store import abandoned, cadence, catalog, completeness, joint, layout, push
 from adaptor.store.cadence import Saved
 from adaptor.store.client import Store, Stored
 from adaptor.store.joint import JointPush
@@ -143,7 +143,7 @@ class Uploader:
         """Go on after the newest step that was sent before this process began."""
         saved, newest_stored, checkpoint = self._seen.now(), 0, None
         newest = saved[-1].step if saved else -1
-        for one_there in choose.newest_first(store, None, []):
+        for one_there in catalog.newest_first(store, None, []):
             if one_there.known.step <= newest:
                 checkpoint = one_there
                 break
@@ -284,7 +284,7 @@ class Uploader:
     def _is_part(self, saved: Saved) -> bool:
         folder = self._root / naming.final_name(saved.step)
         try:
-            return whole.is_part(folder, push.read_folder(self._root, saved.step))
+            return completeness.is_part(folder, push.read_folder(self._root, saved.step))
         except manifest.UnreadableError:
             raise
         except CheckpointError:

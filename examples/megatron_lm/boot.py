@@ -7,7 +7,7 @@ training script; settings of the adaptor stand here as flags, or in the environm
 import sys
 from pathlib import Path
 
-from adaptor.launchers.entry import main
+from adaptor.launchers.cli.entry import main
 
 sys.argv[1:1] = ["--max-restarts", "3", str(Path(__file__).with_name("pretrain_gpt.py"))]
 sys.exit(main())

@@ -15,8 +15,8 @@ import wrapt
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from adaptor.launchers import ttprun
-from adaptor.launchers.agent import SurvivorsAgent
+from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
+from adaptor.launchers.cli import ttprun
 
 
 def main() -> int:

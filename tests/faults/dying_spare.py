@@ -15,7 +15,8 @@ import wrapt
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from adaptor.launchers import spare_node, ttprun
+from adaptor.launchers.cli import ttprun
+from adaptor.launchers.spares import spare_node
 
 
 def _is_first() -> bool:

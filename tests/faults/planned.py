@@ -21,7 +21,7 @@ def assert_as_planned(ended: Ended) -> None:
     """A job that saved its last words in one incident did as the plan of its layout says."""
     job = ended.job
     script = str((job.framework or prepare.megatron_lm()) / "pretrain_gpt.py")
-    command = [sys.executable, "-m", "adaptor.launchers.ttp", "plan", "--json"]
+    command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "plan", "--json"]
     command += ["--nproc-per-node", str(job.layout.processes), "--", script, *harness.training(job)]
     environment = args.environment(TTP_DEVICE="cpu", TTP_REPLICA=job.layout.replica)
     done = warm.run(command, env=environment)

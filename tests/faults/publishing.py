@@ -20,7 +20,7 @@ import wrapt
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from adaptor.checkpoint import publish
-from adaptor.launchers import ttprun
+from adaptor.launchers.cli import ttprun
 from adaptor.protocol.naming import TRACKER
 
 VARIABLE = "TTP_TEST_PUBLISHING"

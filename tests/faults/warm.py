@@ -85,11 +85,11 @@ PRELOADED = (
 )
 ROOT = Path(__file__).resolve().parents[2]
 MEGATRON_LM = ROOT / ".cache/frameworks/megatron-lm"
-LAUNCHERS = {"ttprun": "adaptor.launchers.ttprun", "torchrun": "torch.distributed.run"}
+LAUNCHERS = {"ttprun": "adaptor.launchers.cli.ttprun", "torchrun": "torch.distributed.run"}
 # What workers run.
 SCRIPTS = (
-    ROOT / "adaptor/launchers/worker_main.py",
-    ROOT / "adaptor/launchers/spare_main.py",
+    ROOT / "adaptor/launchers/agent/worker_main.py",
+    ROOT / "adaptor/launchers/spares/spare_main.py",
     ROOT / "tests/faults/inject.py",
     ROOT / "tests/frameworks/record.py",
     MEGATRON_LM / "pretrain_gpt.py",
@@ -367,7 +367,7 @@ def _with_a_starter(act: Callable[[], None], *, plans: bool = False) -> Callable
         _Fork.starter = ours
         subprocess_handler.Popen = _Fork  # type: ignore[misc]
         hook = sys.modules["wrapt"].register_post_import_hook
-        hook(_let_spares_be_forks, "adaptor.launchers.spare_pool")
+        hook(_let_spares_be_forks, "adaptor.launchers.spares.spare_pool")
         if plans:
             subprocess.Popen = _Fork  # type: ignore[misc]
         act()
@@ -454,7 +454,7 @@ def _forked_starter() -> tuple[int, socket.socket]:
 def _imports() -> None:
     """Import what launchers and workers do, besides `PRELOADED`; in a process that ends then."""
     sys.path[:0] = [str(ROOT), str(MEGATRON_LM)]
-    for module in ("ttprun", "node", "worker_main", "spare_imports"):
+    for module in ("cli.ttprun", "agent.node", "agent.worker_main", "spares.spare_imports"):
         importlib.import_module(f"adaptor.launchers.{module}")
     importlib.import_module("adaptor.worker.runtime")
     importlib.import_module("adaptor.devices").activate("cpu")

@@ -68,7 +68,7 @@ PartitionName=high Nodes=n[1-2] PriorityTier=2 PreemptMode=OFF
 
 BATCH = """\
 #!/usr/bin/env bash
-srun --kill-on-bad-exit=0 {python} -m adaptor.launchers.ttprun --ttp-tls plain --ttp-device cpu \
+srun --kill-on-bad-exit=0 {python} -m adaptor.launchers.cli.ttprun --ttp-tls plain --ttp-device cpu \
     --ttp-grace 50 --ttp-log-path {out}/logs {root}/examples/megatron_core/pretrain.py \
     --iters {iters} --save {out}/save
 code=$?

@@ -12,7 +12,7 @@ import obstore
 import pytest
 
 from adaptor.protocol import naming
-from adaptor.store import choose, pull
+from adaptor.store import catalog, pull
 from adaptor.store.opening import open_store
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, TP2_DP1, Job
@@ -79,7 +79,7 @@ def test_a_job_that_ends_well_leaves_its_last_checkpoint_in_the_store(
     )
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-3000:]
-    (newest, *_) = choose.newest_first(open_store("s3://bucket/run7", server), None, [])
+    (newest, *_) = catalog.newest_first(open_store("s3://bucket/run7", server), None, [])
     assert newest.known.step == harness.ITERATIONS
     assert job.save is not None
     outcome.assert_same_training(ended, baseline.records)
@@ -107,7 +107,7 @@ def test_a_job_that_is_told_to_end_sends_its_last_words_in_time(
         ended = harness.run(job)
     assert set(ended.codes) == {143}, ended.log[-3000:]
     (step,) = outcome.steps_in(tmp_path / "save")
-    found = [one.known.step for one in choose.newest_first(open_store("s3://bucket/run7", server), None, [])]
+    found = [one.known.step for one in catalog.newest_first(open_store("s3://bucket/run7", server), None, [])]
     if answers:
         assert found == [step]
     else:
@@ -183,7 +183,7 @@ def test_a_job_is_resumed_on_empty_machines(
     steps = range(6, harness.ITERATIONS + 1)
     assert {line["iteration"] for lines in second.records.values() for line in lines} == set(steps)
     outcome.assert_same_training(second, baseline.records, steps=steps)
-    (newest, *_) = choose.newest_first(open_store(place.url, place.endpoint), None, [])
+    (newest, *_) = catalog.newest_first(open_store(place.url, place.endpoint), None, [])
     assert newest.known.step == harness.ITERATIONS
 
 
@@ -277,9 +277,9 @@ def test_both_nodes_send_their_share_of_a_shared_folder(server: str, tmp_path: P
         ended = harness.run(job)
     assert set(ended.codes) == {0}, ended.log[-3000:]
     store = open_store("s3://bucket/run7", server)
-    (found,) = choose.newest_first(store, None, [])
+    (found,) = catalog.newest_first(store, None, [])
     assert found.known.step == harness.ITERATIONS
-    lists = choose.read_lists(store, found.where, store.objects(found.where))
+    lists = catalog.read_lists(store, found.where, store.objects(found.where))
     assert [bool(lists[node].files) for node in (0, 1)] == [True, True]
     folder = naming.final_name(harness.ITERATIONS)
     pull.pull(store, tmp_path / "pulled")
@@ -310,7 +310,7 @@ def test_nodes_with_disks_of_their_own_send_one_checkpoint(
     first = harness.run(lost)
     assert set(first.codes) != {0}, first.log[-3000:]
     store = open_store("s3://bucket/run7", server)
-    (found,) = choose.newest_first(store, None, [])
+    (found,) = catalog.newest_first(store, None, [])
     assert found.known.step == 3, first.log[-3000:]
     folder = naming.final_name(3)
     for node, rank in enumerate(("mp_rank_00", "mp_rank_01")):
@@ -324,6 +324,6 @@ def test_nodes_with_disks_of_their_own_send_one_checkpoint(
     steps = range(4, harness.ITERATIONS + 1)
     assert {line["iteration"] for lines in second.records.values() for line in lines} == set(steps)
     outcome.assert_same_training(second, baseline.records, steps=steps)
-    (newest, *_) = choose.newest_first(store, None, [])
+    (newest, *_) = catalog.newest_first(store, None, [])
     assert newest.known.step == harness.ITERATIONS
-    assert list(choose.wrong_files(store, newest)) == []
+    assert list(catalog.wrong_files(store, newest)) == []

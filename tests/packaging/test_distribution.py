@@ -94,7 +94,7 @@ def test_the_metadata_says_what_is_promised(wheel: Path) -> None:
         scripts = archive.read(entries).decode()
     assert "Name: ttp-adaptor" in text
     assert "License-Expression: Apache-2.0" in text
-    assert "ttprun = adaptor.launchers.entry:main" in scripts
+    assert "ttprun = adaptor.launchers.cli.entry:main" in scripts
     (torch,) = re.findall(r"^Requires-Dist: torch\b(.*)$", text, flags=re.MULTILINE)
     assert "==" not in torch
     assert "+" not in torch
@@ -131,7 +131,7 @@ def test_import_adaptor_brings_no_torch_and_no_numpy(installed: Path) -> None:
 
 
 def test_the_console_script_answers(installed: Path) -> None:
-    code = "sys.argv = ['ttprun', '--help']; from adaptor.launchers.ttprun import main; main()"
+    code = "sys.argv = ['ttprun', '--help']; from adaptor.launchers.cli.ttprun import main; main()"
     text = in_fresh_process(installed, code)
     assert "--max-restarts" in text  # torchrun's own
     assert "--ttp-device" in text

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.launchers import flags, plan, ttp, ttprun
+from adaptor.launchers.cli import flags, plan, ttp, ttprun
 from adaptor.protection_plan import _groups
 from tests.frameworks import prepare
 from tests.frameworks.args import environment, tiny_gpt
@@ -39,7 +39,7 @@ def test_the_groups_are_the_frameworks(python: Run) -> None:
 def planned(python: Run, *arguments: str, **options: Any) -> tuple[int, dict[str, Any]]:
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
     words = ("plan", "--json", *arguments, "--", script, *tiny_gpt(**options))
-    done = python("-m", "adaptor.launchers.ttp", *words, env=environment())
+    done = python("-m", "adaptor.launchers.cli.ttp", *words, env=environment())
     assert len(done.stdout.splitlines()) == 1, done.stdout + done.stderr
     return done.returncode, json.loads(done.stdout)
 
@@ -115,7 +115,7 @@ def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> Non
     given[given.index("NullTokenizer")] = "GPT2BPETokenizer"  # whose files are not given
     words = ("plan", "--nproc-per-node", "2", "--", script, *given)
     environ = environment(TTP_ONLINE="60")
-    done = python("-m", "adaptor.launchers.ttp", *words, env=environ)
+    done = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ)
     assert done.returncode == 0, done.stderr
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("recovery"))
     assert line.startswith("recovery     not online: a fault restarts all ranks (--iterations-to-skip ")
@@ -124,11 +124,11 @@ def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> Non
     assert chosen.startswith("* none ")
     assert chosen.endswith("  exceptions alone")
     assert "\nremedy       TTP_HOST_COPY=K keeps copies in host memory, from which at most K" in done.stdout
-    copied = python("-m", "adaptor.launchers.ttp", *words, env={**environ, "TTP_HOST_COPY": "5"})
+    copied = python("-m", "adaptor.launchers.cli.ttp", *words, env={**environ, "TTP_HOST_COPY": "5"})
     assert "exceptions; a rank that dies costs up to 5 steps, from copies in host memory\n" in copied.stdout
     assert "remedy" not in copied.stdout
     words = ("plan", "--nproc-per-node", "2", "--", script, *tiny_gpt(save=tmp_path))
-    done = python("-m", "adaptor.launchers.ttp", *words, env=environ)
+    done = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ)
     assert (
         "\nrecovery     online: a fault costs new processes in place of the failed ranks alone\n"
         in done.stdout
@@ -151,7 +151,7 @@ def test_the_doctor_knows_what_a_job_needs(python: Run, tmp_path: Path) -> None:
     )
     arguments = tiny_gpt(save=tmp_path / "save")
     env = {**environment(), "TTP_DEVICE": "cpu", "TTP_LOG_PATH": str(tmp_path / "logs")}
-    done = python("-m", "adaptor.launchers.ttp", *words, "--", script, *arguments, env=env)
+    done = python("-m", "adaptor.launchers.cli.ttp", *words, "--", script, *arguments, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     found = {one["name"]: one for one in json.loads(done.stdout)["findings"]}
     assert found["job"]["words"].startswith(
@@ -187,7 +187,7 @@ def test_what_would_be_refused_is_said(python: Run) -> None:
     ],
 )
 def test_bad_usage(arguments: list[str], line: str, python: Run) -> None:
-    done = python("-m", "adaptor.launchers.ttp", "plan", *arguments, env=environment())
+    done = python("-m", "adaptor.launchers.cli.ttp", "plan", *arguments, env=environment())
     assert (done.returncode, done.stdout) == (2, "")
     assert line in done.stderr.splitlines()[-1]
 
@@ -197,12 +197,12 @@ def test_a_dry_run_checks_and_starts_nothing(python: Run, folder: Path) -> None:
     script = str(prepare.megatron_lm() / "pretrain_gpt.py")
     asked = ("--dry-run", "--nnodes", "2", "--master-addr", "10.0.0.1", "--nproc-per-node", "2")
     arguments = (script, *tiny_gpt(save=folder / "save"))
-    done = python("-m", "adaptor.launchers.ttprun", *asked, *arguments, env=environment())
+    done = python("-m", "adaptor.launchers.cli.ttprun", *asked, *arguments, env=environment())
     assert (done.returncode, "agents of several machines speak TLS" in done.stderr) == (2, True)
     trusted = environment(TTP_TLS="plain")
     (racks := folder / "racks").write_text("n0 a\nn1 b\n")
     hosts = ("--hosts", str(racks))
-    done = python("-m", "adaptor.launchers.ttprun", *hosts, *asked, *arguments, env=trusted)
+    done = python("-m", "adaptor.launchers.cli.ttprun", *hosts, *asked, *arguments, env=trusted)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("ranks        4 on 2 nodes, data-parallel size 4\n")
     (chosen,) = (line for line in done.stdout.splitlines() if line.startswith("* split"))
@@ -227,7 +227,7 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     settings: dict[str, str], line: str, python: Run, folder: Path
 ) -> None:
     (script := folder / "script.py").touch()
-    done = python("-m", "adaptor.launchers.ttprun", "--dry-run", str(script), env=environment(**settings))
+    done = python("-m", "adaptor.launchers.cli.ttprun", "--dry-run", str(script), env=environment(**settings))
     assert (done.returncode, line in done.stderr) == (2, True), done.stderr
 
 

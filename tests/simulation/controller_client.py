@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from adaptor.controller.failover import Succession
-from adaptor.launchers.controller_client import PATIENCE_S
+from adaptor.launchers.control.controller_client import PATIENCE_S
 from adaptor.protocol.messages import AgentHello, ControllerToAgent, FromAgent
 from tests.simulation.clock import Body, Process
 from tests.simulation.controller_host import ControllerHost

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
 
-from adaptor.launchers.place_filling import fill_for_restart
-from adaptor.launchers.start_counts import StartCounts
+from adaptor.launchers.agent.start_counts import StartCounts
+from adaptor.launchers.spares.slot_filling import fill_for_restart
 from adaptor.worker import freezer, pace, update_window
 from tests.simulation import jobs
 from tests.simulation.agent import Agent

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from adaptor import config
 from adaptor.checkpoint import saved_steps, tracker
 from adaptor.controller import failover
-from adaptor.launchers import after_verdict, agent_connection
-from adaptor.launchers.controller_host import ControllerHost
-from adaptor.launchers.node import Node
-from adaptor.launchers.programs import SPARE, WORKER
-from adaptor.launchers.spare_pool import Spare
+from adaptor.launchers.agent import worker_shutdown
+from adaptor.launchers.agent.node import Node
+from adaptor.launchers.agent.programs import SPARE, WORKER
+from adaptor.launchers.control import agent_connection
+from adaptor.launchers.control.controller_host import ControllerHost
+from adaptor.launchers.spares.spare_pool import Spare
 from adaptor.protocol.messages import Verdict
 from tests import waiting
 from tests.faults.warm import Warm
@@ -258,7 +259,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     made = Job(tmp_path, getattr(request, "param", 1))
     monkeypatch.setenv("TTP_LOG_PATH", str(made.logs))  # for workers
     # Who goes by itself, and who comes to the next controller, may do so slowly.
-    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", LONG_S)
+    monkeypatch.setattr(worker_shutdown, "EXIT_GRACE_S", LONG_S)
     monkeypatch.setattr(failover, "RECONNECT_S", LONG_S)
     monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", LONG_S)
     monkeypatch.setattr(agent_connection, "PROOF_S", LONG_S)

@@ -1,4 +1,4 @@
-"""A worker that speaks the protocol and trains nothing; it replaces `launchers/worker_main.py`.
+"""A worker that speaks the protocol and trains nothing; it replaces `launchers/agent/worker_main.py`.
 
     protocol_worker.py SCRIPT SAVE INDEX COUNT    holds shard INDEX of COUNT of group `g`
 

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from adaptor import output
-from adaptor.launchers import tracker_reading
-from adaptor.launchers.account import Account
+from adaptor.launchers.records import tracker_reading
+from adaptor.launchers.records.operator_summary import Account
 from adaptor.protocol.messages import Fault, Recovered, Verdict
 from tests.unit.threads import LONG_S
 

@@ -23,11 +23,11 @@ import pytest
 from adaptor import config
 from adaptor.controller import failover
 from adaptor.errors import StartError
-from adaptor.launchers import agent_connection, agent_listener, tls
-from adaptor.launchers import rejected_connections as rejected_module
-from adaptor.launchers.agent_connection import connect, try_connect
-from adaptor.launchers.agent_listener import AgentListener, read_hello
-from adaptor.launchers.tls import Contexts, Tls
+from adaptor.launchers.control import agent_connection, agent_listener, tls
+from adaptor.launchers.control import rejected_connections as rejected_module
+from adaptor.launchers.control.agent_connection import connect, try_connect
+from adaptor.launchers.control.agent_listener import AgentListener, read_hello
+from adaptor.launchers.control.tls import Contexts, Tls
 from adaptor.protocol import authentication, wire
 from adaptor.protocol.messages import AgentHello
 from tests.certificates import Authority

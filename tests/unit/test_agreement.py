@@ -10,8 +10,9 @@ import pytest
 from torch.distributed import HashStore
 
 from adaptor import config
-from adaptor.launchers import agreement, flags
-from adaptor.launchers.agreement import NodeFacts
+from adaptor.launchers.agent import agreement
+from adaptor.launchers.agent.agreement import NodeFacts
+from adaptor.launchers.cli import flags
 from tests import waiting
 from tests.ports import free_ports
 from tests.unit.launching import Launcher, clean, says_all, zygote

@@ -57,15 +57,15 @@ WORKERS_ONLY = (
 )
 # The first things that a worker runs.
 WORKER_MAIN = {
-    "adaptor.launchers.worker_main",
-    "adaptor.launchers.spare_main",
-    "adaptor.launchers.spare_imports",
+    "adaptor.launchers.agent.worker_main",
+    "adaptor.launchers.spares.spare_main",
+    "adaptor.launchers.spares.spare_imports",
 }
 # Settings are read once: by the context of a process, by ttprun, which passes them on, and by ttp.
 READS_SETTINGS = {
     "adaptor.context",
-    "adaptor.launchers.doctor",
-    "adaptor.launchers.ttprun",
+    "adaptor.launchers.doctor.doctor_command",
+    "adaptor.launchers.cli.ttprun",
     "adaptor.operations.cli",
     "adaptor.store.command",
 }
@@ -122,7 +122,7 @@ def _layer(module: str) -> int:
 
 
 def test_all_that_ships_is_looked_at(graph: dict[str, set[str]]) -> None:
-    assert {"adaptor", "adaptor.patches.megatron_core", "adaptor.launchers.node"} <= graph.keys()
+    assert {"adaptor", "adaptor.patches.megatron_core", "adaptor.launchers.agent.node"} <= graph.keys()
 
 
 def test_no_import_goes_upwards(graph: dict[str, set[str]]) -> None:
@@ -169,10 +169,10 @@ def test_the_launcher_imports_nothing_of_the_worker(graph: dict[str, set[str]]) 
 
 
 def test_a_launcher_that_starts_loads_no_patches() -> None:
-    script = "import sys, adaptor.launchers.ttprun; print(*sys.modules)"
+    script = "import sys, adaptor.launchers.cli.ttprun; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     loaded = done.stdout.split()
-    assert "adaptor.launchers.ttprun" in loaded
+    assert "adaptor.launchers.cli.ttprun" in loaded
     assert [name for name in loaded if name in ("wrapt", "adaptor.worker", "adaptor.patching")] == []
 
 

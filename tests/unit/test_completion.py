@@ -11,7 +11,7 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import ConfigError
-from adaptor.launchers import completion, flags, ttp
+from adaptor.launchers.cli import completion, flags, ttp
 from adaptor.operations import cli
 
 OFFERS = """

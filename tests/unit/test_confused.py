@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaptor.controller.controller import Controller, Orders
-from adaptor.launchers.agent_registry import AgentRegistry
-from adaptor.launchers.incident_report import IncidentReport
-from adaptor.launchers.job_files import JobFiles
+from adaptor.launchers.control.agent_registry import AgentRegistry
+from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.job_files import JobFiles
 from adaptor.protocol import messages, wire
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (

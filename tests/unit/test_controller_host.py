@@ -18,14 +18,15 @@ import torch.distributed as dist
 from adaptor.checkpoint import publish
 from adaptor.controller import failover
 from adaptor.errors import StartError
-from adaptor.launchers import after_verdict, controller_client, standby_listener
-from adaptor.launchers.agent_listener import MOST, AgentListener, read_hello
-from adaptor.launchers.controller_client import ControllerClient
-from adaptor.launchers.controller_host import ControllerHost
-from adaptor.launchers.incident_report import IncidentReport
-from adaptor.launchers.job_files import JobFiles
-from adaptor.launchers.node import Node
-from adaptor.launchers.rejected_connections import RejectedConnections
+from adaptor.launchers.agent import worker_shutdown
+from adaptor.launchers.agent.node import Node
+from adaptor.launchers.control import controller_client, standby_listener
+from adaptor.launchers.control.agent_listener import MOST, AgentListener, read_hello
+from adaptor.launchers.control.controller_client import ControllerClient
+from adaptor.launchers.control.controller_host import ControllerHost
+from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.job_files import JobFiles
 from adaptor.protocol import wire
 from adaptor.protocol.messages import (
     AgentHello,
@@ -54,7 +55,7 @@ FIRST = 11
 @pytest.fixture
 def two_nodes(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """Two nodes with one worker each; what waits for word of the other node waits for ever."""
-    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    monkeypatch.setattr(worker_shutdown, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     port = str(free_port())
     job.begin(2, [job.node(TTP_PORT=port), job.node(TTP_PORT=port)])
     return job
@@ -119,7 +120,7 @@ def test_a_death_with_tls_between_the_nodes(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice, with workers started anew."""
-    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    monkeypatch.setattr(worker_shutdown, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     signer, port = Authority(tmp_path / "signer"), str(free_port())
     nodes = [job.node(TTP_PORT=port, **signer.settings(f"node{number}")) for number in (0, 1)]
     for victim, steps in ((1, 1), (0, 2)):
@@ -265,7 +266,7 @@ def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) 
     """The node that would have has gone before."""
     monkeypatch.setattr(failover, "STANDBYS", 1)
     monkeypatch.setattr(failover, "STANDBYS", 1)
-    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", 0.1)
+    monkeypatch.setattr(worker_shutdown, "EXIT_GRACE_S", 0.1)
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
@@ -419,7 +420,7 @@ def test_a_node_starts_no_worker_before_it_knows_the_way(job: Job) -> None:
 
 def test_strangers_do_not_disturb_a_job(two_plain_nodes: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the gate waits for, while an incident begins and ends; the log tells of them."""
-    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    monkeypatch.setattr(worker_shutdown, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     job = two_plain_nodes
     port = port_of(job.nodes[0])
     strangers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(MOST + 10)]

@@ -41,7 +41,7 @@ job_folder.{look} = looked
 def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job: Path) -> None:  # noqa: F811
     program = (
         f"{HEARS_CTRL_C}\n{DROPPED}\n{LOOKED_AT_ONCE.format(look=look)}\n"
-        "from adaptor.launchers import ttp; raise SystemExit(ttp.main())"
+        "from adaptor.launchers.cli import ttp; raise SystemExit(ttp.main())"
     )
     line = [sys.executable, "-c", program, *command, str(job)]
     done = subprocess.run(line, capture_output=True, text=True, check=False)
@@ -51,10 +51,10 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
 @pytest.mark.parametrize(
     ("program_of", "module"),
     [
-        ("adaptor.launchers.ttp", "adaptor.operations.cli"),
-        ("adaptor.launchers.ttp", "msgspec"),
-        ("adaptor.launchers.ttp", "adaptor.launchers.doctor"),
-        ("adaptor.launchers.ttp", "adaptor.store.command"),
+        ("adaptor.launchers.cli.ttp", "adaptor.operations.cli"),
+        ("adaptor.launchers.cli.ttp", "msgspec"),
+        ("adaptor.launchers.cli.ttp", "adaptor.launchers.doctor.doctor_command"),
+        ("adaptor.launchers.cli.ttp", "adaptor.store.command"),
         ("adaptor.__main__", "adaptor.commands"),
         ("adaptor.__main__", "argparse"),
         ("adaptor.__main__", "adaptor.transform.layout_command"),
@@ -68,13 +68,13 @@ def test_ctrl_c_while_a_command_is_imported(program_of: str, module: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "program_of", ["adaptor.launchers.entry", "adaptor.launchers.ttp", "adaptor.__main__"]
+    "program_of", ["adaptor.launchers.cli.entry", "adaptor.launchers.cli.ttp", "adaptor.__main__"]
 )
 def test_nothing_is_imported_before_a_command_hears_ctrl_c(program_of: str) -> None:
     """But Python's own start and the package itself: during these Ctrl-C is Python's traceback."""
     program = (
         "import sys\n"
-        "import adaptor.launchers\n"
+        "import adaptor.launchers.cli\n"
         "before = set(sys.modules)\n"
         f"import {program_of}\n"
         "print(*sorted(set(sys.modules) - before))\n"
@@ -101,7 +101,7 @@ def test_ctrl_c_does_not_wait_for_the_files_that_are_read(tmp_path: Path) -> Non
     (folder / "a").write_bytes(b"content")
     entry = FileEntry("a", 7, hashing.hash_file(folder / "a"))
     (folder / naming.MANIFEST).write_bytes(manifest.Manifest.now(3, [entry], {}, 1).encode())
-    command = "from adaptor.launchers import ttp; raise SystemExit(ttp.main())"
+    command = "from adaptor.launchers.cli import ttp; raise SystemExit(ttp.main())"
     program = f"{HEARS_CTRL_C}\n{LONG_FILE}\n{command}"
     line = [sys.executable, "-c", program, "verify", str(tmp_path)]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as command:

@@ -18,8 +18,8 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import ConfigError, StoreError
-from adaptor.launchers import data_pull as before_start
-from adaptor.launchers.programs import DATA
+from adaptor.launchers.agent.programs import DATA
+from adaptor.launchers.store import data_pull as before_start
 from adaptor.store import data_folder, data_pull
 from adaptor.store.client import PIECE, Part, Store
 from adaptor.store.opening import open_store

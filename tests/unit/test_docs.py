@@ -14,11 +14,12 @@ import pytest
 
 import adaptor
 from adaptor import config
-from adaptor.launchers import flags, tls
-from adaptor.launchers.agent_connection import connect
-from adaptor.launchers.agent_listener import AgentListener, read_hello
-from adaptor.launchers.rejected_connections import RejectedConnections
-from adaptor.launchers.tls import Tls
+from adaptor.launchers.cli import flags
+from adaptor.launchers.control import tls
+from adaptor.launchers.control.agent_connection import connect
+from adaptor.launchers.control.agent_listener import AgentListener, read_hello
+from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
 from tests.ports import free_port

@@ -15,8 +15,9 @@ import torch
 
 from adaptor import config
 from adaptor.checkpoint.manifest import Manifest
-from adaptor.launchers import doctor_job, plan, ttp
-from adaptor.launchers.doctor_job import Save, Speed
+from adaptor.launchers.cli import plan, ttp
+from adaptor.launchers.doctor import doctor_job
+from adaptor.launchers.doctor.doctor_job import Save, Speed
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from tests import certificates
@@ -100,7 +101,7 @@ def test_few_descriptors_are_said(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, 1024))
 
     words = subprocess.run(
-        [sys.executable, "-m", "adaptor.launchers.ttp", "doctor"],
+        [sys.executable, "-m", "adaptor.launchers.cli.ttp", "doctor"],
         preexec_fn=few,
         capture_output=True,
         text=True,

@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from adaptor import config
-from adaptor.launchers import doctor_nodes, doctor_ports, ttp
-from adaptor.launchers.doctor_ports import Peer
-from adaptor.launchers.finding import Finding
+from adaptor.launchers.cli import ttp
+from adaptor.launchers.doctor import doctor_nodes, doctor_ports
+from adaptor.launchers.doctor.doctor_ports import Peer
+from adaptor.launchers.doctor.finding import Finding
 from tests import waiting
 from tests.certificates import Authority
 from tests.ports import free_ports

@@ -23,8 +23,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     ProcessGroupGloo,
 )
 
-from adaptor.launchers import agent_listener
-from adaptor.launchers.dump_store import DumpStore
+from adaptor.launchers.agent.dump_store import DumpStore
+from adaptor.launchers.control import agent_listener
 from adaptor.protocol import authentication
 from adaptor.protocol.messages import Endpoint, Standing
 from adaptor.worker import stacks, thread_frames

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from adaptor import config
-from adaptor.launchers import flags
+from adaptor.launchers.cli import flags
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "megatron_lm"
 GIVEN = {"MEGATRON": "here", "DATA": "/data/corpus", "TOKENIZER": "/data/tokenizer.json", "SAVE": "/save"}

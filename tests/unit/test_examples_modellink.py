@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from adaptor import config
-from adaptor.launchers import flags
+from adaptor.launchers.cli import flags
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "modellink" / "ttprun_llama.sh"

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from adaptor.controller import freeze
-from adaptor.launchers import after_verdict, stack_collector
-from adaptor.launchers import worker_processes as workers_module
-from adaptor.launchers.stack_collector import StackCollector
-from adaptor.launchers.worker_processes import Workers
+from adaptor.launchers.agent import stack_collector, worker_shutdown
+from adaptor.launchers.agent import worker_processes as workers_module
+from adaptor.launchers.agent.stack_collector import StackCollector
+from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.protocol.messages import BusyReport, Freeze, NodeStalled
 from adaptor.worker import stacks
 from tests import waiting
@@ -35,7 +35,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     # ranks do not answer and do not go; the third does, and may be slow: 6 s after py-spy, and 6 s to go.
     monkeypatch.setattr(stack_collector, "LOOK_S", 10.0)
     monkeypatch.setattr(freeze, "HANG_ANSWER_S", 16.0)
-    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", 6.0)
+    monkeypatch.setattr(worker_shutdown, "EXIT_GRACE_S", 6.0)
     stacks_then: dict[str, str] = {}
     alive_then: list[int] = []
     end_the_living = Workers.end_the_living

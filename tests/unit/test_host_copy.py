@@ -26,8 +26,8 @@ from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.host_copy import content, room
 from adaptor.host_copy.copier import Copier
-from adaptor.launchers.copy_files import CopyFiles
-from adaptor.launchers.copy_keeper import CopyKeeper
+from adaptor.launchers.agent.copy_files import CopyFiles
+from adaptor.launchers.agent.copy_keeper import CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
 from adaptor.protocol.environment import COPY_FILES, HeldCopies
 from tests import waiting
@@ -436,8 +436,9 @@ def test_a_generation_that_ends_while_a_copy_is_sent(
 STORE_THAT_HANGS = """
 import json, threading
 from adaptor import config
-from adaptor.launchers import agent_connection, copy_keeper
-from adaptor.launchers.copy_files import CopyFiles
+from adaptor.launchers.control import agent_connection
+from adaptor.launchers.agent import copy_keeper
+from adaptor.launchers.agent.copy_files import CopyFiles
 copy_keeper.AGAIN_S = agent_connection.CONNECT_TIMEOUT_S = 0.0
 asked = threading.Event()
 def find():

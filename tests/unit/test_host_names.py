@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.launchers import c10d_store
+from adaptor.launchers.rendezvous import c10d_store
 from tests import waiting
 from tests.ports import free_port
 from tests.unit.launching import Launcher, launcher, zygote
@@ -111,7 +111,7 @@ def test_a_name_of_node_0_that_has_no_address(node: int, renamed: str, launcher:
 
 def test_a_signal_while_one_node_waits_for_its_own_store(launcher: Launcher) -> None:
     stopped = (
-        "import os, signal, threading\nimport adaptor.launchers.c10d_store as c10d_store\n"
+        "import os, signal, threading\nimport adaptor.launchers.rendezvous.c10d_store as c10d_store\n"
         "def connect(*_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    threading.Event().wait()\n"
         "c10d_store.connect = connect\n"
     )

@@ -49,7 +49,7 @@ print(json.dumps({name: code.hex() for name, code in names.items()}))
 SPARE = """
 import contextlib, json, sys
 from adaptor import context
-from adaptor.launchers import spare_imports
+from adaptor.launchers.spares import spare_imports
 from adaptor.protocol.spare_messages import Import
 sys.path.insert(0, sys.argv[1])
 worker = {name: bytes.fromhex(code) for name, code in json.loads(sys.argv[2]).items()}
@@ -191,7 +191,7 @@ def test_the_record_of_changed_variables_is_no_read_of_a_module() -> None:
     program = """
 import os
 from adaptor import context
-from adaptor.launchers import spare_imports
+from adaptor.launchers.spares import spare_imports
 from adaptor.worker.script_imports import ScriptImports
 recorder = context.part(ScriptImports)
 with spare_imports._reads_of(lambda name: True) as reads:
@@ -211,7 +211,7 @@ def test_a_module_that_reads_all_variables_reads_the_watchdogs_of_a_worker(tmp_p
     )
     program = """
 import os, sys
-from adaptor.launchers import spare_imports
+from adaptor.launchers.spares import spare_imports
 from adaptor.protocol.messages import ChangedVariable
 from adaptor.protocol.spare_messages import Import
 from adaptor.worker.script_imports import code_of_variable

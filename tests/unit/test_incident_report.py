@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from adaptor import output
-from adaptor.launchers.incident_report import IncidentReport
-from adaptor.launchers.job_files import JobFiles
+from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.job_files import JobFiles
 from adaptor.operations.records import unix
 from adaptor.protocol.messages import (
     BoardRecord,

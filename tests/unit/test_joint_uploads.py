@@ -18,7 +18,7 @@ from adaptor.checkpoint import layout_file, regular_folder, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import choose, layout, pull, push, whole
+from adaptor.store import catalog, completeness, layout, pull, push
 from adaptor.store.client import Store
 from adaptor.store.joint import JointPush, announced, divide
 from adaptor.store.opening import open_store
@@ -101,7 +101,7 @@ def save_part(root: Path, step: int, node: int, *, described: bool = True) -> Pa
 
 
 def committed(store: Store, step: int) -> bool:
-    return bool(choose.places(store, step)[0])
+    return bool(catalog.places(store, step)[0])
 
 
 def test_files_are_divided_by_size_and_each_goes_to_one_node() -> None:
@@ -140,15 +140,15 @@ def test_nodes_that_share_a_folder_share_the_work(
         sender.tell({"within_s": None})
         assert sender.ends() == ""
     store = open_store(url, server)
-    (found,) = choose.newest_first(store, None, [])
-    lists = choose.read_lists(store, found.where, store.objects(found.where))
+    (found,) = catalog.newest_first(store, None, [])
+    lists = catalog.read_lists(store, found.where, store.objects(found.where))
     known = push.read_folder(root, 10)
     assert [{part.path for part in lists[node].files} for node in (0, 1)] == [
         {file.path for file in share} for share in divide(known.files, 2)
     ]
     assert pull.pull(store, tmp_path / "pulled").step == 10
     assert contents(tmp_path / "pulled" / folder.name) == contents(folder)
-    assert list(choose.wrong_files(store, found)) == []
+    assert list(catalog.wrong_files(store, found)) == []
 
 
 def test_a_node_that_does_not_join_is_not_waited_for_again(store: Store, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_nothing_is_committed_before_all_have_sent(
     waiting.until(
         lambda: (
             bool(store.objects(where).get(layout.parts_name(where, 0)))
-            and choose.read_lists(store, where, store.objects(where))[0].done
+            and catalog.read_lists(store, where, store.objects(where))[0].done
         ),
         "node 0 has sent its part",
     )
@@ -214,7 +214,7 @@ def test_half_a_checkpoint_is_never_committed(
     upload(roots[0], 0)
     upload(roots[1], 1)
     waiting.until(lambda: committed(store, 20), "both have sent theirs")
-    assert [one.known.step for one in choose.newest_first(store, None, [])] == [20]
+    assert [one.known.step for one in catalog.newest_first(store, None, [])] == [20]
 
 
 def test_a_part_alone_is_not_led_by_another_node(
@@ -226,7 +226,7 @@ def test_a_part_alone_is_not_led_by_another_node(
     why = f"{folder} has only a part of the checkpoint, and node 0 does not send its own"
     assert first == f"[ttp] node 1 sends nothing to {store} so far: {why}"
     assert last == f"[ttp] node 1 has not sent its part of step 10 to {store}: {why}"
-    assert choose.steps(store) == []
+    assert catalog.steps(store) == []
 
 
 @pytest.mark.parametrize("described", [True, False])
@@ -262,7 +262,7 @@ def test_a_part_that_nobody_names_is_sent_by_nobody_alone(
     assert f"{folder} has only a part of the checkpoint" in upload(tmp_path, 1, HASTY).end()[0]
     with pytest.raises(CheckpointError, match="so it is not sent alone"):
         push.push(store, tmp_path, 10)
-    assert choose.steps(store) == []
+    assert catalog.steps(store) == []
     assert pull.is_part(tmp_path, 10)
 
 
@@ -275,8 +275,8 @@ def test_what_a_node_has_saved_anew_is_sent_anew(store: Store, tmp_path: Path) -
         again = contents(save_part(roots[1], 10, 1))
         joint(store, roots[1], 10, 1, PATIENT).follow(where)
     joint(store, roots[0], 10, 0, PATIENT).lead(Others(), lambda: False)
-    (found,) = choose.newest_first(store, None, [])
-    assert list(choose.wrong_files(store, found)) == []
+    (found,) = catalog.newest_first(store, None, [])
+    assert list(catalog.wrong_files(store, found)) == []
     pull.pull(store, tmp_path / "pulled")
     assert contents(tmp_path / "pulled" / naming.final_name(10)) == files | again
 
@@ -319,7 +319,7 @@ def test_a_part_waits_while_the_one_before_is_sent(
 
 
 def _is_done(store: Store, where: str, node: int) -> bool:
-    lists = choose.read_lists(store, where, store.objects(where))
+    lists = catalog.read_lists(store, where, store.objects(where))
     return node in lists and lists[node].done
 
 
@@ -338,7 +338,7 @@ def test_a_part_that_nobody_names_is_waited_for_once_its_node_has_joined(
         joint(store, roots[1], 10, 1, PATIENT).follow(where)
 
     JointPush(store, roots[0], 10, 0, 2, lambda count: None, wait, PATIENT).lead(Others(), lambda: False)
-    (found,) = choose.newest_first(store, None, [])
+    (found,) = catalog.newest_first(store, None, [])
     assert {file.path.partition("/")[0] for file in found.known.files} == set(FOLDERS)
 
 
@@ -347,9 +347,9 @@ def test_the_metadata_of_torch_dist_names_all_files(tmp_path: Path) -> None:
     checkpoint.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     names = {path.name for path in tmp_path.iterdir()}
     (shard,) = names - {".metadata"}
-    assert whole.missing(tmp_path, names) == ""
-    assert whole.missing(tmp_path, {".metadata"}) == shard
-    assert whole.missing(tmp_path, {shard}) == ".metadata"
+    assert completeness.missing(tmp_path, names) == ""
+    assert completeness.missing(tmp_path, {".metadata"}) == shard
+    assert completeness.missing(tmp_path, {shard}) == ".metadata"
 
 
 def test_two_files_of_one_name_are_not_one_checkpoint(store: Store, tmp_path: Path) -> None:
@@ -412,7 +412,7 @@ def test_a_node_that_is_killed_while_it_sends(
     assert faults.held.wait(60)
     follower.process.kill()
     follower.process.wait()
-    assert choose.places(store, step) == ([], [where])
+    assert catalog.places(store, step) == ([], [where])
     faults.fault = lambda number, method, path: ""
     faults.release.set()
     thread = threading.Thread(target=lead)
@@ -422,7 +422,7 @@ def test_a_node_that_is_killed_while_it_sends(
         again.tell({"within_s": None})
         assert again.ends() == ""
     thread.join()
-    (found,) = choose.newest_first(store, step, [])
-    assert list(choose.wrong_files(store, found)) == []
+    (found,) = catalog.newest_first(store, step, [])
+    assert list(catalog.wrong_files(store, found)) == []
     assert pull.pull(store, tmp_path / "pulled", step).step == step
     assert contents(tmp_path / "pulled" / folder.name) == contents(folder)

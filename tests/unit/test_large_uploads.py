@@ -22,7 +22,7 @@ from adaptor.__main__ import main
 from adaptor.checkpoint import regular_folder
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
-from adaptor.store import choose, layout, push, upload_journal
+from adaptor.store import catalog, layout, push, upload_journal
 from adaptor.store.client import AT_ONCE, Store
 from adaptor.store.joint import JointPush
 from adaptor.store.multipart import Upload
@@ -109,8 +109,8 @@ def _begun(store: Store) -> int:
 
 def _is_whole(direct: Store, root: Path, step: int) -> None:
     """Assert that the store has a checkpoint as the folder has it, and nothing else of its uploads."""
-    (found,) = choose.newest_first(direct, step, [])
-    assert list(choose.wrong_files(direct, found)) == []
+    (found,) = catalog.newest_first(direct, step, [])
+    assert list(catalog.wrong_files(direct, found)) == []
     for path, content in contents(root / naming.final_name(step)).items():
         assert direct.get(f"{found.where}/{path}", LARGE + PART) == content
     assert _begun(direct) == 0
@@ -147,7 +147,7 @@ def test_whoever_is_killed_in_a_large_file_has_not_sent_it_for_nothing(
         killed += 1
         sent = {number for number, _ in faults.parts}
         assert not sent & noted, "what is noted is not sent again"
-        assert choose.places(store, 12)[0] == [], "nobody takes it for a checkpoint"
+        assert catalog.places(store, 12)[0] == [], "nobody takes it for a checkpoint"
         noted = _noted(proxied, root)
         assert len(sent - noted) <= AT_ONCE
         faults.release.set()
@@ -215,8 +215,8 @@ def test_credentials_that_may_remove_no_upload_send_a_changed_file_all_the_same(
     assert left.startswith("the parts of an upload that was cut short stay in the store: ")
     assert "does not allow these credentials to remove an upload" in left
     assert "has changed since its upload was begun" in anew
-    (found,) = choose.newest_first(direct, 12, [])
-    assert list(choose.wrong_files(direct, found)) == []
+    (found,) = catalog.newest_first(direct, 12, [])
+    assert list(catalog.wrong_files(direct, found)) == []
     assert not (root / naming.UPLOADS).exists()
 
 
@@ -344,7 +344,7 @@ def test_an_upload_that_cannot_be_removed_is_one_line(
     assert line.startswith(
         "the parts of an upload that was cut short stay in the store until the next attempt"
     )
-    assert choose.places(direct, 24)[0]
+    assert catalog.places(direct, 24)[0]
     faults.begin()
     push.push(store, root, 24, tell=lines.append)
     assert len(lines) == 1
@@ -403,7 +403,7 @@ def test_a_store_that_does_not_list_uploads_is_pruned_all_the_same(
         uploader.end()
         thread.join()
     assert sum("which cost money" in line for line in lines) == 1
-    assert choose.steps(store) == [48]
+    assert catalog.steps(store) == [48]
 
 
 @pytest.mark.parametrize("who", ["the same node", "node 0"])
@@ -555,7 +555,7 @@ def test_a_list_of_an_earlier_version_counts(store: Store, faults: FaultProxy, r
         file["etag"] = f'"{file["etag"]}"'
     store.put(name, json.dumps(known).encode())
     faults.begin()
-    assert choose.examine(store, where).known.step == 12
+    assert catalog.examine(store, where).known.step == 12
     assert _read(faults) == []
 
 
@@ -603,7 +603,7 @@ def test_buckets_of_the_same_name_at_two_endpoints_are_two(
         lines: list[str] = []
         push.push(other, root, 12, tell=lines.append)
         assert lines == []
-        assert next(choose.newest_first(other, None, [])).known.step == 12
+        assert next(catalog.newest_first(other, None, [])).known.step == 12
     assert _noted(store, root) == noted
     faults.begin()
     push.push(store, root, 12)

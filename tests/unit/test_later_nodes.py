@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adaptor import output
-from adaptor.launchers.later_nodes import LaterNodes
+from adaptor.launchers.rendezvous.later_nodes import LaterNodes
 
 LAST_CALL_S = 30.0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from adaptor import config, output
-from adaptor.launchers.log import Log, tell_error
+from adaptor.launchers.records.log import Log, tell_error
 from tests.unit.threads import LONG_S
 
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from adaptor.checkpoint import publish
-from adaptor.launchers import after_verdict
-from adaptor.launchers.worker_processes import Workers
+from adaptor.launchers.agent import worker_shutdown
+from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.protocol import wire
 from adaptor.protocol.environment import GENERATION
 from adaptor.protocol.lifeline import Lifeline
@@ -229,7 +229,7 @@ def test_children_of_a_worker_go_with_it(job: Job) -> None:
 
 
 def test_a_worker_that_does_not_go_is_ended(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(after_verdict, "EXIT_GRACE_S", 0.2)
+    monkeypatch.setattr(worker_shutdown, "EXIT_GRACE_S", 0.2)
     job.begin(2)
     stop(job.workers[0].process.pid)
     job.workers[1].send("leave 3")
@@ -389,7 +389,7 @@ def test_an_error_of_the_controller_s_own_ends_the_job(
         raise KeyError("a mistake")
 
     monkeypatch.setattr(controller_host.controller, "_on_deaths", broken)
-    monkeypatch.setattr(after_verdict, "SHUTDOWN_GRACE_S", 0.1)  # it hears of no other death either
+    monkeypatch.setattr(worker_shutdown, "SHUTDOWN_GRACE_S", 0.1)  # it hears of no other death either
     job.workers[0].process.kill()
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("lost", 1)

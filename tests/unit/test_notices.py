@@ -23,8 +23,9 @@ import pytest
 from adaptor import config, output
 from adaptor.endpoints import NoticeTarget
 from adaptor.errors import ConfigError
-from adaptor.launchers import job_server, notifier, ttprun
-from adaptor.launchers.notifier import Notifier
+from adaptor.launchers.cli import ttprun
+from adaptor.launchers.records import job_server, notifier
+from adaptor.launchers.records.notifier import Notifier
 from adaptor.operations import notices
 from adaptor.operations.notices import NotDeliveredError
 from tests import operator_files, waiting

@@ -191,7 +191,7 @@ def test_ttprun_is_stopped_for_a_time(launcher: Launcher) -> None:
 PUBLISH_WAITS = """
 import signal
 from adaptor.checkpoint import publish
-from adaptor.launchers import end_requests
+from adaptor.launchers.cli import end_requests
 from tests import waiting
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests themselves run under nohup it would be ignored
 end_requests.SAME_REQUEST_S = 600.0  # for machines that stop meanwhile
@@ -353,7 +353,7 @@ def test_a_task_of_the_control_thread_fails(error: str, launcher: Launcher) -> N
 def test_the_control_thread_ends(launcher: Launcher) -> None:
     """It breaks off, and again when it is to save."""
     again = (
-        "from adaptor.launchers.save_folder_tasks import SaveFolderTasks\n"
+        "from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks\n"
         "def do(*args):\n    raise SystemExit(8)\nSaveFolderTasks.do = do\n"
     )
     job = Training(launcher, before=FAILS.format(error="SystemExit(7)") + again)
@@ -377,7 +377,7 @@ def test_an_empty_file_of_torchs_for_an_error(launcher: Launcher) -> None:
 
 def test_an_error_of_ttprun_between_the_verdict_and_the_restart(launcher: Launcher) -> None:
     before = (
-        "from adaptor.launchers.account import Account\n"
+        "from adaptor.launchers.records.operator_summary import Account\n"
         "def restart(self):\n    raise ValueError('odd')\nAccount.restart = restart\n"
     )
     job = Training(launcher, before=before)
@@ -395,8 +395,8 @@ def test_an_error_of_ttprun_between_the_verdict_and_the_restart(launcher: Launch
 HANGS = """
 import threading
 from adaptor.controller.hang_detector import HangDetector
-from adaptor.launchers import control_thread
-from adaptor.launchers.node import Node
+from adaptor.launchers.agent import control_thread
+from adaptor.launchers.agent.node import Node
 control_thread.HANGS_AT_END_S = 0.2
 def look(self, *args, **kwargs):
     if Path("go").exists():
@@ -438,7 +438,8 @@ DISK_HANGS = """
 from pathlib import Path
 from tests import waiting
 from adaptor.checkpoint import left_overs
-from adaptor.launchers import save_folder_tasks, tracker_reading
+from adaptor.launchers.agent import save_folder_tasks
+from adaptor.launchers.records import tracker_reading
 tracker_reading.TRACKER_S = save_folder_tasks.CLEAN_S = 600
 def hangs(act):
     def waits(*args, **kwargs):

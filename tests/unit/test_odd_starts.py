@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.launchers import ttprun
+from adaptor.launchers.cli import ttprun
 from tests.unit.launching import ONE, Launcher, launcher, run_here, zygote
 from tests.unit.nodes import ROOT
 from tests.unit.other_user import NOBODY
@@ -91,7 +91,7 @@ def test_a_bare_environment(tmp_path: Path) -> None:
         "PYTHONPATH": f"/nowhere:/dev/null:{ROOT}",
         "TTP_LOG_PATH": str(tmp_path / "logs"),
     }
-    command = shlex.join([sys.executable, "-m", "adaptor.launchers.ttprun", *ONE, "script.py"])
+    command = shlex.join([sys.executable, "-m", "adaptor.launchers.cli.ttprun", *ONE, "script.py"])
     ended = subprocess.run(
         ["sh", "-c", f"umask 077; exec {command} <&- >&- 2>&-"],
         cwd=tmp_path,
@@ -112,7 +112,7 @@ def test_a_locale_that_is_not_utf8(tmp_path: Path) -> None:
         "    raise OSError('caf\\u00e9')\n"
         "Path('told').write_text(os.environ['TTP_LAST_INCIDENT'])\n"
     )
-    command = [sys.executable, "-m", "adaptor.launchers.ttprun", *ONE, "--max-restarts", "1", "script.py"]
+    command = [sys.executable, "-m", "adaptor.launchers.cli.ttprun", *ONE, "--max-restarts", "1", "script.py"]
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     ended = run_here(tmp_path, *command, PYTHONPATH=str(ROOT), TTP_LOG_PATH=str(tmp_path / "logs"), **locale)
     assert ended.returncode == 0, ended.stderr

@@ -21,12 +21,12 @@ from adaptor.checkpoint import hashing
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
-from adaptor.launchers import tracker_reading
-from adaptor.launchers.incident_report import IncidentReport
-from adaptor.launchers.job_files import JobFiles
-from adaptor.launchers.job_status import JobStatus
-from adaptor.launchers.notifier import Notifier
-from adaptor.launchers.step_timer import LIMITS_S, StepTimer
+from adaptor.launchers.records import tracker_reading
+from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.job_files import JobFiles
+from adaptor.launchers.records.job_status import JobStatus
+from adaptor.launchers.records.notifier import Notifier
+from adaptor.launchers.records.step_timer import LIMITS_S, StepTimer
 from adaptor.operations import cli, records
 from adaptor.operations.records import Notice, Status, StepTimes
 from adaptor.protocol import naming

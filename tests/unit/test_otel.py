@@ -14,7 +14,7 @@ import msgspec
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from adaptor.launchers import ttp
+from adaptor.launchers.cli import ttp
 from adaptor.operations.records import Incident, Phases
 from tests.unit.test_serve import BEGAN, incident, job, status  # noqa: F401
 from tests.unit.threads import LONG_S
@@ -108,7 +108,7 @@ def test_an_incident_is_one_trace(
 def test_incidents_are_followed_until_the_job_has_ended(job: Path, receiver: Receiver) -> None:  # noqa: F811
     (path,) = (job / "incidents").iterdir()
     with subprocess.Popen(
-        [sys.executable, "-m", "adaptor.launchers.ttp", "otel", str(job), "--follow"],
+        [sys.executable, "-m", "adaptor.launchers.cli.ttp", "otel", str(job), "--follow"],
         stdout=subprocess.PIPE,
         text=True,
     ) as command:

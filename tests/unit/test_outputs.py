@@ -14,8 +14,8 @@ import pytest
 
 from adaptor.config import load
 from adaptor.errors import ConfigError
-from adaptor.launchers import job_uploads
-from adaptor.launchers.job_uploads import OutputUploads
+from adaptor.launchers.store import job_uploads
+from adaptor.launchers.store.job_uploads import OutputUploads
 from adaptor.protocol import naming
 from adaptor.store import outputs
 from adaptor.store.client import PIECE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import agreed_step, linux_calls, regular_folder, tracker
+from adaptor.checkpoint import linux_calls, regular_folder, tracker, tracker_rollback
 from adaptor.protocol import naming
 from tests.unit.test_checkpoint_publish import Crash, _watch_calls_without_events, crash_before  # noqa: F401
 from tests.unit.test_own_disks import (
@@ -237,7 +237,7 @@ def test_wherever_a_start_ends_that_completes_a_save(
             shutil.copytree(place / "save", place / here)
         try:
             with crash_before(call):
-                assert agreed_step.complete(places[1] / here, naming.final_name(NEWER), THIRD) == ""
+                assert tracker_rollback.complete(places[1] / here, naming.final_name(NEWER), THIRD) == ""
             break
         except Crash:
             cases.append(here)
@@ -255,10 +255,10 @@ def test_wherever_a_start_ends_that_completes_a_save(
 # Rank 1 brings the save to disk when rank 2 has found that it is at work; two FIFOs let them meet.
 MEET = """
 import os, sys
-from adaptor.checkpoint import agreed_step
+from adaptor.checkpoint import tracker_rollback
 rank, last = sys.argv[2], os.environ["LAST_NODE"]
 os.environ["GROUP_RANK"] = min(rank, last)
-complete, fsync, met = agreed_step.complete, os.fsync, []
+complete, fsync, met = tracker_rollback.complete, os.fsync, []
 
 def meet():
     if not met:
@@ -282,9 +282,9 @@ def come(*args):
     return why
 
 if rank == "1":
-    agreed_step.complete, os.fsync = work, bring
+    tracker_rollback.complete, os.fsync = work, bring
 if rank == "2":
-    agreed_step.complete = come
+    tracker_rollback.complete = come
 """
 
 

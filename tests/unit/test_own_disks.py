@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from adaptor.checkpoint import (
-    agreed_step,
     checksum_notes,
     left_overs,
     manifest,
     publish,
     regular_folder,
     tracker,
+    tracker_rollback,
 )
-from adaptor.checkpoint.agreed_step import Agreed
 from adaptor.checkpoint.hashing import HashingFile
-from adaptor.checkpoint.resume_judgement import Found, judge
+from adaptor.checkpoint.resume_selection import Found, judge
+from adaptor.checkpoint.tracker_rollback import Agreed
 from adaptor.errors import ResumeError
 from adaptor.protocol import environment, naming
 from tests.unit.test_checkpoint_publish import Crash, _watch_calls_without_events, crash_before  # noqa: F401
@@ -262,8 +262,8 @@ def test_after_a_crash_while_all_go_back(tmp_path: Path) -> None:
             roots.append(Path(shutil.copytree(place / "save", place / here)))
         try:
             with crash_before(call):
-                assert agreed_step.follow(roots[1], Agreed(OLDER, (NEWER,))) == ""
-                agreed_step.go_back(roots[0], OLDER, agreed_step.names_aside(roots[0], [NEWER]))
+                assert tracker_rollback.follow(roots[1], Agreed(OLDER, (NEWER,))) == ""
+                tracker_rollback.go_back(roots[0], OLDER, tracker_rollback.names_aside(roots[0], [NEWER]))
             break
         except Crash:
             cases.append(here)
@@ -500,7 +500,7 @@ def test_a_disk_that_refuses_to_go_back_is_one_line(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
-        why = agreed_step.follow(roots[1], Agreed(OLDER, (NEWER,)))
+        why = tracker_rollback.follow(roots[1], Agreed(OLDER, (NEWER,)))
     assert why == f"{roots[1] / naming.final_name(NEWER)}: Read-only file system (go_back)"
     asks = judge(roots[0], roots[0], None)
     assert next(asks)[0] == roots[0] / naming.final_name(NEWER)  # type: ignore[index]
@@ -519,9 +519,9 @@ def test_machines_that_see_other_times_of_the_same_files_go_back_once(tmp_path: 
     root = place / "save"
     write(root, 0, NEWER, SECOND)
     name(root, 0, NEWER, SECOND)
-    aside = agreed_step.names_aside(root, [NEWER])
-    assert agreed_step.follow(root, Agreed(OLDER, (NEWER,))) == ""
-    agreed_step.go_back(root, OLDER, aside)
+    aside = tracker_rollback.names_aside(root, [NEWER])
+    assert tracker_rollback.follow(root, Agreed(OLDER, (NEWER,))) == ""
+    tracker_rollback.go_back(root, OLDER, aside)
     assert tracker.tracked_step(root) == OLDER
     names = sorted(path.name for path in root.iterdir())
     assert names == [naming.aside_name(NEWER, 1), naming.final_name(OLDER), naming.TRACKER]

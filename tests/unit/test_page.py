@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from adaptor.launchers import ttp
+from adaptor.launchers.cli import ttp
 from adaptor.operations import history, incident_section, job_folder, page, page_frame, timeline
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.newest_checkpoint import Checkpoint

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from adaptor import config
 from adaptor.errors import ConfigError
-from adaptor.launchers import flags
+from adaptor.launchers.cli import flags
 from adaptor.launchers.platforms import cards, detect, hostlist, rank_table
 from adaptor.launchers.platforms.machine import LIMIT_S, Machine, this_machine
 from adaptor.launchers.platforms.reading import Card, PlatformError

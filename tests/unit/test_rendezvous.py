@@ -18,8 +18,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from adaptor.launchers import node_order
-from adaptor.launchers.rendezvous import Registry, Rendezvous
+from adaptor.launchers.rendezvous import node_order
+from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
 from tests.ports import free_port
 
 

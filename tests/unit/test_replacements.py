@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from adaptor.launchers import spare_pool, stack_collector
-from adaptor.launchers.programs import SPARE, WORKER
-from adaptor.launchers.replacements import Replacements
-from adaptor.launchers.spare_pool import MOST_DEATHS, Spare
-from adaptor.launchers.worker_processes import Workers
+from adaptor.launchers.agent import stack_collector
+from adaptor.launchers.agent.programs import SPARE, WORKER
+from adaptor.launchers.agent.worker_processes import Workers
+from adaptor.launchers.spares import spare_pool
+from adaptor.launchers.spares.replacements import Replacements
+from adaptor.launchers.spares.spare_pool import MOST_DEATHS, Spare
 from adaptor.protocol import stack_files
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, NEWCOMER, SCRATCH

@@ -13,8 +13,8 @@ import pytest
 
 from adaptor.checkpoint import left_overs, publish
 from adaptor.errors import CheckpointError
-from adaptor.launchers import save_folder_tasks
-from adaptor.launchers.save_folder_tasks import SaveFolderTasks
+from adaptor.launchers.agent import save_folder_tasks
+from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import Find, Prepare, Prepared, Publish, Published, PublishFailed
@@ -73,7 +73,7 @@ def test_what_the_disk_refuses_is_an_answer(tmp_path: Path) -> None:
 def test_what_joins_parts_is_imported_before_a_fault_where_there_will_be_some(expected: bool) -> None:
     script = f"""
 import sys, threading
-from adaptor.launchers.save_folder_tasks import SaveFolderTasks
+from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks
 works = SaveFolderTasks()
 for _ in range(2 * {expected}):
     works.expect_parts()

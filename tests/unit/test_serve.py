@@ -441,7 +441,7 @@ def interrupt():
     ids=["waiting", "starting", "replaced", "dropped"],
 )
 def test_the_command_says_where_it_serves(before: str, job: Path) -> None:
-    program = f"{HEARS_CTRL_C}\n{before}\nfrom adaptor.launchers import ttp; raise SystemExit(ttp.main())"
+    program = f"{HEARS_CTRL_C}\n{before}\nfrom adaptor.launchers.cli import ttp; raise SystemExit(ttp.main())"
     with subprocess.Popen(
         [sys.executable, "-c", program, "serve", str(job), "--port", "0", "--json"],
         stdout=subprocess.PIPE,

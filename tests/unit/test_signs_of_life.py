@@ -20,9 +20,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
 )
 
-from adaptor.launchers.rendezvous import Registry, Rendezvous
-from adaptor.launchers.rendezvous_errors import NotTakenInError
-from adaptor.launchers.signs_of_life import SignsOfLife
+from adaptor.launchers.rendezvous.rendezvous_errors import NotTakenInError
+from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
+from adaptor.launchers.rendezvous.rendezvous_liveness import SignsOfLife
 from tests import waiting
 from tests.unit.threads import Thread
 

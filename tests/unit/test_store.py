@@ -17,10 +17,10 @@ from adaptor.__main__ import main
 from adaptor.checkpoint import manifest, publish, tracker
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest
 from adaptor.errors import StoreError
-from adaptor.launchers import ttp
+from adaptor.launchers.cli import ttp
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import address, choose, layout
+from adaptor.store import address, catalog, layout
 from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
 from adaptor.store.pull import pull, resume
@@ -160,7 +160,7 @@ def test_a_changed_object_gives_way_to_the_next_older_checkpoint(
         save(tmp_path / "one", step)
         assert _store("push", url, tmp_path / "one") == 0
     store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""))
-    newest, older = (choose.places(store, step)[0][0] for step in (36, 24))
+    newest, older = (catalog.places(store, step)[0][0] for step in (36, 24))
     file = f"mp_rank_01/{naming.MODEL_FILE}"
     _change(url, f"{newest}/{file}", os.urandom(1001))  # in its size
     _change(url, f"{older}/{naming.MANIFEST}", b"{}")
@@ -242,7 +242,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_can_be_pushed_again(
         save(tmp_path / "one", step)
         assert _store("push", url, tmp_path / "one") == 0
     store = open_store(url, os.environ.get("TTP_STORE_ENDPOINT", ""))
-    ((where,), _) = choose.places(store, 24)
+    ((where,), _) = catalog.places(store, 24)
     if what == "object":
         store.delete([f"{where}/mp_rank_01/{naming.MODEL_FILE}"])
     else:
@@ -270,7 +270,7 @@ def test_a_copy_in_another_place_is_as_good(
     save(tmp_path / "one", 12)
     assert _store("push", s3, tmp_path / "one") == 0
     store = open_store(s3, os.environ["TTP_STORE_ENDPOINT"])
-    (where,) = choose.places(store, 12)[0]
+    (where,) = catalog.places(store, 12)[0]
     file = f"{where}/mp_rank_00/{naming.MODEL_FILE}"
     before = store.objects(where)[file].etag
     content = store.get(file, 10_000)
@@ -298,11 +298,11 @@ def test_more_objects_than_an_answer_holds_are_listed(s3: str, server: str, tmp_
         object_store.request(server, "PUT", f"/{bucket}/run%207/iter_{step:07d}/gone/x", b"x")
     assert b"<IsTruncated>true" in object_store.request(server, "GET", f"/{bucket}?list-type=2")
     store = open_store(s3, server)
-    assert len(choose.steps(store)) == count
+    assert len(catalog.steps(store)) == count
     assert len(store.objects("")) == count
     save(tmp_path / "one", 70)
     push(store, tmp_path / "one", 70)
-    assert next(choose.newest_first(store, None, [])).known.step == 70
+    assert next(catalog.newest_first(store, None, [])).known.step == 70
 
 
 def test_old_checkpoints_are_removed(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from adaptor.checkpoint import tracker
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
-from adaptor.store import choose, pull, push
+from adaptor.store import catalog, pull, push
 from adaptor.store.client import PIECE, Store
 from adaptor.store.opening import open_store
 from tests.unit import object_store
@@ -51,10 +51,10 @@ def _is_the_manifest(method: str, path: str) -> bool:
 def _all_are_intact(store: Store) -> list[int]:
     """Return the steps that anybody would take for complete checkpoints, after all of them were read."""
     problems: list[str] = []
-    found = list(choose.newest_first(store, None, problems))
+    found = list(catalog.newest_first(store, None, problems))
     assert problems == []
     for one in found:
-        assert list(choose.wrong_files(store, one)) == []
+        assert list(catalog.wrong_files(store, one)) == []
     return sorted(one.known.step for one in found)
 
 

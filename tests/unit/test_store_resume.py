@@ -16,10 +16,10 @@ from torch.distributed import HashStore
 
 from adaptor.checkpoint import layout_file, manifest, regular_folder, tracker
 from adaptor.errors import ConfigError, ResumeError
-from adaptor.launchers.store_load import Load, take
-from adaptor.launchers.store_resume import StoreResume
+from adaptor.launchers.store.store_load import Load, take
+from adaptor.launchers.store.store_resume import StoreResume
 from adaptor.protocol import naming
-from adaptor.store import choose, layout, push
+from adaptor.store import catalog, layout, push
 from adaptor.store.opening import open_store
 from tests.unit.object_store import contents, save
 
@@ -253,7 +253,7 @@ def test_a_node_that_cannot_tell_pulls_the_whole_checkpoint(why: str, described:
     root, sizes = tmp_path / "node1", {"other sizes": (1, 2), "unknown sizes": None}.get(why, (2, 2))
     if why == "no layout":
         store = open_store(described)
-        (found,) = choose.newest_first(store, None, [])
+        (found,) = catalog.newest_first(store, None, [])
         files = tuple(file for file in found.known.files if file.path != naming.LAYOUT)
         made = dataclasses.replace(found.known, files=files).encode()
         store.put(layout.manifest_name(found.where), made)
@@ -286,7 +286,7 @@ def test_a_part_stays_where_the_rest_cannot_come(
     store, root = open_store(described), tmp_path / "node0"
     _save_described(root, "0f3a5c21", FOLDERS[:2])
     before = {path: path.read_bytes() for path in root.rglob("*.pt")}
-    (found,) = choose.newest_first(store, None, [])
+    (found,) = catalog.newest_first(store, None, [])
     name = f"{found.where}/{FOLDERS[3]}/{naming.MODEL_FILE}"
     store.put(name, bytes(len(store.get(name, 1 << 20))))
     StoreResume(Load(described, root, None), "").prepare(0, 1, HashStore())

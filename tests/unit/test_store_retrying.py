@@ -14,7 +14,7 @@ import pytest
 
 from adaptor.checkpoint import tracker
 from adaptor.errors import StoreError
-from adaptor.launchers.programs import STORE
+from adaptor.launchers.agent.programs import STORE
 from adaptor.store import push
 from adaptor.store.opening import open_store
 from adaptor.store.retrying import RETRY_S, BusyError, Retrying

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from adaptor.store import ahead, threads
+from adaptor.store import prefetch, threads
 
 
 def test_results_come_in_order_and_a_few_calls_run_ahead() -> None:
@@ -21,7 +21,7 @@ def test_results_come_in_order_and_a_few_calls_run_ahead() -> None:
         return number
 
     taken = []
-    for done in ahead.in_order([partial(call, number) for number in range(20)], "a-test", 3):
+    for done in prefetch.in_order([partial(call, number) for number in range(20)], "a-test", 3):
         taken.append(done.result())
         with lock:
             assert begun <= len(taken) + 2
@@ -35,7 +35,7 @@ def test_what_is_closed_begins_no_more_calls_and_waits_for_none() -> None:
         begun.set()
         release.wait()
 
-    with contextlib.closing(ahead.in_order([held, partial(made.append, 1)], "a-test", 1)) as coming:
+    with contextlib.closing(prefetch.in_order([held, partial(made.append, 1)], "a-test", 1)) as coming:
         first = next(coming)
         assert begun.wait(60)
     assert not first.done()
@@ -51,4 +51,4 @@ def test_a_machine_without_threads_makes_each_call_all_the_same(monkeypatch: pyt
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert threads.call(lambda: 1) == 1
     assert threads.begin(lambda: 2, "a-test").result() == 2
-    assert [one.result() for one in ahead.in_order([lambda: 3, lambda: 4], "a-test")] == [3, 4]
+    assert [one.result() for one in prefetch.in_order([lambda: 3, lambda: 4], "a-test")] == [3, 4]

@@ -63,7 +63,7 @@ def test_a_terminal_without_rich(capsys: pytest.CaptureFixture[str], monkeypatch
 )
 def test_a_reader_that_has_enough(words: tuple[str, ...]) -> None:
     """As `ttp schema incident | head -1`: no traceback."""
-    command = [sys.executable, "-m", f"adaptor.launchers.{words[0]}", *words[1:]]
+    command = [sys.executable, "-m", f"adaptor.launchers.cli.{words[0]}", *words[1:]]
     read, write = os.pipe()
     os.close(read)
     if words[0] == "ttp":
@@ -77,7 +77,7 @@ def test_a_reader_that_has_enough(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
 def test_a_disk_that_is_full(flags: tuple[str, ...], tmp_path: Path) -> None:
     """As `ttp verify SAVE > file`: it is no finding of the command, whose exit code is 1."""
-    command = [sys.executable, "-m", "adaptor.launchers.ttp", "verify", str(tmp_path), *flags]
+    command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "verify", str(tmp_path), *flags]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "ttp: error: [Errno 28] No space left on device\n")

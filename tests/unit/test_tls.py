@@ -13,7 +13,7 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import ConfigError
-from adaptor.launchers import tls
+from adaptor.launchers.control import tls
 from tests.certificates import Authority
 from tests.unit.threads import LONG_S
 

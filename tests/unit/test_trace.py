@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from adaptor import output
-from adaptor.launchers import ttp
+from adaptor.launchers.cli import ttp
 from adaptor.operations.records import Incident
 from adaptor.operations.trace import chrome_trace
 from tests.unit.test_operations import Recorded

@@ -38,7 +38,7 @@ __all__ = ["launcher", "zygote"]
 def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
     while_torch_is_imported = (
         "import signal\n"
-        "from adaptor.launchers import flags\n"
+        "from adaptor.launchers.cli import flags\n"
         # A shell may have had it ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "flags.parse = lambda arguments: signal.raise_signal(signal.SIGINT)\n"
@@ -48,9 +48,9 @@ def test_ctrl_c_before_anything_was_started(launcher: Launcher) -> None:
     assert (ended.code, ended.log) == (128 + signal.SIGINT, line)
 
 
-@pytest.mark.parametrize("module", ["adaptor.launchers.ttprun", "asyncio", "torch"])
+@pytest.mark.parametrize("module", ["adaptor.launchers.cli.ttprun", "asyncio", "torch"])
 def test_ctrl_c_while_the_launcher_is_imported(module: str, tmp_path: Path) -> None:
-    program = interrupted_in_import("adaptor.launchers.entry", module)
+    program = interrupted_in_import("adaptor.launchers.cli.entry", module)
     done = run_here(tmp_path, sys.executable, "-c", program)
     line = "[ttp] ended by SIGINT, before anything was started\n"
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", line)

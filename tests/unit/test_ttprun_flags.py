@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaptor import config
-from adaptor.launchers import flags, start_checks, ttprun
+from adaptor.launchers.cli import flags, start_checks, ttprun
 from adaptor.mindio.client import sdk
 from tests.unit.launching import ONE, Launcher, clean, launcher, zygote
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from adaptor import config
 from adaptor.errors import ConfigError
-from adaptor.launchers import flags, start_checks, ttprun
-from adaptor.launchers.invitation import Invitation
+from adaptor.launchers.cli import flags, start_checks, ttprun
+from adaptor.launchers.control.invitation import Invitation
 from tests import waiting
 from tests.certificates import Authority
 from tests.ports import free_port, free_ports
@@ -283,8 +283,8 @@ def test_nodes_that_are_awaited(
 @pytest.mark.parametrize("place", ["account.conclude", "agent.SurvivorsAgent.end_control"])
 def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, launcher: Launcher) -> None:
     second = (
-        "\nimport adaptor.launchers.agent as agent\n"
-        "import adaptor.launchers.account as account\n"
+        "\nimport adaptor.launchers.agent.elastic_agent as agent\n"
+        "import adaptor.launchers.records.operator_summary as account\n"
         f"before = {place}\n"
         "def interrupted(*arguments):\n"
         f"    signal.raise_signal({by:d})\n"

@@ -270,7 +270,7 @@ def test_switched_off_it_is_torchrun(launcher: Launcher) -> None:
 def test_switched_off_a_failure_ends_as_under_torchrun(launcher: Launcher) -> None:
     script = launcher.script("import sys\nsys.exit(3)\n")
     ended = launcher.run(*ONE, script, ENABLE_TTP="0")
-    as_torch = "import adaptor.launchers.ttprun as t, torch.distributed.run as r\nt.main = r.main"
+    as_torch = "import adaptor.launchers.cli.ttprun as t, torch.distributed.run as r\nt.main = r.main"
     torchrun = launcher.run(*ONE, script, before=as_torch)
     assert ended.code == torchrun.code == 1
     assert ended.last_line == torchrun.last_line
@@ -303,7 +303,7 @@ def test_switched_off_a_device_is_the_stand_ins_alone(launcher: Launcher) -> Non
     assert seen["argv"] == ["script.py", "-x"]
 
 
-DOCTOR = ("-m", "adaptor.launchers.ttp", "doctor", "--write-mib", "1")
+DOCTOR = ("-m", "adaptor.launchers.cli.ttp", "doctor", "--write-mib", "1")
 
 
 def test_a_job_that_is_ttp_doctor(launcher: Launcher) -> None:

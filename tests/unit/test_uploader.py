@@ -20,11 +20,11 @@ import pytest
 from adaptor import output
 from adaptor.config import load
 from adaptor.errors import ConfigError
-from adaptor.launchers import job_uploads
-from adaptor.launchers.job_uploads import JobUploads
-from adaptor.launchers.programs import STORE
+from adaptor.launchers.agent.programs import STORE
+from adaptor.launchers.store import job_uploads
+from adaptor.launchers.store.job_uploads import JobUploads
 from adaptor.protocol import naming
-from adaptor.store import choose, push, upload_journal
+from adaptor.store import catalog, push, upload_journal
 from adaptor.store.cadence import Saved
 from adaptor.store.cadence import choose as due
 from adaptor.store.client import PIECE
@@ -123,7 +123,7 @@ def test_what_is_saved_is_sent_and_old_ones_are_removed(
         assert f"step {step} is in {url}" in sender.line()
     sender.tell({"within_s": None})
     assert sender.ends() == ""
-    assert choose.steps(store) == [20, 30]
+    assert catalog.steps(store) == [20, 30]
     # The next start of the job goes on after them.
     sender = start(url, server, root, keep=2, every=15)
     save(root, 40)
@@ -162,7 +162,7 @@ def test_a_slow_store_gets_the_newest(
     assert "step 40 is in" in sender.line()
     sender.tell({"within_s": None})
     assert sender.ends() == ""
-    assert choose.steps(open_store(url, server)) == [10, 40]
+    assert catalog.steps(open_store(url, server)) == [10, 40]
 
 
 def test_last_words_go_first(
@@ -181,7 +181,7 @@ def test_last_words_go_first(
     assert "step 12 is in" in sender.line()
     assert sender.ends() == ""
     store = open_store(url, server)
-    assert [one.known.step for one in choose.newest_first(store, None, [])] == [12]
+    assert [one.known.step for one in catalog.newest_first(store, None, [])] == [12]
     assert store.multipart is not None
     assert store.multipart.begun() == [], "what was left leaves nothing behind"
 
@@ -261,7 +261,7 @@ def test_what_a_job_saves_after_it_has_gone_back_is_sent_and_stays(
     assert "step 25 is in" in sender.line()
     sender.tell({"within_s": None})
     assert sender.ends() == ""
-    assert choose.steps(store) == [20, 25, 40, 50]
+    assert catalog.steps(store) == [20, 25, 40, 50]
 
 
 def test_what_a_job_saves_after_it_has_gone_back_is_sent_by_the_next_process_too(
@@ -279,7 +279,7 @@ def test_what_a_job_saves_after_it_has_gone_back_is_sent_by_the_next_process_too
     later, sent = sender.ends().splitlines()
     assert f"holds step 40, later than step 25 of {root}" in later
     assert "step 25 is in" in sent
-    assert choose.steps(store) == [10, 20, 25, 30, 40]
+    assert catalog.steps(store) == [10, 20, 25, 30, 40]
 
 
 def test_a_checkpoint_that_is_removed_while_it_is_sent_does_not_count(
@@ -347,7 +347,7 @@ def test_what_cannot_be_sent_in_time_is_said(
     assert (
         sender.ends() == f"[ttp] step 10 is only in {root}, not in {url}: {why}; this sends it: {command}\n"
     )
-    assert choose.places(open_store(url, server), 10)[0] == []
+    assert catalog.places(open_store(url, server), 10)[0] == []
 
 
 def test_a_store_with_later_steps_is_named(
@@ -401,7 +401,7 @@ def test_an_uploader_that_is_killed_is_started_again(
     waiting.until(lambda: uploads._process not in (process, None), "it is started again")
     uploads.close()
     store = open_store(url, server)
-    assert [one.known.step for one in choose.newest_first(store, None, [])] == [10]
+    assert [one.known.step for one in catalog.newest_first(store, None, [])] == [10]
     told = capfd.readouterr()
     assert f"the process that sends checkpoints to {url} has ended by SIGKILL; it is started again" in (
         told.out + told.err
@@ -428,11 +428,11 @@ def test_an_uploader_that_is_killed_after_the_end_leaves_the_command_that_sends_
         "has ended by SIGKILL; the newest one may be on this machine only; this sends what the store does not"
         " have"
     )
-    ttp = f" {sys.executable} -m adaptor.launchers.ttp "
+    ttp = f" {sys.executable} -m adaptor.launchers.cli.ttp "
     command = f"TTP_STORE_ENDPOINT={command}".replace(" ttp ", ttp)
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [one.known.step for one in choose.newest_first(open_store(url, server), None, [])] == [10]
+    assert [one.known.step for one in catalog.newest_first(open_store(url, server), None, [])] == [10]
 
 
 class _ClosedAfterTheEnd:
@@ -459,7 +459,7 @@ def test_an_uploader_that_is_killed_right_before_the_end_is_started_once_more(
     waiting.until(lambda: uploads._process is None, "it is seen that it has ended")
     faults.release.set()
     uploads.close()
-    assert [one.known.step for one in choose.newest_first(open_store(url, server), None, [])] == [10]
+    assert [one.known.step for one in catalog.newest_first(open_store(url, server), None, [])] == [10]
 
 
 def test_a_signal_for_the_whole_job_does_not_end_an_uploader_that_starts(

@@ -16,8 +16,8 @@ import torch.distributed.elastic.agent.server.local_elastic_agent
 import torch.distributed.launcher.api
 import torch.distributed.run  # noqa: F401
 
-import adaptor.launchers.ttprun  # noqa: F401
-from adaptor.launchers import entry
+import adaptor.launchers.cli.ttprun  # noqa: F401
+from adaptor.launchers.cli import entry
 from tests.faults.warm import leave
 
 

@@ -1,0 +1,296 @@
+"""Decides on rank 0, before a resume, which checkpoint is loaded: the tracker's, or another in its place.
+
+It asks for files to be compared with their manifest (`Files`) and is told what was found; all ranks make
+these comparisons (`resume_check`). A checkpoint that cannot be read, because a disk or a machine is in
+trouble, may be intact: the job is refused then, and nothing is changed. In the folder that the job itself
+saves to, a damaged checkpoint is moved aside, and the newest intact one takes its place. A folder that the
+job only loads from is not changed: there damage ends the job.
+
+Where nodes have disks of their own, a checkpoint is intact if it is on each of them. A node that lacks one
+may only see a shared folder late: so another one takes its place only where that node certainly has another
+disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import zipfile
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from adaptor import output
+from adaptor.checkpoint import disk, left_overs, manifest, saved_steps, tracker, tracker_rollback
+from adaptor.checkpoint.manifest import Unreadable
+from adaptor.checkpoint.tracker_rollback import Agreed
+from adaptor.errors import CheckpointError, ResumeError
+from adaptor.protocol import naming
+from adaptor.protocol.file_entry import FileEntry
+
+# The text of the tracker of a converted model, which belongs to no step.
+RELEASE = "release"
+# The number of names and problems that are printed, and the characters of each.
+TOLD = 5
+_LONGEST = 1000
+
+COPIES = (
+    "the nodes do not see the same folder, so nothing was changed: copy the checkpoint to them anew, or give"
+    " a folder that they share"
+)
+
+ALIKE = "let all name the same step, or choose one with --ckpt-step"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The findings of all ranks about a checkpoint.
+
+    Attributes:
+        problems: a line each; where nodes have copies of their own, one of each node that has any
+        unlike: the ranks that do not see the checkpoint that rank 0 sees
+        apart: those of them that certainly have another disk
+    """
+
+    problems: list[str]
+    unlike: frozenset[int] = frozenset()
+    apart: frozenset[int] = frozenset()
+
+    @property
+    def words(self) -> str:
+        """Return the problems in a line."""
+        return "; ".join(map(line_of, self.problems[:TOLD])) if self.unlike else first_of(self.problems)
+
+    def of_step(self, step: int) -> str:
+        """Return what is wrong with the checkpoint of `step`."""
+        return f"step {step} is not whole on every node ({self.words})" if self.unlike else self.words
+
+
+# The next question of rank 0: the files of a folder, to be compared with their manifest, or what is to be
+# done on the disks of other nodes. The answer to that has the problems with it.
+Files = tuple[Path, tuple[FileEntry, ...]]
+Judgement = Generator[Files | Agreed, Found, bool]
+
+
+def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
+    """Decide what the framework loads; ask for comparisons on the way, until what it names is intact.
+
+    Args:
+        load: the folder that the framework loads from.
+        save: the folder that this job saves to.
+        chosen: the step that the user named, None for that of the tracker.
+
+    Returns:
+        Whether there is a checkpoint to load, as far as rank 0 sees.
+
+    Raises:
+        ResumeError: a checkpoint is damaged, and no other may take its place; or it cannot be read.
+    """
+    _require_readable(load)
+    named = tracker.tracked_step(load) if chosen is None else chosen
+    with contextlib.suppress(Exception):  # it only prints
+        _tell_ignored(load)
+    examined = Found(_of_tracker(load)) if named is None else (yield from _examine(load, named))
+    is_saved_to = load.resolve() == save.resolve()
+    if not examined.problems:
+        if named is not None and chosen is None and examined.apart:
+            yield from _agree(Agreed(named, may_change=is_saved_to))
+        return named is not None
+    if examined.unlike and (chosen is not None or not is_saved_to):
+        raise ResumeError(f"{examined.words}; {COPIES}")
+    if chosen is not None:
+        raise ResumeError(f"{examined.words}; --ckpt-step names it: choose another step, or leave it out")
+    if not is_saved_to:
+        raise ResumeError(
+            f"{examined.words}; it is in --load, and only in the --save folder may another take its"
+            " place: choose one with --ckpt-step, or another folder"
+        )
+    yield from _replace(load, named, examined)
+    return True
+
+
+def _replace(root: Path, named: int | None, examined: Found) -> Generator[Files | Agreed, Found, None]:
+    """Find the newest checkpoint that is intact, and let it take the place of what the tracker names."""
+    steps, damaged, problem_lines = saved_steps.steps(root), dict[int, Found](), []
+    if named is not None and os.path.lexists(root / naming.final_name(named)):
+        steps = [step for step in steps if step < named]  # newer ones: a user has gone back by hand
+        damaged[named] = examined
+    else:
+        problem_lines.append(examined.words)
+    for step in reversed(steps):
+        examined = yield from _examine(root, step)
+        if examined.problems:
+            damaged[step] = examined
+        elif saved_steps.has_manifest(root, step) or (
+            named is not None and step < named and _seems_whole(root, step)
+        ):
+            break
+    else:
+        raise ResumeError(_of_none(root, problem_lines, damaged))
+    unlike = frozenset[int]().union(*(damaged_step.unlike for damaged_step in damaged.values()))
+    if unlike - examined.apart:
+        raise ResumeError(f"{next(damage for damage in damaged.values() if damage.unlike).words}; {COPIES}")
+    aside = tracker_rollback.names_aside(root, damaged)
+    if (
+        examined.apart
+    ):  # before rank 0: after a crash in between, the next start finds what this one has found
+        gone = () if named is None or named in damaged else (named,)
+        yield from _agree(Agreed(step, (*gone, *damaged)))
+    problem_lines += [
+        f"{damaged_step.of_step(step)}, kept in {aside[step].name}" for step, damaged_step in damaged.items()
+    ]
+    omitted = [f"and {len(problem_lines) - TOLD} more"] if len(problem_lines) > TOLD else []
+    newest = "the newest that is intact on every node" if examined.apart else "the newest intact checkpoint"
+    _say(*problem_lines[:TOLD], *omitted, f"{newest} is step {step}")
+    tracker_rollback.go_back(root, step, aside)
+
+
+def _of_none(root: Path, problem_lines: list[str], damaged: dict[int, Found]) -> str:
+    """Return why nothing can be loaded: no checkpoint is intact."""
+    problem_lines = [*problem_lines, *(damage.of_step(step) for step, damage in damaged.items())]
+    summary = f"{'; '.join(problem_lines[:TOLD])}; no other checkpoint in {root} is intact"
+    if any(damage.unlike for damage in damaged.values()):
+        return f"{summary} on every node; {COPIES}"
+    return f"{summary}, and nothing was changed: load another one, or begin anew in another --save folder"
+
+
+def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
+    """Have it done on the disks that rank 0 does not see.
+
+    Raises:
+        ResumeError: it cannot be done.
+    """
+    examined = yield agreed
+    if examined.problems:
+        advice = "" if agreed.may_change else f"; {ALIKE}"
+        raise ResumeError(f"{'; '.join(map(line_of, examined.problems[:TOLD]))}{advice}")
+
+
+def _examine(root: Path, step: int) -> Generator[Files, Found, Found]:
+    """Return what is wrong with a checkpoint; nothing if it has no manifest to compare it with.
+
+    Raises:
+        ResumeError: a file cannot be read, and no other is damaged.
+    """
+    folder = root / naming.final_name(step)
+    _require_answer(folder)
+    if not disk.is_folder(folder):
+        return Found([f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"])
+    if not saved_steps.has_manifest(root, step):
+        return Found([])
+    try:
+        saved_manifest = manifest.read(folder)
+    except manifest.UnreadableError as error:
+        raise ResumeError(_refusal([by_rank(0, str(error))])) from error
+    except CheckpointError as error:
+        return Found([str(error)])
+    if saved_manifest.step != step or not saved_manifest.files:
+        return Found([f"{folder / naming.MANIFEST}: is not that of step {step}"])
+    examined = yield folder, saved_manifest.files
+    wrong = [problem for problem in examined.problems if not isinstance(problem, Unreadable)]
+    if examined.problems and not wrong:
+        raise ResumeError(_refusal(examined.problems))
+    return Found(wrong, examined.unlike, examined.apart)
+
+
+def _require_readable(root: Path) -> None:
+    """Refuse a folder, or a tracker, of which nobody can tell what it says. Raises ResumeError."""
+    _require_answer(root)
+    path = root / naming.TRACKER
+    _require_answer(path)
+    try:
+        os.close(disk.open_regular(path))
+    except OSError as error:
+        if not disk.is_wrong(error):
+            raise ResumeError(_refusal([by_rank(0, f"{path}: cannot be read ({error.strerror})")])) from error
+
+
+def _require_answer(path: Path) -> None:
+    """Refuse a path of which the system does not say whether it exists. Raises ResumeError."""
+    try:
+        path.stat()
+    except OSError as error:
+        if not disk.is_wrong(error):
+            raise ResumeError(_refusal([by_rank(0, f"{path}: cannot be read ({error.strerror})")])) from error
+    except ValueError:
+        pass
+
+
+def _refusal(unreadable: Sequence[str]) -> str:
+    return (
+        f"{first_of(unreadable)}; it may be intact, so nothing was changed: start again when it can be read"
+    )
+
+
+def _of_tracker(root: Path) -> list[str]:
+    """Return the problem of a tracker that names no step; no problem if there is no checkpoint to name.
+
+    If it says `release`, the framework begins from a converted model, as the user wanted; a line then tells
+    of the newer checkpoints beside it.
+
+    Raises:
+        ResumeError: the tracker is not a file, so the framework could load nothing.
+    """
+    path = root / naming.TRACKER
+    own_steps = [step for step in saved_steps.steps(root) if saved_steps.has_manifest(root, step)]
+    if not own_steps:
+        if os.path.lexists(path) and not path.is_file():
+            raise ResumeError(f"{path}: is not a file, so nothing can be loaded: remove it")
+        return []
+    if not os.path.lexists(path):
+        return [f"{path}: missing beside checkpoints (to begin anew, choose another --save folder)"]
+    if tracker.tracker_text(root) != RELEASE:
+        return [f"{path}: names no step"]
+    _say(
+        f"{path} says release: training begins from {root / RELEASE}, not from step {own_steps[-1]}, which is"
+        f" saved beside it; write {own_steps[-1]} into the file to go on from there"
+    )
+    return []
+
+
+def _tell_ignored(root: Path) -> None:
+    """Name what looks like a checkpoint and is none: it is left as it is."""
+    ignored = [
+        name
+        for name in saved_steps.names(root)
+        if (name.startswith("iter_") and naming.step_of(name) is None and not naming.is_temporary(name))
+        or (naming.is_temporary(name) and not left_overs.is_left_over(root / name))
+    ]
+    if ignored:
+        omitted = f" (and {len(ignored) - TOLD} more)" if len(ignored) > TOLD else ""
+        _say(f"{root}: no checkpoint, and ignored: {', '.join(ignored[:TOLD])}{omitted}")
+
+
+def _seems_whole(root: Path, step: int) -> bool:
+    """Return True if a checkpoint without a manifest has files, and no archive of torch is cut off."""
+    files = list(disk.files(root / naming.final_name(step)))
+    return bool(files) and all(_is_archive(file) for file in files if file.suffix == ".pt")
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        with os.fdopen(disk.open_regular(path), "rb") as file:
+            return zipfile.is_zipfile(file)
+    except OSError:
+        return False
+
+
+def _say(*message_parts: str) -> None:
+    output.tell(f"[ttp] {'; '.join(map(line_of, message_parts))}", to="stdout")
+
+
+def by_rank(rank: int, problem: str) -> Unreadable:
+    """Return the problem, with the rank and machine that cannot read it."""
+    return Unreadable(f"rank {rank} on {platform.node()}: {problem}")
+
+
+def line_of(text: str) -> str:
+    """Return `text` as one printable line of limited length: a file name may contain any character."""
+    plain = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return plain if len(plain) <= _LONGEST else f"{plain[:_LONGEST]} ..."
+
+
+def first_of(problems: Sequence[str]) -> str:
+    """Return the first of some problems as one line, with the number of the others."""
+    return line_of(problems[0]) + (f" (and {len(problems) - 1} more)" if len(problems) > 1 else "")

@@ -1,0 +1,317 @@
+"""Gives the host copies of a node's ranks to the agent of the next node, and keeps those of the node before.
+
+It runs in a thread of its own: a copy may be gigabytes, and an incident must not wait for it. A copy that has
+arrived counts once its checksum is right; the sender's file then says so, and its worker may overwrite the
+copy before. Whatever fails is tried again with the next copy; the job goes on, with one line that says it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import msgspec
+
+from adaptor import output, text, threads
+from adaptor.config import Config
+from adaptor.errors import StartError
+from adaptor.launchers.agent.control_thread import ControlThread, ControlThreadError
+from adaptor.launchers.agent.copy_files import CopyFiles
+from adaptor.launchers.control.agent_connection import connect
+from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener
+from adaptor.launchers.control.invitation import UNIX, kind_of
+from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.control.tls import Tls
+from adaptor.protocol import wire
+from adaptor.protocol.copy_file import CopyFile, CopyHeader
+from adaptor.protocol.copy_messages import CopyFollows, CopyHello, CopyKept, from_keeper, to_keeper
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.messages import Endpoint
+
+# Bytes that are read or sent at once: other connections have their turn in between.
+PIECE = 1 << 18
+# Until it tries again to reach the next node.
+AGAIN_S = 2.0
+# Until it tries again to send a copy that was not kept: what is missing there may be memory.
+REFUSED_S = 10.0
+# A piece of a copy that has not come, or gone, after so long will not.
+SLOW_S = 30.0
+_GONE = (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError, StartError)
+
+
+class CopyKeeper:
+    """The giver and the keeper of one node, in one generation.
+
+    Args:
+        node: this one.
+        files: which this agent holds.
+        config: the settings.
+        tls: the certificates of this node; None: without TLS.
+    """
+
+    def __init__(self, node: int, files: CopyFiles, config: Config, tls: Tls | None) -> None:
+        self._node = node
+        self._files = files
+        self._kind = kind_of(config)
+        self._port = config.port
+        self._tls = tls
+        self._secret = b""
+        self._rejected = RejectedConnections("the port for host copies")
+        self._listener: AgentListener[CopyHello] | None = None
+        self._changed = asyncio.Event()
+        self._told = False
+        self._senders: dict[int, asyncio.StreamWriter] = {}  # the newest connection of each node
+        self._thread = ControlThread(self._on_failure, lambda reason: None)
+        self._thread.start()
+
+    def listen(self, secret: bytes, address: str) -> str:
+        """Keep copies of other nodes from now on; return where, for the store of the rendezvous.
+
+        Args:
+            secret: the secret of this generation of the job.
+            address: at which other nodes reach this one.
+        """
+        self._secret = secret
+
+        async def serve() -> Endpoint:
+            self._listener = AgentListener(secret, self._tls, self._rejected, self._keep, _first)
+            if self._kind == UNIX:
+                return Endpoint(self._listener.listen_here(), 0)
+            port = self._listener.listen(LOOPBACK if address == LOOPBACK else "", self._port)
+            return Endpoint(address, port)
+
+        return msgspec.json.encode(self._thread.wait_for(serve())).decode()
+
+    def give(self, endpoint: str, find: Callable[[], str]) -> None:
+        """Give copies of this node's ranks from now on to the keeper at `endpoint`, as `listen` returned it.
+
+        Args:
+            endpoint: of the next node.
+            find: returns it once more, of a spare node that has taken the place of that one meanwhile. It is
+                called in a thread.
+
+        Raises:
+            StartError: it is none.
+        """
+        try:
+            endpoint_of_keeper = msgspec.json.decode(endpoint, type=Endpoint)
+        except msgspec.DecodeError as error:
+            raise StartError(
+                f"the rendezvous store has no address of a node for host copies: {error}"
+            ) from None
+
+        async def begin() -> None:
+            self._thread.spawn(self._give(endpoint_of_keeper, find))
+
+        self._thread.wait_for(begin())
+
+    def copied(self) -> None:
+        """A worker of this node has a new copy; from any thread."""
+        with contextlib.suppress(RuntimeError):  # it was closed
+            self._thread.loop.call_soon_threadsafe(self._changed.set)
+
+    def close(self) -> None:
+        """End the thread."""
+
+        async def end() -> None:
+            await self._thread.cancel_tasks()
+            if self._listener is not None:
+                await self._listener.close()
+            self._rejected.close()
+
+        with contextlib.suppress(ControlThreadError):
+            self._thread.wait_for(end())
+        self._thread.stop()
+
+    def _on_failure(self, error: BaseException) -> None:
+        self._tell(text.describe(error))
+
+    def _tell(self, reason: str) -> None:
+        """Say once that copies do not come to the other node."""
+        if not self._told:
+            self._told = True
+            output.tell(
+                f"[ttp] node {self._node}: the next node keeps no new copies of this node's ranks"
+                f" (TTP_HOST_COPY): {reason}"
+            )
+
+    # giving
+
+    async def _give(self, endpoint: Endpoint, find: Callable[[], str]) -> None:
+        own_files = self._files.own()
+        with contextlib.ExitStack() as opened:
+            for file in (file for files in own_files.values() for file in files):
+                opened.callback(file.close)
+            while True:
+                await self._give_until_it_is_lost(endpoint, own_files)
+                await asyncio.sleep(AGAIN_S)
+                other_endpoint = await self._find_again(find)
+                if other_endpoint is not None and other_endpoint != endpoint:
+                    endpoint = other_endpoint
+                    for file in (file for files in own_files.values() for file in files):
+                        file.forget_kept()  # that node is lost
+
+    @staticmethod
+    async def _find_again(find: Callable[[], str]) -> Endpoint | None:
+        """Return where the next node keeps copies now; None where the store does not tell."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[str] = loop.create_future()
+
+        def end(endpoint_text: str) -> None:
+            if not answer.done():  # else nobody waits any longer
+                answer.set_result(endpoint_text)
+
+        def run() -> None:
+            endpoint_text = ""
+            try:
+                endpoint_text = find()
+            except Exception:  # torch's, of a store that is gone
+                pass
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the generation is over
+                loop.call_soon_threadsafe(end, endpoint_text)
+
+        try:
+            # A store that hangs must not keep ttprun from its end, as a thread of a pool would.
+            threads.reserve.run("ttp-find", run)
+            return msgspec.json.decode(await answer, type=Endpoint)
+        except (RuntimeError, msgspec.DecodeError):  # no thread can be had, or nothing was found
+            return None
+
+    async def _give_until_it_is_lost(self, endpoint: Endpoint, own_files: dict[int, list[CopyFile]]) -> None:
+        """Give the newest copies to the keeper at `endpoint` until the connection fails or ends."""
+        writer = None
+        try:
+            keeper_address = (endpoint.address, endpoint.port)
+            reader, writer = await connect(*keeper_address, self._secret, self._tls)
+            writer.write(wire.frame(CopyHello(self._node)))
+            while True:
+                self._changed.clear()
+                for rank, files in own_files.items():
+                    await self._give_newest(rank, files, reader, writer)
+                await self._wait_for_a_copy(reader)
+        except StartError:
+            at = f"{endpoint.address} port {endpoint.port}" if endpoint.port else "its socket"
+            self._tell(f"it cannot be reached at {at}")
+        except _GONE:
+            pass  # a connection that was lost is made anew
+        finally:
+            if writer is not None:
+                writer.close()
+
+    async def _wait_for_a_copy(self, reader: asyncio.StreamReader) -> None:
+        """Return when a worker has a new copy.
+
+        Raises:
+            EOFError: the connection has ended: the node that has the copies may be lost.
+            OSError: it has broken.
+        """
+        change = asyncio.ensure_future(self._changed.wait())
+        word = asyncio.ensure_future(reader.read(1))  # none is due: every copy was answered
+        try:
+            await asyncio.wait({change, word}, return_when=asyncio.FIRST_COMPLETED)
+            if word.done():
+                word.result()
+                raise EOFError("the connection has ended")
+        finally:
+            change.cancel()
+            word.cancel()
+            await asyncio.gather(change, word, return_exceptions=True)
+
+    async def _give_newest(
+        self, rank: int, files: list[CopyFile], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Send the newest copy of `rank`, unless it is kept already."""
+        complete_slots = [
+            (header.step, slot, header) for slot, file in enumerate(files) if (header := file.header)
+        ]
+        if not complete_slots:
+            return
+        *older_slots, (step, slot, header) = sorted(complete_slots)
+        file = files[slot]
+        if file.kept == step:
+            return
+        older_step = older_slots[0][0] if older_slots else -1
+        writer.write(wire.frame(CopyFollows(older_step, *header)))
+        for start in range(0, header.size, PIECE):
+            writer.write(file.read(start, min(PIECE, header.size - start)))
+            async with deadline(SLOW_S):
+                await writer.drain()
+        answer = await wire.read(reader, from_keeper)
+        if file.header != header or answer.step != step:
+            return  # its worker has overwritten it meanwhile
+        if not answer.reason:
+            file.note_kept(step)
+            return
+        self._tell(f"the copy of rank {rank}: {answer.reason}")
+        # Until it is kept no rank makes a new one.
+        await asyncio.sleep(REFUSED_S)
+        self._changed.set()
+
+    # keeping
+
+    async def _keep(
+        self, hello: CopyHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._senders[hello.node] = writer
+        try:
+            while True:
+                message = await wire.read(reader, to_keeper)
+                if not isinstance(message, CopyFollows):
+                    return
+                reason = await self._take(message, reader, lambda: self._senders[hello.node] is writer)
+                writer.write(wire.frame(CopyKept(message.rank, message.step, reason)))
+                await writer.drain()
+        except _GONE:
+            return  # who is gone comes again
+
+    async def _take(
+        self, message: CopyFollows, reader: asyncio.StreamReader, is_newest: Callable[[], bool]
+    ) -> str:
+        """Take the bytes of a copy, while their connection is the newest one; return why it is not kept."""
+        reason, memory, file = "", None, None
+        try:
+            file = self._files.to_overwrite(message.rank, message.generation, message.step, message.beside)
+            file.begin()
+            file.reserve(message.size)
+            memory = file.content
+        except OSError as error:
+            reason = f"no memory for {message.size} bytes there ({error.strerror})"
+        at = 0
+        try:
+            while at < message.size:
+                piece_size = min(PIECE, message.size - at)
+                async with deadline(SLOW_S):
+                    part = await reader.read(piece_size)
+                if not part or not is_newest():
+                    raise EOFError("the other side closed the connection")
+                if memory is not None:
+                    memory[at : at + len(part)] = part
+                at += len(part)
+            if file is not None and not reason:
+                digest = await asyncio.to_thread(file.digest, message.size)
+                if not is_newest():
+                    raise EOFError("the other side has made another connection")
+                if digest == message.digest:
+                    file.commit(
+                        CopyHeader(
+                            message.generation,
+                            message.world_size,
+                            message.rank,
+                            message.step,
+                            message.size,
+                            message.digest,
+                        )
+                    )
+                else:
+                    reason = "its checksum is wrong"
+            return reason
+        finally:
+            memory = None
+            if file is not None:
+                file.close()
+
+
+async def _first(reader: asyncio.StreamReader) -> CopyHello | None:
+    hello = await wire.read(reader, to_keeper)
+    return hello if isinstance(hello, CopyHello) else None

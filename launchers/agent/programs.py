@@ -1,0 +1,36 @@
+"""The programs that an agent starts, and how a program is ended.
+
+Programs are started by their paths: with `python -m` the working directory would be on `sys.path`.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+_LAUNCHERS = Path(__file__).absolute().parents[1]
+# The first program of a worker.
+WORKER = _LAUNCHERS / "agent" / "worker_main.py"
+# Waits to become a worker.
+SPARE = _LAUNCHERS / "spares" / "spare_main.py"
+# Serves the files of a job.
+SERVE = _LAUNCHERS / "records" / "serve_main.py"
+# Asks an object store for ttprun.
+STORE = _LAUNCHERS / "store" / "store_main.py"
+# Brings the data of a job.
+DATA = _LAUNCHERS / "store" / "data_main.py"
+
+
+def end(process: subprocess.Popen[bytes], within_s: float) -> None:
+    """End a program, which ends when its stdin is closed.
+
+    Args:
+        process: of the program.
+        within_s: the seconds after which the process is killed.
+    """
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -1,0 +1,379 @@
+"""The workers of a node: their processes, boards and connections, in the agent's control thread.
+
+Everything here runs on the agent's control thread, except the threads that wait for lifelines. Nothing has a
+name in a file system: the workers' socket is an abstract one, the boards are anonymous memory. So nothing is
+left behind, however the agent ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from adaptor.host_memory import OutOfMemoryKills
+from adaptor.launchers.agent import procfs
+from adaptor.launchers.agent.stack_collector import StackCollector
+from adaptor.launchers.agent.worker_lifelines import WorkerLifelines
+from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.protocol import wire
+from adaptor.protocol.board import BoardMemory
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.messages import (
+    BoardRecord,
+    BusyProbe,
+    BusyReport,
+    Died,
+    Dying,
+    Freeze,
+    FromAgent,
+    FromWorker,
+    Hello,
+    Phase,
+    ToWorker,
+)
+from adaptor.protocol.peer import is_same_user
+
+# The time for the answer to a busy probe: a worker answers at once, or hangs.
+LOOKED_S = 1.0
+# After so many turns of the loop the connection of a process that has died is accepted, its hello read. Six
+# or so are enough. Turns, not seconds: the kernel has all that it had sent.
+_HELLO_TURNS = 100
+
+
+class Workers:
+    """The workers of an agent; in each generation `begin`, `watch` and `end` are called.
+
+    Args:
+        loop: the event loop of the control thread.
+        up: is called with the messages of the workers, and with reports of their deaths.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, up: Callable[[FromAgent], None]) -> None:
+        self._loop = loop
+        self._up = up
+        self.address = f"ttp-{os.getpid()}-{secrets.token_hex(8)}"
+        self.alive: set[int] = set()  # ranks of whose deaths nobody has been told
+        self.boards: BoardMemory | None = None
+        self._server: asyncio.AbstractServer | None = None
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._deaths: dict[int, int] = {}  # ranks, and the descriptors that tell of their deaths
+        # Ranks whose process has ended, and what tells of it once all is read that the process had said.
+        self._untold: dict[int, Callable[[], None]] = {}
+        self._heard_out: set[int] = set()  # ranks whose connection has ended
+        self._ended: dict[int, asyncio.Future[None]] = {}  # done when the process of a rank has ended
+        self._orders_to_replace: Counter[int] = Counter()  # so many have come for each rank
+        self._kills = OutOfMemoryKills()
+        self._lifelines = WorkerLifelines(loop, self._on_dying)
+        self._sessions: dict[int, int] = {}  # of workers: when each began, by its process
+        self._connections: dict[int, asyncio.StreamWriter] = {}
+        self._hearing: set[asyncio.StreamWriter] = set()
+        self._rejected = RejectedConnections("the workers' socket")
+        self._stack_collector: StackCollector | None = None
+        self._look: asyncio.Task[None] | None = None
+        self._held_back: list[tuple[int, ToWorker]] | None = None  # orders, in their order, during the look
+        self._looked: asyncio.Queue[BusyReport] = asyncio.Queue()
+
+    async def serve(self) -> None:
+        """Accept connections of workers until `close`."""
+        self._server = await asyncio.start_unix_server(self._hear, "\0" + self.address)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        while self._hearing:
+            for writer in self._hearing:  # one may have come since the end of the generation
+                writer.transport.abort()
+            await asyncio.sleep(0)
+        self._rejected.close()
+
+    def begin(self, ranks: Sequence[int]) -> BoardMemory:
+        """Make the boards of the workers of `ranks`, before they start."""
+        self.boards = BoardMemory(ranks)
+        self._lifelines.begin(self.boards)
+        self.alive = set(ranks)
+        return self.boards
+
+    def watch(
+        self, processes: Mapping[int, subprocess.Popen[bytes]], stacks_folder: Path, scratch: Path
+    ) -> None:
+        """Watch the workers, which have been started; `processes` by rank.
+
+        `stacks_folder` takes their stacks, `scratch` is a folder of this agent.
+        """
+        self._stack_collector = StackCollector(stacks_folder, scratch)
+        for rank, process in processes.items():
+            self._watch_process(rank, process)
+
+    def _watch_process(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        self._processes[rank] = process
+        self._deaths[rank] = os.pidfd_open(process.pid)
+        self._ended[rank] = self._loop.create_future()
+        self._sessions[process.pid] = procfs.started(process.pid)
+        self._kills.note(process.pid)
+        self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
+
+    async def replace(self, rank: int, start: Callable[[], subprocess.Popen[bytes] | None]) -> None:
+        """Let another process be the worker of `rank`; one that still lives (it hangs) is ended first.
+
+        It gets the slot of the board, cleared. Messages of the process before are not read any more. Where
+        this is called again for `rank` before the process of before has ended, only the last call starts one.
+
+        Args:
+            start: starts the process; it returns None if that is no longer wanted.
+        """
+        boards = self.boards
+        assert boards is not None
+        self._orders_to_replace[rank] += 1
+        order = self._orders_to_replace[rank]
+        if rank in self._deaths and self._stack_collector is not None:
+            if self._look is not None:
+                await asyncio.shield(self._look)
+            await self._stack_collector.take(rank, self._processes[rank].pid)
+            if self._orders_to_replace[rank] != order:
+                return
+        if rank in self._deaths:
+            procfs.end_group(self._processes[rank].pid)
+        await asyncio.shield(self._ended[rank])
+        await self._lifelines.let_go(rank)
+        if self._orders_to_replace[rank] != order:
+            return
+        # Nothing is awaited from here on: no other order can come between.
+        connection = self._connections.pop(rank, None)
+        if connection is not None:
+            connection.close()
+        boards.reset(rank)
+        self._heard_out.discard(rank)
+        process = start()
+        if process is not None:
+            self._watch_process(rank, process)
+            self.alive.add(rank)
+
+    @property
+    def running(self) -> bool:
+        """Return whether workers have been started and are alive."""
+        return bool(self._processes and self.alive)
+
+    def read(self) -> list[BoardRecord]:
+        """Return the boards of the workers that are alive."""
+        return [self.boards.read(rank) for rank in sorted(self.alive)] if self.boards is not None else []
+
+    def newest_step(self) -> int:
+        """Return the newest step that a worker of this node has finished, dead or alive; -1: none."""
+        return self.boards.newest_step() if self.boards is not None else -1
+
+    def spent(self) -> list[float] | None:
+        """Return what the lowest rank, dead or alive, has spent its time on; None: there are no boards."""
+        return self.boards.spent() if self.boards is not None else None
+
+    @property
+    def traced(self) -> bool:
+        """Return whether a debugger holds one of the workers."""
+        return any(map(procfs.is_traced, self._living.values()))
+
+    async def are_busy(self) -> bool:
+        """Return whether one of the workers is in a debugger of its own, or in a compiler; it is asked."""
+        self._looked = asyncio.Queue()
+        asked_ranks = list(self.alive)  # some of them may die meanwhile
+        for rank in asked_ranks:
+            self.order(rank, BusyProbe())
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with deadline(LOOKED_S):
+                for _ in asked_ranks:
+                    if (await self._looked.get()).busy:
+                        return True
+        return False
+
+    def order(self, rank: int, message: ToWorker) -> None:
+        """Send `message` to the worker of `rank`, if it is connected.
+
+        In a hang, the stacks of all workers are read first; orders keep their order.
+        """
+        if isinstance(message, Freeze) and message.stacks and self._look is None:
+            assert self._stack_collector is not None
+            self._stack_collector.begin_incident(message.incident)
+            self._held_back = []
+            self._look = self._loop.create_task(self._look_first())
+        if self._held_back is not None:
+            self._held_back.append((rank, message))
+        elif rank in self._connections:
+            self._connections[rank].write(wire.frame(message))
+
+    async def _look_first(self) -> None:
+        assert self._stack_collector is not None
+        try:
+            await self._stack_collector.look(self._living)
+        finally:
+            orders, self._held_back = self._held_back or [], None
+            for rank, message in orders:
+                self.order(rank, message)
+
+    @property
+    def _living(self) -> dict[int, int]:
+        """Return the processes that are alive, by rank."""
+        return {rank: process.pid for rank, process in self._processes.items() if rank in self._deaths}
+
+    def end_incident(self) -> None:
+        """End an incident after which all ranks train on: the stacks of the next one are read anew."""
+        if self._held_back is None:
+            self._look = None
+        if self._stack_collector is not None:
+            self._stack_collector.end_incident()
+
+    async def ask_for_stacks(self) -> None:
+        """Ask the workers of a job that hangs for their stacks, if they have not written them."""
+        if self._stack_collector is not None:
+            await self._stack_collector.ask(self._living)
+
+    async def keep_stacks(self) -> None:
+        """Keep the stacks of those that have been asked."""
+        if self._stack_collector is not None:
+            await self._stack_collector.keep(self._living)
+
+    def end_the_living(self, ranks: Collection[int] | None = None) -> None:
+        """Kill the workers that are still alive, only those of `ranks`, if given; from any thread."""
+        for rank, process in list(self._processes.items()):
+            if rank not in self._deaths or (ranks is not None and rank not in ranks):
+                continue
+            if process.returncode is None:  # else torch's thread knows of its end: the number is free
+                procfs.end_group(process.pid)
+
+    async def end(self) -> None:
+        """Close the generation: every worker is dead."""
+        if self._look is not None:
+            await self._look
+            self._look = None  # not before: the orders that it held back would make another one look
+        for writer in self._hearing:
+            writer.close()
+        self._connections.clear()
+        for rank in list(self._deaths):
+            self._forget(rank)
+        self._untold = {}
+        self._heard_out = set()
+        self._ended = {}
+        self._processes = {}
+        self.alive = set()
+        boards, self.boards = self.boards, None
+        await self._lifelines.end()
+        self._sweep(self._sessions)
+        self._sessions = {}
+        if boards is not None:
+            boards.close()
+
+    async def _hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        rank = -1
+        self._hearing.add(writer)
+        try:
+            if not is_same_user(writer.get_extra_info("socket")):
+                self._rejected.count("were of another user")
+                return
+            hello = await wire.read(reader, wire.from_worker)
+            if (
+                not isinstance(hello, Hello)
+                or hello.rank not in self.alive
+                or hello.rank in self._connections
+            ):
+                self._rejected.count("were no worker of this node")
+                return
+            rank = hello.rank
+            self._connections[rank] = writer
+            if rank in self._untold:
+                _end_reading(writer)
+            self._lifelines.watch(rank, hello.pid)
+            message: FromWorker = hello
+            while message.rank == rank and self._connections.get(rank) is writer:
+                if isinstance(message, BusyReport):
+                    self._looked.put_nowait(message)
+                else:
+                    self._up(message)
+                message = await wire.read(reader, wire.from_worker)
+        except (EOFError, OSError, msgspec.DecodeError):
+            pass  # the death of the worker is learnt from the operating system
+        finally:
+            if self._connections.get(rank) is writer:
+                del self._connections[rank]
+                self._heard_out.add(rank)
+                if rank in self._untold:
+                    self._loop.call_soon(self._tell_when_heard, rank)
+            writer.close()
+            self._hearing.discard(writer)
+
+    def _on_dying(self, rank: int, pid: int, at: float) -> None:
+        if self.boards is None or rank not in self.alive:
+            return
+        board = self._last_board(rank, pid)
+        if board.phase != Phase.ENDED:
+            self._up(Dying(rank, at, board))
+
+    def _last_board(self, rank: int, pid: int) -> BoardRecord:
+        """Return the last board of the process `pid`, with its rank even if it has written nothing."""
+        assert self.boards is not None
+        board = self.boards.read(rank)
+        return board if board.pid else msgspec.structs.replace(board, pid=pid)
+
+    def _on_death(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        at = time.time()
+        self._forget(rank)
+        # The children of the worker, such as data loaders.
+        procfs.end_group(process.pid)
+        status = process.wait()  # at once; poll() knows nothing while torch's thread is in it
+        self._untold[rank] = functools.partial(self._tell_of_death, rank, process.pid, status, at)
+        if rank in self._connections:
+            _end_reading(self._connections[rank])
+        self._tell_when_heard(rank)
+
+    def _tell_when_heard(self, rank: int, turns: int = _HELLO_TURNS) -> None:
+        """Tell of a death once all is read that the process had said.
+
+        The kernel has it before it tells of the end; the loop may see both at once, and reads it later.
+        """
+        if rank not in self._untold or rank in self._connections:  # its end comes here again
+            return
+        assert self.boards is not None
+        # A process connects before it writes to its board.
+        if turns and rank not in self._heard_out and self.boards.read(rank).pid:
+            self._loop.call_soon(self._tell_when_heard, rank, turns - 1)
+            return
+        self._untold.pop(rank)()
+
+    def _tell_of_death(self, rank: int, pid: int, status: int, at: float) -> None:
+        # A small process may be seen to exit before its lifeline breaks.
+        if status == 0 and rank in self._lifelines.held:
+            self._on_dying(rank, pid, at)
+        self.alive.discard(rank)
+        why = self._kills.explain(pid) if status == -signal.SIGKILL else ""
+        self._up(Died(rank, status, at, self._last_board(rank, pid), why))
+        self._ended[rank].set_result(None)
+        self._loop.call_soon(self._sweep, (pid,))
+
+    def _sweep(self, leaders: Iterable[int]) -> None:
+        """End the processes that are left in the sessions of dead workers, in other process groups."""
+        living = set(self._living.values())
+        ended_workers = {
+            leader: at for leader in leaders if (at := self._sessions.get(leader)) and leader not in living
+        }
+        procfs.end_sessions(ended_workers)
+
+    def _forget(self, rank: int) -> None:
+        descriptor = self._deaths.pop(rank)
+        self._loop.remove_reader(descriptor)
+        os.close(descriptor)
+
+
+def _end_reading(writer: asyncio.StreamWriter) -> None:
+    """Let a connection end after what has been sent: a child of the worker may hold the other side of it."""
+    try:
+        writer.get_extra_info("socket").shutdown(socket.SHUT_RD)
+    except OSError:  # it is broken: nothing more comes of it
+        writer.transport.abort()

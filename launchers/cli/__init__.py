@@ -1,0 +1,1 @@
+"""Commands: `ttprun`, `ttp`, their flags, help and last line."""

@@ -1,0 +1,247 @@
+"""The flags of ttprun: `--ttp-*` and all those of the installed torch's torchrun.
+
+Ours are taken out before torch's parser sees the rest, so that they make no abbreviation of a flag of
+torchrun ambiguous. Only those before the script are ours; where the script stands torch's parser tells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from adaptor import config, misspelt
+from adaptor.errors import ConfigError
+from adaptor.launchers.cli import help
+
+T = TypeVar("T")
+
+_PREFIX = "--ttp"
+DRY_RUN = "--dry-run"
+HOSTS = "--hosts"
+SPARE = "--ttp-spare"
+VERSION = "--version"
+_COUNT = "a number of processes from 1 on, or auto, cpu, gpu and the like where this machine has them"
+_NODES = "a number of nodes from 1 on, or MIN:MAX"
+_STREAMS = "0, 1, 2 or 3, or that for some of the ranks of this node, as 0:3,1:1"
+_ID = "up to 246 bytes without '/': torch names a folder by it"
+_ID_BYTES = 255 - len("_12345678")  # of a file name; torch appends what makes it unique
+_SHOWN = 80  # characters of a value in a line that refuses it
+_ALL_FLAGS = "ttprun --help-all has all of them"
+_ANY = "0"  # an argument that any parser takes for a script, or for the value of a flag
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Return what torch's parser makes of `arguments` without our flags, which go into the environment.
+
+    There the workers find them. Raises ConfigError for a flag that does not exist, or has no value.
+    """
+    own_parser, torchs = _ours(), _torchs()
+    torchs.formatter_class = argparse.RawDescriptionHelpFormatter  # the epilog has its lines already
+    torchs.epilog = own_parser.format_help()
+    own_arguments, remaining_arguments = _split(arguments, torchs)
+    _require_known(own_arguments)
+    try:
+        values_given = vars(own_parser.parse_args(own_arguments))
+    except argparse.ArgumentError as error:
+        raise ConfigError(str(error)) from None
+    parsed, unknown = torchs.parse_known_args(remaining_arguments)
+    if unknown:
+        raise _no_flag(unknown[0])
+    os.environ.update(
+        {
+            variable: value if isinstance(value, str) else "\n".join(value)
+            for variable, value in values_given.items()
+            if value is not None
+        }
+    )
+    return parsed
+
+
+def without(flag: str, arguments: list[str]) -> tuple[list[str], bool]:
+    """Return the arguments without `flag`, which takes no value, and whether it was among ttprun's own."""
+    torchs = _torchs()
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            break
+        if argument == flag:
+            _, arguments_before = _split(
+                [argument for argument in arguments[:place] if argument != DRY_RUN], torchs
+            )
+            if _comes_before_the_script(arguments_before, torchs):
+                return [*arguments[:place], *arguments[place + 1 :]], True
+            break
+    return arguments, False
+
+
+def take_hosts(arguments: list[str]) -> tuple[list[str], str | None]:
+    """Return the arguments without `--hosts FILE`, and FILE, if that was among ttprun's own.
+
+    Raises:
+        ConfigError: there is no FILE.
+    """
+    torchs = _torchs()
+    for place, argument in enumerate(arguments):
+        if argument == "--":
+            break
+        name, equals, value = argument.partition("=")
+        if name != HOSTS:
+            continue
+        _, arguments_before = _split(
+            [argument for argument in arguments[:place] if argument not in (DRY_RUN, SPARE)], torchs
+        )
+        if not _comes_before_the_script(arguments_before, torchs):
+            break
+        next_index = place + 1 if equals else place + 2
+        if next_index > len(arguments) or not (path := value if equals else arguments[place + 1]):
+            raise ConfigError(f"{HOSTS}: name a file with a line 'HOST RACK' for each node")
+        return [*arguments[:place], *arguments[next_index:]], path
+    return arguments, None
+
+
+def given(arguments: list[str]) -> set[str]:
+    """Return the names in torch's namespace that flags among `arguments` set; a default is none."""
+    torchs = _torchs()
+    unset = object()
+    names = [action.dest for action in torchs._actions if action.option_strings]
+    parsed_flags = torchs.parse_args(
+        _split(arguments, torchs)[1], argparse.Namespace(**dict.fromkeys(names, unset))
+    )
+    return {name for name in names if getattr(parsed_flags, name, unset) is not unset}
+
+
+def require_sense(parsed: argparse.Namespace) -> None:
+    """Refuse flags that torch would meet with a traceback. Raises ConfigError for a wrong value."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import Std
+
+    def nodes(text: str) -> bool:
+        low, high = run.parse_min_max_nnodes(text)
+        return bool(0 < low <= high)
+
+    def streams(text: str) -> bool:
+        return Std.from_str(text) is not None
+
+    _require("nnodes", parsed.nnodes, nodes, _NODES)
+    _require("nproc-per-node", parsed.nproc_per_node, lambda n: run.determine_local_world_size(n) > 0, _COUNT)
+    _require("max-restarts", parsed.max_restarts, lambda count: count >= 0, "a number from 0 on")
+    _require("monitor-interval", parsed.monitor_interval, _is_pause, "a number of seconds above 0")
+    _require("redirects", parsed.redirects, streams, _STREAMS)
+    _require("tee", parsed.tee, streams, _STREAMS)
+    if not parsed.standalone:  # else torch makes one
+        _require("rdzv-id", parsed.rdzv_id, _names_a_folder, _ID)
+    _, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    if (
+        most_nodes > 1 and parsed.rdzv_backend == "static" and not parsed.standalone
+    ):  # else nobody asks for it
+        _require("node-rank", parsed.node_rank, range(most_nodes).__contains__, f"from 0 to {most_nodes - 1}")
+
+
+def _names_a_folder(text: str) -> bool:
+    return "/" not in text and len(os.fsencode(text)) <= _ID_BYTES
+
+
+def _is_pause(seconds: float) -> bool:
+    """Return whether a thread may sleep so long."""
+    return 0 < seconds <= threading.TIMEOUT_MAX
+
+
+def _require(flag: str, value: T, makes_sense: Callable[[T], bool], allowed: str) -> None:
+    try:
+        sense = makes_sense(value)
+    except (ValueError, RuntimeError):  # whatever torch raises for a text
+        sense = False
+    if not sense:
+        raise ConfigError(f"--{flag} is {_shortened(repr(value))}: it must be {allowed}")
+
+
+def _shortened(value: str) -> str:
+    return value if len(value) <= _SHOWN else f"{value[:_SHOWN]}... ({len(value)} characters)"
+
+
+def _torchs() -> argparse.ArgumentParser:
+    """Return torch's parser, with help of ours."""
+    from torch.distributed.run import get_args_parser
+
+    torchs = argparse.ArgumentParser(
+        prog="ttprun",
+        usage=help.USAGE,  # that of torch has all its flags, and comes with each line about a wrong one
+        description=help.SUMMARY,
+        parents=[get_args_parser()],
+        add_help=False,
+        conflict_handler="resolve",  # torch's parser has -h
+    )
+    torchs.add_argument("-h", "--help", action=help.Short)
+    torchs.add_argument("--help-all", action=help.All)
+    return torchs
+
+
+def whole_parser() -> argparse.ArgumentParser:
+    """Return a parser that has torch's flags and ours: for what completes them, not to parse."""
+    combined_parser = argparse.ArgumentParser(
+        prog="ttprun", parents=[_torchs(), _ours()], add_help=False, conflict_handler="resolve"
+    )
+    combined_parser.add_argument(DRY_RUN, action="store_true", help="say what protection takes and gives")
+    combined_parser.add_argument(HOSTS, help="with --dry-run: a file with a line 'HOST RACK' for each node")
+    combined_parser.add_argument(SPARE, action="store_true", help=help.SPARE)
+    combined_parser.add_argument(
+        VERSION, action="store_true", help="print the versions of the adaptor and of torch"
+    )
+    return combined_parser
+
+
+def _ours() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False, exit_on_error=False
+    )
+    group = parser.add_argument_group("ttp", "fault tolerance; each flag wins over its environment variable")
+    for setting in config.SETTINGS:
+        group.add_argument(
+            setting.flag,
+            action="append" if setting.repeats else "store",
+            dest=setting.variable,
+            metavar=setting.variable,
+            help=f"{setting.help}; {setting.allowed} (default {setting.default or 'none'})",
+        )
+    group.add_argument(SPARE, action="store_true", dest=argparse.SUPPRESS, help=help.SPARE)
+    return parser
+
+
+def _split(arguments: list[str], torchs: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Our flags before the script, each with its value, and all the rest."""
+    adaptor_arguments: list[str] = []
+    own_arguments: list[str] = []
+    remaining_arguments = list(arguments)
+    while remaining_arguments and remaining_arguments[0] != "--":  # no flags after it
+        if not remaining_arguments[0].startswith(_PREFIX):
+            own_arguments.append(remaining_arguments.pop(0))
+            continue
+        if not _comes_before_the_script(own_arguments, torchs):
+            break
+        takes = 1 if "=" in remaining_arguments[0] else 2
+        adaptor_arguments += remaining_arguments[:takes]
+        del remaining_arguments[:takes]
+    return adaptor_arguments, own_arguments + remaining_arguments
+
+
+def _comes_before_the_script(arguments_before: list[str], torchs: argparse.ArgumentParser) -> bool:
+    """Return whether the next argument could still be the script, so that a flag there is for ttprun."""
+    parsed, _ = torchs.parse_known_args([*arguments_before, _ANY, _ANY])
+    return [parsed.training_script, *parsed.training_script_args] == [_ANY, _ANY]
+
+
+def _require_known(own_arguments: list[str]) -> None:
+    known_flags = [setting.flag for setting in config.SETTINGS]
+    for argument in own_arguments:
+        if argument.startswith(_PREFIX) and argument.partition("=")[0] not in known_flags:
+            raise _no_flag(argument)
+
+
+def _no_flag(argument: str) -> ConfigError:
+    """Return the refusal of a flag that does not exist, with the flag that was meant."""
+    flag = argument.partition("=")[0]
+    known = [name for action in whole_parser()._actions for name in action.option_strings if "_" not in name]
+    meant = misspelt.flag_meant(flag, known)
+    return ConfigError(f"there is no flag {flag}: " + (f"{meant} is one" if meant else _ALL_FLAGS))

@@ -1,0 +1,200 @@
+"""Checks, before anything starts, of what ttprun was given: script, folders, connections, interfaces."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import errno
+import ipaddress
+import os
+import socket
+import stat
+import tempfile
+from pathlib import Path
+
+from adaptor import config, devices
+from adaptor.errors import ConfigError
+from adaptor.launchers.control import invitation, tls
+
+# Frameworks on Megatron-LM that need torch_npu, and say so themselves.
+_NEED_TORCH_NPU = {"ascendspeed", "mindspeed", "mindspeed_llm", "modellink"}
+# torch's own variable: the network interfaces over which survivors bring their shards together.
+INTERFACES = "GLOO_SOCKET_IFNAME"
+
+
+def require_working_directory() -> None:
+    """Refuse a working directory that is gone: where it is, torch does not find its own libraries.
+
+    Raises:
+        ConfigError: it is gone.
+    """
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the working directory is not there any more ({error.strerror}): start ttprun in another one"
+        ) from None
+
+
+def needs_own_agent(settings: config.Config) -> str:
+    """Return a setting for which this package's own agent and controller must run; '' where none is set."""
+    torchelastic_values = {
+        "TTP_SERVE": settings.serve,
+        "TTP_NOTIFY": settings.notify,
+        "TTP_STORE": settings.store or None,
+        "TTP_HOST_COPY": settings.host_copy or None,
+    }
+    return next((name for name, value in torchelastic_values.items() if value is not None), "")
+
+
+def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
+    """Refuse a script that is missing, cannot be read or is not Python: ttprun starts it itself.
+
+    Raises:
+        ConfigError: names the script, and what is wrong.
+    """
+    if parsed.no_python:
+        raise ConfigError(
+            "--no-python: only a Python script that ttprun starts itself can be protected:"
+            " give ttprun the script without --no-python, or set ENABLE_TTP=False"
+            if settings.enabled
+            else f"--no-python: TTP_DEVICE={settings.device} only reaches a Python script that ttprun starts"
+            " itself: give ttprun the script without --no-python, or leave TTP_DEVICE empty"
+        )
+    if parsed.module:
+        return  # where it is only the worker's path tells
+    path = Path(parsed.training_script)
+    if not parsed.training_script:
+        raise ConfigError("the script is '': give ttprun the path of a Python file")
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            if not any(path.glob("__main__*")):
+                raise ConfigError(
+                    f"the script {path} is a folder without a __main__.py: Python cannot run it"
+                )
+        elif not stat.S_ISREG(mode):
+            raise ConfigError(
+                f"the script {path} is not a regular file: each worker reads it, and again at a restart;"
+                " give ttprun the path of a Python file"
+            )
+        elif not os.access(path, os.R_OK, effective_ids=True):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ConfigError(f"the script {path} cannot be run ({error.strerror})") from None
+
+
+def require_accelerator(parsed: argparse.Namespace, settings: config.Config) -> None:
+    """Refuse a script of Megatron-LM on a machine without an accelerator: each of its starts would raise.
+
+    Args:
+        parsed: torchrun's arguments; the script can be read.
+        settings: the user's.
+
+    Raises:
+        ConfigError: names the script and the flag.
+    """
+    path = Path(parsed.training_script)
+    if settings.device or parsed.module or not path.is_file() or not _imports_megatron_lm(path):
+        return
+    if not devices.has_accelerator():
+        raise ConfigError(
+            f"torch finds no accelerator on this machine, and {path} is a script of Megatron-LM, which needs"
+            " one: give --ttp-device cpu to train on the CPU (docs/quickstart.md), or install a torch for the"
+            " accelerator"
+        )
+
+
+def _imports_megatron_lm(script: Path) -> bool:
+    """Return whether the source of `script` imports megatron.training, and nothing of MindSpeed."""
+    try:
+        tree = ast.parse(script.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # compiled, or a worker tells of it
+        return False
+    imported: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            imported.add(node.module)
+    packages = {name.partition(".")[0] for name in imported}
+    is_megatron = any(f"{name}.".startswith("megatron.training.") for name in imported)
+    return is_megatron and not packages & _NEED_TORCH_NPU
+
+
+def require_safe_connections(parsed: argparse.Namespace, settings: config.Config) -> None:
+    """Refuse several machines without certificates, unless TTP_TLS is plain; check the certificates.
+
+    Raises:
+        ConfigError: there are none, or one of them cannot be used.
+    """
+    if tls.load(settings) is not None or settings.tls == "plain" or _on_one_machine(parsed):
+        return
+    raise ConfigError(
+        f"--nnodes {parsed.nnodes} and no certificates: agents of several machines speak TLS, so give"
+        " --ttp-tls-cert, --ttp-tls-key and --ttp-tls-ca; or, inside a trusted network, --ttp-tls plain"
+    )
+
+
+def takes_fixed_nodes(parsed: argparse.Namespace) -> str:
+    """Return the line about MIN:MAX nodes with numbers, of which torch takes MAX alone; '' for other jobs."""
+    fewest, _, most_nodes = parsed.nnodes.partition(":")
+    if (
+        parsed.standalone
+        or parsed.rdzv_backend != "static"
+        or not most_nodes
+        or fewest.strip() == most_nodes.strip()
+    ):
+        return ""
+    return (
+        f"[ttp] --nnodes {parsed.nnodes} with --node-rank: all {most_nodes.strip()} nodes have to come, "
+        "and the job"
+        " ends when one is lost; with --rdzv-backend c10d in place of --node-rank it goes on with fewer"
+    )
+
+
+def trusts_the_network(parsed: argparse.Namespace, settings: config.Config) -> bool:
+    """Return True if agents of several nodes meet without certificates."""
+    several = parsed.nnodes.rpartition(":")[2].strip() != "1" and not parsed.standalone
+    return several and invitation.kind_of(settings) == invitation.PLAIN
+
+
+def _on_one_machine(parsed: argparse.Namespace) -> bool:
+    """Return True if all agents are on this machine: there is one, or they meet on the loopback address."""
+    if parsed.standalone or parsed.nnodes.rpartition(":")[2].strip() == "1":
+        return True
+    host = parsed.rdzv_endpoint.rpartition(":")[0] or parsed.rdzv_endpoint
+    if not host:  # torch's own defaults
+        host = parsed.master_addr if parsed.rdzv_backend == "static" else "localhost"
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def require_interfaces(named: str) -> None:
+    """Refuse a network interface that this node lacks; each worker would raise in the middle of its start.
+
+    Raises:
+        ConfigError: names the interface, and those that are there.
+    """
+    own_interfaces = [name for _, name in socket.if_nameindex()]
+    for name in named.split(",") if named else []:
+        if (
+            name.partition(":")[0] not in own_interfaces
+        ):  # behind the colon is the label of an address (eth0:1)
+            raise ConfigError(
+                f"{INTERFACES} is {named!r}: this node has no network interface {name!r}, it has"
+                f" {', '.join(own_interfaces)}; name the one with the address at which other nodes reach it"
+            )
+
+
+def require_folder(path: str) -> None:
+    """Refuse a folder of logs that cannot be written. Raises ConfigError."""
+    problem = "the folder cannot be made"
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        problem = "the folder cannot be written"
+        tempfile.TemporaryFile(dir=path).close()  # permissions do not tell of file systems and quotas
+    except OSError as error:
+        raise ConfigError(f"TTP_LOG_PATH is {path!r}: {problem} ({error.strerror})") from None

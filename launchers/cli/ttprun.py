@@ -1,0 +1,321 @@
+"""`ttprun`: torchrun, with an agent that saves the newest finished step when a worker dies.
+
+It takes every flag of the installed torch's torchrun, and `--ttp-*`. With ENABLE_TTP=False it hands over to
+torch's own main and nothing of the adaptor is active in a worker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adaptor import _script, config, devices, distributions, engines, misspelt, output
+from adaptor.diagnostics import requests
+from adaptor.errors import ConfigError, StartError
+from adaptor.launchers.agent import agreement
+from adaptor.launchers.agent.programs import WORKER
+from adaptor.launchers.cli import flags, last_line, plan, start_checks
+from adaptor.launchers.platforms import cards, detect
+from adaptor.launchers.platforms.machine import this_machine
+from adaptor.launchers.records import job_server, notifier
+from adaptor.launchers.spares import spare_node
+from adaptor.launchers.store import data_pull, job_uploads, store_load
+from adaptor.operations.terminal import exit_code_of
+
+if TYPE_CHECKING:
+    pass
+
+# torch's own default of --rdzv-id.
+_NO_ID = "none"
+# The line about what an operator accepts with TTP_TLS=plain.
+TRUSTED = (
+    "[ttp] TTP_TLS is plain: the network of this job is trusted; whoever reaches it can read what agents say,"
+    " and act as one of them"
+)
+DEVICE_WORKER = Path(devices.__file__).with_name("__main__.py")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a job; return its exit code (docs/exit_codes.md)."""
+    try:
+        start_checks.require_working_directory()
+        return _main(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        output.tell(f"ttprun: error: {error}")
+        return last_line.USAGE_EXIT_CODE
+    finally:
+        output.finish()
+
+
+def _main(arguments: list[str]) -> int:
+    # Alone: as a flag of the parser it would make an abbreviation of a flag of torchrun ambiguous.
+    if arguments == [flags.VERSION]:
+        print(f"ttprun of ttp-adaptor {metadata.version('ttp-adaptor')}, torch {metadata.version('torch')}")
+        return 0
+    machine = this_machine()
+    try:
+        arguments, hosts = flags.take_hosts(arguments)
+        arguments, is_spare = flags.without(flags.SPARE, arguments)
+        arguments, dry_run = flags.without(flags.DRY_RUN, arguments)
+        parsed = flags.parse(arguments)
+        settings = config.load()
+        parsed.ttp_spare = is_spare
+        if is_spare:
+            spare_node.require(parsed, flags.given(arguments), settings)
+        read = detect.fill(parsed, flags.given(arguments), os.environ, settings.platform, machine)
+        if dry_run:
+            return _plan(parsed, settings, hosts)
+        if hosts is not None:
+            raise ConfigError(f"{flags.HOSTS} {hosts} belongs to {flags.DRY_RUN}: a start reads no racks")
+        if read is None:
+            return _run(parsed, settings)
+        if read.card is None:
+            output.tell(read.line)
+            return _run(parsed, settings)
+        if read.card.index:
+            return cards.wait_for_first(read.card, machine)
+        with cards.First(read.card) as first:
+            output.tell(read.line)
+            for name in cards.OF_A_CARD:
+                os.environ.pop(name, None)
+            code = _run(parsed, settings, first.tell)
+            first.tell(code)
+            return code
+    except ConfigError as error:
+        output.tell(f"ttprun: error: {error}")
+        return last_line.USAGE_EXIT_CODE
+
+
+def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None) -> int:
+    """Print what protection of the job would take and give, after the checks before its start but two.
+
+    Those two write: into the log folder, and into the store. `hosts` is the file with the racks of nodes.
+    """
+    from torch.distributed import run
+
+    if not settings.enabled:
+        raise ConfigError("ENABLE_TTP is False: without the adaptor there is nothing to plan")
+    if parsed.module or parsed.no_python:
+        raise ConfigError(f"{flags.DRY_RUN}: give ttprun the path of a Python script")
+    start_checks.require_script(parsed, settings)
+    devices.require(settings.device)
+    data_pull.require(settings)
+    _check(parsed, settings)
+    _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    ranks = run.determine_local_world_size(parsed.nproc_per_node)
+    racks = plan.racks_of(Path(hosts), nodes) if hosts is not None else {}
+    job = [parsed.training_script, *parsed.training_script_args]
+    return exit_code_of(lambda: plan.show(job, nodes, ranks, racks=racks), "ttprun")
+
+
+def _check(
+    parsed: argparse.Namespace, settings: config.Config
+) -> tuple[engines.Engine, store_load.Load | None]:
+    """Check what can be checked without writing anything; return the engine, and what the job pulls first."""
+    engine = engines.find(settings.engine)
+    engine.require(settings)
+    misspelt.refuse(os.environ)
+    flags.require_sense(parsed)
+    start_checks.require_safe_connections(parsed, settings)
+    load = store_load.take(parsed)
+    if engine.has_own_agent:
+        job_server.require(settings)
+        notifier.targets(settings)
+        notifier.secret(settings)
+    elif name := start_checks.needs_own_agent(settings):
+        raise ConfigError(
+            f"{name} is set: with TTP_ENGINE={settings.engine} the adaptor's controller does not run;"
+            f" leave out {name}"
+        )
+    elif load is not None:
+        raise ConfigError(
+            f"--load is {load.url}: with TTP_ENGINE={settings.engine} nothing is pulled: use ttp store pull,"
+            " and its folder"
+        )
+    start_checks.require_interfaces(os.environ.get(start_checks.INTERFACES, ""))
+    return engine, load
+
+
+def _run(
+    parsed: argparse.Namespace, settings: config.Config, ends: Callable[[int], None] = lambda code: None
+) -> int:
+    """Check what can be checked before anything starts, and run the job.
+
+    Args:
+        parsed: torchrun's arguments.
+        settings: the user's.
+        ends: is called with the exit code where this process ends without returning it.
+    """
+    if _is_doctor(parsed):
+        from adaptor.launchers.cli import ttp
+        from adaptor.launchers.doctor import doctor_command
+
+        return ttp.main(doctor_command.arguments_of_job(parsed))
+    try:
+        if settings.enabled or settings.device:
+            start_checks.require_script(parsed, settings)
+            devices.require(settings.device)
+        if settings.enabled:
+            start_checks.require_accelerator(parsed, settings)
+        if settings.layout_only and not settings.enabled:
+            raise ConfigError(
+                "TTP_LAYOUT_ONLY is set and ENABLE_TTP is False: without the adaptor the job would train;"
+                " leave out one of them"
+            )
+        data_pull.require(settings)
+        engine, load = _check(parsed, settings) if settings.enabled else (None, None)
+        if engine is not None:
+            if conflict := distributions.conflict():
+                output.tell(f"[ttp] {conflict}")
+            if line := start_checks.takes_fixed_nodes(parsed):
+                output.tell(line)
+            start_checks.require_folder(settings.log_path)
+            if engine.has_own_agent and start_checks.trusts_the_network(parsed, settings):
+                output.tell(TRUSTED)
+            if settings.dump is not None:  # a worker that starts again needs no file then
+                os.environ["TTP_DUMP"] = requests.inline(os.environ["TTP_DUMP"])
+            if not engine.has_own_agent:
+                os.environ.update(engine.prepare(settings))
+            job_uploads.require(settings)
+        if code := data_pull.bring(settings):
+            return code
+    except (ConfigError, StartError) as error:
+        output.tell(f"ttprun: error: {error}")
+        return last_line.USAGE_EXIT_CODE
+    if engine is not None:
+        return _run_with_survivors(parsed, engine, settings, load, ends)
+    return _run_plain(parsed, settings.device)
+
+
+def _is_doctor(parsed: argparse.Namespace) -> bool:
+    """Return whether the job is `ttp doctor`: it runs in this process, as it may find that none can start."""
+    script = parsed.training_script
+    is_ttp = script == "adaptor.launchers.cli.ttp" if parsed.module else Path(script).name == "ttp"
+    return is_ttp and list(parsed.training_script_args[:1]) == ["doctor"]
+
+
+def _run_plain(parsed: argparse.Namespace, device: str) -> int:
+    """Run plain torchrun; with TTP_DEVICE each worker still gets the stand-ins for the device."""
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    if device:
+        _insert_program(parsed, DEVICE_WORKER, device)
+    record(run.run)(parsed)  # what torch's main does with what it has parsed
+    return 0
+
+
+def _keep_ignoring_hangups(parsed: argparse.Namespace) -> None:
+    """Leave SIGHUP ignored under nohup: torch would handle it, and the job would end with the terminal."""
+    handled = getattr(parsed, "signals_to_handle", None)
+    if handled and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        parsed.signals_to_handle = ",".join(n for n in handled.split(",") if n.strip() != "SIGHUP")
+
+
+def _insert_program(parsed: argparse.Namespace, program: Path, *arguments: str) -> None:
+    """Let each worker run `program` with `arguments`; it then runs the script."""
+    marker = [_script.MODULE_FLAG] if parsed.module else []
+    parsed.training_script_args = [*arguments, *marker, parsed.training_script, *parsed.training_script_args]
+    parsed.training_script = str(program.absolute())
+    parsed.module = False
+    parsed.run_path = False
+
+
+def _run_with_survivors(
+    parsed: argparse.Namespace,
+    engine: engines.Engine,
+    settings: config.Config,
+    load: store_load.Load | None,
+    ends: Callable[[int], None],
+) -> int:
+    from torch.distributed.elastic.multiprocessing import api as processes
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.launcher import api
+
+    from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
+    from adaptor.launchers.agent.tee import Tee
+    from adaptor.launchers.cli.run_record import RunRecord
+    from adaptor.launchers.records.operator_summary import conclude
+    from adaptor.launchers.rendezvous import waiting
+    from adaptor.launchers.rendezvous.rendezvous_handler import Registry
+    from adaptor.launchers.store.store_resume import StoreResume
+
+    # A pipe that nobody reads must not keep a job from starting again: what torch logs, and what it copies.
+    output.divert_logging()
+    processes.TailLog = Tee  # type: ignore[misc]
+    facts = agreement.facts_of_this_node(parsed, settings)
+    record = RunRecord(script=parsed.training_script, facts=facts)
+    if _may_have_spares(parsed):
+        record.common = spare_node.about_this_node(parsed, record.facts)
+    _insert_program(parsed, WORKER)
+    _keep_ignoring_hangups(parsed)
+    if engine.has_own_agent:
+        resume = None
+        if load is not None:
+            keeps = _may_have_spares(parsed)  # then nodes have numbers
+            resume = StoreResume(load, settings.store_endpoint, keeps_ranks=keeps)
+        # torch makes its agent by this name; in this process it is ours.
+        api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), resume, record)  # type: ignore[misc, assignment]
+        # And its rendezvous by this one.
+        api.rdzv_registry = Registry(api.rdzv_registry)  # type: ignore[assignment]
+    code, at_once = 1, False
+    try:
+        if parsed.ttp_spare:
+            assert record.common is not None
+            record.taken = spare_node.wait(parsed, settings, record.common)
+            if record.place is None:
+                output.tell("[ttp] the job is over; this spare node was not needed")
+                return 0
+            parsed.node_rank = record.place.node
+        code = last_line.run_to_the_last_line(parsed, engine, record)
+    except ConfigError as error:
+        output.tell(f"ttprun: error: {error}")
+        code = last_line.USAGE_EXIT_CODE
+    except StartError as error:
+        output.tell(f"[ttp] {error}")
+    except waiting.Interrupted as error:
+        verdict = record.verdict
+        end_text = f"ended by {error.sigval.name} while it waited for {error.what}"
+        if verdict is None:
+            conclude(f"{end_text}; nothing was started")
+        else:
+            conclude(f"{verdict.line}; {end_text}", verdict.save)
+        code, at_once = 128 + error.sigval, True  # the thread that still waits would abort the interpreter
+    except SignalException as error:  # it came while the last line was told
+        code, at_once = last_line.end_by(error.sigval, record), True
+    finally:
+        try:
+            waiting.hear_signals()
+            # After an error of the control thread's own its tasks would complain at the interpreter's end.
+            at_once = record.end_agent() or at_once
+            waiting.ignore_signals()
+        except SignalException:  # one more signal: at once
+            at_once = True
+        if at_once:
+            ends(code)
+            output.leave(code)
+    return code
+
+
+def _may_have_spares(parsed: argparse.Namespace) -> bool:
+    """Return whether spare nodes may take places in the job: nodes have numbers, and there are several."""
+    from torch.distributed import run
+
+    fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    return bool(parsed.rdzv_backend == "static" and not parsed.standalone and fewest == most_nodes > 1)
+
+
+def _job(parsed: argparse.Namespace) -> str:
+    """Return the id that the user gave to the job; '' where there is none."""
+    return "" if parsed.standalone or parsed.rdzv_id == _NO_ID else str(parsed.rdzv_id)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

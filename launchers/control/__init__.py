@@ -1,0 +1,1 @@
+"""Connections between the agents of a job and the controller."""

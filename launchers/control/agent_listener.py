@@ -1,0 +1,236 @@
+"""Accepts connections of other nodes' agents to the controller, and rejects all others.
+
+Between machines agents connect over TCP. On one machine they connect to an abstract unix socket, which has no
+permissions; there the kernel tells each side the user of the other, and only the same user is accepted.
+
+Invariants: no bytes are decoded before the proof of the job's secret; at most `MOST` connections that
+have not proved it are open, and the oldest of them goes for a new one, so that no flood keeps an agent out;
+one that has proved it is never closed for another. An agent that a flood has pushed out tries again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import resource
+import secrets
+import socket
+import ssl
+from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.control.tls import Tls
+from adaptor.protocol import authentication, silence, wire
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.messages import AgentHello
+from adaptor.protocol.peer import is_same_user
+
+# A connection has this long to prove the secret; an agent needs a few round trips.
+HANDSHAKE_S = 10.0
+# The most connections that may be open without a proof, or a quarter of this process's descriptors, if that
+# is less. An agent needs a few milliseconds for its proof. Each connection costs half a megabyte of buffers.
+MOST = 256
+# The pause between two attempts; a flood has to be fast to keep an agent out of every one.
+PAUSE_S = 0.2
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LOOPBACK = "127.0.0.1"
+BACKLOG = 1024  # every node of a large job comes at once
+
+# Reads the first message of an agent; None: it was not the expected one.
+T = TypeVar("T")
+First = Callable[[asyncio.StreamReader], Awaitable[T | None]]
+Welcome = Callable[[T, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+async def read_hello(reader: asyncio.StreamReader) -> AgentHello | None:
+    """Return the first message of a connection; None where it is no hello of an agent."""
+    hello = await wire.read(reader, wire.from_agent)
+    return hello if isinstance(hello, AgentHello) else None
+
+
+class AgentListener(Generic[T]):
+    """Listens for agents, and gives each that has proved the secret to `welcome`.
+
+    Args:
+        secret: the secret of this generation of the job, 32 bytes or more.
+        tls: the certificates of this node; None: without TLS.
+        rejected: counts the connections that are rejected.
+        welcome: serves a connection, after its first message, until it ends.
+        first: reads the first message.
+        first_at_once: the first message has to come within the time for the proof.
+        further_connections: the number of clients of the job that may connect at once, besides `MOST`.
+    """
+
+    def __init__(
+        self,
+        secret: bytes,
+        tls: Tls | None,
+        rejected: RejectedConnections,
+        welcome: Welcome[T],
+        first: First[T],
+        *,
+        first_at_once: bool = True,
+        further_connections: int = 0,
+    ) -> None:
+        self._first = first
+        self._first_at_once = first_at_once
+        self._secret = secret
+        self._tls = tls
+        self._rejected = rejected
+        self._welcome = welcome
+        descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._most = (
+            MOST + further_connections
+            if descriptors == resource.RLIM_INFINITY
+            else min(MOST + further_connections, descriptors // 4)
+        )
+        self._listeners: list[socket.socket] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._unproved: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+
+    def listen(self, address: str, port: int) -> int:
+        """Accept connections at `address` (empty: all); return the port: `port` or the next free one.
+
+        Raises:
+            OSError: no port is free.
+        """
+        for candidate in range(port, 65536):
+            try:
+                self.serve(bind(address, candidate))
+            except OSError:
+                continue
+            return candidate
+        raise OSError(f"no free port from {port} on for the controller")
+
+    def listen_here(self) -> str:
+        """Accept connections from this machine and user; return the name of the abstract unix socket."""
+        name, listeners = bind_here()
+        self.serve(listeners)
+        return name
+
+    def serve(self, listeners: list[socket.socket]) -> None:
+        """Accept connections at these, which are closed with this listener."""
+        self._listeners = listeners
+        for listener in listeners:
+            self._spawn(self._accept(listener))
+
+    async def close(self) -> None:
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for listener in self._listeners:
+            listener.close()
+
+    def _spawn(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # else it was gone before it was accepted
+                if error.errno in EXHAUSTED:
+                    self._turn_out(len(self._unproved))
+                    await asyncio.sleep(PAUSE_S)  # it is others who hold the descriptors
+                continue
+            if connection.family == socket.AF_UNIX and not is_same_user(connection):
+                connection.close()
+                self._rejected.count("were of another user")
+                await asyncio.sleep(0)
+                continue
+            self._turn_out(len(self._unproved) + 1 - self._most)
+            task = self._spawn(self._admit(connection))
+            self._unproved[task] = None
+            # Accepting does not wait while there is a queue: let the other tasks run, and closed ones end.
+            await asyncio.sleep(0)
+
+    def _turn_out(self, count: int) -> None:
+        """The oldest of those that have not proved the secret."""
+        for task in list(self._unproved)[: max(count, 0)]:
+            del self._unproved[task]
+            task.cancel()
+            self._rejected.count("were closed for newer ones")
+
+    async def _admit(self, connection: socket.socket) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        writer = None
+        try:
+            async with deadline(HANDSHAKE_S):
+                if connection.family != socket.AF_UNIX:
+                    silence.notice(connection)
+                certificates = await self._tls.newest() if self._tls is not None else None
+                reader, writer = await _streams(connection, certificates and certificates.server)
+                await authentication.challenge(reader, writer, self._secret)
+                self._unproved.pop(task, None)
+                if self._first_at_once:
+                    hello = await self._first(reader)
+            if not self._first_at_once:
+                hello = await self._first(reader)
+            if hello is not None:
+                await self._welcome(hello, reader, writer)
+            else:
+                self._rejected.count("knew the secret and said no hello")
+        except asyncio.TimeoutError:
+            self._rejected.count(f"had not proved themselves within {HANDSHAKE_S:g} s")
+        except (EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError):
+            self._rejected.count("went without a proof")
+        except ssl.SSLError:
+            self._rejected.count("had no certificate of this job")
+        except (OSError, msgspec.DecodeError):
+            self._rejected.count("did not know the secret")
+        finally:
+            self._unproved.pop(task, None)
+            if writer is None:
+                connection.close()
+            else:
+                writer.close()
+
+
+def bind(address: str, port: int) -> list[socket.socket]:
+    """Return sockets that listen, on IPv6 as well where the machine has it; port 0: at the same free one."""
+    listeners = [socket.create_server((address, port), backlog=BACKLOG)]
+    port = int(listeners[0].getsockname()[1])
+    if not address and socket.has_ipv6:
+        try:
+            listeners.append(socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # an agent might reach another program
+                listeners[0].close()
+                raise
+    for listener in listeners:
+        listener.setblocking(False)
+    return listeners
+
+
+def bind_here() -> tuple[str, list[socket.socket]]:
+    """Return an abstract unix socket that listens, and its name."""
+    name = f"ttp-{secrets.token_hex(8)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{name}")
+    listener.listen(BACKLOG)
+    listener.setblocking(False)
+    return name, [listener]
+
+
+async def _streams(
+    connection: socket.socket, tls: ssl.SSLContext | None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Make the streams of a connection, as `asyncio.start_server` does.
+
+    That function makes the TLS handshake before the connection can be counted.
+    """
+    loop = asyncio.get_running_loop()
+    connection.setblocking(False)
+    reader = asyncio.StreamReader(loop=loop)
+    protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+    transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=tls)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)

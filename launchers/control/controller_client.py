@@ -1,0 +1,309 @@
+"""Connects an agent with the controller, and with the next controller when that one is lost.
+
+The agent of node 0 has the first controller. Those of the next nodes (`failover.STANDBYS`) stand by: each
+listens from the start, and keeps the state that the controller passes on. `Succession` decides to which node
+an agent goes that has lost the controller. The agent whose turn it is runs the controller from then on, with
+a later term, and the others repeat to it what they had reported before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Coroutine, Sequence
+
+import msgspec
+
+from adaptor.config import Config
+from adaptor.controller.failover import Succession, stands_by
+from adaptor.controller.recurrence import Recurrence
+from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
+from adaptor.launchers.control.agent_listener import LOOPBACK
+from adaptor.launchers.control.controller_host import ControllerHost
+from adaptor.launchers.control.controller_links import LocalLink, RemoteLink
+from adaptor.launchers.control.invitation import UNIX, Invitation, kind_of
+from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.control.standby_listener import PATIENCE_S, StandbyListener
+from adaptor.launchers.control.tls import Tls
+from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.log import tell_error
+from adaptor.protocol import wire
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.messages import (
+    AgentHello,
+    ControllerToAgent,
+    FromAgent,
+    Recovered,
+    Verdict,
+)
+
+
+class ControllerClient:
+    """The agent's connection to the controller, for one generation; used on its control thread.
+
+    Call `host` or `join` first, then `send` for each message, and `close` at the end.
+
+    Args:
+        node: this agent's node.
+        nodes, world_size: the numbers of nodes and ranks of the job.
+        config: the settings.
+        tls: the certificates of this node; None: without TLS.
+        report: records messages, where this node has the controller.
+        online_s: how long an online recovery may take; 0: there is none.
+        obey: is called with each order.
+        on_controller_unreachable: is called when there is no controller any more.
+        recurrence: the faults of earlier generations; each verdict is added.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        nodes: int,
+        world_size: int,
+        config: Config,
+        tls: Tls | None,
+        report: IncidentReport,
+        online_s: float,
+        obey: Callable[[ControllerToAgent], None],
+        on_controller_unreachable: Callable[[], None],
+        recurrence: Recurrence,
+    ) -> None:
+        self._node = node
+        self._nodes = nodes
+        self._world_size = world_size
+        self._config = config
+        self._tls = tls
+        self._incident_report = report
+        self._online_s = online_s
+        self._obey = obey
+        self._on_controller_unreachable = on_controller_unreachable
+        self._recurrence = recurrence
+        self._secret = b""
+        self._kind = kind_of(config)
+        self._address = LOOPBACK
+        self._succession = Succession(node, nodes)
+        self._link: LocalLink | RemoteLink | None = None  # None: no controller is reached now
+        self._resting = False
+        self._knows_standbys = asyncio.Event()
+        self._rejected = RejectedConnections("the controller's port")
+        self.listener = StandbyListener(nodes, self._kind, config.port, tls, self._rejected)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.controller_host: ControllerHost | None = None
+        # The node whose controller ended the last incident, and wrote the report; None before that. It stays
+        # when that node leaves: this one may still have to name it.
+        self.reporter: int | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Return whether this is the only node."""
+        return self._nodes == 1
+
+    @property
+    def secret(self) -> bytes:
+        """Return what agents of this generation prove to each other, once this one has met the controller."""
+        return self._secret
+
+    @property
+    def address(self) -> str:
+        """Return the address at which other nodes reach this one, once it has met the controller."""
+        return self._address
+
+    @property
+    def said(self) -> Sequence[FromAgent]:
+        """Return what was reported that a controller must know, of processes that are not replaced."""
+        return self._succession.said
+
+    async def host(self, host: str, restart: bool, job: str) -> Invitation:
+        """Run the first controller here.
+
+        Args:
+            host: the address at which other nodes reach this one.
+            restart: True if workers ran before, in an earlier generation.
+            job: the name of the job's folder.
+
+        Returns:
+            The invitation, with which other nodes find the controller.
+        """
+        drawn = Invitation.draw(self._kind, restart, job)
+        self._secret = drawn.secret
+        if self._kind != UNIX:
+            self._address = host
+        self._run_controller()
+        if self._nodes == 1:
+            return drawn
+        endpoint = self.listener.listen(self._secret, self._address)
+        return drawn._replace(port=endpoint.port, name=drawn.name if endpoint.port else endpoint.address)
+
+    async def join(
+        self, host: str, invitation_bytes: bytes, ranks: tuple[int, ...], owner: str = ""
+    ) -> Invitation:
+        """Connect to the first controller, on node 0, and register there.
+
+        Args:
+            host: the address of node 0.
+            invitation_bytes: the invitation, as node 0 has put it into the rendezvous store.
+            ranks: the ranks of this node.
+            owner: as in `AgentHello`.
+
+        Raises:
+            StartError: the settings of the nodes differ, or there is no such controller.
+        """
+        invitation = Invitation.decode(invitation_bytes, self._kind)
+        self._secret = invitation.secret
+        address_of_controller = (host, invitation.port) if invitation.kind != UNIX else (invitation.name, 0)
+        reader, writer = await connect(*address_of_controller, invitation.secret, self._tls)
+        endpoint = None
+        if self._kind != UNIX:
+            self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
+        if stands_by(self._node):
+            endpoint = self.listener.listen(self._secret, self._address)
+        self._link = RemoteLink(writer)
+        self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid(), owner))
+        self._spawn(self._follow(reader, writer))
+        return invitation
+
+    async def meet(self) -> None:
+        """Wait, before workers start, for the addresses of the nodes that stand by.
+
+        It waits for CONNECT_TIMEOUT_S at most: the framework will miss a node that has not come by then.
+        """
+        if self.controller_host is None:
+            with contextlib.suppress(asyncio.TimeoutError):
+                async with deadline(CONNECT_TIMEOUT_S):
+                    await self._knows_standbys.wait()
+
+    def send(self, message: FromAgent) -> None:
+        """Send `message` to the controller; keep it for the next one, if that must know it, too."""
+        self._succession.keep(message)
+        if self._link is not None:
+            self._link.send(message)
+
+    def rest(self) -> None:
+        """Stop reacting to the loss of the controller: the job is over on this node."""
+        self._resting = True
+
+    async def close(self) -> None:
+        self.rest()
+        self._link = None
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.controller_host is not None:
+            await self.controller_host.close()
+        await self.listener.close()
+        self._rejected.close()
+
+    def _spawn(self, work: Coroutine[object, None, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+        return task
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        """Count the controller as unreachable after an error of ours in a task of this connection."""
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, OSError):  # else the connection is gone: see `_follow`
+            self._on_controller_unreachable()
+            tell_error("an error of ttprun in the connection to the controller", error)
+
+    # with a controller here
+
+    def _run_controller(self) -> ControllerHost:
+        address = LOOPBACK if self._nodes == 1 else self._address
+        self.controller_host = controller_host = ControllerHost(
+            term=self._node,
+            world_size=self._world_size,
+            nodes=self._nodes,
+            timeout_s=self._config.timeout_s,
+            host=address,
+            report=self._incident_report,
+            rejected=self._rejected,
+            recurrence=self._recurrence,
+            online_s=self._online_s,
+            host_copy=self._config.host_copy,
+        )
+        controller_host.start()
+        self._link = LocalLink(controller_host, self._node, self._obey_soon)
+        self.listener.begin_turn(controller_host)
+        return controller_host
+
+    def _obey_soon(self, orders: Sequence[ControllerToAgent]) -> None:
+        for order in orders:
+            asyncio.get_running_loop().call_soon(self._on_order, order)
+
+    def _take_over(self) -> None:
+        """Run the controller here, after those of all earlier terms, which are lost."""
+        if self._succession.verdict is not None:
+            self.listener.begin_turn(None, self._succession.verdict)
+            return
+        controller_host = self._run_controller()
+        controller_host.take_over(self._succession.standby_state)
+        self._report_again()
+        for node in range(self._node):
+            controller_host.lose(node)
+
+    # with the controller on another node
+
+    async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Follow one controller after the other, until this node runs it or there is none."""
+        patience_s: float | None = None
+        while True:
+            try:
+                await self._read_orders(reader, patience_s)
+            except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
+                self._link = None
+                self._knows_standbys.set()  # or never will
+            finally:
+                writer.close()
+            connection = None if self._resting else await self._connect_to_next()
+            if connection is None:
+                return
+            reader, writer = connection
+            patience_s = PATIENCE_S
+            self._link = RemoteLink(writer)
+            self._report_again()
+
+    async def _read_orders(self, reader: asyncio.StreamReader, patience_s: float | None) -> None:
+        if patience_s is not None:
+            async with deadline(patience_s):
+                self._on_order(await wire.read(reader, wire.to_agent))
+        while True:
+            self._on_order(await wire.read(reader, wire.to_agent, wire.SLOW_S))
+
+    def _on_order(self, order: ControllerToAgent) -> None:
+        if self._succession.accept(order):
+            if isinstance(order, Verdict | Recovered):
+                self._incident_report.record_end(order.incident)
+                self.reporter = self._node if self.controller_host is not None else self._succession.term
+            if isinstance(order, Verdict):
+                self._recurrence.note(order)
+                self._knows_standbys.set()  # or need not: the workers that start now are ended
+            self._obey(order)
+        if self._succession.knows_standby_endpoints:
+            self._knows_standbys.set()
+
+    async def _connect_to_next(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """Connect to the next controller; return None if this node runs it now, or there is none."""
+        while self._succession.go_on():
+            if self._succession.is_mine:
+                try:
+                    self._take_over()
+                except Exception as error:  # others go on to the next node
+                    self._on_controller_unreachable()
+                    tell_error("an error of ttprun while its controller took over", error)
+                return None
+            endpoint = self._succession.endpoint
+            assert endpoint is not None
+            connection = await try_connect(endpoint.address, endpoint.port, self._secret, self._tls)
+            if connection is not None:
+                return connection
+        self._on_controller_unreachable()
+        return None
+
+    def _report_again(self) -> None:
+        assert self._link is not None
+        for message in self._succession.all_again:
+            self._link.send(message)

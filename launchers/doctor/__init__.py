@@ -1,0 +1,1 @@
+"""`ttp doctor`: checks of a machine before there is a job."""

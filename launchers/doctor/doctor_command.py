@@ -1,0 +1,187 @@
+"""`ttp doctor`: whether a job could be protected on this node, before there is one.
+
+Each check looks at one thing and says in a line what was found, and what to do if it is not as it should be.
+FAIL: `ttprun` would refuse it, or a fault would lose steps. WARN: something is worse than it could be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from adaptor import config, engines, misspelt, text
+from adaptor.errors import AdaptorError, ConfigError
+from adaptor.launchers.cli import plan
+from adaptor.launchers.doctor import doctor_disk, doctor_machine, doctor_nodes
+from adaptor.launchers.doctor.doctor_job import Job
+from adaptor.launchers.doctor.finding import Finding
+from adaptor.operations import cli
+from adaptor.operations.terminal import show
+from adaptor.operations.words import FINDING, OK
+
+# Of torchrun's rendezvous c10d.
+RENDEZVOUS_PORT = 29400
+
+
+def add(add_command: cli.Add) -> None:
+    """Add the command to those of `ttp`."""
+    parser = add_command(
+        "doctor", _answer, "whether a job could be protected on this node; nothing is trained"
+    )
+    parser.epilog = (
+        "Run it on each node, with the settings of the job: with srun, or with the flags of the job by"
+        " `ttprun FLAGS -m adaptor.launchers.cli.ttp doctor`, which starts no worker. With the script and its"
+        " arguments it compares what the job needs with what is there. Exit codes: 0, nothing fails; 1,"
+        " something does; 2, bad usage."
+    )
+    parser.add_argument("--save", type=Path, help="also try the folder of checkpoints (--save) of the job")
+    parser.add_argument(
+        "--nodes",
+        type=_nodes,
+        default=1,
+        help="it runs on so many nodes now (srun): also try ports, locks, clocks and routes between them",
+    )
+    parser.add_argument(
+        "--rdzv-port",
+        type=_port,
+        default=RENDEZVOUS_PORT,
+        help="the port of the job's --rdzv-endpoint or --master-port, which --nodes tries, too"
+        f" (default {RENDEZVOUS_PORT})",
+    )
+    parser.add_argument(
+        "--write-mib",
+        type=_mebibytes,
+        default=256,
+        help="how much to write there for its speed (default 256)",
+    )
+    parser.add_argument(
+        "--nnodes",
+        type=plan.count,
+        help="nodes of the job (default: --nodes), of which each writes a part of a save",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=plan.count,
+        help="ranks on each node (default: twice the fewest that the arguments allow, on one node)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
+
+
+def arguments_of_job(parsed: argparse.Namespace) -> list[str]:
+    """Return the arguments of `ttp` for a ttprun whose job is the doctor.
+
+    The nodes of the job, their ranks, and the port of its rendezvous are taken from the flags of ttprun; what
+    is given to the doctor itself wins.
+
+    Args:
+        parsed: torchrun's arguments.
+    """
+    from torch.distributed import run
+
+    script_arguments, taken = list(parsed.training_script_args), list[str]()
+    fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    if fewest == most_nodes and not parsed.standalone:
+        taken += ["--nnodes", str(most_nodes)]
+        options = (
+            script_arguments[: script_arguments.index("--")] if "--" in script_arguments else script_arguments
+        )
+        if any(option.partition("=")[0] == "--save" for option in options):
+            taken += ["--nodes", str(most_nodes)]
+    with contextlib.suppress(ValueError):  # auto, on a machine that has no such device
+        taken += ["--nproc-per-node", str(run.determine_local_world_size(parsed.nproc_per_node))]
+    port = parsed.rdzv_endpoint.rpartition(":")[2] if parsed.rdzv_backend != "static" else parsed.master_port
+    if str(port).isdigit():
+        taken += ["--rdzv-port", str(port)]
+    return ["doctor", *taken, *script_arguments[1:]]
+
+
+def _mebibytes(text: str) -> int:
+    amount = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= amount <= 1 << 20:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number of MiB from 1 to {1 << 20}")
+    return amount
+
+
+def _nodes(text: str) -> int:
+    number = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= number <= 1_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number of nodes from 1 on")
+    return number
+
+
+def _port(text: str) -> int:
+    port = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= port < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{text!r}: it must be a port from 1 to 65535")
+    return port
+
+
+def _answer(parsed: argparse.Namespace) -> int:
+    if parsed.nodes > 1 and parsed.save is None:
+        raise ConfigError(f"--nodes is {parsed.nodes}: name the folder in which they meet: --save DIR")
+    nodes, script = parsed.nnodes or parsed.nodes, plan.script_of(parsed.script)
+    if script:
+        plan.require_ranks(nodes, parsed.nproc_per_node)
+        plan.require_file(script)
+    job = Job(script, nodes, parsed.nproc_per_node)
+    all_findings: list[Finding] = []
+    for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes, parsed.rdzv_port, job):
+        all_findings.append(finding)
+        if not parsed.json:
+            show([_line(finding)])
+    bad = sum(finding.level == "FAIL" for finding in all_findings)
+    if parsed.json:
+        print(msgspec.json.encode({"host": socket.gethostname(), "findings": all_findings}).decode())
+    else:
+        show([f"{socket.gethostname()}: {len(all_findings)} checks, {bad} failed"])
+    return FINDING if bad else OK
+
+
+def _line(finding: Finding) -> str:
+    remedy_text = f": {finding.remedy}" if finding.remedy else ""
+    return text.encodable(f"{finding.level:<4} {finding.name:<12} {finding.words}{remedy_text}")
+
+
+def findings(save: Path | None, size: int, nodes: int, rendezvous_port: int, job: Job) -> Iterator[Finding]:
+    """Make every check; an error in one is its finding.
+
+    Args:
+        save: the folder of checkpoints; None: it is not tried.
+        size: the bytes that are written there for its speed.
+        nodes: that make these checks at the same time.
+        rendezvous_port: at which node 0 of the job will await the others.
+        job: that is to run here.
+    """
+    try:
+        settings = config.load()
+        misspelt.refuse(os.environ)
+        engines.find(settings.engine).require(settings)
+    except AdaptorError as error:
+        yield Finding("settings", "FAIL", str(error))
+        return
+    yield Finding("settings", "OK", "every setting makes sense")
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        (check.__name__, lambda check=check: check(settings))  # type: ignore[misc]
+        for check in doctor_machine.CHECKS
+    ]
+    if job.script:
+        checks.append(("job", lambda: job.fits(settings)))
+    if save is not None:
+        folder = save
+        if nodes > 1:  # first: while one still writes for the speed, others would wait
+            checks.append(("nodes", lambda: doctor_nodes.between(folder, nodes, settings, rendezvous_port)))
+        checks.append(("save", lambda: doctor_disk.save_folder(folder, size, job, settings)))
+    for name, check in checks:
+        try:
+            yield from check()
+        except AdaptorError as error:
+            yield Finding(name, "FAIL", str(error))
+        except Exception as error:  # one check that cannot be made hides no other
+            yield Finding(name, "WARN", f"this could not be checked: {text.describe(error)}")

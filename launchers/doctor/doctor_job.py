@@ -1,0 +1,258 @@
+"""The checks of `ttp doctor` that compare this node with what a job needs: memory, room, and time for a save.
+
+What it needs is calculated from the arguments of its script, as for `ttp plan`. Without them the newest
+checkpoint of the save folder tells how large a save is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from adaptor import host_memory
+from adaptor.config import Config
+from adaptor.launchers.cli import plan
+from adaptor.launchers.doctor.finding import Finding
+from adaptor.operations import newest_checkpoint
+from adaptor.operations.words import duration, size
+
+# A save is not always as fast as the trial, and what is free before a job is not all for tensors.
+_MARGIN = 1.25
+# The most that the settings allow, in seconds.
+_LONGEST = 3600
+# Without a sign of a save for a third of TTP_OT another node takes over; for an eighth ranks are asked
+# whether they live.
+_TAKES_OVER, _ASKS = 3, 8
+_GATHERING = "use the format torch and a --save that all nodes see: docs/costs.md"
+
+
+class Save(NamedTuple):
+    """A save of the job.
+
+    Attributes:
+        size: in bytes, of all nodes together
+        nodes: that write it, each as much as the others
+        source: where that is known from, in words
+    """
+
+    size: float
+    nodes: int
+    source: str
+
+    @property
+    def part(self) -> float:
+        """Return the bytes that one node writes."""
+        return self.size / self.nodes
+
+
+class Speed(NamedTuple):
+    """The speed at which the save folder has taken what a save would write.
+
+    Attributes:
+        rate: in bytes for each second
+        pause_s: the longest time in which nothing had moved
+    """
+
+    rate: float
+    pause_s: float
+
+
+class Job:
+    """The job that is to run on nodes like this one.
+
+    Args:
+        script: and its arguments; empty: they are not known.
+        nodes: of the job.
+        ranks_per_node: None: as many as the arguments need for a second copy, on one node.
+    """
+
+    def __init__(self, script: list[str], nodes: int = 1, ranks_per_node: int | None = None) -> None:
+        self.script = script
+        self.nodes = nodes
+        self._ranks_per_node = ranks_per_node
+        self._plan: plan.JobPlan | None = None
+
+    def fits(self, settings: Config) -> Iterator[Finding]:
+        """Let the framework's own parser read the arguments, and compare the need of a rank with the node."""
+        report = plan.report(self.script, self.nodes, self._ranks_per_node)
+        if report is None:
+            yield Finding("job", "FAIL", "its arguments cannot be examined", "stderr has said why")
+            return
+        for line in report.refusals:
+            yield Finding("job", "FAIL", line)
+        if not report.refusals:
+            yield Finding("job", "OK" if report.fits else "WARN", report.verdict)
+        self._plan = report.plan
+        if report.plan is not None:
+            yield from memory(report.plan, settings)
+
+    def save(self, folder: Path) -> Save | None:
+        """Return what is known of its saves; None where that is nothing.
+
+        Args:
+            folder: of its checkpoints.
+        """
+        if self._plan is not None and self._plan.save is not None:
+            return Save(self._plan.save, self._plan.nodes, "by the arguments of the script")
+        newest_save = newest_checkpoint.newest(folder)
+        return (
+            None
+            if newest_save is None
+            else Save(newest_save.size, self.nodes, f"as large as that of step {newest_save.step}")
+        )
+
+
+def memory(of_job: plan.JobPlan, settings: Config) -> Iterator[Finding]:
+    """Compare what a rank takes with what is free on its device, or on the host where there is none.
+
+    Args:
+        of_job: what each rank takes.
+        settings: of the job.
+    """
+    ranks = -(-of_job.ranks // of_job.nodes)
+    row = next((row for row in of_job.replicas if row.chosen), None)
+    need = None if row is None else _of_a_rank(of_job, row, settings)
+    if row is None or need is None:
+        description = "how much memory a rank takes is not known of this framework"
+        yield Finding("replica", "WARN", description, "calculate it with the formulas of docs/costs.md")
+        return
+    on_host = host_memory.available()
+    # With several nodes each keeps the copies of another one, too.
+    copies = (row.host_copy or 0.0) * ranks * min(2, of_job.nodes) if settings.host_copy else 0.0
+    device = _device_memory(settings)
+    free, memory_place = (
+        device
+        if device is not None
+        else (max(0.0, on_host - copies) / ranks, f"this host for each of {ranks} ranks")
+    )
+    description = (
+        f"{row.kind} takes {_bytes(row.memory)} more on a rank, {_bytes(need)} with weights, gradients and"
+        f" optimizer; {_bytes(free)} are free on {memory_place}"
+    )
+    if need > free:
+        yield Finding("replica", "FAIL", description, _instead(of_job, settings, free))
+    elif need * _MARGIN > free:
+        yield Finding("replica", "WARN", description, "activations come on top: docs/costs.md")
+    else:
+        yield Finding("replica", "OK", f"{description}; activations come on top")
+    if settings.host_copy and row.host_copy is not None:
+        description = f"the copies of this node take {_bytes(copies)}, and {_bytes(on_host)} are free"
+        bad = copies > on_host
+        remedy = "leave TTP_HOST_COPY out, or give the node more memory" if bad else ""
+        yield Finding("host copies", "FAIL" if bad else "OK", description, remedy)
+    remaining_bytes = on_host - copies if device is not None else on_host - copies - need * ranks
+    if of_job.writer is not None and of_job.writer > remaining_bytes:
+        description = (
+            f"where a save cannot be written in place, one rank gathers {_bytes(of_job.writer)} on the host"
+        )
+        yield Finding(
+            "gathering",
+            "WARN",
+            f"{description}; {_bytes(max(0.0, remaining_bytes))} are left there",
+            _GATHERING,
+        )
+
+
+def _of_a_rank(of_job: plan.JobPlan, row: plan.ReplicaRow, settings: Config) -> float | None:
+    """Return the bytes of weights, gradients, optimizer and what the adaptor adds; None where not known."""
+    if of_job.training is None or row.memory is None:
+        return None
+    return of_job.training + row.memory + ((row.local_copy or 0.0) if settings.local_copy else 0.0)
+
+
+def _instead(of_job: plan.JobPlan, settings: Config, free: float) -> str:
+    """Return what to do where a rank has no room for its replica."""
+    for row in of_job.replicas:
+        need = _of_a_rank(of_job, row, settings)
+        if not row.chosen and need is not None and need <= free:
+            return f"TTP_REPLICA={row.kind} takes {_bytes(row.memory)} more, and survives {row.survives}"
+    return "spread the job over more ranks: no kind of replica fits"
+
+
+def _device_memory(settings: Config) -> tuple[float, str] | None:
+    """Return what is free on that device of this node which has least, and its name; None: there is none."""
+    if settings.device:
+        return None
+    import torch
+
+    kind = next(
+        (kind for kind in ("cuda", "npu") if hasattr(torch, kind) and getattr(torch, kind).is_available()), ""
+    )
+    if not kind:
+        return None
+    of_kind = getattr(torch, kind)
+    return min((float(of_kind.mem_get_info(at)[0]), f"{kind}:{at}") for at in range(of_kind.device_count()))
+
+
+def times(speed: Speed, save: Save | None, room: int, settings: Config) -> Iterator[Finding]:
+    """Compare a save with the room for it, and the time that it may take.
+
+    Args:
+        speed: of the folder.
+        save: what is known of it; None: nothing.
+        room: free bytes in the folder.
+        settings: with TTP_OT and TTP_GRACE.
+    """
+    if save is None:
+        description = (
+            f"{speed.rate * settings.grace_s / 1e9:.1f} GB can be written in it ({settings.grace_s:.0f} s)"
+        )
+        remedy = (
+            "say -- SCRIPT ARGUMENTS, or a --save with a checkpoint, to compare it with a save of the job"
+        )
+        yield Finding("TTP_GRACE", "OK", description, remedy)
+        yield _without_progress(speed, None, settings)
+        return
+    if save.size > room:
+        description = f"a save has {_bytes(save.size)} ({save.source}), and {_bytes(room)} are free there"
+        yield Finding("room", "FAIL", description, "make room, or name another --save")
+    yield _grace(save, save.part / speed.rate, settings.grace_s)
+    yield _without_progress(speed, save, settings)
+
+
+def _grace(save: Save, seconds: float, grace_s: float) -> Finding:
+    """Compare the seconds of this node's part of a save with TTP_GRACE."""
+    all_of = "all of it" if save.nodes == 1 else f"1 of {save.nodes} nodes"
+    description = (
+        f"this node writes {_bytes(save.part)} of a save in {duration(seconds)} ({all_of}, {save.source});"
+        f" when the job is told to end it has {duration(grace_s)}"
+    )
+    needed_s = math.ceil(seconds * _MARGIN)
+    if needed_s <= grace_s:
+        return Finding("TTP_GRACE", "OK", description)
+    remedy = (
+        f"set TTP_GRACE to {needed_s} or more, and what the scheduler gives to more than that (KillWait,"
+        " GraceTime, terminationGracePeriodSeconds)"
+        if needed_s <= _LONGEST
+        else f"name a --save that is faster: TTP_GRACE is {_LONGEST} at most"
+    )
+    return Finding("TTP_GRACE", "FAIL" if seconds > grace_s else "WARN", description, remedy)
+
+
+def _without_progress(speed: Speed, save: Save | None, settings: Config) -> Finding:
+    """Compare the longest pause of the trial with TTP_OT, which is a limit of time without progress."""
+    limit, pause = settings.timeout_s, speed.pause_s
+    written_text = f"{speed.rate * limit / 1e9:.1f} GB could be written in them"
+    if save is not None:
+        written_text = f"this node's part of a save takes {duration(save.part / speed.rate)}"
+    description = (
+        f"a save may take any time, but for {limit:.0f} s without progress; {written_text}, and the "
+        "longest pause of"
+        f" the trial was {duration(pause)}"
+    )
+    if pause * _ASKS < limit:
+        return Finding("TTP_OT", "OK", description)
+    needed_s = math.ceil(pause * _ASKS * _MARGIN)
+    remedy = (
+        f"set TTP_OT to {needed_s} or more: a save that stands still for {limit:.0f} s is given up, and for"
+        f" {limit / _TAKES_OVER:.0f} s is begun anew on another node"
+        if needed_s <= _LONGEST
+        else "name a --save on a disk that does not stand still"
+    )
+    return Finding("TTP_OT", "FAIL" if pause >= limit else "WARN", description, remedy)
+
+
+def _bytes(count: float | None) -> str:
+    return "not known" if count is None else size(int(count))

@@ -1,0 +1,1 @@
+"""Files, logs, notices and lines for operators."""

@@ -1,0 +1,216 @@
+"""Makes the record of an incident from its end and its timeline (docs/operations.md).
+
+It runs in the thread that writes the file, behind the decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import signal
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import cast, get_args
+
+import msgspec
+
+from adaptor.controller import missing_collectives
+from adaptor.controller.failures import SIGNAL_BASE
+from adaptor.launchers.records.incident_timeline import NOTICED, Happened, Timeline, happened
+from adaptor.operations import records
+from adaptor.operations.records import Cause, CauseKind, Incident, Phases, Versions
+from adaptor.protocol import collectives
+from adaptor.protocol.messages import Fault, Recovered, Verdict
+
+# Sections of docs/runbook.md.
+_RUNBOOK = "docs/runbook.md"
+
+
+def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_at: float) -> Incident:
+    """Return the file of the incident that has ended with `end`.
+
+    Args:
+        end: the verdict, or the end of an online recovery.
+        timeline: what happened.
+        name: the id of the file.
+        ended_at: when the verdict was given, in Unix seconds.
+    """
+    events = sorted(map(happened, timeline.happened), key=lambda event: event.at)
+    collectives_events = [event for event in events if event.what == "collectives"]
+    events = [event for event in events if event.what != "collectives"]
+    fault = end.fault
+    blamed = next(iter(fault.ranks), -1) if isinstance(end, Recovered) else end.cause_rank
+    is_hang = fault.kind == "hang"
+    # Of a hang the notice of a rank is that of its end, when others have waited for it in vain.
+    noticed = _noticed(-1 if is_hang else blamed, events)
+    silent = _silent(events, is_hang=is_hang)
+    exit_code, stop, newest, lost = None, "", None, None
+    if isinstance(end, Recovered):
+        verdict, newest, lost = "recovered", end.step, 0
+        action = f"training went on after step {end.step}"
+    else:
+        verdict, stop, exit_code = end.outcome, end.stop, end.exit_code
+        newest = _newest(end, timeline)
+        lost = _lost(end, newest, timeline)
+        action = f"the job ends: {stop}" if stop else _next(end, timeline)
+    step = end.step if end.step >= 0 else None
+    return Incident(
+        id=name,
+        job=timeline.job,
+        generation=timeline.generation,
+        incident=end.incident,
+        began=records.utc(noticed.at if noticed is not None else ended_at),
+        ended=records.utc(ended_at),
+        cause=_cause(fault, exit_code),
+        reason=end.line,
+        blamed=blamed if blamed >= 0 else None,
+        node=_node(blamed, noticed, timeline),
+        host=fault.host or None,
+        pid=fault.pid or None,
+        failed=list(fault.ranks),
+        silent=silent,
+        verdict=verdict,  # type: ignore[arg-type]  # `refused` has no file
+        step=step,
+        newest_step=newest,
+        steps_lost=lost,
+        phases=_phases(events, noticed, timeline.silent_s if is_hang else 0.0),
+        checkpoint=timeline.checkpoint,
+        bytes=timeline.size,
+        exit_code=exit_code,
+        next_action=action,
+        not_started_again=stop,
+        runbook=f"{_RUNBOOK}#{_kind(fault)}",
+        collectives=_missing(collectives_events, silent),
+        versions=_versions(),
+        ranks=sorted({event.rank for event in events if event.rank is not None}),
+        events=[timeline.event(event, end.incident) for event in events],
+    )
+
+
+def _newest(end: Verdict, timeline: Timeline) -> int | None:
+    """Return the newest finished step; a controller that has failed does not tell it, and boards may have."""
+    newest = end.newest
+    if end.outcome == "lost":
+        newest = max(newest, timeline.newest)
+    return newest if newest >= 0 else None
+
+
+def _lost(end: Verdict, newest: int | None, timeline: Timeline) -> int | None:
+    """Return how many finished steps are not saved; None where nobody can tell."""
+    if end.outcome == "nothing":  # no step has finished, unless nobody has counted them
+        return None if timeline.unprotected else 0
+    if newest is None:
+        return None
+    resumed_step = end.step if end.outcome == "saved" else timeline.again()
+    return None if resumed_step is None else max(0, newest - resumed_step)
+
+
+def _next(end: Verdict, timeline: Timeline) -> str:
+    """Return what comes after a verdict, as far as the verdict tells; the agent knows more later."""
+    if not end.is_requested:
+        return "the workers are started again, if a restart is left"
+    if len(timeline.hosts) > 1:
+        return f"ttprun on {end.fault.host} ends, as it was told; the job goes on if enough nodes are left"
+    return "the job ends, as ttprun was told"
+
+
+def _missing(happened: Sequence[Happened], silent: Sequence[int]) -> list[str]:
+    """Return which rank misses which collective; it is also written beside the stacks."""
+    files, of_ranks = [], {}
+    for event in happened:
+        if event.rank is not None:
+            with contextlib.suppress(msgspec.MsgspecError):
+                path, of_ranks[event.rank] = collectives.decode(event.detail)
+                files.append(path)
+    missing_lines = missing_collectives.missing(of_ranks, silent)
+    if missing_lines:
+        with contextlib.suppress(OSError):  # the file of the incident has it, too
+            place = Path(files[0]).with_name("collectives.txt")
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_text("".join(f"{line}\n" for line in missing_lines))
+    return missing_lines
+
+
+def _versions() -> Versions:
+    return Versions(
+        adaptor=metadata.version("ttp-adaptor"),
+        torch=metadata.version("torch"),
+        python=platform.python_version(),
+    )
+
+
+def _kind(fault: Fault) -> CauseKind:
+    return cast("CauseKind", fault.kind) if fault.kind in get_args(CauseKind) else "unknown"
+
+
+def _cause(fault: Fault, exit_code: int | None) -> Cause:
+    kind = _kind(fault)
+    name = None
+    if kind == "signal" and fault.status is not None:
+        name = _signal(-fault.status)
+    elif kind == "told-to-end" and exit_code is not None:
+        name = _signal(exit_code - SIGNAL_BASE)
+    return Cause(
+        kind=kind,
+        signal=name,
+        exit_code=fault.status if kind == "exit" else None,
+        exception=fault.key if kind == "exception" else None,
+    )
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def _noticed(blamed: int, happened: Sequence[Happened]) -> Happened | None:
+    """Return the notice of the fault of the rank `blamed`; survivors may have raised before it."""
+    noticed = [event for event in happened if event.what == NOTICED]
+    return next((event for event in noticed if event.rank == blamed), noticed[0] if noticed else None)
+
+
+def _node(blamed: int, noticed: Happened | None, timeline: Timeline) -> int | None:
+    if blamed in timeline.nodes:
+        return timeline.nodes[blamed]
+    return noticed.node if noticed is not None else None
+
+
+def _silent(happened: Sequence[Happened], *, is_hang: bool) -> list[int]:
+    """Return the ranks that were told to stop and neither answered nor ended, in order.
+
+    In a hang a process that ends once new ones are ordered was ended for its silence.
+    """
+    ordered = min((event.at for event in happened if event.what == "replace"), default=math.inf)
+    given_up = ordered if is_hang else math.inf
+    frozen_ranks = {event.rank for event in happened if event.what == "freeze" and event.rank is not None}
+    ended_ranks = {
+        event.rank for event in happened if event.what in ("died", NOTICED) and event.at < given_up
+    }
+    return sorted(frozen_ranks - ended_ranks - {event.rank for event in happened if event.what == "frozen"})
+
+
+def _phases(happened: Sequence[Happened], noticed: Happened | None, silent_s: float) -> Phases:
+    def first(*event_names: str) -> float | None:
+        return min((event.at for event in happened if event.what in event_names), default=None)
+
+    def last(*event_names: str) -> float | None:
+        return max((event.at for event in happened if event.what in event_names), default=None)
+
+    ordered = first("freeze")
+    detect = silent_s or seconds_between(noticed.at if noticed is not None else None, ordered)
+    return Phases(
+        detect=detect,
+        freeze=seconds_between(ordered, last("frozen")),
+        write=seconds_between(first("dump-ordered"), last("written")),
+        publish=seconds_between(last("publish-ordered"), last("published")),
+        regroup=seconds_between(first("replace", "regroup-ordered"), first("recovered")),
+    )
+
+
+def seconds_between(begin: float | None, end: float | None) -> float | None:
+    """Return the seconds from `begin` to `end`; clocks of two nodes may disagree, and it is never below 0."""
+    return None if begin is None or end is None else max(0.0, end - begin)

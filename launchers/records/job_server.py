@@ -1,0 +1,159 @@
+"""Starts and ends the process that serves the files of a job from the node with the controller (TTP_SERVE).
+
+That process reads files and nothing else, so nothing of it reaches the job: if it fails, one line says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from adaptor import distributions, output, text
+from adaptor.config import Config
+from adaptor.endpoints import Address
+from adaptor.errors import ConfigError
+from adaptor.launchers.agent import programs
+from adaptor.operations import access
+from adaptor.operations.access import ServeError
+
+_NEEDS = ("jinja2", "prometheus_client")
+# After a take-over on the same machine the server of the lost ttprun still has the port for a moment.
+RETRY_S = 0.5
+_RETRIES = 120
+_END_S = 1.0
+
+
+def require(config: Config) -> None:
+    """Refuse a TTP_SERVE that cannot be served by any node.
+
+    Raises:
+        ConfigError: a package, a token or a certificate is missing, or cannot be used.
+    """
+    if config.serve is None:
+        return
+    missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"TTP_SERVE is {str(config.serve)!r}: {' and '.join(missing)} must be installed:"
+            f" {distributions.install_command('ops')}"
+        )
+    try:
+        clients_of(config.serve, config.serve_token, config.tls_cert, config.tls_key)
+    except ServeError as error:
+        raise ConfigError(
+            f"TTP_SERVE is {str(config.serve)!r}, TTP_SERVE_TOKEN is"
+            f" {'set' if config.serve_token else 'not set'}, TTP_TLS_CERT is {config.tls_cert!r}: {error}"
+        ) from None
+
+
+def clients_of(address: Address, token: str, certificate: str, key: str) -> access.Clients:
+    """Return who is served at an address: on loopback without TLS, for only this machine reaches it.
+
+    Args:
+        address: to serve at.
+        token, certificate, key: the paths of files; '' where there is none.
+
+    Raises:
+        ServeError: other machines reach it and something is missing, or a file is not as it must be.
+    """
+    certificate_files = (Path(certificate), Path(key)) if _speaks_tls(address, certificate) else None
+    return access.clients(address, Path(token) if token else None, certificate_files)
+
+
+def _speaks_tls(address: Address, certificate: str) -> bool:
+    return bool(certificate) and not address.is_loopback
+
+
+class JobServer:
+    """The process, while the controller is on this node.
+
+    Args:
+        config: the settings.
+        folder: returns the folder of the job.
+    """
+
+    def __init__(self, config: Config, folder: Callable[[], Path]) -> None:
+        self._config = config
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ends = threading.Event()
+        self._has_taken_over = False
+
+    def start(self) -> None:
+        """Start it, unless it runs.
+
+        Raises:
+            ServeError: the address cannot be had.
+            OSError: no process can be started.
+        """
+        config = self._config
+        if config.serve is None or (self._process is not None and self._process.poll() is None):
+            return
+        with access.listen(config.serve) as listening:
+            bound = Address(*listening.getsockname()[:2])  # a name may be one of a loopback address
+            descriptor = listening.fileno()
+            arguments = (
+                str(self._folder()),
+                str(descriptor),
+                config.serve_token,
+                config.tls_cert,
+                config.tls_key,
+            )
+            process = self._process = subprocess.Popen(
+                [sys.executable, str(programs.SERVE), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(descriptor,),
+                start_new_session=True,  # Ctrl-C is for ttprun
+            )
+        scheme = "https" if _speaks_tls(bound, config.tls_cert) else "http"
+        output.tell(f"[ttp] {scheme}://{config.serve}/ serves the page, /metrics and /api/v1/ of this job")
+        watcher = threading.Thread(target=self._watch, args=(process,), name="ttp-serve", daemon=True)
+        with contextlib.suppress(
+            RuntimeError
+        ):  # no more threads for this process: nothing is said of its end
+            watcher.start()
+
+    def take_over(self) -> None:
+        """Serve from this node, which has the controller now; in a thread, and only the first time."""
+        if self._config.serve is None or self._has_taken_over:
+            return
+        self._has_taken_over = True
+        try:
+            threading.Thread(target=self._start_when_free, name="ttp-serve", daemon=True).start()
+        except RuntimeError as error:  # no more threads for this process
+            self._tell_why(error)
+
+    def close(self) -> None:
+        """End it."""
+        self._ends.set()
+        if self._process is not None:
+            programs.end(self._process, _END_S)
+
+    def _start_when_free(self) -> None:
+        reason: Exception | None = None
+        for _ in range(_RETRIES):
+            try:
+                self.start()
+                return
+            except (ServeError, OSError, RuntimeError) as error:
+                reason = error
+            if self._ends.wait(RETRY_S):
+                return
+        self._tell_why(reason)
+
+    def _tell_why(self, reason: Exception | None) -> None:
+        output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(reason)}")
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not self._ends.is_set():
+            output.tell(
+                f"[ttp] the process that serves this job at {self._config.serve} has ended with status"
+                f" {status}; the job goes on, and `ttp serve` shows it"
+            )

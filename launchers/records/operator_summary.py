@@ -1,0 +1,199 @@
+"""Writes a line for the operator at each fault, at each restart, and at the end of the job."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+
+from adaptor import output
+from adaptor.launchers.records.tracker_reading import TrackerReading
+from adaptor.protocol.messages import Fault, Recovered, Verdict
+
+
+class Account:
+    """The count of incidents, restarts and lost steps of an agent, from its start to its end.
+
+    Args:
+        restarts: the number of restarts that the job may make (--max-restarts).
+        begun_restarts: how many it has made before this node came.
+    """
+
+    def __init__(self, restarts: int, begun_restarts: int = 0) -> None:
+        self._restarts = restarts
+        self._begun = begun_restarts  # restarts
+        self._again = ""  # the start that has been begun last, in words
+        self._last: Verdict | None = None  # since training has gone on
+        self._newest = -1  # the newest step that was finished before the faults since then
+        self._has_trained = False  # training that is protected has begun
+        self._origin = 0  # the step from which training has gone on last
+        self._noticed = 0.0  # the first of these faults, on the monotonic clock
+        self._reports = ""
+        self._tracker = TrackerReading("")  # of the last incident's save folder
+        self.incidents = 0
+        self._recoveries = 0  # incidents that needed no restart
+        self._lost: int | None = 0  # finished steps that must be trained again; None: not known
+
+    def fault(self, verdict: Verdict, noticed: float, report: str) -> None:
+        """Write the line of an incident that has ended.
+
+        Args:
+            noticed: when this agent learnt of the fault, in Unix seconds.
+            report: the path of the report, or the node that has it.
+        """
+        self.incidents += 1
+        self._tracker = TrackerReading(verdict.save)
+        if self._last is None:
+            self._newest, self._noticed = -1, time.monotonic() - max(0.0, time.time() - noticed)
+        self._last = verdict
+        if verdict.unprotected:
+            self._lost = None
+        self._newest = max(self._newest, verdict.newest)
+        self._say_incident(verdict.incident, _who(verdict), noticed, report)
+
+    def recovered(self, recovered: Recovered, report: str) -> None:
+        """Write the lines of an incident after which the job goes on without a restart."""
+        self.incidents += 1
+        self._recoveries += 1
+        who = _rank(recovered.fault, next(iter(recovered.fault.ranks), -1))
+        self._say_incident(recovered.incident, who, time.time() - recovered.seconds, report)
+        say(recovered.line)
+
+    def _say_incident(self, number: int, who: list[str], noticed: float, report: str) -> None:
+        """Write when an incident was noticed, who has failed, and the path of the report."""
+        parts = [f"{_utc(noticed)} incident {number}", *who]
+        if report:
+            parts.append(f"report {report}")
+            self._keep(report)
+        say(", ".join(parts))
+
+    def look_again(self) -> None:
+        """Read the tracker of the save folder again: there may be a newer checkpoint than in the incident."""
+        self._tracker = TrackerReading(self._tracker.save)
+
+    def _keep(self, report: str) -> None:
+        if report:
+            self._reports = f"in {Path(report).parent}" if Path(report).is_absolute() else report
+
+    def restart(self) -> str:
+        """Count a restart: the workers are about to be started again. Return which one it is, in words."""
+        self._begun += 1
+        self._again = f"restart {self._begun} of {self._restarts}"
+        return self._again
+
+    def begin_after(self, begun_restarts: int) -> None:
+        """Take over how many restarts the job had made before this node came."""
+        self._begun = begun_restarts
+
+    def join(self) -> str:
+        """Note that the workers are about to be started again, on more nodes; return that, in words."""
+        self._again = "start on more nodes"
+        return self._again
+
+    @property
+    def begun(self) -> int:
+        """Return how many restarts the job has made."""
+        return self._begun
+
+    def training_began(self, origin: int, at: float) -> None:
+        """Write the line of a restart, once training goes on.
+
+        Args:
+            origin: the step from which it goes on.
+            at: when it began, on the monotonic clock.
+        """
+        self._origin, self._has_trained = origin, True
+        last, self._last = self._last, None
+        if last is None:
+            return
+        lost = None if self._newest < 0 and last.outcome == "lost" else max(0, self._newest - origin)
+        self._add(lost)
+        delay = f"{max(0.0, at - self._noticed):.1f} s after the fault"
+        say(f"{_utc(time.time())} {self._again}: from step {origin}, {_lost(lost)}, {delay}")
+
+    def _add(self, lost: int | None) -> None:
+        self._lost = None if lost is None or self._lost is None else self._lost + lost
+
+    def ended(self) -> None:
+        """Write the sum of all incidents, if there were any, at the end of a job."""
+        last = self._last  # nobody has told of training since then
+        if last is not None and (
+            last.outcome == "lost" or (last.outcome == "nothing" and not self._has_trained)
+        ):
+            self._add(None)
+        if self.incidents:
+            say(f"{_utc(time.time())} the job has come to its end, {self._sum}")
+
+    def failed(self, line: str) -> None:
+        """Tell the `line` of the verdict that has ended the job, and all incidents before it.
+
+        Where the save folder hangs the line comes first, and what that has is told afterwards.
+        """
+        tell = [partial(self._tell_all, self._tracker), partial(conclude, line, tracker=self._tracker)]
+        if not self._tracker.answers:
+            tell.reverse()
+        for report_line in tell:
+            report_line()
+
+    def _tell_all(self, tracker: TrackerReading) -> None:
+        last = self._last
+        if last is not None and last.outcome == "lost":
+            step = tracker.step
+            is_known = step is not None and self._newest >= 0
+            self._add(max(0, self._newest - max(step or 0, self._origin)) if is_known else None)
+        if self.incidents > 1:
+            end_text = "was ended" if last is not None and last.is_requested else "has failed"
+            say(f"{_utc(time.time())} the job {end_text}, {self._sum}")
+
+    @property
+    def _sum(self) -> str:
+        several = "" if self.incidents == 1 else "s"
+        without = f" ({self._recoveries} without a restart)" if self._recoveries else ""
+        reports_place = f"; reports {self._reports}" if self._reports else ""
+        return f"{self.incidents} incident{several}{without}, {_lost(self._lost)}{reports_place}"
+
+
+def conclude(line: str, save: str = "", tracker: TrackerReading | None = None) -> None:
+    """Tell the last `line` of a job, with the newest checkpoint in `save`; after it, where its disk hangs."""
+    tracker = TrackerReading(save) if tracker is None else tracker
+    if tracker.answers:
+        say("; ".join(filter(None, [line, tracker.words])))
+        return
+    say(line)
+    if tracker.words:
+        say(tracker.words)
+
+
+def say(line: str) -> None:
+    """Write a line for the user."""
+    output.tell(f"[ttp] {line}")
+
+
+def _utc(at: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+
+
+def _who(verdict: Verdict) -> list[str]:
+    if verdict.cause_rank < 0:
+        location = _where(verdict.fault)
+        return [f"ttprun ({location})"] if location else []
+    return _rank(verdict.fault, verdict.cause_rank)
+
+
+def _rank(fault: Fault, rank: int) -> list[str]:
+    """Return the rank that has failed, with its process and machine, and how far the rank had come."""
+    if rank < 0:
+        return []
+    where = _where(fault)
+    return list(filter(None, [f"rank {rank}" + (f" ({where})" if where else ""), fault.when]))
+
+
+def _where(fault: Fault) -> str:
+    known = [f"pid {fault.pid}" if fault.pid else "", f"host {fault.host}" if fault.host else ""]
+    return ", ".join(filter(None, known))
+
+
+def _lost(count: int | None) -> str:
+    if count is None:
+        return "steps lost: not known"
+    return f"{count} step{'' if count == 1 else 's'} lost"

@@ -1,0 +1,51 @@
+"""A process beside `ttprun` that serves the files of its job (`--ttp-serve`), and ends with it.
+
+    python .../serve_main.py FOLDER SOCKET TOKEN_FILE CERTIFICATE KEY
+
+SOCKET is the descriptor of a socket that listens already; a file that there is not is ''. Stdin is a pipe
+from `ttprun`: its end means that `ttprun` has ended. It is started by its path, as `worker_main.py` is.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from adaptor import _script
+
+# Training goes first: for the processor, and where the memory of the machine ends.
+_NICE = 5
+_FIRST_TO_BE_ENDED = "1000"
+
+
+def main() -> None:
+    """Serve the files of a job, until ttprun has ended."""
+    _script.leave_own_path()
+    import contextlib
+    import os
+    import signal
+    import socket
+    import threading
+    from pathlib import Path
+
+    from adaptor.endpoints import Address
+    from adaptor.launchers.records.job_server import clients_of
+    from adaptor.operations import serve
+    from adaptor.protocol.environment import ending_signals
+
+    # What tells a whole job to end, as Slurm does, is for ttprun: it saves first, and is watched meanwhile.
+    for number in (signal.SIGHUP, *ending_signals()):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_ENDED)
+    folder, descriptor, token, certificate, key = sys.argv[1:]
+    listening = socket.socket(fileno=int(descriptor))
+    clients = clients_of(Address(*listening.getsockname()[:2]), token, certificate, key)
+    server = serve.Server(Path(folder), listening, clients)
+    threading.Thread(target=server.serve_forever, name="ttp-serve", daemon=True).start()
+    sys.stdin.buffer.read()
+    os._exit(0)  # nothing is to be kept, and a client may be in the middle
+
+
+if __name__ == "__main__":
+    main()

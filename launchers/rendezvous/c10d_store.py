@@ -1,0 +1,178 @@
+"""The store of a rendezvous: one agent has it (c10d), and the others connect to it.
+
+torch goes by names: an agent on the machine of `--rdzv-endpoint` tries to have the store, and connects to it
+where another agent of that machine was faster. torch does not tell which of the two has happened, and the
+loss of the agent with the store ends the rendezvous. So it is tried here, one after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import utils
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
+
+from adaptor.errors import StartError
+from adaptor.launchers.platforms import machine
+from adaptor.launchers.rendezvous.rendezvous_errors import HostUnknownError
+
+# How often a node tries whether the store answers, and how long one try may take: the kernel itself sends its
+# request again meanwhile. Not more often, because each try of a thousand nodes reaches node 0.
+TRY_S = 0.5
+ONE_TRY_S = 10.0
+_LEAST_TRY_S = 0.1
+# torch's own defaults for the store of c10d.
+_TIMEOUT_S = 60
+_PORT = 29400
+_LOOPBACK = "127.0.0.1"
+
+
+def ignore(trouble: str) -> None:
+    """Take the reason for a wait, and do nothing with it."""
+
+
+def connect(registry: Any, params: Any, note: Callable[[str], None] = ignore) -> tuple[Any, bool]:
+    """Return torch's rendezvous handler, and whether what the nodes meet at ends with this agent.
+
+    A store that is no agent's (etcd) ends with its machine: all agents of that machine count as having it.
+
+    Args:
+        registry: torch's, of handlers.
+        params: torch's, of the rendezvous.
+        note: is called with the reason for which this waits, in words.
+
+    Raises:
+        RendezvousConnectionError: the store does not answer.
+        StartError: other nodes would reach this one by its host name, which does not resolve.
+    """
+    if params.backend == "static":
+        return registry.get_rendezvous_handler(params), False
+    if params.backend != "c10d" or params.get("store_type", "tcp").strip().lower() != "tcp":
+        has_store = params.backend != "c10d" and _is_here(_host_and_port(params)[0])
+        return registry.get_rendezvous_handler(_with_own_address(params)), has_store
+    host, port = _host_and_port(params)
+    host_setting = params.get_as_bool("is_host")
+    if _is_here(host) if host_setting is None else host_setting:
+        params = _with_own_address(params)
+        try:
+            return registry.get_rendezvous_handler(_told(params, is_host=True)), True
+        except RendezvousConnectionError:
+            if host_setting is not None:
+                raise
+    timeout_s = params.get_as_int("read_timeout", _TIMEOUT_S)
+    wait_until_it_answers(host, port, time.monotonic() + timeout_s, note)
+    return registry.get_rendezvous_handler(_told(params, is_host=False)), False
+
+
+def limit(params: Any) -> str:
+    """Return for how long `connect` waits at most, in words; empty: it is not known."""
+    if params.backend != "c10d":
+        return ""
+    return f"{params.get_as_int('read_timeout', _TIMEOUT_S)} s at most (--rdzv-conf read_timeout)"
+
+
+def _told(params: Any, *, is_host: bool) -> Any:
+    copied_parameters = copy.copy(params)
+    copied_parameters.config = {**params.config, "is_host": is_host}
+    return copied_parameters
+
+
+def _host_and_port(params: Any) -> tuple[str, int]:
+    host, port = utils.parse_rendezvous_endpoint(params.endpoint, default_port=_PORT)
+    return str(host), int(port)
+
+
+def _is_here(host: str) -> bool:
+    """Return whether `host` is this machine; torch raises where the name of the machine has no address."""
+    try:
+        return bool(utils._matches_machine_hostname(host))
+    except socket.gaierror:
+        return any(map(machine.owns, _addresses_of(host)))
+
+
+def _with_own_address(params: Any) -> Any:
+    """Return `params` with an address of this node that resolves here.
+
+    Workers, and other nodes, reach this node by --local-addr, or by its host name. One node alone gets the
+    loopback address where its name is not an address of this machine.
+
+    Raises:
+        StartError: there are several nodes, and the name has no address.
+    """
+    if params.local_addr:
+        return params
+    addresses = _addresses_of(name := socket.getfqdn())
+    if params.max_nodes > 1:
+        if addresses:
+            return params
+        raise StartError(
+            f"the host name of this node, {name!r}, does not resolve: give ttprun --local-addr with the"
+            " address at which the other nodes reach this one, or add the name to /etc/hosts or the DNS"
+        )
+    if any(map(machine.owns, addresses)):
+        return params
+    own = copy.copy(params)
+    own.local_addr = _LOOPBACK
+    if _host_and_port(own)[0] == "localhost" and not _addresses_of("localhost"):
+        own.endpoint = own.endpoint.replace("localhost", _LOOPBACK)
+    return own
+
+
+def _addresses_of(host: str) -> list[str]:
+    """Return the IP addresses of `host`; none where it does not resolve."""
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)]
+    except (OSError, ValueError):
+        return []
+
+
+def wait_until_it_resolves(host: str, deadline: float, note: Callable[[str], None]) -> None:
+    """Wait until `host` has an address: on some platforms a node gets its name after it has started.
+
+    Args:
+        host: a name or an address.
+        deadline: on the monotonic clock.
+        note: is called with the reason for which this waits, in words.
+
+    Raises:
+        HostUnknownError: it had none until `deadline`.
+    """
+    while not _addresses_of(host):
+        note(f"the name {host} does not resolve on this node")
+        if time.monotonic() >= deadline:
+            raise HostUnknownError(host)
+        time.sleep(TRY_S)
+    note("")
+
+
+def wait_until_it_answers(
+    host: str, port: int, deadline: float, note: Callable[[str], None] = ignore
+) -> None:
+    """Wait until something listens at `host`:`port`.
+
+    torch's own client waits, too, but writes the stack of its C++ functions each time it tries in vain.
+
+    Args:
+        host, port: the address.
+        deadline: on the monotonic clock.
+        note: is called with the reason for which this waits, in words.
+
+    Raises:
+        HostUnknownError: `host` had no address until `deadline`.
+        RendezvousConnectionError: nothing listened until then.
+    """
+    wait_until_it_resolves(host, deadline, note)
+    while True:
+        try:
+            remaining_s = deadline - time.monotonic()
+            try_s = max(min(remaining_s, ONE_TRY_S), _LEAST_TRY_S)
+            socket.create_connection((host.strip("[]"), port), try_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise RendezvousConnectionError(f"nothing answers at {host}:{port}: {error}") from None
+            time.sleep(TRY_S)

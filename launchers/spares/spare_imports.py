@@ -1,0 +1,285 @@
+"""Imports in a spare what the workers have imported, before it becomes a worker.
+
+Where workers train on its machine, it does so with the lowest priority.
+
+In a spare the script runs after the imports, and a spare has no rank yet. So a module may get other functions
+or variables in a spare than in a worker. After each import the spare compares. It starts again where they
+differ, and imports only the modules before that import; the script imports the others when the spare is a
+worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from adaptor import _script, context, text
+from adaptor.launchers.agent import worker_main
+from adaptor.protocol import environment, wire
+from adaptor.protocol.spare_messages import Become, Import, Ready, to_spare
+from adaptor.worker import imported_names, modules, watchdogs
+from adaptor.worker.garbage import GarbageCollection
+from adaptor.worker.script_imports import ScriptImports, code_of_variable
+
+# By how much a spare is nicer than the workers while it imports, where that can be taken back.
+NICER = 10
+_NAME = Path("/proc/self/comm")
+# Modules of Python by which others ask the environment.
+_BY = frozenset({"os", "collections.abc", "_collections_abc"})
+# Libraries read them when they are loaded, where nobody sees it.
+_BY_LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_LIBRARIES = ("numpy", "torch")
+_SET_BEFORE = "and the script sets it before; to avoid this, set it in the environment of ttprun"
+_NOT_TO_IMPORT = frozenset({"__main__", "__mp_main__"})
+
+
+def wait_to_be_a_worker(arguments: list[str]) -> None:
+    """Return as a process that is to be a worker; end this one where the agent has gone.
+
+    Args:
+        arguments: `[--module] script [its arguments]`
+    """
+    environment_at_start = dict(os.environ)
+    with socket.socket(fileno=os.dup(0)) as agent:
+        try:
+            order = wire.receive(agent, to_spare)
+            assert isinstance(order, Import)
+            ready = _import_as_a_worker(order, arguments)
+            agent.sendall(wire.frame(ready))
+            if ready.stop_before:  # what is imported stays; stdin, the pid and the parent do, too
+                os.execve(sys.executable, sys.orig_argv, environment_at_start)
+            name = _NAME.read_bytes().strip()
+            _NAME.write_bytes(b"ttp-spare")  # for people, in ps and top
+            become = wire.receive(agent, to_spare)
+            _NAME.write_bytes(name)
+            assert isinstance(become, Become)
+            _, streams, _, _ = socket.recv_fds(agent, 1, 3)
+        except (EOFError, OSError):
+            os._exit(0)
+    for target, stream in enumerate(streams):
+        os.dup2(stream, target)
+        os.close(stream)
+    os.environ.clear()
+    os.environ.update(become.environment)
+    for kind in (environment.Place, environment.Generation):
+        context.get().discard(kind)
+
+
+def _import_as_a_worker(order: Import, arguments: list[str]) -> Ready:
+    """Import what the workers have imported, up to the first module that would be another one here."""
+    path = list(sys.path)
+    # torch's compiler starts a process for each core at its import, or else when it compiles.
+    os.environ.update({**order.environment, "TORCH_WARM_POOL": "0"})
+    imports = _ImportsAsAWorker(order)
+    context.part(GarbageCollection).put_off()
+    with (
+        contextlib.nullcontext() if order.is_alone else _standing_back(),
+        _reads_of(imports.is_unlike) as imports.reads,
+    ):
+        try:
+            worker_main.arm(None)
+        except Exception as error:  # a worker would say it, and be refused
+            return Ready(text.describe(error))
+        difference = imports.difference_at_start()
+        if difference:
+            return Ready(difference)
+        sys.argv = arguments[1:] if arguments[0] == _script.MODULE_FLAG else list(arguments)
+        sys.path[:] = order.path
+        ready = imports.run()
+        _let_inspect_know_the_modules()
+        sys.path[:] = path
+    return ready
+
+
+class _ImportsAsAWorker:
+    """The imports of a spare, compared with those of a worker.
+
+    Attributes:
+        reads: environment variables that are read while a worker may have had another value: the first module
+            that reads each.
+    """
+
+    def __init__(self, order: Import) -> None:
+        self.reads: dict[str, str] = {}
+        self._order = order
+        self._of_a_rank = frozenset(order.of_a_rank)
+        places = {name: place for place, name in enumerate(order.origins)}
+        # How many imports a worker had begun when it changed a variable.
+        self._changed_at = {name: places.get(each.after, -1) for name, each in order.variables.items()}
+        self._place = -1  # of the module that is imported now
+        self._recorder = context.part(ScriptImports)
+
+    def is_unlike(self, name: str) -> bool:
+        """Return whether an environment variable may have another value in a worker during this import."""
+        if name in self._of_a_rank:
+            return True
+        # A variable that has the value of a worker was set by an import, in both processes.
+        return (
+            self._place > self._changed_at.get(name, len(self._order.origins))
+            and code_of_variable(name) != self._order.variables[name].code
+        )
+
+    def difference_at_start(self) -> str:
+        """Return why this process cannot be a worker, although it has imported nothing yet; empty: it can."""
+        return self._difference(name for name in self._order.origins if name in sys.modules)
+
+    def run(self) -> Ready:
+        """Import one module after the other, and stop after the first difference."""
+        self._recorder.begin()
+        imported_by: dict[str, str] = {}  # modules: the module whose import has imported each
+        for place, (name, origin) in enumerate(self._order.origins.items()):
+            self._place = place
+            self._switch_watchdogs_off()
+            if name == self._order.stop_before:
+                break
+            if name in sys.modules or name in _NOT_TO_IMPORT:
+                continue
+            # Whatever somebody else's module raises: one that another module has made, or that needs what
+            # is not there yet. A worker imports it where it needs it.
+            with contextlib.suppress(Exception, SystemExit):
+                _import(name, origin)
+            imported = list(self._recorder.names)[len(imported_by) :]
+            imported_by.update(dict.fromkeys(imported, name))
+            difference = self._difference(imported)
+            if difference:
+                return Ready(difference, name)
+        # A later import may have changed a module, here as in a worker.
+        for module in self._recorder.end():
+            difference = self._changed_name(module, imported_names.codes_of(module))
+            if difference:
+                return Ready(difference, imported_by.get(module, ""))  # another thread may have imported it
+        return Ready()
+
+    def _switch_watchdogs_off(self) -> None:
+        """Set the variables that the adaptor itself had set in a worker at this import.
+
+        A module that reads all variables, such as networkx.utils.backends, then reads what it read there.
+        """
+        for name in watchdogs.VARIABLES:
+            if self._place > self._changed_at.get(name, self._place):
+                os.environ[name] = watchdogs.OFF
+
+    def _difference(self, modules_to_compare: Iterable[str]) -> str:
+        """Return the first difference to a worker, and how the user avoids it; empty: there is none."""
+        for variable, module in self.reads.items():
+            if variable in self._of_a_rank:
+                return f"{module} reads {variable} while it is imported; to avoid this, read it in a function"
+            return f"{module} reads {variable} while it is imported, {_SET_BEFORE}"
+        for name in modules_to_compare:
+            if name not in sys.modules:  # its import has failed
+                continue
+            origin = self._order.origins.get(name)
+            if name not in _NOT_TO_IMPORT and origin not in (None, modules.origin(name)):
+                return (
+                    f"{name} is {modules.origin(name) or 'not a file'} here, {origin or 'not a file'} in a"
+                    " worker; to avoid this, let one folder of sys.path have it"
+                )
+            if name in _LIBRARIES:
+                for variable in filter(self.is_unlike, _BY_LIBRARIES):
+                    return f"{name} reads {variable} when it is loaded, {_SET_BEFORE}"
+            difference = self._changed_name(name, self._recorder.names.get(name, b""))
+            if difference:
+                return difference
+        return ""
+
+    def _changed_name(self, module: str, codes: bytes) -> str:
+        """Return as `_difference` that a function or a class of a module differs, of which it has `codes`."""
+        worker_codes = self._order.names.get(module)
+        if worker_codes is None:
+            return ""
+        name = imported_names.first_difference(module, codes, worker_codes)
+        if not name:
+            return ""
+        return (
+            f"{module}.{name} is another one in a worker, where the script changes it before the import of"
+            f" {module}; to avoid this, make the change in a module that it imports"
+        )
+
+
+def _import(name: str, origin: str) -> None:
+    """Import a module, unless another one has its name here: a worker may have had another path then."""
+    parent = name.rpartition(".")[0]
+    if parent and parent not in sys.modules:
+        return
+    spec = importlib.util.find_spec(name)
+    if spec is not None and str(spec.origin or "") == origin:
+        importlib.import_module(name)
+
+
+def _let_inspect_know_the_modules() -> None:
+    """Let Python's `inspect` look at every module: it does so when it is asked for code of a file that it
+    does not know, and keeps what it finds. Megatron-LM asks in each step (its rerun state machine), so a new
+    process would take the time for it, 30 to 50 ms, in the step that all others wait for."""
+    with contextlib.suppress(Exception):  # whatever a module answers that loads its parts late
+        inspect.getmodule(compile("", "<of no module>", "exec"))
+
+
+@contextlib.contextmanager
+def _reads_of(counts: Callable[[str], bool]) -> Iterator[dict[str, str]]:
+    """Note which variables that count are read meanwhile: by name, the first module that reads each."""
+    reads: dict[str, str] = {}
+    kind = type(os.environ)
+
+    class Watched(kind):  # type: ignore[valid-type, misc]
+        def __getitem__(self, key: str) -> str:
+            if counts(key):
+                reads.setdefault(key, _asking_module())
+            return str(super().__getitem__(key))
+
+    os.environ.__class__ = Watched
+    try:
+        yield reads
+    finally:
+        os.environ.__class__ = kind
+
+
+def _asking_module() -> str:
+    """Return the module whose code asks; Python's own are those that it asks by."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _BY:
+        frame = frame.f_back
+    return str(frame.f_globals.get("__name__"))
+
+
+@contextlib.contextmanager
+def _standing_back() -> Iterator[None]:
+    """Let training have the processors first. Threads that are made meanwhile come back with this one."""
+    nice = os.nice(0)
+    back = _may_come_back()
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # wakes up behind others
+        if back:
+            os.setpriority(os.PRIO_PROCESS, 0, nice + NICER)
+    try:
+        yield
+    finally:
+        for thread in (int(path.name) for path in Path("/proc/self/task").iterdir()):
+            with contextlib.suppress(OSError):
+                if back:
+                    os.setpriority(os.PRIO_PROCESS, thread, nice)
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _may_come_back() -> bool:
+    """Return whether a thread that was nice may stop being so: most users may not."""
+    allowed = []
+
+    def attempt() -> None:  # the priority is one of threads: this one takes its to its end
+        with contextlib.suppress(OSError):
+            nice = os.getpriority(os.PRIO_PROCESS, 0)
+            os.setpriority(os.PRIO_PROCESS, 0, nice + 1)
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+            allowed.append(True)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    return bool(allowed)

@@ -1,0 +1,311 @@
+"""A node beyond those of a job, which waits to take the place of one that is lost (`--ttp-spare`).
+
+It looks into the rendezvous store for the gate of node 0 (`spare_gate.py`), and waits there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from adaptor import engines, output
+from adaptor.config import Config
+from adaptor.errors import ConfigError, StartError
+from adaptor.launchers.cli import flags
+from adaptor.launchers.control import invitation, tls
+from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
+from adaptor.launchers.control.invitation import UNIX, Invitation
+from adaptor.launchers.control.tls import Tls
+from adaptor.launchers.spares import warm_start
+from adaptor.launchers.spares.warm_start import WarmProcesses
+from adaptor.protocol import wire
+from adaptor.protocol.deadline import deadline
+from adaptor.protocol.spare_node_messages import (
+    MemberHello,
+    SpareAsked,
+    SpareHello,
+    SpareImports,
+    SpareReady,
+    SpareRefused,
+    SpareReleased,
+    TakePlace,
+    to_spare_node,
+)
+
+FLAG = flags.SPARE
+# Keys of the rendezvous store, and what comes before them.
+PREFIX = "ttp/spare-nodes"
+GATE = "gate"
+# The first and the longest pause between two attempts to come to the gate again; each is twice as long as the
+# one before, and drawn on each node: thousands of them may fail to reach it at the same time.
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+
+
+class Taken(NamedTuple):
+    """The place that this node has taken.
+
+    Attributes:
+        place: it
+        connection: to the gate; nothing is said there any more. Node 0 learns by its end that this process
+            has ended, also before its agent has connected to the controller. `Member` keeps it from then on.
+        warm: the processes that may be its first workers
+    """
+
+    place: TakePlace
+    connection: socket.socket
+    warm: WarmProcesses
+
+
+def require(parsed: argparse.Namespace, flags_given: Iterable[str], settings: Config) -> None:
+    """Refuse `--ttp-spare` where a spare node could not take a place.
+
+    Args:
+        parsed: torchrun's arguments.
+        flags_given: the names of those that were given.
+        settings: the user's.
+
+    Raises:
+        ConfigError: it could not.
+    """
+    if not settings.enabled:
+        raise ConfigError(f"{FLAG}: ENABLE_TTP is False, and only the adaptor has spare nodes")
+    if not engines.find(settings.engine).has_own_agent:
+        raise ConfigError(f"{FLAG}: with TTP_ENGINE={settings.engine} there are no spare nodes")
+    if parsed.standalone or parsed.rdzv_backend != "static" or parsed.nnodes.strip() in ("1", "1:1"):
+        raise ConfigError(
+            f"{FLAG}: give the job's own --nnodes (2 or more), --master-addr and --master-port; with"
+            " --rdzv-backend c10d any ttprun that is started later takes a free place, without this flag"
+        )
+    fewest, _, most_nodes = parsed.nnodes.partition(":")
+    if most_nodes and fewest.strip() != most_nodes.strip():
+        raise ConfigError(
+            f"{FLAG}: --nnodes is {parsed.nnodes}, and spare nodes are for a fixed number: with"
+            " --rdzv-backend c10d a node that is started later is taken in, without this flag"
+        )
+    if "node_rank" in flags_given:
+        raise ConfigError(f"{FLAG} and --node-rank: a spare node has no place; leave one of them out")
+
+
+def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> SpareHello:
+    """Return what a spare and the nodes of its job must have in common; before ttprun changes `parsed`.
+
+    Args:
+        parsed: torchrun's arguments.
+        facts: of this node, which all nodes of a job have in common.
+    """
+    from torch.distributed import run
+
+    arguments = tuple(parsed.training_script_args)
+    more = {
+        "--nnodes": str(parsed.nnodes).strip(),
+        "--nproc-per-node": str(run.determine_local_world_size(parsed.nproc_per_node)),
+        "the script": Path(parsed.training_script).name,
+        "--save": _value_of("--save", arguments),
+    }
+    return SpareHello({**facts, **more}, arguments, socket.gethostname(), os.getpid())
+
+
+def _value_of(flag: str, arguments: tuple[str, ...]) -> str:
+    """Return the last value of `flag`; '' where it is not given."""
+    value = ""
+    for place, argument in enumerate(arguments):
+        if argument == flag and place + 1 < len(arguments):
+            value = arguments[place + 1]
+        elif argument.startswith(f"{flag}="):
+            value = argument.partition("=")[2]
+    return value
+
+
+def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) -> Taken | None:
+    """Wait for a place; return None if the job is over and no place was free.
+
+    The connection of what is returned has to stay open as long as this process lives.
+
+    Args:
+        parsed: torchrun's arguments.
+        settings: the user's.
+        own_hello: what node 0 compares.
+
+    Raises:
+        ConfigError: node 0 refuses this spare.
+        StartError: node 0 is lost, or cannot be reached.
+        Interrupted: a signal came first.
+    """
+    from torch.distributed.elastic.rendezvous import utils
+
+    from adaptor.launchers.rendezvous.waiting import wait_for
+
+    warm = warm_start.of_spare_node(parsed, is_wanted=settings.spares > 0 and settings.online_s > 0)
+    endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
+    host, port = utils.parse_rendezvous_endpoint(endpoint, -1)
+    gate_place = awaited = f"node 0 at {host}:{port}, as a spare node"
+
+    def note(text: str) -> None:
+        nonlocal awaited
+        awaited = f"{gate_place} ({text})" if text else gate_place
+
+    gate_bytes = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited)
+    gate_invitation = Invitation.decode(gate_bytes, invitation.kind_of(settings))
+    return wait_for(
+        lambda: asyncio.run(wait_at_gate(gate_invitation, host, settings, own_hello, warm)),
+        lambda: "a place in the job, as a spare node",
+        quiet=True,
+    )
+
+
+def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -> bytes:
+    """Return the invitation to the gate; node 0 may be started after this spare, at any time."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    from adaptor.launchers.rendezvous import c10d_store
+
+    while True:
+        c10d_store.wait_until_it_answers(host, port, float("inf"), note)
+        try:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, multi_tenant=True)
+            gate = PrefixStore(f"{run_id}/{PREFIX}", store)
+            while not gate.check([GATE]):
+                time.sleep(c10d_store.TRY_S)
+            return bytes(gate.get(GATE))
+        except RuntimeError:  # node 0 has gone before it had made its gate; it may be started again
+            time.sleep(c10d_store.TRY_S)
+
+
+async def stay_at_gate(
+    gate_invitation: Invitation, host: str, tls: Tls | None, me: MemberHello
+) -> socket.socket | None:
+    """Connect a node of the job to the gate; return the connection, which ends with this process.
+
+    Args:
+        gate_invitation: the invitation.
+        host: the address of node 0.
+        tls: the certificates of this node; None: without TLS.
+        me: what node 0 is told.
+
+    Returns:
+        None where the gate cannot be reached; the job trains all the same.
+    """
+    gate_address = (gate_invitation.name, 0) if gate_invitation.kind == UNIX else (host, gate_invitation.port)
+    reached = await try_connect(*gate_address, gate_invitation.secret, tls)
+    if reached is None:
+        return None
+    reader, writer = reached
+    try:
+        writer.write(wire.frame(me))
+        async with deadline(CONNECT_TIMEOUT_S):
+            await wire.read(reader, to_spare_node)  # accepted
+        connection: socket.socket = writer.get_extra_info("socket").dup()
+    except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
+        return None
+    finally:
+        writer.transport.abort()  # the connection ends with its last descriptor
+    return connection
+
+
+class Member:
+    """A node of the job at the gate, as long as its process lives: it comes again if its connection ends.
+
+    All but `close` runs in an event loop; where that has broken off, the connection stays.
+
+    Args:
+        come: makes a connection, as `stay_at_gate`.
+        connection: the one of a spare node that has taken a place; None: there is none yet.
+    """
+
+    def __init__(
+        self,
+        come: Callable[[], Awaitable[socket.socket | None]],
+        connection: socket.socket | None = None,
+    ) -> None:
+        self._come = come
+        self._connection = connection
+        self._coming: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        """Come to the gate; where it cannot be reached, try again while the job trains all the same."""
+        self._watch(self._connection or await self._come())
+
+    async def end(self) -> None:
+        """Do not come again."""
+        if self._coming is not None:
+            self._coming.cancel()
+            await asyncio.wait([self._coming])
+        if self._connection is not None:
+            asyncio.get_running_loop().remove_reader(self._connection)
+
+    def close(self) -> None:
+        """End the connection."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _watch(self, connection: socket.socket | None) -> None:
+        self._connection = connection
+        loop = asyncio.get_running_loop()
+        if connection is not None:
+            loop.add_reader(connection, self._look, connection)
+        else:
+            self._coming = loop.create_task(self._come_again())
+
+    def _look(self, connection: socket.socket) -> None:
+        """Come again if this has ended; what TLS itself may say here says nothing."""
+        try:
+            has_ended = not connection.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            has_ended = True
+        if has_ended:
+            asyncio.get_running_loop().remove_reader(connection)
+            connection.close()
+            self._watch(None)
+
+    async def _come_again(self) -> None:
+        pause = FIRST_PAUSE_S
+        while (connection := await self._come()) is None:
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        self._watch(connection)
+
+
+async def wait_at_gate(
+    gate_invitation: Invitation, host: str, settings: Config, own_hello: SpareHello, warm: WarmProcesses
+) -> Taken | None:
+    """Wait at the gate of `gate_invitation` while `warm` imports; all else is as in `wait`."""
+    imports: list[asyncio.Task[None]] = []
+    gate_address = (gate_invitation.name, 0) if gate_invitation.kind == UNIX else (host, gate_invitation.port)
+    reader, writer = await connect(*gate_address, gate_invitation.secret, tls.load(settings))
+    try:
+        writer.write(wire.frame(own_hello))
+        while True:
+            match await wire.read(reader, to_spare_node, wire.SLOW_S):
+                case SpareRefused(reason=reason):
+                    raise ConfigError(f"{FLAG}: node 0 refuses this spare node: {reason}")
+                case SpareImports(what=what):
+                    imports.append(asyncio.ensure_future(warm.have_import(what)))
+                case SpareAsked():
+                    writer.write(wire.frame(SpareReady()))
+                case TakePlace() as place:
+                    output.tell(f"[ttp] this spare node takes the place of node {place.node}")
+                    # Behind its streams, which end with the event loop: not even TLS says goodbye.
+                    taken = Taken(place, writer.get_extra_info("socket").dup(), warm)
+                    writer.transport.abort()
+                    return taken
+                case SpareReleased():
+                    return None
+                case _:  # accepted
+                    output.tell(f"[ttp] this node is a spare: it waits at {host} for a node to be lost")
+    except (EOFError, OSError, msgspec.DecodeError):
+        raise StartError(
+            f"node 0 at {host} is gone, and the rendezvous store with it: a spare node cannot take that place"
+        ) from None
+    finally:
+        writer.close()

@@ -1,0 +1,1 @@
+"""Processes of `ttprun` that exchange data and checkpoints with an object store."""

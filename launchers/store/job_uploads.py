@@ -1,0 +1,266 @@
+"""Starts and ends the processes of a node that send checkpoints (TTP_STORE) and outputs (TTP_STORE_ALSO).
+
+Such a process reads folders alone, so nothing of it reaches the job: if it ends, one line says so, and it is
+started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from adaptor import output, text
+from adaptor.config import Config
+from adaptor.errors import ConfigError
+from adaptor.launchers.agent.programs import STORE
+from adaptor.protocol.environment import ending_signals
+from adaptor.store.upload_order import End, OutputSettings, UploadSettings
+
+# Before it is started again: longer each time.
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+# A process that was told when to end needs no longer for its last line.
+_LAST_LINE_S = 5.0
+
+
+def require(config: Config) -> None:
+    """Refuse a store to which nothing can be written.
+
+    Raises:
+        ConfigError: the URL, the credentials, the bucket or the installation are not as they must be.
+    """
+    if not config.store:
+        if config.store_also:
+            raise ConfigError(
+                f"TTP_STORE_ALSO is {config.store_also[0]} and TTP_STORE is not set: give the URL of the"
+                " store, like --ttp-store s3://bucket/run7"
+            )
+        return
+    for folder in config.store_also:
+        if Path(folder).exists() and not Path(folder).is_dir():
+            raise ConfigError(f"TTP_STORE_ALSO is {folder}: it is no folder")
+    command = [sys.executable, str(STORE), "probe", config.store, config.store_endpoint]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            output_text = process.stdout.read().decode(errors="replace").strip()
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode:
+        reason = output_text or f"the process that tried it has ended with status {process.returncode}"
+        raise ConfigError(f"TTP_STORE: {reason}")
+
+
+class JobUploads:
+    """The process of this node that sends checkpoints.
+
+    Args:
+        config: the settings.
+    """
+
+    _command = "send"
+    _what = "checkpoint"
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._lock = threading.Lock()  # of all below
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._place = (0, 1)  # the number of this node, and of all
+        self._until: float | None = None  # on the monotonic clock
+        self._has_told = False  # that no thread can be had
+        self._ends = threading.Event()
+
+    def place(self, node: int, nodes: int) -> None:
+        """Note that this node is number `node` of `nodes` now; end a process that has another number."""
+        if (node, nodes) != self._place:
+            self.stop()
+            self._place = node, nodes
+
+    def begin(self, save: Path) -> None:
+        """Send what is saved in `save` from now on; the process is started in a thread."""
+        config = self._config
+        if config.store:
+            self._begin(
+                lambda place: UploadSettings(
+                    config.store,
+                    config.store_endpoint,
+                    str(save),
+                    config.store_every,
+                    config.store_keep,
+                    config.store_rate,
+                    *place,
+                )
+            )
+
+    def _begin(self, make_order: Callable[[tuple[int, int]], UploadSettings | OutputSettings]) -> None:
+        """Start the process in a thread, unless it is started already.
+
+        Args:
+            make_order: returns the order for the number of this node, and of all nodes.
+        """
+        with self._lock:
+            if self._thread is not None or self._ends.is_set():
+                return
+            order = make_order(self._place)
+            thread = threading.Thread(target=self._keep_or_say, args=(order,), name="ttp-upload", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads for this process; the next call tries again
+                if not self._has_told:
+                    output.tell(
+                        f"[ttp] no {self._what} is sent to {self._config.store} yet: {text.say(error)}"
+                    )
+                self._has_told = True
+                return
+            self._thread = thread
+
+    def leave(self, grace_s: float) -> None:
+        """The job was told to end: what is not sent in so many seconds from now is said."""
+        self._until = time.monotonic() + grace_s
+
+    def close(self) -> None:
+        """Have what is left sent, and wait for it."""
+        with self._lock:
+            self._ends.set()
+            self._tell_the_end()
+            thread = self._thread
+        if thread is not None:
+            remaining_s = (
+                None if self._until is None else max(0.0, self._until - time.monotonic()) + _LAST_LINE_S
+            )
+            thread.join(remaining_s)
+
+    def stop(self) -> None:
+        """End the process at once; `begin` starts it anew."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is None:
+                return
+            process, self._process = self._process, None
+            if process is not None:
+                process.kill()
+        thread.join(_LAST_LINE_S)
+
+    def _tell_the_end(self) -> None:
+        if self._process is not None:
+            within_s = None if self._until is None else max(0.0, self._until - time.monotonic())
+            self._write(self._process, End(within_s))
+
+    def _write(
+        self, process: subprocess.Popen[bytes], message: UploadSettings | OutputSettings | End
+    ) -> None:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, which its watcher says
+            process.stdin.write(msgspec.json.encode(message) + b"\n")
+            process.stdin.flush()
+
+    def _keep_or_say(self, order: UploadSettings | OutputSettings) -> None:
+        """Do what `_keep` does; a line says so if an unexpected error ends this thread."""
+        try:
+            self._keep(order)
+        except Exception as error:
+            with self._lock:
+                process, self._process = self._process, None
+            if process is not None:
+                process.kill()
+                with contextlib.suppress(OSError), process:  # closes the pipe, and waits
+                    pass
+            output.tell(
+                f"[ttp] no {self._what} is sent to {self._config.store} any more: {text.describe(error)}"
+            )
+
+    def _keep(self, order: UploadSettings | OutputSettings) -> None:
+        """Run the process, again and again, until the job or this node's part in it ends."""
+        # A signal for all processes of the job may come before the new one ignores it: it inherits this mask.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, *ending_signals()})
+        wait_s = FIRST_WAIT_S
+        while True:
+            end_description, is_repeated = self._run_once(order)
+            if not end_description:
+                return
+            output.tell(
+                f"[ttp] the process that sends {self._what}s to {order.url} has ended {end_description}; "
+                + ("it is started again" if is_repeated else _what_is_left(order))
+            )
+            if not is_repeated:
+                return
+            self._ends.wait(wait_s)  # if the job ends meanwhile, another process sends the newest one
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    def _run_once(self, order: UploadSettings | OutputSettings) -> tuple[str, bool]:
+        """Run the process to its end.
+
+        Returns:
+            How it ended, '' where it was to end; and whether another one is started, because the job had not
+            ended by then.
+        """
+        with self._lock:
+            if threading.current_thread() is not self._thread:
+                return "", False
+        try:  # without the lock, which others take on the control thread: on a slow disk it may take long
+            process = subprocess.Popen(
+                [sys.executable, str(STORE), self._command],
+                stdin=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for ttprun
+            )
+        except OSError as error:
+            return f"before it began ({text.say(error)})", not self._ends.is_set()
+        with self._lock:
+            if threading.current_thread() is not self._thread:  # `stop` was called meanwhile
+                process.kill()
+            else:
+                self._process = process
+                self._write(process, order)
+                if self._ends.is_set():
+                    self._tell_the_end()
+        status = process.wait()
+        with self._lock:
+            # Under the lock, as `close`: where that finds no process to tell the end, another one is started.
+            is_repeated = not self._ends.is_set()
+            expected = self._process is not process or (status == 0 and not is_repeated)
+            if self._process is process:
+                self._process = None
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        if expected:
+            return "", False
+        return f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}", is_repeated
+
+
+class OutputUploads(JobUploads):
+    """The process of this node that sends outputs, which are no checkpoints."""
+
+    _command = "outputs"
+    _what = "output"
+
+    def begin_outputs(self) -> None:
+        """Send the files of the folders of TTP_STORE_ALSO from now on."""
+        config = self._config
+        if config.store_also:
+            self._begin(
+                lambda place: OutputSettings(
+                    config.store, config.store_endpoint, config.store_also, config.store_rate, place[0]
+                )
+            )
+
+
+def _what_is_left(order: UploadSettings | OutputSettings) -> str:
+    """Return what an uploader leaves that ends when the job has ended: nobody starts it again then."""
+    if isinstance(order, OutputSettings):
+        return f"files of {', '.join(order.folders)} may be on this machine only"
+    if order.node:  # node 0 commits, and sends what this one does not, where they share the save folder
+        return f"the part of node {order.node} of the newest one may be on this machine only"
+    return (
+        "the newest one may be on this machine only; this sends what the store does not have: "
+        + order.push_command()
+    )

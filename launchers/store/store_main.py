@@ -1,0 +1,169 @@
+"""A process of `ttprun` that asks an object store, and ends with it.
+
+    python .../store_main.py probe URL ENDPOINT             whether the store takes an object
+    python .../store_main.py pull URL ENDPOINT SAVE STEP NODE    bring a checkpoint; STEP: null, the newest;
+                                                            NODE: null, or the ranks for which it is
+    python .../store_main.py send                           the checkpoints of the job, until it ends
+    python .../store_main.py outputs                        its other files (TTP_STORE_ALSO), until it ends
+
+Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. To `send` and `outputs` come there the
+order, and at the end of the job how long it may still take. `pull` prints the step, or null where there is
+nothing to load. What is wrong is printed with exit code 2. It is started by its path, as `worker_main.py` is.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from adaptor import _script
+
+# Training goes first: for the processor, and where the memory of the machine ends.
+_NICE = 10
+_FIRST_TO_BE_ENDED = "1000"
+# For the last line, when the time is over.
+_TELLING_S = 2.0
+
+
+def main() -> None:
+    """Do what the arguments say (see above)."""
+    _script.leave_own_path()
+    import os
+    import signal
+    import traceback
+
+    from adaptor.errors import AdaptorError
+    from adaptor.protocol.environment import ending_signals
+
+    # What tells a whole job to end, as Slurm does, is for ttprun: it saves first, and that is sent.
+    for number in (signal.SIGHUP, *ending_signals()):
+        signal.signal(number, signal.SIG_IGN)
+    task_name, *arguments = sys.argv[1:]
+    try:
+        if task_name == "probe":
+            _probe(*arguments)
+        elif task_name == "pull":
+            _pull(*arguments)
+        else:
+            _send(task_name)
+    except AdaptorError as error:
+        print(error)
+        sys.stdout.flush()
+        os._exit(2)  # a request may be on its way
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # not by SIGABRT: at its end the interpreter would wait for whoever reads stdin
+
+
+def _probe(url: str, endpoint: str) -> None:
+    from adaptor import output
+    from adaptor.operations.words import shown
+    from adaptor.store import opening
+
+    _end_with_ttprun()
+    opening.probe(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))
+    output.finish()
+
+
+def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
+    import json
+    import os
+    from pathlib import Path
+
+    import msgspec
+
+    from adaptor import output
+    from adaptor.operations.words import shown, size
+    from adaptor.store import pull
+    from adaptor.store.files_for_node import NodeRanks
+    from adaptor.store.opening import open_waiting
+
+    _end_with_ttprun()
+    store = open_waiting(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))
+    ranks = msgspec.json.decode(node, type=NodeRanks | None)
+    pulled = pull.resume(store, Path(save), json.loads(step), ranks)
+    for problem in pulled.problems if pulled is not None else ():
+        output.tell(f"[ttp] damaged, so an older checkpoint is taken: {shown(problem)}")
+    if pulled is None:
+        output.tell(f"[ttp] {store} has no checkpoint, and {save} has none: training begins anew")
+    elif pulled.there:
+        later_note = f"; step {pulled.untracked} is in both, but the tracker there names step {pulled.step}"
+        tracker_note = "" if pulled.untracked is None else f"{later_note}, as after going back by hand"
+        output.tell(f"[ttp] step {pulled.step} is in {save}, nothing is pulled from {store}{tracker_note}")
+    else:
+        size_text = (
+            size(pulled.bytes) if pulled.whole else f"{size(pulled.bytes)}, what the ranks of this node load"
+        )
+        output.tell(f"[ttp] step {pulled.step} has come from {store} to {save} ({size_text})")
+    output.finish()
+    print(json.dumps(pulled.step if pulled is not None else None))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def _end_with_ttprun() -> None:
+    import os
+    import threading
+
+    def hear() -> None:
+        # Past Python's own buffer: at the end of the interpreter its lock must not be held.
+        while os.read(0, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
+
+
+def _send(what: str) -> None:
+    import contextlib
+    import os
+    import threading
+    from pathlib import Path
+
+    import msgspec
+
+    from adaptor import output
+    from adaptor.store.outputs import OutputUploader
+    from adaptor.store.upload_order import End, OutputSettings, UploadSettings
+    from adaptor.store.uploader import Uploader
+
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_ENDED)
+    text, tell = sys.stdin.buffer.readline(), lambda line: output.tell(line, to="stdout")
+    sending: Uploader | OutputUploader
+    if what == "outputs":
+        sending = OutputUploader(msgspec.json.decode(text, type=OutputSettings), tell)
+    else:
+        sending = Uploader(msgspec.json.decode(text, type=UploadSettings), tell)
+
+    def leave(reason: str) -> None:
+        try:
+            # The disk of the save folder may hang, and nobody waits for it.
+            telling = threading.Thread(target=sending.tell_what_is_local, args=(reason,), daemon=True)
+            telling.start()
+            telling.join(_TELLING_S)
+            output.finish()
+        finally:
+            os._exit(0)  # a request may be on its way
+
+    def hear() -> None:
+        text = sys.stdin.buffer.readline()
+        if text:
+            within_s = msgspec.json.decode(text, type=End).within_s
+            sending.end()
+            if within_s is not None:
+                timer = threading.Timer(within_s, leave, ("TTP_GRACE is over",))
+                timer.daemon = True
+                timer.start()
+            sys.stdin.buffer.read()
+        leave("ttprun has ended")
+
+    threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
+    sending.run()
+    output.finish()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

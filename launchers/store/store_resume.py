@@ -1,0 +1,140 @@
+"""Brings the checkpoint of a store to the nodes of a job before its workers start.
+
+Node 0 chooses the step, brings it to the save folder and tells the others. Where they see it there, the
+folder is shared; else it is one of their own, and each brings the same step to its own: what its ranks load,
+where that can be known and nodes keep their ranks when the job starts again. The script loads from its save
+folder (`store_load`), so a restart resumes from there as ever.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+from torch.distributed import DistStoreError
+
+from adaptor.checkpoint import saved_steps, tracker
+from adaptor.errors import ResumeError
+from adaptor.launchers.agent.programs import STORE
+from adaptor.launchers.rendezvous.waiting import wait_for
+from adaptor.launchers.store.store_load import Load
+from adaptor.store import pull
+from adaptor.store.files_for_node import NodeRanks
+
+_KEY = "ttp/resume"  # in the store of a generation: the step, or why there is none
+_REFUSED = "!"
+
+
+class AgentsStore(Protocol):
+    """The store over which the agents of a generation have met."""
+
+    def get(self, key: str) -> bytes: ...
+
+    def set(self, key: str, value: bytes) -> None:
+        """Let other nodes find `value` under `key`."""
+
+
+class StoreResume:
+    """Brings the checkpoint before the workers of a generation start.
+
+    Args:
+        load: what the script is to load.
+        endpoint: the setting TTP_STORE_ENDPOINT.
+        keeps_ranks: whether each node has the same ranks at each start.
+    """
+
+    def __init__(self, load: Load, endpoint: str, *, keeps_ranks: bool = False) -> None:
+        self._load = load
+        self._endpoint = endpoint
+        self._keeps_ranks = keeps_ranks
+        self._is_first = True  # generation of this agent
+
+    def prepare(
+        self, node: int, nodes: int, store: AgentsStore, ranks: Sequence[int] = (), world_size: int = 0
+    ) -> None:
+        """Let the save folder of this node have what its workers are to load.
+
+        Args:
+            node: the rank of this node.
+            nodes: how many there are.
+            store: with keys of this generation alone.
+            ranks: of this node.
+            world_size: how many the job has.
+
+        Raises:
+            ResumeError: there is nothing that can be loaded.
+            OSError: no process can be started.
+        """
+        if node == 0:
+            try:
+                step = tracker.tracked_step(self._load.save)
+                if self._is_first:
+                    step = self._pull(self._load.step)
+            except BaseException as error:
+                if nodes > 1:  # or the others wait for ever
+                    store.set(_KEY, f"{_REFUSED}{error or type(error).__name__}".encode())
+                raise
+            if nodes > 1:
+                store.set(_KEY, json.dumps(step).encode())
+        elif self._is_first:
+            puller = f"node 0, which pulls {self._load.url}"
+            start_message = wait_for(lambda: _told(store), lambda: puller).decode()
+            if start_message.startswith(_REFUSED):
+                raise ResumeError(start_message.removeprefix(_REFUSED))
+            step = json.loads(start_message)
+            if step is not None:
+                self._pull_here(step, ranks, world_size)
+        self._is_first = False
+
+    def _pull_here(self, step: int, ranks: Sequence[int], world_size: int) -> None:
+        """Pull to a disk of this node, unless the folder is that of node 0, or has what is needed."""
+        load, needs = self._load, None
+        if self._keeps_ranks and ranks and load.sizes is not None:
+            needs = NodeRanks(tuple(ranks), world_size, *load.sizes)
+        # A part may be that of other ranks.
+        if pull.is_part(load.save, step) or not saved_steps.is_complete(load.save, step):
+            self._pull(step, needs)
+
+    def _pull(self, step: int | None, needs: NodeRanks | None = None) -> int | None:
+        """Pull in a process of its own; return the step, None where the store is empty."""
+        load = self._load
+        description = f"the checkpoint of {load.url}, which comes to {load.save}"
+        command = [
+            sys.executable,
+            str(STORE),
+            "pull",
+            load.url,
+            self._endpoint,
+            str(load.save),
+            json.dumps(step),
+            msgspec.json.encode(needs).decode(),
+        ]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            read = process.stdout.read
+            try:
+                answer = wait_for(read, lambda: description)
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode:
+            reason = answer.decode(errors="replace").strip()
+            raise ResumeError(
+                f"--load: {reason or f'the process that pulls has ended with status {process.returncode}'}"
+            )
+        pulled: int | None = json.loads(answer)
+        return pulled
+
+
+def _told(store: AgentsStore) -> bytes:
+    """Wait for node 0, however long it takes to pull."""
+    while True:
+        try:
+            return store.get(_KEY)
+        except DistStoreError as error:
+            if "timeout" not in str(error).lower():
+                raise
