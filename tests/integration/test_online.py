@@ -300,8 +300,8 @@ def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(
 ) -> None:
     """The framework saves after step 4, as the batches grow then, and evaluates after step 5."""
     faults = [
-        "rank=0,step=4,phase=save-write,kind=exception",
-        "rank=1,step=5,phase=evaluation-forward,kind=sigkill",
+        "rank=1,step=4,phase=save-barrier,kind=sigkill",
+        "rank=1,step=5,phase=evaluation-forward,kind=sigkill,restart=-1",  # of the new process
     ]
     job = online(tmp_path, DP2_RAMPUP, faults)
     baseline = baseline_of(DP2_RAMPUP)

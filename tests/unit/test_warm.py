@@ -23,7 +23,9 @@ def test_a_script_has_its_arguments_folder_environment_and_output(tmp_path: Path
     script.write_text(
         "import beside, further, os, sys\n"
         "print(os.getppid(), sys.argv[1:], os.getcwd(), os.environ['ONLY'], __name__)\n"
-        "print(sorted(name for name in sys.modules if name.partition('.')[0] in ('adaptor', 'megatron')))\n"
+        # torch's launcher has looked up its entry points before.
+        "ours = [name for name in sys.modules if name.partition('.')[0] in ('adaptor', 'megatron')]\n"
+        "print([name for name in ours if name != 'adaptor' and not name.startswith('adaptor.launchers')])\n"
     )
     process = Warm(
         [sys.executable, str(script), "a", "b"],
