@@ -13,7 +13,7 @@ __all__ = ["launcher", "zygote"]
 
 # Two ranks that hold the same shard; what a script does behind its training comes last.
 TRAINS = """
-import atexit, os, signal, sys, threading
+import atexit, json, os, signal, sys, threading
 from pathlib import Path
 from adaptor.protocol.messages import Share, ScriptStage
 from adaptor.worker import runtime
@@ -34,6 +34,9 @@ session.end_training()
 session.board.reach(ScriptStage.FINISHED)
 (here / f"finished{rank}").touch()
 waiting.exist(here / "finished0", here / "finished1")
+# The agent may read the layouts of all ranks later than they finish these short steps.
+states = lambda: [json.loads(file.read_bytes())["state"] for file in here.glob("logs/*/status.json")]
+waiting.until(lambda: "training" in states(), "the agent has the layouts of all ranks")
 """
 
 
