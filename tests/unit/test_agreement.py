@@ -10,9 +10,9 @@ import pytest
 from torch.distributed import HashStore
 
 from adaptor import config
-from adaptor.launchers.agent import agreement
-from adaptor.launchers.agent.agreement import NodeFacts
 from adaptor.launchers.cli import flags
+from adaptor.launchers.rendezvous import agreement
+from adaptor.launchers.rendezvous.agreement import NodeFacts
 from tests import waiting
 from tests.ports import free_ports
 from tests.unit.launching import Launcher, clean, says_all, zygote
@@ -125,6 +125,13 @@ def test_two_nodes_with_different_settings(
     assert len({each.last_line for each in ended}) == 1
 
 
+def _is_listening(port: int) -> bool:
+    """Return whether a process of this machine listens at a TCP port."""
+    lines = [line for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    sockets = map(str.split, lines)
+    return any(fields[1].endswith(f":{port:04X}") and fields[3] == "0A" for fields in sockets)
+
+
 @pytest.mark.parametrize("backend", ["static", "c10d"])
 def test_one_of_two_nodes_runs_plain_torchrun(
     backend: str, zygote: subprocess.Popen[str], tmp_path: Path
@@ -140,6 +147,8 @@ def test_one_of_two_nodes_runs_plain_torchrun(
         }[backend]
         options = ("--ttp-enable", enabled, "--ttp-port", str(port))
         started.append(node.start("--nnodes", "2", *where, *options, node.script("print('started')")))
+        if number == 0:  # it has the store, so it cannot find that the store has gone
+            waiting.until(lambda: _is_listening(store), "the first node has the rendezvous store")
     ended = [node.wait(pid) for node, pid in zip(nodes, started, strict=True)]
     words = "the nodes of this job differ: ENABLE_TTP is True on "
     said = [each.last_line for each in ended if words in each.log]
