@@ -18,7 +18,7 @@ class Setting:
     Attributes:
         repeats: the flag may be given several times; the variable has its values with a line break between
         same_on_all_nodes: it decides for the whole job: nodes with different values are refused before
-            workers start (launchers/agent/agreement.py)
+            workers start (launchers/rendezvous/agreement.py)
     """
 
     field: str

@@ -17,7 +17,6 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from adaptor.checkpoint import read_ahead
 from adaptor.config import Config
 from adaptor.controller.recurrence import EXIT_NO_PROGRESS
-from adaptor.launchers.agent.agreement import Agreement
 from adaptor.launchers.agent.elastic_events import ElasticEvents
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.agent.start_counts import StartCounts
@@ -26,6 +25,7 @@ from adaptor.launchers.cli.end_requests import EndRequests
 from adaptor.launchers.cli.run_record import RunRecord
 from adaptor.launchers.control import invitation
 from adaptor.launchers.records.operator_summary import Account, say
+from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.later_nodes import LaterNodes
 from adaptor.launchers.rendezvous.node_slots import Places
 from adaptor.launchers.rendezvous.rendezvous_handler import Rendezvous

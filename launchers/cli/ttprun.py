@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from adaptor import _script, config, devices, distributions, engines, misspelt, output
 from adaptor.diagnostics import requests
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers.agent import agreement
 from adaptor.launchers.agent.programs import WORKER
 from adaptor.launchers.cli import flags, last_line, plan, start_checks
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.machine import this_machine
 from adaptor.launchers.records import job_server, notifier
+from adaptor.launchers.rendezvous import agreement
 from adaptor.launchers.spares import spare_node
 from adaptor.launchers.store import data_pull, job_uploads, store_load
 from adaptor.operations.terminal import exit_code_of
