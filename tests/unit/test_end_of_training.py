@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -28,15 +29,18 @@ loop.begin(0)
 for step in range(1, 4):
     loop.step(step)
 """
-# As behind `pretrain`: the last save is done on every rank.
-FINISHED = """
-session.end_training()
-session.board.reach(ScriptStage.FINISHED)
-(here / f"finished{rank}").touch()
-waiting.exist(here / "finished0", here / "finished1")
 # The agent may read the layouts of all ranks later than they finish these short steps.
+AGENT_HAS_LAYOUTS = """
 states = lambda: [json.loads(file.read_bytes())["state"] for file in here.glob("logs/*/status.json")]
 waiting.until(lambda: "training" in states(), "the agent has the layouts of all ranks")
+"""
+# As behind `pretrain`: the last save is done on every rank.
+FINISHED = f"""
+session.end_training()
+session.board.reach(ScriptStage.FINISHED)
+(here / f"finished{{rank}}").touch()
+waiting.exist(here / "finished0", here / "finished1")
+{AGENT_HAS_LAYOUTS}
 """
 
 
@@ -100,8 +104,11 @@ def test_a_rank_that_does_not_end_behind_a_finished_training(
 
 def test_a_death_while_another_rank_still_saves(launcher: Launcher) -> None:
     """The last save of the framework may not be whole: all ranks start again, and find what was saved."""
-    after = """
+    after = f"""
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    (here / f"trained{{rank}}").touch()
+    waiting.exist(here / "trained0", here / "trained1")
+{textwrap.indent(AGENT_HAS_LAYOUTS, "    ")}
     if rank == "1":
         session.board.reach(ScriptStage.FINISHED)
         os.abort()
