@@ -22,7 +22,7 @@ from adaptor.errors import ConfigError, StartError
 from adaptor.launchers.agent.programs import WORKER
 from adaptor.launchers.cli import flags, last_line, plan, start_checks
 from adaptor.launchers.platforms import cards, detect
-from adaptor.launchers.platforms.machine import this_machine
+from adaptor.launchers.platforms.reading import this_machine
 from adaptor.launchers.records import job_server, notifier
 from adaptor.launchers.rendezvous import agreement
 from adaptor.launchers.spares import spare_node

@@ -1,7 +1,7 @@
-"""A platform that starts a process for each card: one of them on each node runs the agent, the others wait.
+"""A platform that starts a process for each card: on each node one process runs the agent, the others wait.
 
-The others connect to an abstract socket of the first, and get its exit code over it. So nothing is left
-behind in a file system, and a process that is killed cannot be taken for one that still runs.
+The other processes connect to an abstract socket of the first process and get its exit code. So nothing
+remains in a file system, and a killed process cannot be taken for a running process.
 """
 
 from __future__ import annotations
@@ -14,24 +14,23 @@ import time
 from types import TracebackType
 
 from adaptor import output
-from adaptor.launchers.platforms.machine import Machine
-from adaptor.launchers.platforms.reading import Card, PlatformError
+from adaptor.launchers.platforms.reading import Card, Machine, PlatformError
 from adaptor.protocol.peer import is_same_user
 
-# The platform starts the processes of a node together; one that comes to a job that has failed at once still
-# gets its exit code.
+# The platform starts the processes of a node together; a process that comes late to a job that failed at once
+# still gets the exit code.
 LATE_S = 30.0
 _KILLED = 1
-# Variables that mean one card; no worker of the node should take them for its own.
+# Variables for one card; workers of the node must not see them.
 OF_A_CARD = ("RANK_ID", "ASCEND_DEVICE_ID", "DEVICE_ID")
 
 
 class First:
-    """The process that runs the agent of the node; a context, whose end tells the others.
+    """The process that runs the agent of the node; a context whose end tells the others.
 
     Args:
-        card: its own place.
-        late_s: seconds for which `tell` waits for processes that have not come yet.
+        card: the place of this process.
+        late_s: seconds for which `tell` waits for processes that have not connected yet.
 
     Raises:
         PlatformError: another process of this job already is the first.
@@ -64,7 +63,7 @@ class First:
         self.tell(_KILLED)
 
     def tell(self, code: int) -> None:
-        """Send the exit code to all others, and end. Only the first call counts."""
+        """Send the exit code to all other processes and close; only the first call counts."""
         if self._told:
             return
         self._told = True
@@ -77,7 +76,7 @@ class First:
         for connection in connections:
             try:
                 connection.sendall(bytes([code & 0xFF]))
-            except OSError:  # that process is gone
+            except OSError:  # the process has ended
                 pass
             connection.close()
         self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread
@@ -98,9 +97,9 @@ class First:
 
 
 def wait_for_first(card: Card, machine: Machine) -> int:
-    """Wait in one of the other processes until the agent has ended; return its exit code.
+    """Wait in another process until the agent has ended; return the exit code of the agent.
 
-    A platform ends a job by SIGTERM to all processes: the agent saves, and this process ends with it.
+    A platform ends a job by SIGTERM to all processes: the agent saves, and this process ends with the agent.
 
     Raises:
         PlatformError: the first process was not started.

@@ -1,44 +1,50 @@
-"""Fills in what the command line leaves out: nodes, the number of this one, processes, and where nodes meet.
+"""Fills in what the command line leaves out: nodes, the number of this node, processes, and the meeting
+address.
 
-Flags come first, then torchrun's own variables (`PET_*`), then the platform. A job that gives everything
-itself, and one whose environment is of no platform, is as torchrun has it.
+Flags come first, then torchrun's own variables (`PET_*`), then the platform. A job with all flags, or in an
+environment of no platform, starts as torchrun starts it.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 from adaptor.errors import ConfigError
-from adaptor.launchers.platforms import ascend_operator, modelarts, openmpi, rank_table, slurm, volcano
-from adaptor.launchers.platforms.machine import Machine
-from adaptor.launchers.platforms.reading import Card, PlatformError, Reading, Value
+from adaptor.launchers.platforms import rank_table, schedulers
+from adaptor.launchers.platforms.reading import Card, Machine, PlatformError, Reading, Value
 
 
-class Platform(Protocol):
-    """The interface of the modules of platforms.
+class Platform(NamedTuple):
+    """A platform.
 
-    NAME   as in TTP_PLATFORM
-    TITLE  for lines
+    Attributes:
+        name: as in TTP_PLATFORM
+        title: for lines
+        is_here: returns whether the platform has made an environment
+        read: returns the data of the platform; raises PlatformError for values that are wrong or disagree
     """
 
-    NAME: str
-    TITLE: str
-
-    def is_here(self, environ: Mapping[str, str]) -> bool:
-        """Return whether this platform has made the environment."""
-
-    def read(self, environ: Mapping[str, str], machine: Machine) -> Reading:
-        """Return what the platform tells. Raises PlatformError where that makes no sense."""
+    name: str
+    title: str
+    is_here: Callable[[Mapping[str, str]], bool]
+    read: Callable[[Mapping[str, str], Machine], Reading]
 
 
-# The one that knows more comes first: where two agree, its values are taken.
-PLATFORMS: tuple[Platform, ...] = (modelarts, ascend_operator, volcano, rank_table, slurm, openmpi)
+# The platform that knows more comes first: where two platforms agree, the values of the first are taken.
+PLATFORMS = (
+    Platform("modelarts", "ModelArts", schedulers.is_modelarts, schedulers.read_modelarts),
+    Platform("ascend", "the Ascend operator", schedulers.is_ascend_operator, schedulers.read_ascend_operator),
+    Platform("volcano", "Volcano", schedulers.is_volcano, schedulers.read_volcano),
+    Platform("ranktable", "the rank table", rank_table.is_here, rank_table.read),
+    Platform("slurm", "Slurm", schedulers.is_slurm, schedulers.read_slurm),
+    Platform("openmpi", "Open MPI", schedulers.is_openmpi, schedulers.read_openmpi),
+)
 NONE = "none"
 AUTO = "auto"
-# A ttprun that a worker starts is a job of its own, in the environment of the first.
+# Set in a worker: a ttprun that a worker starts is a separate job in the same environment.
 _IN_A_WORKER = "TORCHELASTIC_RUN_ID"
 # torch's own defaults.
 _STATIC_PORT = 29500
@@ -52,7 +58,7 @@ class Filled:
 
     Attributes:
         line: for the user
-        card: where the platform starts a process for each card: which one this is
+        card: the card of this process, where the platform starts a process for each card
     """
 
     line: str
@@ -66,19 +72,18 @@ def fill(
     platform_setting: str,
     machine: Machine,
 ) -> Filled | None:
-    """Set in `parsed` what neither a flag nor `PET_*` has set; return what was read, None if nothing.
+    """Set the missing arguments in `parsed`; return the values read, None if there were none.
 
     Args:
-        parsed: torchrun's arguments.
-        flags: the names of those that came from the command line.
+        parsed: torchrun's arguments; flags and `PET_*` are kept.
+        flags: the names of arguments from the command line.
         environ: of this process.
         platform_setting: TTP_PLATFORM.
-        machine: this one.
+        machine: this machine.
 
     Raises:
-        ConfigError: the platform that is there, or `platform_setting`, tells too little or what makes no
-        sense, or two
-            contradict each other.
+        ConfigError: the platform of this environment, or `platform_setting`, has missing or wrong values, or
+            two platforms contradict each other.
     """
     flags_given = {name for name in vars(parsed) if name in flags or _pet(name) in environ}
     if platform_setting == NONE or parsed.standalone or not _missing(parsed, flags_given):
@@ -105,7 +110,7 @@ def fill(
 
 def _readings(environ: Mapping[str, str], platform_setting: str, machine: Machine) -> list[Reading]:
     if platform_setting != AUTO:
-        named_platforms = [platform for platform in PLATFORMS if platform_setting == platform.NAME]
+        named_platforms = [platform for platform in PLATFORMS if platform_setting == platform.name]
     elif _IN_A_WORKER in environ:
         named_platforms = []
     else:
@@ -116,14 +121,14 @@ def _readings(environ: Mapping[str, str], platform_setting: str, machine: Machin
             readings.append(platform.read(environ, machine))
         except PlatformError as error:
             other_names = [
-                other_platform.NAME for other_platform in named_platforms if other_platform is not platform
+                other_platform.name for other_platform in named_platforms if other_platform is not platform
             ]
-            raise ConfigError(f"{platform.TITLE}: {error}; {_choice(other_names)}") from None
+            raise ConfigError(f"{platform.title}: {error}; {_choice(other_names)}") from None
     return readings
 
 
 def _missing(parsed: argparse.Namespace, flags_given: Collection[str]) -> bool:
-    """Return whether the job's layout is not complete without a platform."""
+    """Return whether the job's layout is incomplete without a platform."""
     if "nnodes" not in flags_given or "nproc_per_node" not in flags_given:
         return True
     if _is_alone(parsed.nnodes):
@@ -142,7 +147,7 @@ def _has_address(flags_given: Collection[str]) -> bool:
 
 
 def _require_agreement(reading: Reading, other_reading: Reading | None, per_node: bool = True) -> None:
-    """Refuse two that say different things of the same; names of hosts may differ."""
+    """Refuse two readings with different numbers; host names may differ."""
     if other_reading is None:
         return
     compared = [
@@ -160,7 +165,7 @@ def _require_agreement(reading: Reading, other_reading: Reading | None, per_node
 
 
 def _joined(first: Reading, second: Reading) -> Reading:
-    """Return all that is known from both; what the first says counts."""
+    """Return the values of both readings; the first reading wins."""
     return Reading(
         first.platform,
         first.nodes,
@@ -176,7 +181,7 @@ def _joined(first: Reading, second: Reading) -> Reading:
 def _of_torchrun(
     parsed: argparse.Namespace, flags: Collection[str], environ: Mapping[str, str]
 ) -> Reading | None:
-    """Return what torchrun's own variables say that no flag replaces; 0 nodes: they do not say how many."""
+    """Return the values of torchrun's own variables that no flag replaces; 0 nodes: unknown."""
 
     def said(name: str) -> Value[int] | None:
         text = str(getattr(parsed, name)).strip()
@@ -193,7 +198,7 @@ def _of_torchrun(
 def _apply(
     parsed: argparse.Namespace, flags_given: Collection[str], reading: Reading, machine: Machine
 ) -> list[str]:
-    """Set what is missing; return for each value where it is from, in words."""
+    """Set the missing arguments; return each value and its source, in words."""
     value_texts = []
     if "nnodes" in flags_given:
         value_texts.append(_words(parsed.nnodes, "node", _origin("nnodes")))
@@ -243,7 +248,9 @@ def _meeting(
 
 
 def _require_name(address: Value[str], may_come: bool, machine: Machine) -> None:
-    """Refuse a name without an address; in Kubernetes wait for it, as it is published when that pod runs."""
+    """Refuse a name without an address; in Kubernetes wait, because a pod's name is published when the pod
+    runs.
+    """
 
     def unknown() -> str:
         if machine.resolves(address.value):
@@ -271,7 +278,7 @@ def _pet(name: str) -> str:
 
 
 def _title(name: str) -> str:
-    return next((platform.TITLE for platform in PLATFORMS if name == platform.NAME), "torchrun's variables")
+    return next((platform.title for platform in PLATFORMS if name == platform.name), "torchrun's variables")
 
 
 def _remedy(readings: list[Reading]) -> str:

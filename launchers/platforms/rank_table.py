@@ -1,12 +1,12 @@
 """Rank tables of Ascend clusters: the file in RANK_TABLE_FILE, with the cards of all nodes and their ranks.
 
-Forms, of which the first three are documented for HCCL and the last for ModelArts:
+The first three forms are documented for HCCL, the last for ModelArts:
 
 1.0, 1.2    servers with an address and the cards of each
 2.0         cards alone, with the rank of each and its number on its node; no server and no address
 group_list  containers with the cards of each, whose ranks follow the numbers at the ends of their names
 
-The Ascend operator and ModelArts write the file while containers start: its status is `initializing` until
+The Ascend operator and ModelArts write the file while containers start: the status is `initializing` until
 all cards are known.
 """
 
@@ -21,11 +21,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptor.launchers.platforms.machine import Machine
-from adaptor.launchers.platforms.reading import Card, PlatformError, Reading, Value, host, number, shown
+from adaptor.launchers.platforms.reading import (
+    Card,
+    Machine,
+    PlatformError,
+    Reading,
+    Value,
+    host,
+    number,
+    shown,
+)
 
-NAME = "ranktable"
-TITLE = "the rank table"
 _FILE = "RANK_TABLE_FILE"
 _RANK = "RANK_ID"
 _SIZE = "RANK_SIZE"
@@ -36,34 +42,34 @@ _OWN_ADDRESS = "MA_CURRENT_IP"
 _IN_FOLDER = ("jobstart_hccl.json", "hccl.json")
 # The table of 65,536 cards has about 15 MiB.
 MAX_BYTES = 64 << 20
-# The Ascend operator empties the file before it writes it, so a reader can meet half of it for a moment.
+# The Ascend operator empties the file before writing, so a reader can see a part of the file for a moment.
 WRITING_S = 10.0
 _GROUPS = "group_list"
 # The most nodes that are named in a line.
 _NAMED = 4
-# By which a node can be met and known, the best first.
+# Keys of the addresses of a node, the best first.
 _ADDRESSES = ("container_ip", "server_ip", "host_ip", "server_id")
 
 
 @dataclass(frozen=True)
 class _Node:
-    """One node: the ranks of its cards, in their order, and the names and addresses it goes by."""
+    """One node: the ranks of its cards, in order, and its names and addresses."""
 
     ranks: list[int]
     names: list[str]
 
 
 def is_here(environ: Mapping[str, str]) -> bool:
-    """Return whether there is a rank table."""
+    """Return whether a rank table is set."""
     return bool(environ.get(_FILE))
 
 
 def read(environ: Mapping[str, str], machine: Machine) -> Reading:
-    """Return what the rank table tells; wait while it is not complete.
+    """Return the values of the rank table; wait while the table is incomplete.
 
     Raises:
-        PlatformError: it cannot be read, is not completed in time, or its content disagrees with itself or
-            with RANK_ID and RANK_SIZE.
+        PlatformError: the table cannot be read, is not completed in time, contradicts itself, or contradicts
+            RANK_ID and RANK_SIZE.
     """
     if not is_here(environ):
         raise PlatformError(f"{_FILE} is not set")
@@ -94,7 +100,7 @@ def read(environ: Mapping[str, str], machine: Machine) -> Reading:
     if len(table_nodes) > 1 and names:
         address = Value(host(names[0], str(path)), f"of rank 0 in {path}")
     return Reading(
-        NAME,
+        "ranktable",
         Value(len(table_nodes), str(path)),
         node_rank,
         Value(per_node, str(path)),
@@ -114,7 +120,7 @@ def _path(path_text: str) -> Path:
 
 
 def _completed(path: Path, machine: Machine) -> tuple[dict[str, object], str]:
-    """Return the table, once its status is `completed`, and a digest of the file."""
+    """Return the table once its status is `completed`, and a digest of the file."""
     completed_tables: list[tuple[dict[str, object], str]] = []
 
     def written() -> str:
@@ -144,7 +150,7 @@ def _load(path: Path) -> bytes:
 
 
 def _parse(data: bytes, path: Path) -> dict[str, object]:
-    """Return the object in `data`; {} if it is none, or empty."""
+    """Return the JSON object in `data`; {} if `data` is empty or no JSON."""
     try:
         table = json.loads(data)
     except (ValueError, RecursionError):
@@ -209,7 +215,7 @@ def _of_groups(table: dict[str, object], table_name: str) -> list[_Node]:
 def _by_number(instances: list[dict[str, object]], table_name: str) -> list[dict[str, object]]:
     """Return containers in the order of their ranks: by the numbers in their names, as davincirun does.
 
-    Names without a number (of one container, or of another writer) leave the order of the list.
+    Names without a number (one container, or another writer) keep the order of the list.
     """
     names = [str(instance.get("pod_name", "")) for instance in instances]
     # More digits are no number of a container, and a million of them would take minutes to read.
@@ -228,7 +234,7 @@ def _by_number(instances: list[dict[str, object]], table_name: str) -> list[dict
 
 
 def _of_cards(table: dict[str, object], table_name: str) -> list[_Node]:
-    """A node ends where the numbers of cards on it begin again: each node has consecutive ranks."""
+    """Return nodes of consecutive ranks; a node ends where the numbers of cards begin again."""
     cards = _list(table, "rank_list", table_name)
     _require_count(table, "rank_count", len(cards), table_name)
     table_nodes: list[_Node] = []
@@ -244,7 +250,7 @@ def _of_cards(table: dict[str, object], table_name: str) -> list[_Node]:
 
 
 def _require_ranks(table_nodes: list[_Node], table_name: str) -> None:
-    """Refuse ranks that torchrun would not give: each node has as many, one after the other, from 0 on."""
+    """Refuse ranks that torchrun would not assign: consecutive from 0 on, the same number on each node."""
     ranks = sorted(rank for node in table_nodes for rank in node.ranks)
     for place, rank in enumerate(ranks):
         if rank < place:
@@ -266,7 +272,7 @@ def _require_ranks(table_nodes: list[_Node], table_name: str) -> None:
 
 
 def _own_by_rank(table_nodes: list[_Node], environ: Mapping[str, str], path: Path) -> int | None:
-    """Return the node that has the rank of this process; None where the platform gives it none."""
+    """Return the node with the rank of this process; None where the platform assigns no rank."""
     if _RANK not in environ:
         return None
     rank = number(environ, _RANK).value
@@ -301,7 +307,7 @@ def _list(holder: object, key: str, table_name: str) -> list[dict[str, object]]:
 
 
 def _number(holder: dict[str, object], key: str, table_name: str) -> int:
-    """Return a number, which the versions before 2.0 have as a text."""
+    """Return a number; versions before 2.0 store numbers as text."""
     if key not in holder:
         raise PlatformError(f"{table_name}: a card has no {key}")
     try:

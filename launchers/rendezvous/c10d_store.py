@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import utils
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from adaptor.errors import StartError
-from adaptor.launchers.platforms import machine
+from adaptor.launchers.platforms import reading
 from adaptor.launchers.rendezvous.rendezvous_errors import HostUnknownError
 
 # How often a node tries whether the store answers, and how long one try may take: the kernel itself sends its
@@ -91,7 +91,7 @@ def _is_here(host: str) -> bool:
     try:
         return bool(utils._matches_machine_hostname(host))
     except socket.gaierror:
-        return any(map(machine.owns, _addresses_of(host)))
+        return any(map(reading.owns, _addresses_of(host)))
 
 
 def _with_own_address(params: Any) -> Any:
@@ -113,7 +113,7 @@ def _with_own_address(params: Any) -> Any:
             f"the host name of this node, {name!r}, does not resolve: give ttprun --local-addr with the"
             " address at which the other nodes reach this one, or add the name to /etc/hosts or the DNS"
         )
-    if any(map(machine.owns, addresses)):
+    if any(map(reading.owns, addresses)):
         return params
     own = copy.copy(params)
     own.local_addr = _LOOPBACK

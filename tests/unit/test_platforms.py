@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from adaptor import config
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import flags
-from adaptor.launchers.platforms import cards, detect, hostlist, rank_table
-from adaptor.launchers.platforms.machine import LIMIT_S, Machine, this_machine
-from adaptor.launchers.platforms.reading import Card, PlatformError
+from adaptor.launchers.platforms import cards, detect, rank_table, schedulers
+from adaptor.launchers.platforms.reading import LIMIT_S, Card, Machine, PlatformError, this_machine
 from tests.unit.threads import LONG_S
 
 MODELARTS = {
@@ -416,7 +415,7 @@ def test_a_host_that_does_not_resolve() -> None:
 )
 def test_lists_of_hosts(said: str, hosts: str) -> None:
     """As `scontrol show hostnames` of Slurm 22.05 expands them, except for the order of three dimensions."""
-    assert hostlist.expand(said, "LIST") == hosts.split()
+    assert schedulers.expand_host_list(said, "LIST") == hosts.split()
 
 
 @pytest.mark.parametrize(
@@ -438,14 +437,14 @@ def test_lists_of_hosts(said: str, hosts: str) -> None:
 )
 def test_what_is_no_list_of_hosts(said: str, words: str) -> None:
     with pytest.raises(PlatformError, match=r"^LIST is ") as refused:
-        hostlist.expand(said, "LIST")
+        schedulers.expand_host_list(said, "LIST")
     assert words in str(refused.value)
 
 
 @given(st.text(st.sampled_from("n[]-,0129x \n")))
 def test_any_text_is_a_list_of_hosts_or_refused(said: str) -> None:
     try:
-        hosts = hostlist.expand(said, "LIST")
+        hosts = schedulers.expand_host_list(said, "LIST")
     except PlatformError:
         return
     assert hosts
