@@ -1,7 +1,7 @@
-"""`ttp doctor`: whether a job could be protected on this node, before there is one.
+"""`ttp doctor`: checks whether a job could be protected on this node, before a job starts.
 
-Each check looks at one thing and says in a line what was found, and what to do if it is not as it should be.
-FAIL: `ttprun` would refuse it, or a fault would lose steps. WARN: something is worse than it could be.
+Each check prints one line: the result and, for a problem, the remedy. FAIL: `ttprun` would refuse to start,
+or a fault would lose steps. WARN: the setup could be better.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import msgspec
 from adaptor import config, engines, misspelt, text
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.launchers.cli import plan
-from adaptor.launchers.doctor import doctor_disk, doctor_machine, doctor_nodes
-from adaptor.launchers.doctor.doctor_job import Job
-from adaptor.launchers.doctor.finding import Finding
+from adaptor.launchers.doctor import doctor_machine, doctor_nodes
+from adaptor.launchers.doctor.doctor_job import Finding, Job
 from adaptor.operations import cli
 from adaptor.operations.terminal import show
 from adaptor.operations.words import FINDING, OK
@@ -30,7 +29,7 @@ RENDEZVOUS_PORT = 29400
 
 
 def add(add_command: cli.Add) -> None:
-    """Add the command to those of `ttp`."""
+    """Add the command to `ttp`."""
     parser = add_command(
         "doctor", _answer, "whether a job could be protected on this node; nothing is trained"
     )
@@ -77,8 +76,7 @@ def add(add_command: cli.Add) -> None:
 def arguments_of_job(parsed: argparse.Namespace) -> list[str]:
     """Return the arguments of `ttp` for a ttprun whose job is the doctor.
 
-    The nodes of the job, their ranks, and the port of its rendezvous are taken from the flags of ttprun; what
-    is given to the doctor itself wins.
+    Nodes, ranks and rendezvous port are taken from the flags of ttprun; the doctor's own arguments win.
 
     Args:
         parsed: torchrun's arguments.
@@ -150,14 +148,14 @@ def _line(finding: Finding) -> str:
 
 
 def findings(save: Path | None, size: int, nodes: int, rendezvous_port: int, job: Job) -> Iterator[Finding]:
-    """Make every check; an error in one is its finding.
+    """Make every check; an error in a check becomes a finding.
 
     Args:
-        save: the folder of checkpoints; None: it is not tried.
-        size: the bytes that are written there for its speed.
-        nodes: that make these checks at the same time.
-        rendezvous_port: at which node 0 of the job will await the others.
-        job: that is to run here.
+        save: the folder of checkpoints; None: skip the folder.
+        size: the bytes to write in the speed test of the folder.
+        nodes: the number of nodes that run the doctor at the same time.
+        rendezvous_port: the rendezvous port of node 0 of the job.
+        job: the job to run on this node.
     """
     try:
         settings = config.load()
@@ -175,13 +173,13 @@ def findings(save: Path | None, size: int, nodes: int, rendezvous_port: int, job
         checks.append(("job", lambda: job.fits(settings)))
     if save is not None:
         folder = save
-        if nodes > 1:  # first: while one still writes for the speed, others would wait
+        if nodes > 1:  # first: the nodes would wait for a node that still measures its speed
             checks.append(("nodes", lambda: doctor_nodes.between(folder, nodes, settings, rendezvous_port)))
-        checks.append(("save", lambda: doctor_disk.save_folder(folder, size, job, settings)))
+        checks.append(("save", lambda: doctor_machine.save_folder(folder, size, job, settings)))
     for name, check in checks:
         try:
             yield from check()
         except AdaptorError as error:
             yield Finding(name, "FAIL", str(error))
-        except Exception as error:  # one check that cannot be made hides no other
+        except Exception as error:  # a failed check hides no other check
             yield Finding(name, "WARN", f"this could not be checked: {text.describe(error)}")

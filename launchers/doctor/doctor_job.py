@@ -1,7 +1,8 @@
-"""The checks of `ttp doctor` that compare this node with what a job needs: memory, room, and time for a save.
+"""The checks of `ttp doctor` that compare a node with the needs of a job: memory, disk space, time for a
+save.
 
-What it needs is calculated from the arguments of its script, as for `ttp plan`. Without them the newest
-checkpoint of the save folder tells how large a save is.
+The needs are calculated from the arguments of the script, as for `ttp plan`. Without arguments the newest
+checkpoint of the save folder gives the size of a save.
 """
 
 from __future__ import annotations
@@ -9,21 +10,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from adaptor import host_memory
 from adaptor.config import Config
 from adaptor.launchers.cli import plan
-from adaptor.launchers.doctor.finding import Finding
 from adaptor.operations import newest_checkpoint
 from adaptor.operations.words import duration, size
 
-# A save is not always as fast as the trial, and what is free before a job is not all for tensors.
+# A save is not always as fast as the trial, and tensors do not get all memory that is free before a job.
 _MARGIN = 1.25
 # The most that the settings allow, in seconds.
 _LONGEST = 3600
-# Without a sign of a save for a third of TTP_OT another node takes over; for an eighth ranks are asked
-# whether they live.
+# Without progress of a save for a third of TTP_OT another node takes over; for an eighth, ranks are probed.
 _TAKES_OVER, _ASKS = 3, 8
 _GATHERING = "use the format torch and a --save that all nodes see: docs/costs.md"
 
@@ -33,8 +34,8 @@ class Save(NamedTuple):
 
     Attributes:
         size: in bytes, of all nodes together
-        nodes: that write it, each as much as the others
-        source: where that is known from, in words
+        nodes: the nodes that write equal parts
+        source: the source of the numbers, in words
     """
 
     size: float
@@ -48,11 +49,11 @@ class Save(NamedTuple):
 
 
 class Speed(NamedTuple):
-    """The speed at which the save folder has taken what a save would write.
+    """The write speed of the save folder.
 
     Attributes:
-        rate: in bytes for each second
-        pause_s: the longest time in which nothing had moved
+        rate: in bytes per second
+        pause_s: the longest time without progress
     """
 
     rate: float
@@ -60,12 +61,12 @@ class Speed(NamedTuple):
 
 
 class Job:
-    """The job that is to run on nodes like this one.
+    """The job to run on nodes like this one.
 
     Args:
-        script: and its arguments; empty: they are not known.
-        nodes: of the job.
-        ranks_per_node: None: as many as the arguments need for a second copy, on one node.
+        script: the script and its arguments; empty: unknown.
+        nodes: the number of nodes.
+        ranks_per_node: None: as many as a second copy needs, on one node.
     """
 
     def __init__(self, script: list[str], nodes: int = 1, ranks_per_node: int | None = None) -> None:
@@ -75,7 +76,7 @@ class Job:
         self._plan: plan.JobPlan | None = None
 
     def fits(self, settings: Config) -> Iterator[Finding]:
-        """Let the framework's own parser read the arguments, and compare the need of a rank with the node."""
+        """Read the arguments with the framework's parser, and compare the needs of a rank with the node."""
         report = plan.report(self.script, self.nodes, self._ranks_per_node)
         if report is None:
             yield Finding("job", "FAIL", "its arguments cannot be examined", "stderr has said why")
@@ -89,10 +90,10 @@ class Job:
             yield from memory(report.plan, settings)
 
     def save(self, folder: Path) -> Save | None:
-        """Return what is known of its saves; None where that is nothing.
+        """Return the size of a save of the job; None if unknown.
 
         Args:
-            folder: of its checkpoints.
+            folder: the folder of checkpoints.
         """
         if self._plan is not None and self._plan.save is not None:
             return Save(self._plan.save, self._plan.nodes, "by the arguments of the script")
@@ -105,10 +106,10 @@ class Job:
 
 
 def memory(of_job: plan.JobPlan, settings: Config) -> Iterator[Finding]:
-    """Compare what a rank takes with what is free on its device, or on the host where there is none.
+    """Compare the memory of a rank with the free memory of the device, or of the host without a device.
 
     Args:
-        of_job: what each rank takes.
+        of_job: the memory of each rank.
         settings: of the job.
     """
     ranks = -(-of_job.ranks // of_job.nodes)
@@ -119,7 +120,7 @@ def memory(of_job: plan.JobPlan, settings: Config) -> Iterator[Finding]:
         yield Finding("replica", "WARN", description, "calculate it with the formulas of docs/costs.md")
         return
     on_host = host_memory.available()
-    # With several nodes each keeps the copies of another one, too.
+    # With several nodes each node also keeps the copies of another node.
     copies = (row.host_copy or 0.0) * ranks * min(2, of_job.nodes) if settings.host_copy else 0.0
     device = _device_memory(settings)
     free, memory_place = (
@@ -156,14 +157,14 @@ def memory(of_job: plan.JobPlan, settings: Config) -> Iterator[Finding]:
 
 
 def _of_a_rank(of_job: plan.JobPlan, row: plan.ReplicaRow, settings: Config) -> float | None:
-    """Return the bytes of weights, gradients, optimizer and what the adaptor adds; None where not known."""
+    """Return the bytes of weights, gradients, optimizer and the adaptor's additions; None if unknown."""
     if of_job.training is None or row.memory is None:
         return None
     return of_job.training + row.memory + ((row.local_copy or 0.0) if settings.local_copy else 0.0)
 
 
 def _instead(of_job: plan.JobPlan, settings: Config, free: float) -> str:
-    """Return what to do where a rank has no room for its replica."""
+    """Return the remedy for a rank without room for its replica."""
     for row in of_job.replicas:
         need = _of_a_rank(of_job, row, settings)
         if not row.chosen and need is not None and need <= free:
@@ -172,7 +173,7 @@ def _instead(of_job: plan.JobPlan, settings: Config, free: float) -> str:
 
 
 def _device_memory(settings: Config) -> tuple[float, str] | None:
-    """Return what is free on that device of this node which has least, and its name; None: there is none."""
+    """Return free memory and name of the device with the least free memory; None without a device."""
     if settings.device:
         return None
     import torch
@@ -187,13 +188,13 @@ def _device_memory(settings: Config) -> tuple[float, str] | None:
 
 
 def times(speed: Speed, save: Save | None, room: int, settings: Config) -> Iterator[Finding]:
-    """Compare a save with the room for it, and the time that it may take.
+    """Compare a save with free disk space and allowed time.
 
     Args:
         speed: of the folder.
-        save: what is known of it; None: nothing.
+        save: the size of a save; None: unknown.
         room: free bytes in the folder.
-        settings: with TTP_OT and TTP_GRACE.
+        settings: TTP_OT and TTP_GRACE.
     """
     if save is None:
         description = (
@@ -232,7 +233,7 @@ def _grace(save: Save, seconds: float, grace_s: float) -> Finding:
 
 
 def _without_progress(speed: Speed, save: Save | None, settings: Config) -> Finding:
-    """Compare the longest pause of the trial with TTP_OT, which is a limit of time without progress."""
+    """Compare the longest pause of the trial with TTP_OT, the limit of time without progress."""
     limit, pause = settings.timeout_s, speed.pause_s
     written_text = f"{speed.rate * limit / 1e9:.1f} GB could be written in them"
     if save is not None:
@@ -256,3 +257,19 @@ def _without_progress(speed: Speed, save: Save | None, settings: Config) -> Find
 
 def _bytes(count: float | None) -> str:
     return "not known" if count is None else size(int(count))
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One line of `ttp doctor`.
+
+    Attributes:
+        name: the subject of the check
+        level: OK; WARN: the setup could be better; FAIL: a job would be refused, or a fault would lose steps
+        words: the result
+        remedy: '' if nothing is to be done
+    """
+
+    name: str
+    level: Literal["OK", "WARN", "FAIL"]
+    words: str
+    remedy: str = ""

@@ -1,12 +1,15 @@
-"""The checks of `ttp doctor` that look at the machine and what is installed on it."""
+"""The checks of `ttp doctor` for the machine, the installation, and the folder of checkpoints."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import importlib.util
 import os
 import platform
 import resource
+import secrets
 import shutil
 import socket
 import subprocess
@@ -14,23 +17,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 
 from packaging.version import Version
 
 from adaptor import devices, distributions, host_memory
+from adaptor.checkpoint import disk, folder_rights, linux_calls
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.config import Config
 from adaptor.errors import AdaptorError
 from adaptor.launchers.agent.stack_collector import find_py_spy
 from adaptor.launchers.cli.start_checks import INTERFACES, require_interfaces
 from adaptor.launchers.control import tls
-from adaptor.launchers.doctor.finding import Finding
+from adaptor.launchers.doctor import doctor_job
+from adaptor.launchers.doctor.doctor_job import Finding, Job, Speed
 
 _TORCH = (Version("2.4"), Version("3"))
-# Each worker takes some tens, and a data loader some more.
+# Each worker takes some tens of descriptors, and a data loader some more.
 _DESCRIPTORS = 4096
 _SHM = 64 << 20
-# A Unix socket's path has 108 bytes; `ttp-` and what makes it unique, and the socket's name, take the rest.
+# A Unix socket's path has 108 bytes; `ttp-`, a unique suffix and the socket's name take the rest.
 _LONGEST_TEMPORARY = 64
 _RENEW_S = 7 * 86400.0
 _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
@@ -38,7 +45,7 @@ _TIMEX_BYTES = 512  # more than struct timex has
 
 
 def software(settings: Config) -> Iterator[Finding]:
-    """Look at the versions."""
+    """Check the versions."""
     versions = f"Python {platform.python_version()}, ttp-adaptor {metadata.version('ttp-adaptor')}"
     try:
         torch = metadata.version("torch")
@@ -58,7 +65,7 @@ def software(settings: Config) -> Iterator[Finding]:
 
 
 def kernel(settings: Config) -> Iterator[Finding]:
-    """Look whether the kernel tells at once that a process has died."""
+    """Check whether the kernel reports the death of a process at once."""
     name = f"Linux {platform.release()}"
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -69,7 +76,7 @@ def kernel(settings: Config) -> Iterator[Finding]:
 
 
 def device(settings: Config) -> Iterator[Finding]:
-    """Look for the accelerator."""
+    """Check for the accelerator."""
     if settings.device:
         devices.require(settings.device)
         yield Finding("device", "OK", f"TTP_DEVICE is {settings.device}")
@@ -88,7 +95,7 @@ def device(settings: Config) -> Iterator[Finding]:
 
 
 def network(settings: Config) -> Iterator[Finding]:
-    """Look whether other nodes reach this one where gloo listens, and at the port of the controller."""
+    """Check whether other nodes reach the address where gloo listens, and the port of the controller."""
     named = os.environ.get(INTERFACES, "")
     own_interfaces = ", ".join(name for _, name in socket.if_nameindex())
     try:
@@ -131,7 +138,7 @@ def _host_name(interface_names: str) -> Iterator[Finding]:
 
 
 def certificates(settings: Config) -> Iterator[Finding]:
-    """Look whether other nodes would accept the certificate, and for how long."""
+    """Check whether other nodes would accept the certificate, and until when."""
     if not settings.tls_cert:
         description = "plain connections" if settings.tls == "plain" else "no certificates: one machine only"
         yield Finding("certificates", "OK", description)
@@ -147,19 +154,21 @@ def certificates(settings: Config) -> Iterator[Finding]:
 
 
 def limits(settings: Config) -> Iterator[Finding]:
-    """Look at what a process may have."""
+    """Check the resource limits of a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = f"ulimit -n {_DESCRIPTORS} (the hard limit is {hard})" if soft < _DESCRIPTORS else ""
     yield Finding("descriptors", "WARN" if remedy else "OK", f"{soft} for each process", remedy)
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     remedy = "data loaders need it: docker run --shm-size, or a memory volume there" if shm < _SHM else ""
-    yield Finding("/dev/shm", "WARN" if remedy else "OK", f"{_bytes(shm)} free", remedy)
-    description = f"{_bytes(host_memory.available())} free on the host, limits of control groups included"
+    yield Finding("/dev/shm", "WARN" if remedy else "OK", f"{_binary_size(shm)} free", remedy)
+    description = (
+        f"{_binary_size(host_memory.available())} free on the host, limits of control groups included"
+    )
     yield Finding("memory", "OK", description)
 
 
 def folders(settings: Config) -> Iterator[Finding]:
-    """Look at the folder for logs and the one for sockets."""
+    """Check the folders for logs and for sockets."""
     logs, temporary = Path(settings.log_path), Path(tempfile.gettempdir())
     is_missing = not logs.exists()
     try:
@@ -184,7 +193,7 @@ def folders(settings: Config) -> Iterator[Finding]:
 
 
 def stacks(settings: Config) -> Iterator[Finding]:
-    """Look whether a hang is explained with native stacks."""
+    """Check whether a hang can be explained with native stacks."""
     spy = find_py_spy()
     scope = _text(Path("/proc/sys/kernel/yama/ptrace_scope"))
     if spy is None:
@@ -201,7 +210,7 @@ def stacks(settings: Config) -> Iterator[Finding]:
 
 
 def clock(settings: Config) -> Iterator[Finding]:
-    """Ask the kernel whether something keeps its clock right."""
+    """Ask the kernel whether the clock is synchronised."""
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     if state == _UNSYNCHRONISED:
         remedy = "on several nodes run chronyd or ntpd: reports order events by the nodes' clocks"
@@ -211,7 +220,7 @@ def clock(settings: Config) -> Iterator[Finding]:
 
 
 def scheduler(settings: Config) -> Iterator[Finding]:
-    """Compare the time that the scheduler gives with TTP_GRACE."""
+    """Compare the scheduler's kill time with TTP_GRACE."""
     if "SLURM_JOB_ID" not in os.environ or shutil.which("scontrol") is None:
         return
     shown = subprocess.run(
@@ -248,5 +257,106 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _bytes(count: int) -> str:
+def _binary_size(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
+
+
+_BLOCK = 8 << 20
+
+
+def save_folder(folder: Path, size: int, job: Job, settings: Config) -> Iterator[Finding]:
+    """Try the operations of a save: write, rename, exchange two names, lock, sync to disk.
+
+    All files are made in a new subfolder, removed afterwards, as is a folder that did not exist before.
+
+    Args:
+        folder: the folder of checkpoints.
+        size: the bytes to write in the speed test.
+        job: the job to save in the folder.
+        settings: with the time limits of a save.
+    """
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield from _tried(folder, size, job, settings)
+    except OSError as error:
+        description = f"{folder}: a save would fail there ({error.strerror})"
+        yield Finding(
+            "save", "FAIL", description, "give this user the right and room, or name another --save"
+        )
+    finally:
+        for path in missing:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _tried(folder: Path, size: int, job: Job, settings: Config) -> Iterator[Finding]:
+    status = folder_rights.probe(folder)
+    room = shutil.disk_usage(folder).free
+    owner = folder_rights.name_user(status.st_uid)
+    yield Finding("save", "OK", f"{folder}: files are of {owner}; {room / 2**30:.1f} GiB free")
+    place = folder / f"{folder_rights.PROBE}doctor_{secrets.token_hex(4)}"
+    folder_rights.make_private(place)
+    try:
+        yield _rename(place)
+        yield _exchange(place)
+        yield _lock(place)
+        speed, finding = _speed(place, min(size, room // 2))
+        yield finding
+        yield from doctor_job.times(speed, job.save(folder), room, settings)
+    finally:
+        disk.remove(place)
+
+
+def _rename(place: Path) -> Finding:
+    first_path, second_path = place / "iter_tmp", place / "iter_0000001"
+    first_path.mkdir()
+    try:
+        first_path.rename(second_path)
+        disk.sync(place)
+    except OSError as error:
+        description = f"a folder cannot get its name, or not reach the disk ({error.strerror})"
+        return Finding("rename", "FAIL", description, "use a file system that renames folders and syncs them")
+    return Finding("rename", "OK", "a folder gets its name, and that is on disk")
+
+
+def _exchange(place: Path) -> Finding:
+    first_path, second_path = place / "a", place / "b"
+    first_path.mkdir()
+    second_path.mkdir()
+    if linux_calls.exchange(first_path, second_path):
+        return Finding("exchange", "OK", "two folders can exchange their names at once")
+    description = "two folders cannot exchange their names at once (NFS cannot)"
+    remedy = "a checkpoint of a step that was saved before is replaced in two steps: docs/promises.md"
+    return Finding("exchange", "WARN", description, remedy)
+
+
+def _lock(place: Path) -> Finding:
+    path = place / "lock"
+    with path.open("w") as first_file, path.open("w") as second_file:
+        try:
+            fcntl.flock(first_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            description = f"flock does not work ({error.strerror})"
+            return Finding("lock", "FAIL", description, "mount the file system with locks (Lustre: -o flock)")
+        try:
+            fcntl.flock(second_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Finding("lock", "OK", "flock keeps others out, on this node")
+    return Finding("lock", "FAIL", "two locks on one file are held at once", "mount it with working locks")
+
+
+def _speed(place: Path, size: int) -> tuple[Speed, Finding]:
+    """Write as a save does (syncing while writing), and measure the speed."""
+    block = os.urandom(min(_BLOCK, max(size, 1)))
+    moved = [time.monotonic()]
+    with HashingFile(place / "data", lambda count: moved.append(time.monotonic())) as file:
+        for _ in range(max(1, size // len(block))):
+            file.write(block)
+    moved.append(time.monotonic())
+    speed = Speed(
+        file.bytes / max(moved[-1] - moved[0], 1e-9),
+        max(moved_after - moved_before for moved_before, moved_after in pairwise(moved)),
+    )
+    description = f"{file.bytes / 2**20:.0f} MiB were written and synced at {speed.rate / 1e6:.0f} MB/s"
+    return speed, Finding("speed", "OK", description)

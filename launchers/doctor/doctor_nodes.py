@@ -1,10 +1,13 @@
-"""The checks of `ttp doctor` that need all nodes at once: ports, locks, clocks and routes between them.
+"""The checks of `ttp doctor` that need all nodes at once: ports, locks, clocks and routes between nodes.
 
-Each node has a file in a folder of the save folder, which it writes anew all the time with its clock, until
-each has found the files of all others. One of them holds a lock meanwhile, which the others may not get.
+Each node rewrites a file in a subfolder of the save folder, with its clock, until each node has read the
+files of all others. Meanwhile one node holds a lock that no other node may get.
 
-Invariants: a file that nobody writes any more, left by one that was killed, counts for nothing; a node waits
-`MEET_S` for the others at most; the last thing that is removed is the folder.
+Each node listens on TTP_PORT, where agents reach a controller, on the rendezvous port, and on a port chosen
+by the system, as gloo and NCCL do; over TLS where the job has certificates. A client gets only a greeting.
+
+Invariants: a file without a living writer counts for nothing; a node waits at most `MEET_S` for the others;
+the folder is removed last.
 """
 
 from __future__ import annotations
@@ -14,11 +17,16 @@ import fcntl
 import os
 import re
 import secrets
+import selectors
 import socket
+import ssl
 import struct
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -26,18 +34,18 @@ from adaptor.checkpoint import disk, folder_rights
 from adaptor.config import Config
 from adaptor.launchers.cli.start_checks import INTERFACES
 from adaptor.launchers.control import tls
-from adaptor.launchers.doctor import doctor_ports
-from adaptor.launchers.doctor.doctor_ports import Peer
-from adaptor.launchers.doctor.finding import Finding
+from adaptor.launchers.control.agent_listener import bind
+from adaptor.launchers.control.tls import Contexts
+from adaptor.launchers.doctor.doctor_job import Finding
 
 # srun starts its tasks within seconds; a client of NFS sees a new file after its cache of a minute at most.
 MEET_S = 120.0
 _PAUSE_S = 0.1
-# A name that is new is looked up until caches of DNS have forgotten that it was not there.
+# A new name is looked up until DNS caches have forgotten its absence.
 NAME_S = 35.0
-# Times of nodes are compared for people alone: the events of a report are out of order by as much.
+# Only reports for people compare times of nodes; their events are out of order by as much.
 SKEW_S = 1.0
-# Where the nodes of the job are to meet, as torch's launcher takes it from the environment.
+# The variables of the meeting address that torch's launcher reads.
 _MEETING_POINTS = ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR")
 # Asks for the address of an interface (netdevice(7)).
 _SIOCGIFADDR = 0x8915
@@ -47,12 +55,12 @@ class _Node(msgspec.Struct):
     """The content of the file of a node.
 
     Attributes:
-        clock: when it wrote this, in Unix seconds by its own clock
-        count: how often it has written
-        address: where other nodes reach it; '' where that is not known
-        stage: present; locked: it has the lock, for the others to try; done: it needs nothing more
-        ports: on which it listens, for the others to try
-        tried: it has tried those of all others
+        clock: the time of writing, in Unix seconds by the node's own clock
+        count: the number of writes
+        address: where other nodes reach the node; '' if unknown
+        stage: present; locked: holds the lock for the others to try; done: needs nothing more
+        ports: on which the node listens, for the others to try
+        tried: the node has tried the ports of all others
     """
 
     host: str
@@ -65,7 +73,7 @@ class _Node(msgspec.Struct):
 
 
 class _Meeting:
-    """The files of all nodes that are at it."""
+    """The files of all nodes that run the doctor."""
 
     def __init__(self, place: Path, nodes: int) -> None:
         self._place = place
@@ -74,13 +82,13 @@ class _Meeting:
         host = socket.gethostname()
         self.name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}.node"
         self.own = _Node(host, 0.0, 0, _own_address(), "present")
-        self._first: dict[str, int] = {}  # the counts that were seen first, by the names of files
-        self.others: dict[str, _Node] = {}  # by the names of their files, as each was read last
-        self.there: set[str] = set()  # files that were there then
-        self.ahead: dict[str, float] = {}  # by how much a clock is ahead of this node's, at least
+        self._first: dict[str, int] = {}  # the first count read from each file
+        self.others: dict[str, _Node] = {}  # the newest content of each file
+        self.there: set[str] = set()  # the files at the last look
+        self.ahead: dict[str, float] = {}  # the least seconds by which a node's clock is ahead
 
     def wait(self, is_done: Callable[[], bool], limit_s: float = MEET_S) -> bool:
-        """Write and read until `is_done`; return False when it has not come in time, at most `limit_s`."""
+        """Write and read until `is_done`; return False after `limit_s` seconds."""
         until = min(self._until, time.monotonic() + limit_s)
         while True:
             self._write()
@@ -89,10 +97,10 @@ class _Meeting:
                 return True
             if time.monotonic() > until:
                 return False
-            time.sleep(_PAUSE_S)  # a file of another node can only be looked for again
+            time.sleep(_PAUSE_S)  # the file system does not announce new files
 
     def leave(self) -> None:
-        """Remove the own file, and the folder after the last one."""
+        """Remove the node's file, and the folder after the last file."""
         with contextlib.suppress(OSError):
             (self._place / self.name).unlink()
         with contextlib.suppress(FileNotFoundError):  # another node that leaves has removed the folder
@@ -113,7 +121,7 @@ class _Meeting:
             try:
                 node = msgspec.json.decode(path.read_bytes(), type=_Node)
             except (OSError, msgspec.MsgspecError):
-                continue  # it has just left, or is another kind of file
+                continue  # the node has just left, or the file is of another kind
             time_now = time.time()
             if path.name == self.name or self._first.setdefault(path.name, node.count) == node.count:
                 continue
@@ -122,13 +130,13 @@ class _Meeting:
 
 
 def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) -> Iterator[Finding]:
-    """Meet the other nodes, and try what they do together.
+    """Meet the other nodes, and try the connections between nodes.
 
     Args:
-        folder: in which they meet; they all have it.
-        nodes: how many there are, this one included.
+        folder: the shared folder in which nodes meet.
+        nodes: the number of nodes.
         settings: with TTP_PORT and the certificates.
-        rendezvous_port: at which node 0 of the job will await the others.
+        rendezvous_port: the rendezvous port of node 0 of the job.
 
     Raises:
         ConfigError: the certificates cannot be used.
@@ -139,7 +147,7 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
     folder.mkdir(parents=True, exist_ok=True)
     place.mkdir(exist_ok=True)
     meeting = _Meeting(place, nodes)
-    listening = doctor_ports.Listening((settings.port, rendezvous_port), contexts)
+    listening = Listening((settings.port, rendezvous_port), contexts)
     meeting.own.ports = listening.ports
     try:
         if not meeting.wait(lambda: True):
@@ -160,11 +168,9 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
 
 
 def _ports(meeting: _Meeting, contexts: tls.Contexts | None) -> Iterator[Finding]:
-    """Connect to all others; nobody goes on, and ceases to listen, before all have tried."""
+    """Connect to all other nodes; no node stops listening before all have tried."""
     other_nodes = sorted(meeting.others.values(), key=lambda node: node.host)
-    yield from doctor_ports.reach(
-        [Peer(node.host, node.address, tuple(node.ports)) for node in other_nodes], contexts
-    )
+    yield from reach([Peer(node.host, node.address, tuple(node.ports)) for node in other_nodes], contexts)
     meeting.own.tried = True
     if not meeting.wait(lambda: all(node.tried or not node.ports for node in meeting.others.values())):
         yield Finding(
@@ -173,7 +179,7 @@ def _ports(meeting: _Meeting, contexts: tls.Contexts | None) -> Iterator[Finding
 
 
 def _lock(place: Path, meeting: _Meeting) -> Finding:
-    """Try whether a lock of one node keeps the others out; nobody leaves before all have tried."""
+    """Try whether the lock of one node keeps the others out; no node leaves before all have tried."""
     holder = min(meeting.name, *meeting.others)
     remedy = "mount it so that locks reach all nodes (Lustre: -o flock, not localflock; NFS: no nolock)"
     late = Finding("locks", "WARN", "the other nodes did not finish trying a lock", "run it again")
@@ -204,7 +210,7 @@ def _lock(place: Path, meeting: _Meeting) -> Finding:
 
 
 def _clocks(meeting: _Meeting) -> Finding:
-    """Compare clocks: what another has written before it was read may not be later than now."""
+    """Compare clocks: a time written before the read may not be later than now."""
     name, most_ahead_s = max(meeting.ahead.items(), key=lambda pair: pair[1])
     if most_ahead_s < SKEW_S:
         return Finding("clocks", "OK", f"no clock of the others is ahead of this one by {SKEW_S:.0f} s")
@@ -241,7 +247,7 @@ def _routes(meeting: _Meeting) -> Iterator[Finding]:
 
 
 def _rendezvous(meeting: _Meeting) -> Iterator[Finding]:
-    """Look up the name at which the nodes of the job are to meet; that of a pod is new in DNS."""
+    """Look up the meeting name of the job's nodes; the name of a pod is new in DNS."""
     variable = next((name for name in _MEETING_POINTS if os.environ.get(name)), None)
     if variable is None:
         return
@@ -261,7 +267,7 @@ def _rendezvous(meeting: _Meeting) -> Iterator[Finding]:
 
 
 def _addresses(host: str) -> list[str]:
-    """Return the addresses of `host`; none where it is not known."""
+    """Return the addresses of `host`; none if unknown."""
     try:
         return sorted({str(at[0]) for *_, at in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
     except OSError:
@@ -269,7 +275,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _own_address() -> str:
-    """Return the address at which gloo would listen; '' if there is none."""
+    """Return the address at which gloo would listen; '' if none."""
     named = os.environ.get(INTERFACES, "").split(",")[0]
     try:
         if not named:
@@ -282,10 +288,141 @@ def _own_address() -> str:
 
 
 def _source(address: str) -> str:
-    """Return the address from which this node sends to `address`; nothing is sent."""
+    """Return the local address for packets to `address`; nothing is sent."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+_GREETING = b"ttp-doctor"
+# Nodes of one job answer in milliseconds; a firewall that drops packets never answers.
+CONNECT_S = 3.0
+# With 1,000 nodes behind a firewall the check takes 90 s, within MEET_S.
+_AT_ONCE = 64
+_REMEDY = (
+    "open TCP between the nodes: TTP_PORT, the port of the rendezvous, and those that systems choose"
+    " (net.ipv4.ip_local_port_range)"
+)
+
+
+class Peer(NamedTuple):
+    """Another node: name, address and ports."""
+
+    host: str
+    address: str
+    ports: tuple[int, ...]
+
+
+class Listening:
+    """The ports on which this node listens until `close`.
+
+    Args:
+        ports: TTP_PORT and the rendezvous port; a port of another program is left out.
+        contexts: the certificates; None: without TLS.
+    """
+
+    def __init__(self, ports: Sequence[int], contexts: Contexts | None) -> None:
+        self._contexts = contexts
+        self._selector = selectors.DefaultSelector()
+        self.ports: list[int] = []
+        for wanted_port in (*dict.fromkeys(ports), 0):
+            with contextlib.suppress(OSError):
+                listeners = bind("", wanted_port)
+                self.ports.append(int(listeners[0].getsockname()[1]))
+                for listener in listeners:
+                    self._selector.register(listener, selectors.EVENT_READ)
+        self._wake, self._ends = socket.socketpair()
+        self._selector.register(self._ends, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._accept, name="ttp-doctor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._wake.send(b".")
+        self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            key.fileobj.close()
+        self._selector.close()
+        self._wake.close()
+
+    def _accept(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._ends:
+                    return
+                assert isinstance(key.fileobj, socket.socket)
+                with contextlib.suppress(OSError):
+                    connection, _ = key.fileobj.accept()
+                    connection.settimeout(CONNECT_S)
+                    # One thread per connection: a silent client delays no other client.
+                    threading.Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            if self._contexts is None:
+                connection.sendall(_GREETING)
+                return
+            with self._contexts.server.wrap_socket(connection, server_side=True) as secured:
+                secured.sendall(_GREETING)
+
+
+def reach(peers: Sequence[Peer], contexts: Contexts | None) -> Iterator[Finding]:
+    """Connect to all ports of all peers.
+
+    Args:
+        peers: all other nodes.
+        contexts: the certificates; None: without TLS.
+    """
+    connections_tried = [(peer, port) for peer in peers for port in peer.ports if peer.address]
+    if not connections_tried:
+        yield Finding("ports", "WARN", "no other node says where it listens: connections were not tried")
+        return
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        answers = list(
+            pool.map(
+                lambda peer_and_port: _why_not(peer_and_port[0].address, peer_and_port[1], contexts),
+                connections_tried,
+            )
+        )
+    wrong = [
+        (peer, port, reason)
+        for (peer, port), reason in zip(connections_tried, answers, strict=True)
+        if reason
+    ]
+    for peer, port, reason in wrong:
+        description = f"port {port} of {peer.host} ({peer.address}) cannot be reached from here: {reason}"
+        yield Finding(
+            "ports",
+            "FAIL",
+            description,
+            _REMEDY if "TLS" not in reason else "give all nodes certificates of one signer",
+        )
+    if not wrong:
+        count, over_tls = len({peer for peer, _ in connections_tried}), " over TLS" if contexts else ""
+        yield Finding(
+            "ports",
+            "OK",
+            f"this node has reached {count} others{over_tls}, {len(connections_tried)} ports in all",
+        )
+
+
+def _why_not(address: str, port: int, contexts: Contexts | None) -> str:
+    """Return why a port of a node cannot be reached; '' if reachable."""
+    try:
+        with contextlib.ExitStack() as stack:
+            connection = stack.enter_context(socket.create_connection((address, port), CONNECT_S))
+            if contexts is not None:
+                connection = stack.enter_context(contexts.client.wrap_socket(connection))
+            if connection.recv(len(_GREETING)) == _GREETING:
+                return ""
+            return "another program answers, or one side has TLS and the other has not"
+    except TimeoutError:
+        return f"no answer within {CONNECT_S:.0f} s"
+    except ssl.SSLError as error:
+        return f"TLS is refused ({error.reason or 'the connection ended'})"
+    except OSError as error:
+        return error.strerror or "the connection broke"

@@ -14,9 +14,9 @@ import pytest
 
 from adaptor import config
 from adaptor.launchers.cli import ttp
-from adaptor.launchers.doctor import doctor_nodes, doctor_ports
-from adaptor.launchers.doctor.doctor_ports import Peer
-from adaptor.launchers.doctor.finding import Finding
+from adaptor.launchers.doctor import doctor_nodes
+from adaptor.launchers.doctor.doctor_job import Finding
+from adaptor.launchers.doctor.doctor_nodes import Peer
 from tests import waiting
 from tests.certificates import Authority
 from tests.ports import free_ports
@@ -26,7 +26,7 @@ from tests.unit.threads import LONG_S
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node that answers may do so slowly, beside much other work."""
-    monkeypatch.setattr(doctor_ports, "CONNECT_S", LONG_S)
+    monkeypatch.setattr(doctor_nodes, "CONNECT_S", LONG_S)
 
 
 class Node(threading.Thread):
@@ -105,7 +105,7 @@ def test_one_node_has_certificates_and_the_other_has_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each waits for the other to begin."""
-    monkeypatch.setattr(doctor_ports, "CONNECT_S", 0.5)
+    monkeypatch.setattr(doctor_nodes, "CONNECT_S", 0.5)
     secured, plain = (
         Node(tmp_path / "save", 2, **Authority(tmp_path / "ca").settings()),
         Node(tmp_path / "save", 2),
@@ -115,7 +115,7 @@ def test_one_node_has_certificates_and_the_other_has_none(
 
 def test_a_port_on_which_nobody_listens() -> None:
     (port,) = free_ports(1)
-    (found,) = doctor_ports.reach([Peer("n1", "127.0.0.1", (port,))], None)
+    (found,) = doctor_nodes.reach([Peer("n1", "127.0.0.1", (port,))], None)
     assert (found.level, found.words) == (
         "FAIL",
         f"port {port} of n1 (127.0.0.1) cannot be reached from here: Connection refused",
