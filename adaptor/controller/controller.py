@@ -17,13 +17,11 @@ from adaptor.controller.failures import Failures
 from adaptor.controller.feasibility import MAX_RECOVERED, Recoveries
 from adaptor.controller.hang_detector import StalledNodes
 from adaptor.controller.incident import Incident
-from adaptor.controller.incident_messages import dispatch
-from adaptor.controller.incident_state import Stage
+from adaptor.controller.incident_state import Orders, Stage
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import FromNewcomer
-from adaptor.controller.outcome import Orders
-from adaptor.controller.recurrence import Recurrence
 from adaptor.controller.verdict import (
+    Recurrence,
     end_all,
     given_up,
     go_on,
@@ -327,7 +325,7 @@ class Controller:
 
     def _on_incident_message(self, message: ToController, time_now: float) -> Orders:
         incident = self.incident
-        return self._route(dispatch(incident, message, time_now)) if incident is not None else []
+        return self._route(incident.handle(message, time_now)) if incident is not None else []
 
     def _route(self, orders: Orders) -> Orders:
         """Return what the incident orders, and what follows from its end."""
@@ -344,7 +342,7 @@ class Controller:
     def _proceed(self, incident: Incident) -> Orders:
         """End the incident, because all ranks have joined; the next fault opens another one."""
         recovered = recovered_of(incident, self._failures, self.membership)
-        self._recoveries.note(recovered.fault.key, recovered.step, incident.target.number + 1)
+        self._recoveries.note(recovered.fault.key, recovered.step, incident.state.target.number + 1)
         for rank, newcomer in incident.regrouping.newcomers.by_rank.items():
             self.membership.replace(rank, newcomer.pid)
         self.incident, self._failures = None, Failures()

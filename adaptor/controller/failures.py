@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import signal
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from adaptor.controller.rank_words import ranks_in_words
+from adaptor.protocol.collectives import Collectives
 from adaptor.protocol.messages import CALL, NODES_JOIN, Raised, Standing
 
 # What a shell reports for a process that a signal ended.
 SIGNAL_BASE = 128
-# The most ranks that are named.
-_NAMED = 4
 
 
 class Cause(NamedTuple):
@@ -158,21 +156,21 @@ class Failures:
         """
         lost = f"nothing has moved for {self.hang_s:.0f} s"
         if silent:
-            silent_words = ranks_in_words(silent, "does not answer", "do not answer", most_named=_NAMED)
+            silent_words = ranks_in_words(silent, "does not answer", "do not answer")
             return Cause(silent[0], 1, f"{lost}: {silent_words}", "a hang", kind="hang")
         apart = {
             rank: standing.where for rank, standing in sorted(self.standing.items()) if not standing.waits
         }
         if 0 < len(apart) < len(self.standing):
             first = min(apart)
-            silent_words = ranks_in_words(apart, "stands still", "stand still", most_named=_NAMED)
+            silent_words = ranks_in_words(apart, "stands still", "stand still")
             description = f"{silent_words}, others wait; {apart[first]}"
             return Cause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
         if self.ended:
             return Cause(min(self.ended), 1, f"{lost}{self._before}", "a hang", kind="hang")
         if not apart and (elsewhere := self._elsewhere()):
             first = min(elsewhere)
-            silent_words = ranks_in_words(elsewhere, "waits", "wait", most_named=_NAMED)
+            silent_words = ranks_in_words(elsewhere, "waits", "wait")
             description = f"{silent_words} in another call than most ranks; {elsewhere[first]}"
             return Cause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
         return Cause(-1, 1, f"{lost}, and no rank stands out", "a hang", kind="hang")
@@ -182,7 +180,7 @@ class Failures:
         """Return the ranks whose script had ended before, in words: collectives of others break then."""
         if not self.ended:
             return ""
-        return f"; the script of {ranks_in_words(sorted(self.ended), most_named=_NAMED)} had ended before"
+        return f"; the script of {ranks_in_words(sorted(self.ended))} had ended before"
 
     def _elsewhere(self) -> dict[int, str]:
         """Return the ranks whose calls differ, from the outermost on, from those of more than half of all."""
@@ -217,3 +215,92 @@ def _kind(status: int) -> str:
     if status == 0:
         return "exit code 0 before the end of the script"
     return f"exit code {status}" if status > 0 else ending(status).removeprefix("was ended by ")
+
+
+def ranks_in_words(
+    ranks: Iterable[int], singular_verb: str = "", several: str = "", *, most_named: int = 4
+) -> str:
+    """Return ranks and what they do, like `rank 1 waits` and `ranks 1, 2 and 5 more wait`.
+
+    Args:
+        ranks: at least one.
+        singular_verb: what is said of one rank.
+        several: the same of several.
+        most_named: how many of them are named; the rest is a number.
+    """
+    named_ranks = [str(rank) for rank in ranks]
+    if len(named_ranks) == 1:
+        return f"rank {named_ranks[0]} {singular_verb}".rstrip()
+    named, last = named_ranks[:-1], named_ranks[-1]
+    if len(named_ranks) > most_named:
+        named, last = named_ranks[:most_named], f"{len(named_ranks) - most_named} more"
+    return f"ranks {', '.join(named)} and {last} {several}".rstrip()
+
+
+# More sentences than these are left out.
+MOST_LINES = 8
+# The most ranks that are named.
+_NAMED = 8
+
+
+def missing_collectives(of_ranks: Mapping[int, Collectives], silent: Iterable[int] = ()) -> list[str]:
+    """Return which rank misses which collective, one sentence for each group, the cause before what follows.
+
+    A rank that is missed in one group may only wait in another one: ranks that wait nowhere come first, alone
+    if there are any. Ranks that do not answer, `silent`, come before all: nobody knows what they have begun.
+    """
+    groups = sorted({group for collectives in of_ranks.values() for group in collectives})
+    differences = [difference for group in groups if (difference := _compare(group, of_ranks)) is not None]
+    waiting = {
+        rank
+        for difference in differences
+        for rank in difference.others
+        if _is_last(difference.group, of_ranks[rank])
+    }
+    causes = [difference for difference in differences if not waiting.issuperset(difference.ranks)]
+    lines = [difference.words for difference in causes or differences]
+    if of_ranks and (unknown := [rank for rank in silent if rank not in of_ranks]):
+        waiting_words = ranks_in_words(
+            unknown,
+            "does not answer: what it has begun is not known, and others may wait for it",
+            "do not answer: what they have begun is not known, and others may wait for them",
+            most_named=_NAMED,
+        )
+        lines.insert(0, waiting_words)
+    return lines[:MOST_LINES]
+
+
+class _Difference(NamedTuple):
+    group: str
+    ranks: list[int]  # which are missed
+    others: list[int]
+    words: str
+
+
+def _compare(group: str, of_ranks: Mapping[int, Collectives]) -> _Difference | None:
+    positions = {
+        rank: collectives[group] for rank, collectives in sorted(of_ranks.items()) if group in collectives
+    }
+    highest_number = max(position.number for position in positions.values())
+    ahead = {rank: position for rank, position in positions.items() if position.number == highest_number}
+    names = Counter(position.name for position in ahead.values())
+    name = names.most_common(1)[0][0]
+    ranks_behind = [rank for rank in positions if rank not in ahead]
+    if ranks_behind:
+        missed = ranks_in_words(ranks_behind, "misses", "miss", most_named=_NAMED)
+        begun = ranks_in_words(ahead, "has begun", "have begun", most_named=_NAMED)
+        description = f"{missed} {name} {highest_number} of {group}, which {begun}"
+        return _Difference(group, ranks_behind, list(ahead), description)
+    if len(names) > 1:
+        apart = [rank for rank, position in ahead.items() if position.name != name]
+        agreeing_ranks = [rank for rank in ahead if rank not in apart]
+        called = ", ".join(sorted({ahead[rank].name for rank in apart}))
+        begun = ranks_in_words(apart, "has begun", "have begun", most_named=_NAMED)
+        agreeing = ranks_in_words(agreeing_ranks, most_named=_NAMED)
+        description = f"{begun} {called} as collective {highest_number} of {group}, {agreeing} {name}"
+        return _Difference(group, apart, agreeing_ranks, description)
+    return None
+
+
+def _is_last(group: str, collectives: Collectives) -> bool:
+    return collectives[group].begun == max(position.begun for position in collectives.values())

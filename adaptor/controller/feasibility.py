@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from adaptor.controller.failures import Failures
 from adaptor.controller.incident_state import IncidentState
-from adaptor.controller.lost_places import LostPlaces
-from adaptor.controller.membership import Membership
 from adaptor.controller.plan import steps_of
-from adaptor.controller.save_attempts import Writing
-from adaptor.protocol.messages import Phase, Replacement, ShardSource
+from adaptor.protocol.messages import Phase, PlacesFilled, Replacement, ShardSource
+
+
+@dataclass
+class LostPlaces:
+    """The places of one incident.
+
+    Attributes:
+        taken: the places in which spare nodes have come
+    """
+
+    taken: set[int] = field(default_factory=set)
+    _asked: set[int] = field(default_factory=set)
+    _refused: dict[int, str] = field(default_factory=dict)
+
+    def why_not(self, lost: Iterable[int]) -> str:
+        """Return why the places of the `lost` nodes stay empty; '' while spare nodes may take them."""
+        return next((self._refused[node] for node in sorted(lost) if node in self._refused), "")
+
+    def ask(self, nodes: Sequence[int]) -> tuple[int, ...]:
+        """Return those of `nodes` for which node 0 is to be asked, and note that it is."""
+        unasked = tuple(node for node in nodes if node not in self._asked)
+        self._asked.update(unasked)
+        return unasked
+
+    def answer(self, answer: PlacesFilled) -> str:
+        """Take the answer of node 0; return why the places stay empty, '' where spare nodes come."""
+        if answer.owners:
+            return ""
+        reason = f"node {min(answer.nodes)} is lost, and {answer.reason}"
+        self._refused.update(dict.fromkeys(answer.nodes, reason))
+        return reason
+
+    def come(self, node: int) -> None:
+        """Note that the agent of a spare node has come in the place of `node`."""
+        self.taken.add(node)
+
+    def lose(self, node: int) -> None:
+        """Note that `node` is lost, or the spare node that had its place: node 0 may be asked again."""
+        self._asked.discard(node)
+        self.taken.discard(node)
+
 
 # In one generation: each keeps the threads and descriptors of the groups of before in every survivor.
 MAX_RECOVERED = 10
@@ -54,11 +92,8 @@ class Feasibility:
     """
 
     state: IncidentState
-    membership: Membership
-    writing: Writing
     failures: Failures
     recoveries: Recoveries
-    term: int
     places: LostPlaces = field(default_factory=LostPlaces)
     hanging: set[int] = field(default_factory=set)
 
@@ -73,10 +108,10 @@ class Feasibility:
         Raises:
             CannotRegroupError: says why.
         """
-        membership, failures = self.membership, self.failures
+        membership, failures = self.state.membership, self.failures
         if failures.told_to_end or failures.leaving:
             raise CannotRegroupError(failures.told_to_end or "a node leaves the job")
-        if self.term:
+        if self.state.term:
             raise CannotRegroupError("the controller was lost")
         if reason := self.places.why_not(membership.lost):
             raise CannotRegroupError(reason)
@@ -91,7 +126,7 @@ class Feasibility:
                 # What is the same on rank 0 was said at the start.
                 refusal = membership.layouts[0].online if 0 in membership.layouts else ""
                 raise CannotRegroupError("" if refusal else f"rank {rank}: {layout.online}")
-        if self.writing.uses_script_handlers:
+        if self.state.writing.uses_script_handlers:
             raise CannotRegroupError("the script saves by handlers of its own")
         if failures.is_known:
             cause = failures.first(self.state.silent)
@@ -111,7 +146,7 @@ class Feasibility:
         previous_step = newest - 1
         if (
             not self._behind(newest, self._ranks_without_state(newest))
-            or previous_step <= self.writing.origin
+            or previous_step <= self.state.writing.origin
         ):
             return newest
         return (
@@ -163,12 +198,12 @@ class Feasibility:
             CannotRegroupError: nobody else has it.
         """
         survivors = self.state.nodes.keys() - self.ranks_to_replace(step)
-        failed = [rank for rank in range(self.membership.world_size) if rank not in survivors]
+        failed = [rank for rank in range(self.state.membership.world_size) if rank not in survivors]
         return tuple(self._replacement(rank, survivors) for rank in failed)
 
     def _replacement(self, rank: int, living: set[int]) -> Replacement:
-        groups = self.writing.groups
-        layout = self.membership.layouts[rank]
+        groups = self.state.writing.groups
+        layout = self.state.membership.layouts[rank]
         own_groups = [share.group for share in layout.shares if share.can_write]
         twins = set(living)
         for name in own_groups:

@@ -12,10 +12,15 @@ from collections.abc import Collection, Iterable
 
 import msgspec
 
-from adaptor.controller.incident_state import IncidentState
-from adaptor.controller.membership import Membership
-from adaptor.controller.plan import may_have_begun
-from adaptor.protocol.messages import BoardRecord, Phase, ScriptStage
+from adaptor.controller.incident_state import (
+    IncidentOutcome,
+    IncidentState,
+    Order,
+    unreadable_words,
+    unresponsive_words,
+)
+from adaptor.controller.plan import NoPlan, Plan, may_have_begun
+from adaptor.protocol.messages import BoardRecord, Find, Phase, ScriptStage
 
 # A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
 # Ranks that finish together differ by less.
@@ -39,19 +44,10 @@ class FreezeState:
             the incident. Without one it is no holder of a shard (`leave_the_silent`).
     """
 
-    def __init__(
-        self,
-        state: IncidentState,
-        membership: Membership,
-        *,
-        awaited: Collection[int],
-        took_over: bool,
-        hangs: bool,
-    ) -> None:
+    def __init__(self, state: IncidentState, awaited: Collection[int], *, hangs: bool) -> None:
         self._state = state
-        self._membership = membership
+        self._membership = state.membership
         self._awaited = awaited
-        self._took_over = took_over
         half = state.timeout_s / 2  # the other half is left for the dump
         self._answers_by = state.opened_at + (min(half, HANG_ANSWER_S) if hangs else half)
         self._hurries_at = math.inf
@@ -92,7 +88,7 @@ class FreezeState:
             return False
         if self._membership.unbegun or not self._membership.layouts:
             return True
-        return self._took_over and not self._state.nodes.keys() <= self._membership.layouts.keys()
+        return self._state.term > 0 and not self._state.nodes.keys() <= self._membership.layouts.keys()
 
     @property
     def unknown(self) -> list[int]:
@@ -186,3 +182,93 @@ class FreezeState:
 
 def _newest(board: BoardRecord) -> int:
     return board.ahead if board.phase == Phase.BROKEN else board.finished
+
+
+FINISHED = IncidentOutcome("nothing", -1, "the training was over")
+NEVER_BEGUN = IncidentOutcome("nothing", -1, "no step has finished: training had not begun on every rank")
+
+
+def choose(state: IncidentState, freeze_state: FreezeState) -> Plan | IncidentOutcome:
+    """Return the plan to save the newest possible step, or the outcome if there is none.
+
+    `state` is that of the incident.
+    """
+    origin = state.writing.origin
+    if not freeze_state.knows_all:
+        if freeze_state.newest_begun <= origin:
+            return NEVER_BEGUN
+        unknown_ranks = ", ".join(map(str, freeze_state.unknown))
+        return IncidentOutcome(
+            "lost", -1, f"what rank {unknown_ranks} held is not known: its message was lost"
+        )
+    if freeze_state.stage == ScriptStage.FINISHED:
+        return FINISHED
+    decision = state.writing.decide(state.boards)
+    if isinstance(decision, NoPlan):
+        if state.boards and freeze_state.newest_begun <= origin:
+            return _nothing_since(origin)
+        useless = unresponsive_words([*state.silent, *state.stuck]) + unreadable_words(state.boards)
+        return IncidentOutcome("lost", -1, decision.reason + useless, unheld=True)
+    return _nothing_since(origin) if decision.step <= origin else decision
+
+
+def _nothing_since(origin: int) -> IncidentOutcome:
+    reason = f"no step has finished since step {origin}" if origin else "no step has finished"
+    return IncidentOutcome("nothing", origin, reason)
+
+
+class PriorCheckpointSearch:
+    """The search of one incident. Another agent may still publish for the lost controller: one looks again.
+
+    Args:
+        took_over: there is a controller that is lost.
+        patience_s: so long, of the time of the incident, it is looked for.
+
+    Attributes:
+        otherwise: how the incident ends where nothing is found
+    """
+
+    def __init__(self, state: IncidentState, freeze_state: FreezeState, patience_s: float) -> None:
+        self._state = state
+        self._freeze_state = freeze_state
+        self._writing = state.writing
+        self.patience_s = patience_s if state.term else 0.0
+        self.otherwise: IncidentOutcome | None = None
+        self._until = 0.0
+        self._found_nothing = False
+
+    @property
+    def may_find(self) -> bool:
+        """Return True if the lost controller may have had a step saved, which its successor cannot know.
+
+        It may have let ranks through to a step that no rank had begun.
+        """
+        return self._state.term > 0 and bool(self._writing.layouts) and not self._writing.uses_script_handlers
+
+    def order(self) -> Order:
+        """Return the order to the agent of this controller to look for a checkpoint that loses no step."""
+        state, step = self._state, max(self._freeze_state.newest_told, self._writing.origin + 1)
+        return state.ask(Find(state.number, self._writing.save, step, state.target.number), state.term)
+
+    def found(self, step: int) -> IncidentOutcome:
+        """Note that `step` was found on disk; last words may be of an earlier step than the newest known."""
+        newest_reported, newest_begun = self._freeze_state.newest_told, self._freeze_state.newest_begun
+        if newest_reported > step:
+            return IncidentOutcome("saved", step, f"step {newest_reported} was not finished on every rank")
+        return IncidentOutcome(
+            "saved", step, f"step {newest_begun} may have begun" if newest_begun > step else ""
+        )
+
+    def found_nothing(self) -> None:
+        """An agent has looked."""
+        self._found_nothing = True
+
+    def is_over(self, time_now: float, deadline: float) -> bool:
+        """Return True when the search is over; an agent that does not answer has until `deadline`."""
+        self._until = self._until or time_now + self.patience_s
+        return time_now >= deadline or (self._found_nothing and time_now >= self._until)
+
+    def is_due(self) -> bool:
+        """Return whether an agent is to look again: it has, and found nothing."""
+        is_repeated, self._found_nothing = self._found_nothing, False
+        return is_repeated

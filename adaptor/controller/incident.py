@@ -24,27 +24,32 @@ from collections.abc import Collection
 
 from adaptor.controller.failures import Failures
 from adaptor.controller.feasibility import Feasibility, Recoveries
-from adaptor.controller.freeze import FreezeState
-from adaptor.controller.incident_orders import IncidentOrders
-from adaptor.controller.incident_state import IncidentState, Stage
+from adaptor.controller.freeze import FINISHED, NEVER_BEGUN, FreezeState, PriorCheckpointSearch, choose
+from adaptor.controller.incident_state import IncidentOutcome, IncidentState, Orders, Stage
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import FromNewcomer
-from adaptor.controller.outcome import IncidentOutcome, Orders
 from adaptor.controller.plan import Plan
-from adaptor.controller.prior_checkpoint import PriorCheckpointSearch
-from adaptor.controller.publish_target import PublishTarget
-from adaptor.controller.reassignment import STUCK_S, Reassignment
+from adaptor.controller.reassignment import STUCK_S
 from adaptor.controller.regrouping import Regrouping
-from adaptor.controller.save_attempts import Writing
+from adaptor.controller.save_attempts import PublishTarget, Writing
 from adaptor.controller.saving import STAGES, Saving
-from adaptor.controller.step_choice import FINISHED, NEVER_BEGUN, choose
 from adaptor.protocol.messages import (
     BoardRecord,
+    EndScript,
     Joined,
     Phase,
     PlacesFilled,
+    Prepared,
+    Present,
+    Progress,
+    Published,
+    PublishFailed,
     RegroupFailed,
+    Renamed,
     ScriptStage,
+    ToController,
+    WriteFailed,
+    Written,
 )
 
 # Between the end of a process and its report to the controller.
@@ -77,57 +82,37 @@ class Incident:
         term: int = 0,
         recoveries: Recoveries | None = None,
     ) -> None:
-        self.number = number
-        self._membership = membership
         self._failures = failures
         recoveries = recoveries or Recoveries(0.0)
-        self.state = IncidentState(opened_at, timeout_s, membership.alive)
-        took_over = term > 0
-        self.freeze_state = FreezeState(
-            self.state, membership, awaited=awaited, took_over=took_over, hangs=self._hangs
-        )
-        if failures.told_to_end:
-            self.freeze_state.hurry(opened_at)
-        self.writing = Writing(membership)
-        # The last answer of `_needs_the_silent`, and how many boards, nodes and layouts were known then.
-        self._needs, self._needs_by = False, (-1, -1, -1)
-        self.target = PublishTarget(membership.agents, recoveries.folders)
-        reassignment = Reassignment(self.state, membership.agents, self.writing, self.target)
-        self._liveness = reassignment.liveness
-        self.finding = PriorCheckpointSearch(
-            self.freeze_state, self.writing, took_over, min(STUCK_S, timeout_s / 20)
-        )
-        self.orders = IncidentOrders(
+        self.state = IncidentState(
             number=number,
             term=term,
-            world_size=membership.world_size,
-            node_of=membership.node_of,
             store=store,
-            state=self.state,
-            writing=self.writing,
-            target=self.target,
-            reassignment=reassignment,
-        )
-        self.saving = Saving(
-            state=self.state,
-            freeze_state=self.freeze_state,
-            writing=self.writing,
-            target=self.target,
-            reassignment=reassignment,
-            orders=self.orders,
-        )
-        self.regrouping = Regrouping(
-            state=self.state,
             membership=membership,
-            freeze_state=self.freeze_state,
-            writing=self.writing,
-            orders=self.orders,
-            feasibility=Feasibility(self.state, membership, self.writing, failures, recoveries, term),
+            opened_at=opened_at,
+            timeout_s=timeout_s,
+            writing=Writing(membership),
+            target=PublishTarget(membership.agents, recoveries.folders),
+            nodes=membership.alive,
+        )
+        self.freeze_state = FreezeState(self.state, awaited, hangs=self._hangs)
+        if failures.told_to_end:
+            self.freeze_state.hurry(opened_at)
+        # The last answer of `_needs_the_silent`, and the number of boards, nodes and layouts at that time.
+        self._needs, self._needs_by = False, (-1, -1, -1)
+        self._search = PriorCheckpointSearch(self.state, self.freeze_state, min(STUCK_S, timeout_s / 20))
+        self.saving = Saving(self.state, self.freeze_state)
+        self.regrouping = Regrouping(
+            self.state, self.freeze_state, Feasibility(self.state, failures, recoveries)
         )
 
     @property
+    def number(self) -> int:
+        return self.state.number
+
+    @property
     def step(self) -> int:
-        return self.writing.step
+        return self.state.writing.step
 
     def open(self, by_death: bool) -> Orders:
         """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet.
@@ -136,7 +121,7 @@ class Incident:
         """
         if self.freeze_state.knows_all:
             raised = self._failures.raised.values()
-            had_finished = all(one.stage == ScriptStage.FINISHED for one in raised)
+            had_finished = all(exception.stage == ScriptStage.FINISHED for exception in raised)
             if by_death:
                 had_finished = self.freeze_state.dead_had_finished
             if self._failures.asked or self._hangs or not had_finished:
@@ -175,7 +160,7 @@ class Incident:
 
     def _freeze(self) -> Orders:
         self.freeze_state.ask()
-        return self.orders.freeze(self.state.nodes, stacks=self._hangs) + self._decide_when_frozen()
+        return self.state.freeze(self.state.nodes, stacks=self._hangs) + self._decide_when_frozen()
 
     def _freeze_where_nobody_lives(self) -> Orders:
         """End the wait before the freeze where no live rank is left to ask."""
@@ -186,7 +171,7 @@ class Incident:
         if self.state.stage is not Stage.FREEZING or rank in self.state.nodes:
             return []
         self.state.nodes[rank] = node
-        return [] if self.freeze_state.waits else self.orders.freeze([rank], stacks=self._hangs)
+        return [] if self.freeze_state.waits else self.state.freeze([rank], stacks=self._hangs)
 
     def on_replay_complete(self) -> Orders:
         """Note that a node has repeated its reports: one node less is awaited."""
@@ -206,7 +191,7 @@ class Incident:
         if self.state.stage is not Stage.FREEZING:
             if board.finished >= self.step and board.phase != Phase.UNREADABLE:
                 # Else its main thread has not come through the door, or never will.
-                self._liveness.answer(rank)
+                self.saving.reassignment.liveness.answer(rank)
             return []
         if rank not in self.state.nodes:
             return []
@@ -241,29 +226,66 @@ class Incident:
         """The spare node that had got the place of `node` is gone before its agent has come."""
         return self.go_on(self.regrouping.on_spare_lost(node) if self.regrouping.is_pending else [])
 
-    def on_places_filled(self, answer: PlacesFilled) -> Orders:
-        """Node 0 has asked spare nodes to take the places of lost ones."""
-        return self.go_on(self.regrouping.on_places_filled(answer) if self.regrouping.is_pending else [])
-
     def on_spare_node(self, node: int) -> Orders:
         """The agent of a spare node has come in the place of `node`."""
         return self.go_on(self.regrouping.on_spare_node(node) if self.regrouping.is_pending else [])
 
-    def on_published(self, step: int) -> Orders:
+    def handle(self, message: ToController, time_now: float) -> Orders:
+        """Pass `message` to the part for its kind; return the orders that follow.
+
+        Messages of other incidents are ignored, and answers of agents that were not asked
+        (`PublishTarget.is_from_asked_agent`).
+        """
+        number, saving, regrouping = self.number, self.saving, self.regrouping
+        match message:
+            case Progress(node=node):
+                saving.on_progress(node, time_now)
+        if getattr(message, "incident", -1) != number:
+            return []
+        match message:
+            case Prepared() | Published() | PublishFailed():
+                if self.state.target.is_from_asked_agent(message):
+                    return self._on_folder_answer(message)
+            case Written():
+                return self.go_on(saving.on_written(message, time_now))
+            case WriteFailed():
+                return self.go_on(saving.on_write_failed(message))
+            case Joined() if regrouping.is_pending:
+                return self.go_on(regrouping.on_joined(message))
+            case RegroupFailed() if regrouping.is_pending:
+                return self.go_on(regrouping.on_regroup_failed(message))
+            case PlacesFilled() if regrouping.is_pending:
+                return self.go_on(regrouping.on_places_filled(message))
+            case Present(rank=rank):
+                regrouping.presence.answer(rank)
+            case Renamed(rank=rank, reason=reason):
+                return self.go_on(saving.on_renamed(rank, reason))
+        return []
+
+    def _on_folder_answer(self, answer: Prepared | Published | PublishFailed) -> Orders:
+        match answer:
+            case Prepared(folder=folder, reason=reason, number=number):
+                return self.go_on(self.saving.on_prepared(folder, reason, number))
+            case Published(step=step):
+                return self._on_published(step)
+            case PublishFailed(reason=reason, number=number):
+                return self._on_publish_failed(reason, number)
+
+    def _on_published(self, step: int) -> Orders:
         """Note that `step` has its name on disk."""
         if self.state.stage is Stage.FINDING:
-            return self._end(self.finding.found(step))
+            return self._end(self._search.found(step))
         orders = self.saving.on_published(step)
         if self.saving.outcome is not None and self.saving.outcome.kind == "saved":
             self.regrouping.unsaved = ""
         return self.go_on(orders)
 
-    def on_publish_failed(self, reason: str, number: int) -> Orders:
+    def _on_publish_failed(self, reason: str, number: int) -> Orders:
         """Ask another agent, or go on without the save; `number` is that of the attempt."""
-        if number != self.target.number:
+        if number != self.state.target.number:
             return []
         if self.state.stage is Stage.FINDING:
-            self.finding.found_nothing()
+            self._search.found_nothing()
         return self.go_on(self.saving.on_publish_failed(reason))
 
     def on_newcomer(self, message: FromNewcomer) -> Orders:
@@ -284,14 +306,6 @@ class Incident:
             return self._end(FINISHED)
         return self.go_on(self.regrouping.cancel(self._failures.told_to_end))
 
-    def on_joined(self, message: Joined) -> Orders:
-        """Note that a rank has come to the step with new process groups."""
-        return self.go_on(self.regrouping.on_joined(message)) if self.regrouping.is_pending else []
-
-    def on_regroup_failed(self, message: RegroupFailed) -> Orders:
-        """Note that a rank cannot come to the step."""
-        return self.go_on(self.regrouping.on_regroup_failed(message)) if self.regrouping.is_pending else []
-
     def on_tick(self, time_now: float) -> Orders:
         """Act on the limits of time that are over at `time_now`, in seconds."""
         if self.state.outcome is not None:
@@ -304,14 +318,11 @@ class Incident:
             return [] if self.running_scripts and time_now < self.state.deadline else self._end(FINISHED)
         if self.state.stage is Stage.REGROUPING:
             return self.go_on(self.regrouping.on_tick(time_now))
-        if time_now >= self.state.deadline - self.finding.patience_s:
-            return self._run_out_of_time()
+        if time_now >= self.state.deadline - self._search.patience_s:
+            return self.go_on(self.saving.run_out_of_time())
         if self.state.stage is Stage.FREEZING:
             return self._go_on_without_the_silent(time_now)
         return self.go_on(self.saving.on_tick(time_now))
-
-    def _run_out_of_time(self) -> Orders:
-        return self.go_on(self.saving.run_out_of_time())
 
     def _decide_when_frozen(self) -> Orders:
         is_frozen = self.state.stage is Stage.FREEZING and self.freeze_state.is_over
@@ -329,30 +340,30 @@ class Incident:
     def _needs_the_silent(self) -> bool:
         """Return whether ranks that have not answered have what is needed for a save, and no other has it."""
         # It is asked at each tick, and with 100,000 ranks it takes as long as a tick to find out.
-        answer_counts = len(self.state.boards), len(self.state.nodes), len(self._membership.layouts)
+        answer_counts = len(self.state.boards), len(self.state.nodes), len(self.state.membership.layouts)
         if answer_counts != self._needs_by:
-            decision = choose(self.state, self.freeze_state, self.writing)
+            decision = choose(self.state, self.freeze_state)
             is_unheld = not isinstance(decision, Plan) and decision.unheld
             self._needs, self._needs_by = (
-                is_unheld and self.writing.may_be_held(self.state.nodes),
+                is_unheld and self.state.writing.may_be_held(self.state.nodes),
                 answer_counts,
             )
         return self._needs
 
     def _go_on_without_layouts(self, time_now: float) -> Orders:
         """Ask those who are there: they know whether a step has finished."""
-        if self.freeze_state.never_begun or not self._membership.layouts:
+        if self.freeze_state.never_begun or not self.state.membership.layouts:
             return self._end(NEVER_BEGUN)
         self.freeze_state.hurry(time_now)
         return self._freeze()
 
     def _save(self) -> Orders:
         """Begin to save the newest step that there is, and to replace failed ranks where that can be."""
-        decision = choose(self.state, self.freeze_state, self.writing)
+        decision = choose(self.state, self.freeze_state)
         if decision == FINISHED and self.running_scripts and not self._has_other_cause:
             self.state.move(Stage.ENDING_SCRIPTS)
             self.state.prolong()
-            return self.orders.end_scripts(self.running_scripts)
+            return [self.state.order(rank, EndScript(self.number)) for rank in self.running_scripts]
         if not isinstance(decision, Plan):
             return self._end(decision)
         decision, orders = self.regrouping.start_beside_save(decision)
@@ -382,17 +393,17 @@ class Incident:
         return orders
 
     def _end(self, outcome: IncidentOutcome) -> Orders:
-        if outcome.kind != "saved" and outcome not in (NEVER_BEGUN, FINISHED) and self.finding.may_find:
+        if outcome.kind != "saved" and outcome not in (NEVER_BEGUN, FINISHED) and self._search.may_find:
             self.state.move(Stage.FINDING)
-            self.finding.otherwise = outcome
-            self.target.number += 1
-            return [self.orders.find(self.finding.step)]
+            self._search.otherwise = outcome
+            self.state.target.number += 1
+            return [self._search.order()]
         self.state.end(outcome)
         return []
 
     def _look_again(self, time_now: float) -> Orders:
-        if self.finding.is_over(time_now, self.state.deadline):
-            assert self.finding.otherwise is not None
-            self.state.end(self.finding.otherwise)
+        if self._search.is_over(time_now, self.state.deadline):
+            assert self._search.otherwise is not None
+            self.state.end(self._search.otherwise)
             return []
-        return [self.orders.find(self.finding.step)] if self.finding.is_due() else []
+        return [self._search.order()] if self._search.is_due() else []

@@ -1,12 +1,28 @@
-"""The stages of an incident, which follows which, and what changes on the way; pure."""
+"""The state of an incident, shared by its parts, and the shapes of its outcome and of orders; pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from adaptor.controller.outcome import IncidentOutcome
-from adaptor.protocol.messages import BoardRecord
+from adaptor.controller.membership import Membership
+from adaptor.controller.save_attempts import PublishTarget, Writing
+from adaptor.protocol.messages import (
+    Addressed,
+    BoardRecord,
+    ControllerToAgent,
+    Find,
+    Freeze,
+    Phase,
+    Prepare,
+    Publish,
+    ToWorker,
+)
+
+# A node, and the message to its agent. An order to a rank is wrapped in `Addressed`.
+Order = tuple[int, ControllerToAgent]
+Orders = list[Order]
 
 
 class Stage(Enum):
@@ -23,8 +39,8 @@ class Stage(Enum):
     ENDED = auto()
 
 
-# Handlers of the script save without a folder that is prepared. A dump that finds no holder any more begins
-# anew, with another step. An online recovery goes on whether the save has ended well or not.
+# PREPARING is left out where handlers of the script save. A dump that loses the last holder of a shard starts
+# again with another step. An online recovery starts whether the save has succeeded or failed.
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.FREEZING: frozenset(
         {Stage.PREPARING, Stage.DUMPING, Stage.FINDING, Stage.ENDING_SCRIPTS, Stage.ENDED}
@@ -42,27 +58,48 @@ TRANSITIONS: dict[Stage, frozenset[Stage]] = {
 }
 
 
+@dataclass(frozen=True)
+class IncidentOutcome:
+    """The end of an incident: `kind` is recovered, saved, nothing or lost; `reason` is a text for the user.
+
+    `unheld`: the state is lost because a shard has no live holder, not because a save failed.
+    """
+
+    kind: str
+    step: int
+    reason: str
+    unheld: bool = False
+
+
 @dataclass
 class IncidentState:
-    """The mutable state of an incident, which its parts share; nothing of it is kept elsewhere.
-
-    Kept apart from it: the files on disk (`Writing`), the agent that publishes them (`PublishTarget`), the
-    ranks that have joined an online recovery (`Regrouping`), and the members of the job (`Membership`).
+    """The state of incident `number`, which all its parts read and change.
 
     Attributes:
+        term: of the controller, 0 for the first
+        store: host, port and secret of the store over which ranks form groups
+        membership: the members of the job, kept by the controller
         opened_at: monotonic seconds
-        timeout_s: how long it may last without progress (TTP_OT)
-        deadline: it has failed then
-        now: the time at which something was heard last
+        timeout_s: the time limit without progress (TTP_OT)
+        writing: the groups of the step that are on disk, and the rest
+        target: the temporary folder and the agent that publishes the folder
         nodes: of the ranks that are alive and were not given up
-        boards: of those of them that have answered
+        boards: of those ranks that have answered
+        deadline: the end of the time limit
+        now: the time of the newest message
         silent: ranks that were given up because they did not close their doors in time
         stuck: ranks that were given up in the dump
         outcome: set with the last stage
     """
 
+    number: int
+    term: int
+    store: tuple[str, int, bytes]
+    membership: Membership
     opened_at: float
     timeout_s: float
+    writing: Writing
+    target: PublishTarget
     nodes: dict[int, int]
     deadline: float = 0.0
     now: float = 0.0
@@ -77,20 +114,47 @@ class IncidentState:
         self.now = self.opened_at
 
     def move(self, stage: Stage) -> None:
-        """Go to `stage`, which must be one that may follow."""
+        """Go to `stage`, which must be a stage that may follow."""
         assert stage in TRANSITIONS[self.stage], f"{self.stage.name} is not followed by {stage.name}"
         self.stage = stage
 
     def end(self, outcome: IncidentOutcome) -> None:
-        """The last stage."""
+        """Go to the last stage."""
         self.move(Stage.RECOVERED if outcome.kind == "recovered" else Stage.ENDED)
         self.outcome = outcome
 
     def prolong(self) -> None:
-        """Start the time limit anew: the save has made progress, which does not count against it."""
+        """Start the time limit anew after progress of the save."""
         self.deadline = max(self.deadline, self.now + self.timeout_s)
 
     def leave(self, rank: int) -> None:
-        """Take `rank` out: it has died, or is given up."""
+        """Take out `rank`, which has died or is given up."""
         self.nodes.pop(rank, None)
         self.boards.pop(rank, None)
+
+    def order(self, rank: int, message: ToWorker) -> Order:
+        """Return the order with `message` for `rank`."""
+        return self.membership.node_of[rank], Addressed(rank, message)
+
+    def freeze(self, ranks: Iterable[int], *, stacks: bool = False) -> Orders:
+        """Return the orders to freeze `ranks`; with `stacks` each rank tells where its main thread stands."""
+        return [self.order(rank, Freeze(self.number, stacks)) for rank in ranks]
+
+    def ask(self, order: Prepare | Publish | Find, node: int) -> Order:
+        """Return `order` for the agent of `node`; only the answer of this agent counts."""
+        self.target.ask(order, node)
+        return node, order
+
+
+def unresponsive_words(ranks: Iterable[int]) -> str:
+    """Return the words of a verdict about `ranks` that live and do not answer."""
+    return "".join(f"; rank {rank} is alive, but does not answer" for rank in sorted(ranks))
+
+
+def unreadable_words(boards: Mapping[int, BoardRecord]) -> str:
+    """Return the words of a verdict about ranks whose devices cannot be read."""
+    return "".join(
+        f"; rank {rank} is alive, but its device cannot be read: {board.error}"
+        for rank, board in boards.items()
+        if board.phase == Phase.UNREADABLE
+    )

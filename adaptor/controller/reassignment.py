@@ -11,11 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from adaptor.controller.incident_state import IncidentState
-from adaptor.controller.outcome import do_not_answer
+from adaptor.controller.incident_state import IncidentState, unresponsive_words
 from adaptor.controller.plan import NoPlan, Plan
-from adaptor.controller.publish_target import PublishTarget
-from adaptor.controller.save_attempts import Writing
 from adaptor.protocol.messages import BoardRecord
 
 
@@ -104,13 +101,11 @@ class Reassignment:
         agents: the nodes with an agent; the owner removes lost ones.
     """
 
-    def __init__(
-        self, state: IncidentState, agents: Collection[int], writing: Writing, target: PublishTarget
-    ) -> None:
+    def __init__(self, state: IncidentState) -> None:
         self._state = state
-        self._agents = agents
-        self._writing = writing
-        self._target = target
+        self._agents = state.membership.agents
+        self._writing = state.writing
+        self._target = state.target
         # Some that are stuck, one after the other, still leave time for the dump.
         self.liveness = LivenessProbe(min(STUCK_S, state.timeout_s / 8))
         # Longer than whoever is stuck is waited for, and time is left for another node's disk.
@@ -143,7 +138,7 @@ class Reassignment:
         if not stuck:
             return ""
         decision = self._writing.decide(self._others(stuck))
-        return decision.reason + do_not_answer(stuck) if isinstance(decision, NoPlan) else ""
+        return decision.reason + unresponsive_words(stuck) if isinstance(decision, NoPlan) else ""
 
     # nodes
 

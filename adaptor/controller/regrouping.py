@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from adaptor.controller.feasibility import CannotRegroupError, Feasibility
 from adaptor.controller.freeze import FreezeState
-from adaptor.controller.incident_orders import IncidentOrders
-from adaptor.controller.incident_state import IncidentState, Stage
-from adaptor.controller.membership import Membership
-from adaptor.controller.newcomers import FromNewcomer, Newcomers
-from adaptor.controller.outcome import Orders
+from adaptor.controller.incident_state import IncidentState, Orders, Stage
+from adaptor.controller.newcomers import FromNewcomer, Newcomers, PresenceCheck
 from adaptor.controller.plan import Plan
-from adaptor.controller.presence_check import PresenceCheck
-from adaptor.controller.save_attempts import Writing
-from adaptor.protocol.messages import Joined, PlacesFilled, RegroupFailed, Replacement
+from adaptor.protocol.messages import (
+    FillPlaces,
+    Joined,
+    PlacesFilled,
+    PresenceProbe,
+    Regroup,
+    RegroupFailed,
+    Replace,
+    Replacement,
+)
 
 # The second one is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer than
 # a restart.
@@ -42,23 +46,12 @@ class Regrouping:
         presence: of this attempt
     """
 
-    def __init__(
-        self,
-        *,
-        state: IncidentState,
-        membership: Membership,
-        freeze_state: FreezeState,
-        writing: Writing,
-        orders: IncidentOrders,
-        feasibility: Feasibility,
-    ) -> None:
+    def __init__(self, state: IncidentState, freeze_state: FreezeState, feasibility: Feasibility) -> None:
         self._state = state
         self._freeze_state = freeze_state
-        self._writing = writing
-        self._orders = orders
+        self._writing = state.writing
         self._feasibility = feasibility
-        self._world_size = membership.world_size
-        self.newcomers = Newcomers(membership)
+        self.newcomers = Newcomers(state.membership)
         self.is_pending = False
         self.why_not = ""
         self.unsaved = ""
@@ -84,7 +77,7 @@ class Regrouping:
     @property
     def is_complete(self) -> bool:
         """Return whether all ranks of the job have joined."""
-        return len(self._joined) == self._world_size
+        return len(self._joined) == self._state.membership.world_size
 
     # beside the save
 
@@ -133,7 +126,10 @@ class Regrouping:
         replaced = [replacement for replacement in self._planned if replacement.rank not in self._state.nodes]
         started = self.newcomers.begin_attempt(replaced, self._writing.attempt)
         unplaced = self._feasibility.places.ask(self.newcomers.unplaced)
-        return self._orders.fill(unplaced) + self._orders.replace(started, cold=cold)
+        state, attempt, node_of = self._state, self._writing.attempt, self._state.membership.node_of
+        # The agent of this controller gives the places of lost nodes to spare nodes, if any wait.
+        fill: Orders = [(state.term, FillPlaces(state.number, unplaced))] if unplaced else []
+        return fill + [(node_of[rank], Replace(state.number, attempt, rank, cold)) for rank in started]
 
     def _retry(self, reason: str, *, cold: bool) -> Orders:
         """Try once more if an attempt is left, else give it up; `cold`: as in `_replace`.
@@ -259,8 +255,19 @@ class Regrouping:
         nodes, step = self._state.nodes, self._writing.step
         self._freeze_state.let_through(nodes, step)
         self._freeze_state.take_back(nodes, step)
-        everyone = [*nodes, *self.newcomers.by_rank]
-        return self._orders.regroup(everyone, self.newcomers.replaced, self.timeout_s)
+        host, port, secret = self._state.store
+        order = Regroup(
+            incident=self._state.number,
+            attempt=self._writing.attempt,
+            step=step,
+            origin=self._writing.origin,
+            replaced=self.newcomers.replaced,
+            store_host=host,
+            store_port=port,
+            timeout_s=self.timeout_s,
+            store_secret=secret,
+        )
+        return [self._state.order(rank, order) for rank in [*nodes, *self.newcomers.by_rank]]
 
     def on_joined(self, message: Joined) -> Orders:
         """Note that a rank has come to the step; one that came to another state ends the recovery."""
@@ -324,4 +331,5 @@ class Regrouping:
         if starting:
             return self._retry(f"the new process of rank {starting[0]} does not answer", cold=True)
         self.presence.begin_round({*nodes, *newcomers.placed}, time_now)
-        return self._orders.ask_for(sorted({*nodes, *newcomers.listening}))
+        probe = PresenceProbe(self._state.number)
+        return [self._state.order(rank, probe) for rank in sorted({*nodes, *newcomers.listening})]

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from adaptor.controller.freeze import FreezeState
-from adaptor.controller.incident_orders import IncidentOrders
-from adaptor.controller.incident_state import IncidentState, Stage
-from adaptor.controller.outcome import IncidentOutcome, Orders
+from adaptor.controller.freeze import FreezeState, choose
+from adaptor.controller.incident_state import IncidentOutcome, IncidentState, Order, Orders, Stage
 from adaptor.controller.plan import NoPlan, Plan
-from adaptor.controller.publish_target import PublishTarget
 from adaptor.controller.reassignment import Reassignment
-from adaptor.controller.save_attempts import Writing
-from adaptor.controller.step_choice import choose
-from adaptor.protocol.messages import WriteFailed, Written
+from adaptor.protocol.messages import Prepare, Publish, Rename, WriteFailed, Written
 
 STAGES = (Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING)
 
@@ -29,22 +24,12 @@ class Saving:
         outcome: how it has ended; None until then
     """
 
-    def __init__(
-        self,
-        *,
-        state: IncidentState,
-        freeze_state: FreezeState,
-        writing: Writing,
-        target: PublishTarget,
-        reassignment: Reassignment,
-        orders: IncidentOrders,
-    ) -> None:
+    def __init__(self, state: IncidentState, freeze_state: FreezeState) -> None:
         self._state = state
         self._freeze_state = freeze_state
-        self._writing = writing
-        self._target = target
-        self._reassignment = reassignment
-        self._orders = orders
+        self._writing = state.writing
+        self._target = state.target
+        self.reassignment = Reassignment(state)
         self._rename_rank = -1
         self.outcome: IncidentOutcome | None = None
 
@@ -60,7 +45,7 @@ class Saving:
             return self._dump_again()
         self._state.move(Stage.PREPARING)
         self._target.choose(self._state.nodes[min(order.writer for order in decision.groups)])
-        return [self._orders.prepare()]
+        return [self._prepare()]
 
     def on_deaths(self, ranks: Collection[int]) -> Orders:
         """Survivors have died, or have been taken out."""
@@ -79,8 +64,8 @@ class Saving:
             return []
         self._target.hand_over()
         if self._stage is Stage.PREPARING:
-            return [self._orders.prepare()]
-        return [self._orders.publish()] if self._stage is Stage.PUBLISHING else []
+            return [self._prepare()]
+        return [self._publish()] if self._stage is Stage.PUBLISHING else []
 
     def on_prepared(self, folder: str, reason: str, number: int) -> Orders:
         """Order the dump into `folder`, or the folder from another agent where there is a `reason` why not.
@@ -90,7 +75,7 @@ class Saving:
         if self._stage is not Stage.PREPARING or number != self._target.number:
             return []
         if reason:
-            return [self._orders.prepare()] if self._target.refuse(reason) else self._lose(reason)
+            return [self._prepare()] if self._target.refuse(reason) else self._lose(reason)
         self._target.path, self._target.written = folder, number
         self._state.move(Stage.DUMPING)
         return self._dump_again()
@@ -107,9 +92,9 @@ class Saving:
             return []
         self._state.move(Stage.PUBLISHING)
         if not self._writing.uses_script_handlers:
-            return [self._orders.publish()]
+            return [self._publish()]
         self._rename_rank = self._writing.rename_rank(self._state.nodes)
-        return [self._orders.rename(self._rename_rank)]
+        return [self._state.order(self._rename_rank, Rename(self._state.number, self._writing.step))]
 
     def on_write_failed(self, message: WriteFailed) -> Orders:
         """Order the dump again without what has failed, or give the save up."""
@@ -141,28 +126,28 @@ class Saving:
         """Order the publication from another agent, or give the save up for this `reason`."""
         if self._stage is not Stage.PUBLISHING:
             return []
-        return [self._orders.publish()] if self._target.refuse(reason) else self._lose(reason)
+        return [self._publish()] if self._target.refuse(reason) else self._lose(reason)
 
     def on_progress(self, node: int, time_now: float) -> None:
         """Note that `node` has made progress with the save; the time limit of the incident starts anew."""
         if self._stage in (Stage.DUMPING, Stage.PUBLISHING):
             self._state.prolong()
-            self._reassignment.moved(node)
+            self.reassignment.moved(node)
 
     def on_tick(self, time_now: float) -> Orders:
         """Let time pass, while the time of the incident is not over."""
         is_dumping = self._stage is Stage.DUMPING
-        if is_dumping and self._reassignment.liveness.is_due(time_now):
-            if self._reassignment.leave_the_stuck():
+        if is_dumping and self.reassignment.liveness.is_due(time_now):
+            if self.reassignment.leave_the_stuck():
                 return self._dump_again()
             # Nothing moves: an order that they have followed already costs nothing, and is answered.
-            return self._orders.freeze(self._reassignment.liveness.call(self._writing.taking_part))
-        overdue = self._reassignment.overdue(time_now, dumping=is_dumping)
+            return self._state.freeze(self.reassignment.liveness.call(self._writing.taking_part))
+        overdue = self.reassignment.overdue(time_now, dumping=is_dumping)
         return self._go_on_elsewhere(overdue) if overdue else []
 
     def run_out_of_time(self) -> Orders:
         """End it: the time of the incident is over."""
-        if self._stage is Stage.DUMPING and (reason := self._reassignment.only_the_stuck):
+        if self._stage is Stage.DUMPING and (reason := self.reassignment.only_the_stuck):
             return self._lose(reason, unheld=True)
         stage = self._stage.name.lower()
         return self._lose(f"not done after {self._state.timeout_s:g} s (TTP_OT) in state {stage}")
@@ -170,12 +155,12 @@ class Saving:
     def _go_on_elsewhere(self, overdue: set[int]) -> Orders:
         """Have other nodes do what `overdue` ones were to do with the save folder, where they can."""
         if self._stage is Stage.PUBLISHING:
-            return [self._orders.publish()] if self._reassignment.publish(overdue) else []
+            return [self._publish()] if self.reassignment.publish(overdue) else []
         if self._stage is Stage.PREPARING:
-            return [self._orders.prepare()] if self._reassignment.prepare(overdue) else []
-        if self._reassignment.may_be_held_up(overdue):
+            return [self._prepare()] if self.reassignment.prepare(overdue) else []
+        if self.reassignment.may_be_held_up(overdue):
             return self._dump_again()  # which gathers the shards: no holder needs its disk
-        if (new_plan := self._reassignment.dump(overdue)) is None:
+        if (new_plan := self.reassignment.dump(overdue)) is None:
             return []
         return self._order_dump(new_plan) if new_plan.step == self._writing.step else self.begin(new_plan)
 
@@ -184,7 +169,7 @@ class Saving:
         new_plan = self._writing.rest(self._state.boards)
         if not isinstance(new_plan, NoPlan):
             return self._order_dump(new_plan)
-        decision = choose(self._state, self._freeze_state, self._writing)
+        decision = choose(self._state, self._freeze_state)
         if isinstance(decision, Plan):
             return self.begin(decision)
         self.outcome = decision
@@ -193,7 +178,45 @@ class Saving:
     def _order_dump(self, new_plan: Plan) -> Orders:
         self._writing.begin_attempt(new_plan)
         self._freeze_state.let_through(self._writing.taking_part, self._writing.step)
-        return self._orders.dump()
+        writing, state = self._writing, self._state
+        self.reassignment.liveness.moved()
+        if not writing.uses_script_handlers:  # handlers report no progress
+            self.reassignment.io_stalls.expect(
+                state.nodes[order.writer] for order in writing.pending.values()
+            )
+        orders = writing.orders(state.number, self._target.path, state.store, state.timeout_s)
+        return [state.order(rank, order) for rank, order in orders.items()]
+
+    def _prepare(self) -> Order:
+        """Return the order to make the temporary folder."""
+        state, writing, target = self._state, self._writing, self._target
+        self.reassignment.io_stalls.expect([target.publisher])
+        order = Prepare(
+            state.number,
+            writing.save,
+            writing.step,
+            state.term,
+            target.number,
+            first=state.term == 0 and target.is_first,
+        )
+        return state.ask(order, target.publisher)
+
+    def _publish(self) -> Order:
+        """Return the order to check the files, rename the folder and replace the tracker."""
+        state, writing, target = self._state, self._writing, self._target
+        self.reassignment.io_stalls.expect([target.publisher])
+        order = Publish(
+            incident=state.number,
+            save=writing.save,
+            step=writing.step,
+            files=writing.all_files,
+            writers=writing.holders,
+            world_size=state.membership.world_size,
+            term=state.term,
+            number=target.number,
+            written=target.written,
+        )
+        return state.ask(order, target.publisher)
 
     def _lose(self, reason: str, *, unheld: bool = False) -> Orders:
         self.outcome = IncidentOutcome("lost", -1, reason, unheld)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from adaptor.controller.failures import Cause, Failures
+import msgspec
+
+from adaptor.controller.failures import Cause, Failures, ranks_in_words
+from adaptor.controller.freeze import FINISHED
 from adaptor.controller.incident import Incident
-from adaptor.controller.incident_state import Stage
+from adaptor.controller.incident_state import Orders, Stage
 from adaptor.controller.membership import Membership
-from adaptor.controller.outcome import Orders
-from adaptor.controller.rank_words import ranks_in_words
-from adaptor.controller.step_choice import FINISHED
 from adaptor.protocol.messages import (
     Addressed,
     BoardRecord,
@@ -25,8 +25,6 @@ from adaptor.protocol.messages import (
 )
 
 REFUSED_EXIT_CODE = 2
-# The most ranks that are named.
-_NAMED = 4
 # A save that takes longer is told of before its end: most take less.
 _LONG_SAVE_S = 2.0
 
@@ -42,7 +40,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
     match outcome.kind:
         case "saved":
             kept = outcome.reason or "no finished step is lost"
-            remarks = [incident.writing.doubts.words, *incident.target.remarks]
+            remarks = [incident.state.writing.doubts.words, *incident.state.target.remarks]
             line = "; ".join([f"step {outcome.step} is saved, {kept}", *filter(None, remarks)])
         case "nothing":
             unprotected = next(iter(membership.unprotected.values()), "")
@@ -103,8 +101,8 @@ def _cut_off_words(ranks: Sequence[int], incident: Incident, failures: Failures)
     seconds, limit = incident.state.now - incident.state.opened_at, incident.state.timeout_s
     after = f"{seconds:.0f} s later{' (TTP_OT)' if seconds >= limit else ''}"
     words = [
-        f"{ranks_in_words(running, 'was', 'were', most_named=_NAMED)} cut off {after}" if running else "",
-        f"{ranks_in_words(raised, 'has', 'have', most_named=_NAMED)} raised, too" if raised else "",
+        f"{ranks_in_words(running, 'was', 'were')} cut off {after}" if running else "",
+        f"{ranks_in_words(raised, 'has', 'have')} raised, too" if raised else "",
     ]
     return " and ".join(filter(None, words))
 
@@ -117,7 +115,7 @@ def open_words(incident: Incident, failures: Failures) -> str:
     """
     state, step, regrouping = incident.state, incident.step, incident.regrouping
     if state.stage is Stage.ENDING_SCRIPTS and failures.is_known and (running := incident.running_scripts):
-        who = ranks_in_words(running, "has", "have", most_named=_NAMED)
+        who = ranks_in_words(running, "has", "have")
         cause = failures.first(state.silent).words
         return f"{cause}; the training was over; {who} up to {state.timeout_s:g} s to end (TTP_OT)"
     if step < 0 or state.outcome is not None or not failures.is_known:
@@ -267,3 +265,61 @@ def go_on(recovered: Recovered, membership: Membership) -> Orders:
     orders: Orders = [(node, recovered) for node in sorted(membership.agents)]
     proceed = Proceed(recovered.incident, recovered.step, recovered.line)
     return orders + [(node, Addressed(rank, proceed)) for rank, node in membership.node_of.items()]
+
+
+# A lasting exception (`messages.Origin`) ends the job when it comes so many times, and no start has trained.
+_MOST_BEFORE_TRAINING = 2
+# Of a job that makes no progress. sysexits.h ends at 78, and signals begin at 128.
+EXIT_NO_PROGRESS = 79
+
+
+class Recurrence:
+    """The faults of one job, from start to start.
+
+    Args:
+        limit: so many times the same fault may come at the same step without a newer checkpoint
+            (TTP_NO_PROGRESS); 0: as often as there are restarts.
+    """
+
+    def __init__(self, limit: int = 0) -> None:
+        self._limit = limit
+        self._last: tuple[str, int] | None = None  # the fault and the step at which it came
+        self._count = 0
+        self._has_trained = False  # in any start
+        self._reached = 0  # the newest step saved in this series of faults; a verdict without a save keeps it
+
+    def note(self, verdict: Verdict) -> None:
+        """Count a verdict that has been given."""
+        self._count = self._times(verdict)
+        self._reached = max(verdict.step, self._reached if self._count > 1 else 0)
+        self._last = _position(verdict)
+        self._has_trained = self._has_trained or max(self._last[1], verdict.newest) >= 0
+
+    def judge(self, verdict: Verdict) -> Verdict:
+        """Return the verdict that is about to be given, with the reason why the job ends if it does."""
+        times, limit = self._times(verdict), self._limit
+        if not limit or verdict.stop:
+            return verdict
+        if verdict.fault.lasting and not self._has_trained:
+            if verdict.fault.on_all_ranks and self._last is None:
+                stop = f"every rank has raised {verdict.fault.key} {verdict.fault.when}"
+                return msgspec.structs.replace(verdict, stop=stop)
+            limit = min(limit, _MOST_BEFORE_TRAINING)
+        if times < limit:
+            return verdict
+        often = "came once" if times == 1 else f"came {times} times"
+        parts_of_line = [verdict.fault.key, often, verdict.fault.when, "without a newer checkpoint"]
+        stop = f"{' '.join(filter(None, parts_of_line))} (TTP_NO_PROGRESS)"
+        return msgspec.structs.replace(verdict, stop=stop, exit_code=EXIT_NO_PROGRESS)
+
+    def _times(self, verdict: Verdict) -> int:
+        if not verdict.fault.key:
+            return 0
+        is_repeated = _position(verdict) == self._last and verdict.step <= self._reached
+        return self._count + 1 if is_repeated else 1
+
+
+def _position(verdict: Verdict) -> tuple[str, int]:
+    """Return what failed, and the step it had come to; the job's, where no rank is known to have failed."""
+    finished = verdict.fault.finished
+    return verdict.fault.key, verdict.newest if finished is None else finished

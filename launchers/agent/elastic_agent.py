@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from adaptor.checkpoint import read_ahead
 from adaptor.config import Config
-from adaptor.controller.recurrence import EXIT_NO_PROGRESS
+from adaptor.controller.verdict import EXIT_NO_PROGRESS
 from adaptor.launchers.agent.elastic_events import ElasticEvents
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.agent.start_counts import StartCounts

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from adaptor import output, text
 from adaptor.config import Config
-from adaptor.controller.recurrence import Recurrence
+from adaptor.controller.verdict import Recurrence
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.launchers.agent import control_thread
 from adaptor.launchers.agent.agent_control import AgentControl

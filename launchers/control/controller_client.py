@@ -18,7 +18,7 @@ import msgspec
 
 from adaptor.config import Config
 from adaptor.controller.failover import Succession, stands_by
-from adaptor.controller.recurrence import Recurrence
+from adaptor.controller.verdict import Recurrence
 from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
 from adaptor.launchers.control.agent_listener import LOOPBACK
 from adaptor.launchers.control.controller_host import ControllerHost

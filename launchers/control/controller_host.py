@@ -17,8 +17,8 @@ import msgspec
 from adaptor import output, text
 from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator
-from adaptor.controller.outcome import Orders
-from adaptor.controller.recurrence import Recurrence
+from adaptor.controller.incident_state import Orders
+from adaptor.controller.verdict import Recurrence
 from adaptor.launchers.agent.dump_store import DumpStore
 from adaptor.launchers.control.agent_registry import AgentRegistry
 from adaptor.launchers.control.rejected_connections import RejectedConnections

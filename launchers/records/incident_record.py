@@ -16,8 +16,7 @@ from typing import cast, get_args
 
 import msgspec
 
-from adaptor.controller import missing_collectives
-from adaptor.controller.failures import SIGNAL_BASE
+from adaptor.controller.failures import SIGNAL_BASE, missing_collectives
 from adaptor.launchers.records.incident_timeline import NOTICED, Happened, Timeline, happened
 from adaptor.operations import records
 from adaptor.operations.records import Cause, CauseKind, Incident, Phases, Versions
@@ -124,7 +123,7 @@ def _missing(happened: Sequence[Happened], silent: Sequence[int]) -> list[str]:
             with contextlib.suppress(msgspec.MsgspecError):
                 path, of_ranks[event.rank] = collectives.decode(event.detail)
                 files.append(path)
-    missing_lines = missing_collectives.missing(of_ranks, silent)
+    missing_lines = missing_collectives(of_ranks, silent)
     if missing_lines:
         with contextlib.suppress(OSError):  # the file of the incident has it, too
             place = Path(files[0]).with_name("collectives.txt")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
-from adaptor.controller.outcome import Orders
+from adaptor.controller.incident_state import Orders
 from adaptor.launchers.records.incident_file import GoneOn, IncidentFile
 from adaptor.launchers.records.incident_record import incident_of
 from adaptor.launchers.records.incident_timeline import ORDERS, Happened, Seen, Timeline

@@ -183,7 +183,7 @@ class Faults:
     def _strike_publisher(self) -> None:
         incident = self._world.newest.controller.incident
         assert incident is not None
-        publisher = incident.target.publisher
+        publisher = incident.state.target.publisher
         if publisher < 0 or not self._world.agents[publisher].alive:
             return
         how = self._draw.random()

@@ -306,7 +306,10 @@ class Watch:
                     self._begin(number)
                     self._frozen.setdefault(rank, board)
             case Written(group=group, incident=number, attempt=attempt):
-                if incident is not None and (incident.number, incident.writing.attempt) == (number, attempt):
+                if incident is not None and (incident.number, incident.state.writing.attempt) == (
+                    number,
+                    attempt,
+                ):
                     self._reported[group] = incident.step
                     self._moved_at = self._world.clock.now
 

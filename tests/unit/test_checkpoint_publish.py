@@ -26,7 +26,7 @@ from adaptor.checkpoint import (
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
-from adaptor.controller.publish_target import PublishTarget
+from adaptor.controller.save_attempts import PublishTarget
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry

@@ -60,4 +60,4 @@ def test_who_has_written_all_of_its_part_is_not_overdue() -> None:
         all_answer()
     dumps = [order.rank for _, order in again if isinstance(order.message, Dump)]
     assert dumps == [3]
-    assert incident.target.blocked == {0}
+    assert incident.state.target.blocked == {0}

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adaptor.controller.missing_collectives import missing
+from adaptor.controller.failures import missing_collectives
 from adaptor.protocol import collectives
 from adaptor.protocol.messages import Freeze, TimelineEvent
 from adaptor.worker import flight_recorder
@@ -78,22 +78,22 @@ def test_who_misses_what(ranks: list[list[Call]], lines: list[str]) -> None:
         said = collectives.encode(f"/logs/rank{rank}", collectives.newest(dump(calls)))
         path, told[rank] = collectives.decode(said)
         assert path == f"/logs/rank{rank}"
-    assert missing(told) == lines
+    assert missing_collectives(told) == lines
 
 
 def test_a_rank_that_does_not_answer_comes_first() -> None:
     told = {rank: collectives.newest(dump(calls)) for rank, calls in ((0, BARRIER), (2, BEGUN))}
-    first, second = missing(told, silent=[1])
+    first, second = missing_collectives(told, silent=[1])
     assert first.startswith("rank 1 does not answer: what it has begun is not known")
     assert second.startswith("rank 2 misses barrier 3 ")
-    assert missing({}, silent=[1]) == []
+    assert missing_collectives({}, silent=[1]) == []
 
 
 def test_of_many_ranks_eight_are_named() -> None:
     told = {10: collectives.newest(dump(BEGUN))}
-    (line,) = missing(told, silent=range(10))
+    (line,) = missing_collectives(told, silent=range(10))
     assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more do not answer: what they have begun ")
-    (line,) = missing(told, silent=range(8))
+    (line,) = missing_collectives(told, silent=range(8))
     assert line.startswith("ranks 0, 1, 2, 3, 4, 5, 6 and 7 do not answer: ")
 
 

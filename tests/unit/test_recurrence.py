@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from adaptor.controller.recurrence import EXIT_NO_PROGRESS, Recurrence
+from adaptor.controller.verdict import EXIT_NO_PROGRESS, Recurrence
 from adaptor.protocol.messages import Fault, Verdict
 
 SAME = "ValueError at train.py:8"

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from adaptor.controller.controller import Controller
+from adaptor.controller.failures import Failures
 from adaptor.controller.feasibility import MAX_RECOVERED
-from adaptor.controller.incident_state import TRANSITIONS, IncidentState, Stage
-from adaptor.controller.outcome import Orders
-from adaptor.controller.presence_check import ROUND_S, ROUNDS
+from adaptor.controller.incident import Incident
+from adaptor.controller.incident_state import TRANSITIONS, Orders, Stage
+from adaptor.controller.membership import Membership
+from adaptor.controller.newcomers import ROUND_S, ROUNDS
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -71,14 +73,14 @@ def _save(job: Controller) -> Orders:
     """Answer all that is ordered for the save; return what is ordered when the step is on disk."""
     incident = job.incident
     assert incident is not None
-    target, step = incident.target, incident.step
+    target, step = incident.state.target, incident.step
     folder = f"/save/{naming.temporary_name(step, job.term, target.number, '0f3a')}"
     (_, dump), *_ = job.handle(Prepared(0, incident.number, folder, "", target.number), 1.0)
     assert isinstance(dump, Addressed)
     assert isinstance(dump.message, Dump)
     (group,) = dump.message.groups
-    files = (FileEntry("g.pt", 1, "00", incident.writing.attempt),)
-    written = Written(group.writer, incident.number, incident.writing.attempt, "g", files)
+    files = (FileEntry("g.pt", 1, "00", incident.state.writing.attempt),)
+    written = Written(group.writer, incident.number, incident.state.writing.attempt, "g", files)
     ((_, publish),) = job.handle(written, 1.0)
     assert isinstance(publish, Publish)
     return job.handle(Published(0, incident.number, step, "/save", target.number), 1.0)
@@ -89,7 +91,7 @@ def _join(job: Controller, pid: int, step: int) -> Orders:
     (rank,) = job.incident.regrouping.newcomers.by_rank
     _save(job)
     job.handle(Hello(rank, pid), 1.0)
-    number, attempt = job.incident.number, job.incident.writing.attempt
+    number, attempt = job.incident.number, job.incident.state.writing.attempt
     orders: Orders = []
     for each in RANKS:
         orders = job.handle(Joined(each, number, attempt, step, "a"), 2.0)
@@ -136,7 +138,10 @@ def test_a_rank_that_cannot_take_part_says_why() -> None:
 @pytest.mark.parametrize("stage", Stage)
 def test_only_stages_that_may_follow_do(stage: Stage) -> None:
     for another in Stage:
-        state = IncidentState(0.0, 120.0, {}, stage=stage)
+        state = Incident(
+            1, Membership(4), Failures(), opened_at=0.0, timeout_s=120.0, store=("", 1, b"")
+        ).state
+        state.stage = stage
         if another in TRANSITIONS[stage]:
             state.move(another)
             assert state.stage is another
@@ -238,4 +243,4 @@ def test_a_controller_that_was_put_off_itself_misses_nobody() -> None:
     assert job.incident is not None
     for now in (20.0, 20.1, 20.2):  # the answers are still unread
         assert not [order for _, order in job.tick(now) if not isinstance(order, Addressed)]
-    assert job.incident.writing.attempt == 2
+    assert job.incident.state.writing.attempt == 2

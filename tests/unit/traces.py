@@ -49,8 +49,7 @@ from collections.abc import Iterator
 import msgspec
 
 from adaptor.controller.controller import Controller
-from adaptor.controller.incident_state import Stage
-from adaptor.controller.outcome import Orders
+from adaptor.controller.incident_state import Orders, Stage
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -154,7 +153,7 @@ class Trace:
         """Return the node that an answer about the folder comes from: the one that was asked last."""
         incident = self.controller.incident
         finding = incident is not None and incident.state.stage is Stage.FINDING
-        asked = self.controller.term if finding or incident is None else incident.target.publisher
+        asked = self.controller.term if finding or incident is None else incident.state.target.publisher
         return int(settings.get("node", asked))
 
     def _begin(
@@ -207,7 +206,7 @@ class Trace:
     def _message(self, name: str, words: list[str], settings: dict[str, str]) -> FromAgent:
         incident = self.controller.incident
         number = int(settings.get("incident", incident.number if incident else 0))
-        attempt = int(settings.get("attempt", incident.writing.attempt if incident else 0))
+        attempt = int(settings.get("attempt", incident.state.writing.attempt if incident else 0))
         rank = int(words[0]) if words and words[0].isdigit() else -1
         text = " ".join(words[1:])
         match name:
@@ -283,7 +282,7 @@ class Trace:
             case "moving":
                 return NodeResumed(rank)
             case "prepared":
-                folder = int(settings.get("folder", incident.target.number if incident else 0))
+                folder = int(settings.get("folder", incident.state.target.number if incident else 0))
                 step = incident.step if incident else 0
                 name = naming.temporary_name(max(step, 0), self.controller.term, folder, "0f3a")
                 path = "" if words else f"{SAVE}/{name}"
@@ -301,10 +300,10 @@ class Trace:
                 return WriteFailed(rank, number, attempt, GROUP, text, there, doubted)
             case "published":
                 step = int(settings.get("step", incident.step if incident else -1))
-                which = int(settings.get("number", incident.target.number if incident else 0))
+                which = int(settings.get("number", incident.state.target.number if incident else 0))
                 return Published(self._asked(settings), number, step, SAVE, which)
             case "publish-failed":
-                which = int(settings.get("number", incident.target.number if incident else 0))
+                which = int(settings.get("number", incident.state.target.number if incident else 0))
                 return PublishFailed(self._asked(settings), number, " ".join(words), which)
         raise ValueError(f"no such line: {name}")
 
