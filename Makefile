@@ -71,7 +71,7 @@ docs: $(PROJECT_READY)
 	@$(call logged,installing mkdocs,$(BIN)/pip install -c $(VENV)/constraints.txt -e '.[site]')
 	@rm -rf out/site
 	@mkdir -p out/site/pages
-	@git ls-files '*.md' 'docs/*.svg' 'docs/*.css' | grep -v '^tests/' | xargs cp --parents -t out/site/pages
+	@git ls-files '*.md' 'docs/*.svg' 'docs/*.css' | grep -v -e '^tests/' -e '^benchmarks/results/' | xargs cp --parents -t out/site/pages
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "the site: out/site/html/index.html"
 

@@ -1,6 +1,6 @@
 """Calculates what protection of a job would take and give, before there is one; nothing is trained.
 
-The formulas are those of docs/costs.md, which docs/layouts.md compares with what was measured.
+The formulas are those of docs/costs.md, which benchmarks/results/layouts.md compares with what was measured.
 """
 
 from __future__ import annotations

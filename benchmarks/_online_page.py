@@ -1,4 +1,4 @@
-"""The section of a campaign of online recovery in docs/campaigns.md."""
+"""The section of a campaign of online recovery in benchmarks/results/campaigns.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The section of a campaign in docs/campaigns.md."""
+"""The section of a campaign in benchmarks/results/campaigns.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random faults, one after another: `python benchmarks/campaign.py --write docs/campaigns.md`.
+"""Random faults, one after another: `python benchmarks/campaign.py --write benchmarks/results/campaigns.md`.
 
 Every generation of the workers of a job gets one fault: of a random kind, on a random rank, in a random phase
 of a random step; some take a whole node, or cut the network between two. Often a second one strikes in the

@@ -270,7 +270,7 @@ def main() -> None:
     text += f"\n- losses and grad norms: {compared} compared, all equal, bit for bit"
     benchmark.finish(text, {"rows": found, "counted": counted})
     if given.write:
-        command = f"    python benchmarks/layout_cost.py --pairs {given.pairs} --write docs/layouts.md"
+        command = f"    python benchmarks/layout_cost.py --pairs {given.pairs} --write {given.write}"
         when = " and ".join(sorted({found[row.name]["at"][:10] for row in known}))
         write_section(given.write, SECTION, f"{command}\n\nOn {benchmark.where}, {when}.\n\n{text}")
 

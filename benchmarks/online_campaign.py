@@ -1,4 +1,4 @@
-"""Random faults with online recovery armed: `benchmarks/online_campaign.py --write docs/campaigns.md`.
+"""Random faults with online recovery armed; `--write benchmarks/results/campaigns.md` writes a section there.
 
 Jobs of many layouts train under `ttprun --ttp-online 60`. Each is hit by several faults, one after another:
 of a random kind, on a random rank, in a random phase of a random step; some of them are followed by a second

@@ -1,4 +1,4 @@
-"""The table of attacks and odd machines: `python -m tests.robustness --write docs/robustness.md`.
+"""The table of attacks and odd machines; `--write benchmarks/results/robustness.md` writes it there.
 
 It runs every test that is marked `@pytest.mark.robustness(area, case, expected)` and makes a row of each
 case. The tests of one case, parametrized ones, too, share a row: it has passed when all of them have. `-k`
@@ -46,7 +46,7 @@ is one or more tests with the marker `robustness`. *Hold* means that all tests o
 - C, other users and forged messages. C1: saves and agents; C2: the lock of the save folder; C3: connections;
   C4: secrets
 
-Faults of processes and networks have pages of their own: [campaigns](campaigns.md), [layouts](layouts.md).
+Faults of processes and networks: campaigns.md and layouts.md in the same folder.
 `python -m pytest -m robustness` runs the tests alone. This command runs them and writes this page:"""
 
 
@@ -173,7 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m tests.robustness", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--write", type=Path, metavar="PAGE", help="write the table there, e.g. docs/robustness.md"
+        "--write",
+        type=Path,
+        metavar="PAGE",
+        help="write the table there (benchmarks/results/robustness.md)",
     )
     parser.add_argument("-k", metavar="EXPR", default="", help="run only these tests, as pytest's -k")
     parser.add_argument("--results", type=Path, default=RESULTS, help="where results are kept between runs")

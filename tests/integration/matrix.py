@@ -1,4 +1,4 @@
-"""The whole cross product: `python -m tests.integration.matrix --write docs/layouts.md`.
+"""The whole cross product: `python -m tests.integration.matrix --write benchmarks/results/layouts.md`.
 
 Layouts × replicas × local copies or the barrier, for some × precisions and checkpoint formats; in each,
 Megatron-LM trains under ttprun and loses a rank, once early in a step and once late (rank, phase and step are

@@ -1,4 +1,4 @@
-"""The tables of docs/layouts.md that the matrix writes."""
+"""The tables of benchmarks/results/layouts.md that the matrix writes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _summary(
     counts += f", {trials - len(latest)} not run" if len(latest) < trials else ""
     where = f"Megatron-LM {framework}, Python {platform.python_version()}, torch {torch.__version__}"
     said = [
-        f"    python -m tests.integration.matrix --seed {seed} --faults {faults} --write docs/layouts.md",
+        f"    python -m tests.integration.matrix --seed {seed} --faults {faults}",
         f"{when}: {counts}. {minutes:.0f} minutes on {os.cpu_count()} cores. {where}.",
     ]
     if again:

@@ -90,7 +90,7 @@ def test_a_seed_is_a_schedule(schedules: ModuleType) -> None:
 
 
 def test_kills_alone_are_those_of_the_first_campaign(schedules: ModuleType) -> None:
-    """The section `Random kills` of docs/campaigns.md can be made again."""
+    """The section `Random kills` of benchmarks/results/campaigns.md can be made again."""
     base, steps = 1, []
     for one in schedules.schedule(20261121, 200, ["sigkill"], ["dp4"], 0.0):
         assert (one.second, one.fault.also) == (None, None)

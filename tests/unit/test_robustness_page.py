@@ -1,4 +1,4 @@
-"""The script that runs the tests of attacks and odd machines, and makes docs/robustness.md of them."""
+"""The script that runs the tests of attacks and odd machines, and writes their table."""
 
 from __future__ import annotations
 
