@@ -4,7 +4,7 @@
 
 `python -m adaptor transform SRC DST`: a checkpoint in other parallel sizes (`adaptor/transform/command.py`).
 
-`python -m adaptor layout merge DIR OUT`: layout files of stages into one (`layout_command.py` there).
+`python -m adaptor layout merge DIR OUT`: layout files of stages into one (the same file).
 
 `python -m adaptor verify SAVE`: the checkpoints in a save folder against their manifests, as `ttp verify`.
 
@@ -28,7 +28,6 @@ from adaptor.errors import AdaptorError, DriftError, StartError
 from adaptor.operations import verify
 from adaptor.store import command as store
 from adaptor.transform import command as transform
-from adaptor.transform import layout_command
 
 if TYPE_CHECKING:
     from adaptor.preflight import Findings
@@ -53,7 +52,7 @@ def run(arguments: list[str] | None) -> int:
     if parsed.command == "transform":
         return transform.main(parsed)
     if parsed.command == "layout":
-        return layout_command.main(parsed)
+        return transform.main_layout(parsed)
     if parsed.command == "verify":
         try:
             return verify.answer(parsed)
@@ -121,7 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     report.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
     transform.add_to(commands)
-    layout_command.add_to(commands)
+    transform.add_layout(commands)
     verify.add_arguments(commands.add_parser("verify", allow_abbrev=False, help=verify.WORDS))
     store.add_to(commands)
     return parser

@@ -26,7 +26,8 @@ from adaptor.checkpoint import disk, left_overs, manifest, reshaped, saved_steps
 from adaptor.errors import AdaptorError, CheckpointError, ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.transform import agreement, run, targets
+from adaptor.transform import agreement, run
+from adaptor.transform import target as targets
 from adaptor.transform.copying import Files
 from adaptor.transform.opening import open_source, sizes_at
 from adaptor.transform.sizes import Rank, Sizes

@@ -76,6 +76,19 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
 
 
+def add_layout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the command `layout` to those of `python -m adaptor`."""
+    parser = commands.add_parser("layout", allow_abbrev=False, help="layout files of checkpoints")
+    actions = parser.add_subparsers(dest="action", required=True)
+    merge = actions.add_parser(
+        "merge", allow_abbrev=False, help="join layout files of some ranks each, as of pipeline stages"
+    )
+    merge.add_argument(
+        "folder", metavar="DIR", type=Path, help="the folder with the files *.json.gz or *.json"
+    )
+    merge.add_argument("out", metavar="OUT", type=Path, help="the file to write, for transform --layout")
+
+
 class _Terminated(KeyboardInterrupt):
     """SIGTERM came."""
 
@@ -101,7 +114,7 @@ def main(parsed: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt as error:
         number = signal.SIGTERM if isinstance(error, _Terminated) else signal.SIGINT
-        return _failed("interrupted; the same command with --resume goes on", 128 + number)
+        return _failed("interrupted; the same command with --resume goes on", code=128 + number)
     finally:
         signal.signal(signal.SIGTERM, previous_handler)
     return 0
@@ -111,8 +124,8 @@ def _terminate(*_: object) -> NoReturn:
     raise _Terminated
 
 
-def _failed(reason: str, code: int = 2) -> int:
-    print(f"python -m adaptor transform: {reason}", file=sys.stderr)
+def _failed(reason: str, command: str = "transform", code: int = 2) -> int:
+    print(f"python -m adaptor {command}: {reason}", file=sys.stderr)
     return code
 
 
@@ -127,10 +140,10 @@ def _run(parsed: argparse.Namespace) -> None:
         for path in sorted(set[Path]().union(*needs.values())):
             print(path.relative_to(source.folder).as_posix())
         return
-    rank = functions.rank_of("--rank", parsed.rank, target.sizes) if parsed.rank is not None else None
-    ranks = all_ranks if rank is None else [rank]
+    chosen = functions.rank_of("--rank", parsed.rank, target.sizes) if parsed.rank is not None else None
+    ranks = all_ranks if chosen is None else [chosen]
     target.require_parts()
-    total = sum(target.bytes(one) for one in ranks)
+    total = sum(target.bytes(rank) for rank in ranks)
     without = ", without optimizer" if source.weights_only else ""
     print(
         f"step {source.step}: {source.sizes} to {target.sizes}{without},"
@@ -140,11 +153,11 @@ def _run(parsed: argparse.Namespace) -> None:
         moments = "" if source.weights_only else "; moments of new rows are zero"
         print(f"vocabulary: {source.model.rows} rows with padding, now {target.rows}{moments}")
     if parsed.dry_run:
-        for one in ranks:
-            size, files = target.bytes(one) / 1e9, len(set[Path]().union(*target.needs(one).values()))
-            print(f"{target.sizes.folder(one)}: {size:.3f} GB from {files} files")
+        for rank in ranks:
+            size, files = target.bytes(rank) / 1e9, len(set[Path]().union(*target.needs(rank).values()))
+            print(f"{target.sizes.folder(rank)}: {size:.3f} GB from {files} files")
         return
-    _write(parsed, target, rank)
+    _write(parsed, target, chosen)
 
 
 def _write(parsed: argparse.Namespace, target: TargetCheckpoint, rank: Rank | None) -> None:
@@ -169,3 +182,20 @@ def _write(parsed: argparse.Namespace, target: TargetCheckpoint, rank: Rank | No
     if line := random_states.line(target.source, target.sizes):
         print(line)
     print(f"{written}: written{', and verified' if parsed.verify else ''}")
+
+
+def main_layout(parsed: argparse.Namespace) -> int:
+    """Run the command.
+
+    Returns:
+        The exit code: 0, 2 for what is refused or fails.
+    """
+    try:
+        layout = functions.join_layouts(parsed.folder, parsed.out)
+    except AdaptorError as error:
+        return _failed(str(error), "layout")
+    except OSError as error:
+        return _failed(f"{error.filename or parsed.out}: {error.strerror or error}", "layout")
+    sizes = " ".join(f"{name.upper()}{size}" for name, size in layout[0].sizes.items())
+    print(f"{parsed.out}: the layout of {len(layout)} ranks is written ({sizes})")
+    return 0

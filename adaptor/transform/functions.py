@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from adaptor.checkpoint import disk, layout_file
+from adaptor.checkpoint.layout_file import RankLayout
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
-from adaptor.transform import layout_command, targets
 from adaptor.transform.opening import open_source
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import SourceCheckpoint
-from adaptor.transform.target import TargetCheckpoint
+from adaptor.transform.target import TargetCheckpoint, by_rules, described_by
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -83,8 +84,8 @@ def transform_checkpoint(
         CheckpointError: the source is damaged or incomplete, or the target cannot be written.
         UnsupportedError: the source, or the target that is wanted, is of a kind that is not transformed.
     """
-    made = open_target(source, target, options)
-    return write(made, Path(target), workers=workers, verify=verify, resume=resume)
+    opened = open_target(source, target, options)
+    return write(opened, Path(target), workers=workers, verify=verify, resume=resume)
 
 
 def transform_rank(
@@ -113,8 +114,8 @@ def transform_rank(
         CheckpointError: as `transform_checkpoint`.
         UnsupportedError: as `transform_checkpoint`; or the target has no such rank.
     """
-    made = open_target(source, target, options)
-    return write(made, Path(target), rank_of("rank", rank, made.sizes), verify=verify)
+    opened = open_target(source, target, options)
+    return write(opened, Path(target), rank_of("rank", rank, opened.sizes), verify=verify)
 
 
 def ranks_needed(source: str | Path, rank: str, **options: Unpack[TransformOptions]) -> dict[str, list[Path]]:
@@ -135,9 +136,9 @@ def ranks_needed(source: str | Path, rank: str, **options: Unpack[TransformOptio
         CheckpointError: as `transform_checkpoint`.
         UnsupportedError: as `transform_checkpoint`; or the target has no such rank.
     """
-    made = open_target(source, None, options)
-    found = made.needs(rank_of("rank", rank, made.sizes))
-    return {str(one): sorted(found[one]) for one in made.source.sizes.ranks if one in found}
+    opened = open_target(source, None, options)
+    needs = opened.needs(rank_of("rank", rank, opened.sizes))
+    return {str(source): sorted(needs[source]) for source in opened.source.sizes.ranks if source in needs}
 
 
 def merge_layouts(folder: str | Path, out: str | Path) -> Path:
@@ -153,8 +154,55 @@ def merge_layouts(folder: str | Path, out: str | Path) -> Path:
     Raises:
         CheckpointError: a file is damaged, two files differ or are of two jobs, or a rank is missing.
     """
-    layout_command.merge(Path(folder), Path(out))
+    join_layouts(Path(folder), Path(out))
     return Path(out)
+
+
+def join_layouts(folder: Path, out: Path) -> list[RankLayout]:
+    """Join the layout files in `folder` to the file `out`, and return the layouts of all ranks.
+
+    Raises:
+        CheckpointError: as `merge_layouts`.
+    """
+    _require_no_checkpoint(folder)
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.name.endswith((".json.gz", ".json")))
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error.strerror or error}") from error
+    if not paths:
+        raise CheckpointError(f"{folder}: has no layout file, *.json.gz or *.json")
+    layouts: dict[Rank, tuple[RankLayout, Path]] = {}
+    for path in paths:
+        for layout in layout_file.read_part(path):
+            rank = Rank(layout.tp, layout.pp, layout.ep)
+            previous, previous_path = layouts.setdefault(rank, (layout, path))
+            if previous != layout:
+                raise CheckpointError(f"{path}: says something else of {layout.folder} than {previous_path}")
+            first, first_path = next(iter(layouts.values()))
+            if not layout_file.is_of_one_job(first, layout):
+                raise CheckpointError(
+                    f"{path}: is of another job than {first_path}: other sizes or arguments"
+                )
+    ranks = [layouts[rank][0] for rank in sorted(layouts, key=lambda rank: (rank.pp, rank.ep, rank.tp))]
+    layout_file.require_complete(ranks, folder)
+    disk.replace(out.absolute().parent, out.name, layout_file.join(map(layout_file.encode, ranks)))
+    return ranks
+
+
+def _require_no_checkpoint(folder: Path) -> None:
+    """Refuse a folder of a checkpoint or of checkpoints: their layout files have all ranks already."""
+    folders = (folder, *sorted(folder.glob("iter_*")))
+    checkpoints = [path for path in folders if (path / naming.MANIFEST).is_file()]
+    layouts = [layout for path in checkpoints if (layout := path / naming.LAYOUT).is_file()]
+    if layouts:
+        raise CheckpointError(
+            f"{folder}: has checkpoints, and {layouts[-1]} is the layout of all ranks, for transform"
+            " --layout; merge is for layout files of some ranks each"
+        )
+    if checkpoints:
+        raise CheckpointError(
+            f"{folder}: has checkpoints without a layout file; ttprun --ttp-layout-only FILE writes one"
+        )
 
 
 def open_target(
@@ -184,8 +232,8 @@ def open_target(
     opened = open_source(Path(source), step, weights_only=options.get("weights_only", False))
     sizes = {name: options.get(name) for name in _SIZES}
     if layout is not None:
-        return targets.described_by(opened, Path(layout), sizes, format)
-    return targets.by_rules(opened, _sizes(opened, sizes), format, options.get("vocab_size"))
+        return described_by(opened, Path(layout), sizes, format)
+    return by_rules(opened, _sizes(opened, sizes), format, options.get("vocab_size"))
 
 
 def _require_number(name: str, value: Any, least: int) -> None:
@@ -194,26 +242,29 @@ def _require_number(name: str, value: Any, least: int) -> None:
         raise UnsupportedError(f"{flag} is {value}: it must be a number from {least} on")
 
 
-def _sizes(source: SourceCheckpoint, given: Mapping[str, int | None]) -> Sizes:
+def _sizes(source: SourceCheckpoint, options: Mapping[str, int | None]) -> Sizes:
     """Return the sizes of the target: those that are given, else those of the source."""
-    before = source.sizes
+    source_sizes = source.sizes
     sizes = replace(
-        before,
-        tp=given["tp"] or before.tp,
-        pp=given["pp"] or before.pp,
-        vpp=given["vpp"] or 1,
-        ep=given["ep"] or before.ep,
+        source_sizes,
+        tp=options["tp"] or source_sizes.tp,
+        pp=options["pp"] or source_sizes.pp,
+        vpp=options["vpp"] or 1,
+        ep=options["ep"] or source_sizes.ep,
     )
     # Experts that were cut as all else still are.
-    sizes = replace(sizes, etp=given["etp"] or (before.etp if before.expert_tensor != before.tp else None))
+    sizes = replace(
+        sizes,
+        etp=options["etp"] or (source_sizes.etp if source_sizes.expert_tensor != source_sizes.tp else None),
+    )
     apart = sizes.expert_tensor * sizes.ep // sizes.tp
-    return replace(sizes, dp=given["dp"] or max(before.dp, apart))
+    return replace(sizes, dp=options["dp"] or max(source_sizes.dp, apart))
 
 
 def write(
     target: TargetCheckpoint,
     root: Path,
-    rank: Rank | None = None,
+    only_rank: Rank | None = None,
     *,
     workers: int = 2,
     verify: bool = False,
@@ -225,7 +276,7 @@ def write(
     Args:
         target: what is written.
         root: the folder to write to.
-        rank: None: all ranks.
+        only_rank: the rank whose files are written; None: all ranks.
         workers: the number of threads that write.
         verify: see `transform_checkpoint`.
         resume: see `transform_checkpoint`.
@@ -243,7 +294,7 @@ def write(
 
     source = target.source
     target.require_parts()
-    ranks = target.sizes.ranks if rank is None else [rank]
+    ranks = target.sizes.ranks if only_rank is None else [only_rank]
     problems = run.defects(source.folder, checksums=verify)
     if problems:
         raise CheckpointError(problems[0])
@@ -251,9 +302,9 @@ def write(
         agreement.require_common(source, files)
         agreement.require_replicas(source, files, everything=verify)
     folder = run.temporary_folder(root, source.step)
-    _require_free(root, folder, go_on=resume or rank is not None)
+    _require_free(root, folder, go_on=resume or only_rank is not None)
     if not folder.exists():
-        run.require_room(root.resolve(), sum(target.bytes(one) for one in ranks))
+        run.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks))
     folder.mkdir(parents=True, exist_ok=True)
     order = run.TransformOrder(
         source.folder.parent,
@@ -265,10 +316,10 @@ def write(
         target.layout,
         source.weights_only,
     )
-    done = run.run(target, order, ranks, workers, say)
-    if rank is not None:
+    files_by_rank = run.run(target, order, ranks, workers, say)
+    if only_rank is not None:
         return folder
-    run.finish(target, order, root, done, verify=verify)
+    run.finish(target, order, root, files_by_rank, verify=verify)
     return root / naming.final_name(source.step)
 
 
@@ -278,8 +329,7 @@ def _require_places(source: Path, target: Path | None) -> None:
     next(source.iterdir(), None)  # tells of a folder that may not be read
     if target is None:
         return
-    ours, theirs = target.resolve(), source.resolve()
-    if ours == theirs or theirs in ours.parents:
+    if source.resolve() in (target.resolve(), *target.resolve().parents):
         raise CheckpointError(f"DST {target}: is inside SRC {source}; give a folder outside of it")
     if target.exists() and not target.is_dir():
         raise CheckpointError(f"DST {target}: is not a folder")
@@ -288,10 +338,10 @@ def _require_places(source: Path, target: Path | None) -> None:
 def _require_free(root: Path, folder: Path, *, go_on: bool) -> None:
     """Refuse a folder that has anything but what an earlier run of the same transform has left."""
     present = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
-    others = [name for name in present if name != folder.name]
-    if others:
+    strangers = [name for name in present if name != folder.name]
+    if strangers:
         raise CheckpointError(
-            f"DST {root}: is not empty, it has {others[0]}; give another folder, or empty it"
+            f"DST {root}: is not empty, it has {strangers[0]}; give another folder, or empty it"
         )
     if present and not go_on:
         raise CheckpointError(
@@ -311,10 +361,10 @@ def rank_of(option: str, text: str, sizes: Sizes) -> Rank:
         UnsupportedError: the text names no rank of the target.
     """
     parts = [part.partition("=") for part in text.split(",")]
-    given = {name: int(number) for name, _, number in parts if re.fullmatch(r"[0-9]{1,9}", number)}
-    if len(given) != len(parts) or not given.keys() <= {"tp", "pp", "ep"}:
+    numbers = {name: int(number) for name, _, number in parts if re.fullmatch(r"[0-9]{1,9}", number)}
+    if len(numbers) != len(parts) or not numbers.keys() <= {"tp", "pp", "ep"}:
         raise UnsupportedError(f"{option} is {text!r}: it must be like tp=1,pp=0, with ep=0 for experts")
-    rank = Rank(given.get("tp", 0), given.get("pp", 0), given.get("ep", 0))
+    rank = Rank(numbers.get("tp", 0), numbers.get("pp", 0), numbers.get("ep", 0))
     if rank not in sizes.ranks:
         raise UnsupportedError(f"{option} is {text}: the target has {sizes}, so there is no such rank")
     return rank

@@ -22,14 +22,15 @@ from typing import Any
 import msgspec
 import xxhash
 
-from adaptor.checkpoint import disk, manifest, publish
-from adaptor.checkpoint.layout_file import JobLayout
+from adaptor.checkpoint import disk, layout_file, manifest, publish
+from adaptor.checkpoint.layout_file import BufferLayout, Entry, JobLayout, OptimizerLayout, Place, RankLayout
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.transform import describing, sharded_target, writing
+from adaptor.transform import rules, sharded_target, writing
 from adaptor.transform.copying import Files
-from adaptor.transform.sharded_new_index import NewItem
+from adaptor.transform.model import Slot, View
+from adaptor.transform.sharded_target import NewItem
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.target import TargetCheckpoint
 
@@ -295,7 +296,7 @@ def finish(
         items = [item for note in notes for item in note.items]
         digests = {path: digest for note in notes for path, digest in note.digests.items()}
         entries += sharded_target.write_rest(target, order.folder, items, digests)
-    layout = describing.content(target)
+    layout = _layout_content(target)
     if layout is not None:
         disk.replace(order.folder, naming.LAYOUT, layout)
         entries.append(FileEntry(naming.LAYOUT, len(layout), xxhash.xxh3_128_hexdigest(layout)))
@@ -316,3 +317,89 @@ def defects(folder: Path, checksums: bool) -> list[str]:
 def say(line: str) -> None:
     """Print a line about the progress."""
     print(f"transform: {line}", file=sys.stderr, flush=True)
+
+
+# The version of Megatron-core whose rules say what the source's layout file does not.
+_CORE = "0.15"
+
+
+def _layout_content(target: TargetCheckpoint) -> bytes | None:
+    """Return the content of the file; None where the source has none, and rules have said all.
+
+    The format `torch_dist` always gets one: without it is not read.
+    """
+    if target.layout is not None:
+        return layout_file.join(map(layout_file.encode, target.layout.ranks))
+    source = target.source.layout
+    if source is None and target.format == "torch":
+        return None
+    core = _CORE if source is None else source.ranks[0].core
+    return layout_file.join(
+        layout_file.encode(_of_rank(target, rank, view, core)) for rank, view in target.views.items()
+    )
+
+
+def _of_rank(target: TargetCheckpoint, rank: Rank, view: View, core: str) -> RankLayout:
+    sizes, args = target.sizes, target.arguments(rank)
+    job_sizes = {
+        "tp": sizes.tp,
+        "pp": sizes.pp,
+        "vpp": sizes.vpp,
+        "ep": sizes.ep,
+        "etp": sizes.expert_tensor,
+        "dp": sizes.dp,
+    }
+    return RankLayout(
+        format=layout_file.FORMAT,
+        folder=sizes.folder(rank),
+        tp=rank.tp,
+        pp=rank.pp,
+        ep=rank.ep,
+        sizes={**job_sizes, "cp": getattr(args, "context_parallel_size", None) or 1},
+        core=core,
+        args={name: getattr(args, name, None) for name in layout_file.ARGUMENTS},
+        chunks={key: tuple(_entry(target, slot) for slot in slots) for key, slots in view.chunks.items()},
+        optimizers=_optimizers(view),
+    )
+
+
+def _entry(target: TargetCheckpoint, slot: Slot) -> Entry:
+    item, cut = slot.item, slot.item.cut
+    whole_shape = list(item.shape)
+    if cut.rows:
+        whole_shape[cut.axis or 0] = target.rows
+    return Entry(
+        slot.name,
+        dtype=item.dtype,
+        shape=slot.shape,
+        key=target.key(item.name),
+        whole=tuple(whole_shape),
+        axis=cut.axis,
+        pieces=slot.pieces,
+        layer=rules.layer_of(item.name),
+        expert=rules.expert_of(item.name),
+        padded=cut.rows,
+        tied=slot.name == rules.OUTPUT and item.name == rules.EMBEDDING,
+        param=slot.is_param,
+    )
+
+
+def _optimizers(view: View) -> tuple[OptimizerLayout, ...]:
+    chunk_of = {id(slot): key for key, slots in view.chunks.items() for slot in slots}
+    return tuple(
+        OptimizerLayout(
+            stored,
+            groups,
+            tuple(
+                BufferLayout(
+                    (buffer.dtypes[0].name, buffer.dtypes[1].name),
+                    buffer.numel,
+                    tuple(
+                        Place(chunk_of[id(slot)], slot.name, at.begin, at.end) for slot, at in buffer.slots
+                    ),
+                )
+                for buffer in buffers
+            ),
+        )
+        for stored, groups, buffers in zip(view.stored, view.groups, view.optimizers, strict=True)
+    )

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import xxhash
 
 from adaptor.checkpoint import disk, integrity
 from adaptor.checkpoint.layout_file import Piece
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.transform import rules, sharded_index, sharded_names, sharded_new_index, writing
+from adaptor.transform import rules, sharded_index, sharded_names, writing
 from adaptor.transform.contents import STATES
 from adaptor.transform.copying import Files
 from adaptor.transform.model import Slot
 from adaptor.transform.random_states import states_of
-from adaptor.transform.records import NewTensor
+from adaptor.transform.records import Described, DType, ItemKey, Name, NewTensor
 from adaptor.transform.sharded_names import EXTRA_STATE, STATE, Place, Region
-from adaptor.transform.sharded_new_index import NewItem
 from adaptor.transform.sharded_source import COMMON, CONFIG, RESHARDABLE
 from adaptor.transform.sizes import Rank
 from adaptor.transform.source import WEIGHT
@@ -138,7 +138,7 @@ def write_rest(
             writing.save(common, stream, "common", files)
     entries = [stream.entry(COMMON)]
     for name, content in (
-        (sharded_index.NAME, sharded_new_index.content(items)),
+        (sharded_index.NAME, index_content(items)),
         (CONFIG, json.dumps(_CONFIG).encode()),
     ):
         entries.append(_small(folder, name, content))
@@ -195,3 +195,84 @@ def _objects(target: TargetCheckpoint, rank: Rank, files: Files) -> Iterator[tup
 def _place(target: TargetCheckpoint, name: str, key: str) -> Place:
     model = target.source.model
     return Place(key, rules.layer_of(name), rules.expert_of(name), len(model.layers), model.experts)
+
+
+_METADATA, _STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class NewItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """An item that was written: a chunk of a tensor, or an object, which has no dtype.
+
+    Attributes:
+        name: of the whole tensor, or of the object
+        file: below the checkpoint's folder
+        begin: of its archive in the file, in bytes
+        length: of the archive, in bytes
+        dtype: by torch's name
+        whole: shape of the whole tensor
+        offset: of the chunk in it
+        shape: of the chunk
+    """
+
+    name: str
+    file: str
+    begin: _Count
+    length: _Count
+    dtype: str = ""
+    whole: tuple[_Count, ...] = ()
+    offset: tuple[_Count, ...] = ()
+    shape: tuple[_Count, ...] = ()
+
+
+def index_content(items: Iterable[NewItem]) -> bytes:
+    """Return the content of the index of these items, as torch and Megatron-core read it."""
+    tensors: dict[str, list[NewItem]] = {}
+    stored = {}
+    for item in items:
+        tensors.setdefault(item.name, []).append(item)
+        key = ItemKey(item.name, item.offset if item.dtype else None)
+        place = {
+            "relative_path": item.file,
+            "offset": item.begin,
+            "length": item.length,
+            "transform_descriptors": None,
+        }
+        stored[key] = writing.described("_StorageInfo", place, _STORAGE)
+    layout = Described(Name("torch.serialization", "_get_layout"), ("torch.strided",), is_new=False)
+    memory = Described(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,), is_new=False)
+    metadata_state: dict[str, Any] = {}
+    for name, chunks in tensors.items():
+        first = chunks[0]
+        if not first.dtype:
+            metadata_state[name] = writing.described("BytesStorageMetadata", {})
+            continue
+        properties = (DType(first.dtype), layout, False, memory, False)
+        metadata_state[name] = writing.described(
+            "TensorStorageMetadata",
+            {
+                "properties": writing.described("TensorProperties", properties),
+                "size": writing.size(first.whole),
+                "chunks": [
+                    writing.described(
+                        "ChunkStorageMetadata",
+                        {"offsets": writing.size(chunk.offset), "sizes": writing.size(chunk.shape)},
+                    )
+                    for chunk in chunks
+                ],
+            },
+        )
+    return writing.structure(
+        writing.described(
+            "Metadata",
+            {
+                "state_dict_metadata": metadata_state,
+                "planner_data": None,
+                "storage_data": stored,
+                "storage_meta": None,
+                "version": "1.0.0",
+                "mcore_data": {},  # which Megatron-core asks for
+            },
+        )
+    )

@@ -257,3 +257,43 @@ def _item(source: SourceCheckpoint, local: str, name: str, value: Any) -> Item:
         raise CheckpointError(f"{local}: has the shape {value.shape}, with no axis {cut.axis} to cut")
     full_shape = whole_shape(value.shape, cut, source.sizes.tp)
     return Item(name, full_shape, value.dtype, cut, param=not rules.is_buffer(local))
+
+
+def one_of_each(slot: Slot, parts: Sequence[StoredPart]) -> list[StoredPart]:
+    """Return one part for each place in the whole tensor, the first alone of what is not cut."""
+    axis = slot.item.cut.axis
+    if axis is None:
+        return list(parts[:1])
+    distinct_parts = {pieces_of(axis, part.pieces, part.stored.shape): part for part in reversed(parts)}
+    return [distinct_parts[pieces] for pieces in sorted(distinct_parts, key=lambda pieces: pieces[0].whole)]
+
+
+def pieces_of(axis: int, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """Return the `pieces` of a rank's tensor of this `shape` along `axis`: one where it has the whole."""
+    return pieces or (Piece(0, 0, shape[axis]),)
+
+
+def needed(slot: Slot, parts: Sequence[StoredPart]) -> Iterator[tuple[StoredPart, int, int, int]]:
+    """Yield what a rank needs for its tensor: a part, where in it, where in its own tensor, how long.
+
+    Args:
+        slot: of the rank.
+        parts: of the source, each place once (`one_of_each`).
+    """
+    axis = slot.item.cut.axis
+    if axis is None:
+        yield parts[0], 0, 0, slot.shape[0] if slot.shape else 1
+        return
+    own_pieces = pieces_of(axis, slot.pieces, slot.shape)
+    for part in parts:
+        for theirs in pieces_of(axis, part.pieces, part.stored.shape):
+            for own_piece in own_pieces:
+                begin = max(own_piece.whole, theirs.whole)
+                end = min(own_piece.whole + own_piece.length, theirs.whole + theirs.length)
+                if begin < end:
+                    yield (
+                        part,
+                        begin - theirs.whole + theirs.here,
+                        begin - own_piece.whole + own_piece.here,
+                        end - begin,
+                    )

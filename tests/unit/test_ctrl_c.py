@@ -57,7 +57,7 @@ def test_ctrl_c_that_python_has_dropped(command: tuple[str, str], look: str, job
         ("adaptor.launchers.cli.ttp", "adaptor.store.command"),
         ("adaptor.__main__", "adaptor.commands"),
         ("adaptor.__main__", "argparse"),
-        ("adaptor.__main__", "adaptor.transform.layout_command"),
+        ("adaptor.__main__", "adaptor.transform.functions"),
     ],
 )
 def test_ctrl_c_while_a_command_is_imported(program_of: str, module: str) -> None:

@@ -21,7 +21,7 @@ from adaptor.__main__ import main
 from adaptor.checkpoint import hashing, manifest, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.transform import archive, random_states, rounding, rules, run, writing, zip_writer
+from adaptor.transform import archive, copying, random_states, rules, run, writing
 from adaptor.transform.copying import Files
 from adaptor.transform.opening import open_source
 from adaptor.transform.records import NewTensor, StoredTensor
@@ -133,11 +133,11 @@ def test_rounding_is_that_of_torch(dtype: torch.dtype) -> None:
     main = torch.cat([main, torch.tensor(special)])
     weight = main.to(dtype)
     said = str(dtype).removeprefix("torch.")
-    assert rounding.rounds_to(_bytes(main), _bytes(weight), said)
+    assert copying.rounds_to(_bytes(main), _bytes(weight), said)
     for place in (0, 5, 99_999):
         other = weight.clone()
         other[place] = 1.0 if weight[place] != 1.0 else 2.0
-        assert not rounding.rounds_to(_bytes(main), _bytes(other), said)
+        assert not copying.rounds_to(_bytes(main), _bytes(other), said)
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -150,7 +150,7 @@ def test_what_is_written_is_an_archive_of_torch(
 ) -> None:
     content = numpy.arange(5000, dtype=numpy.float32)
     if limit is not None:
-        monkeypatch.setattr(zip_writer, "_LIMIT", limit)
+        monkeypatch.setattr(writing, "_LIMIT", limit)
     value = {
         "whole": NewTensor("float32", (50, 100), lambda: [content[:2].tobytes(), content[2:].tobytes()]),
         "none": NewTensor("float32", (0,), list),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptor.transform.zip_writer import ZipWriter
+from adaptor.transform.writing import ZipWriter
 
 LARGE = 1 << 30
 
