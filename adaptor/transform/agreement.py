@@ -1,4 +1,4 @@
-"""Compares what several ranks of a checkpoint have in common: counters, groups of params, whole tensors."""
+"""Compare the common state of several ranks of a checkpoint: counters, groups of params, whole tensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from adaptor.transform.copying import Files
 from adaptor.transform.records import StoredTensor
 from adaptor.transform.source import WEIGHT, SourceCheckpoint, StoredPart
 
-# What is the same on all ranks.
+# The entries that are the same on all ranks.
 _COMMON = ("iteration", "opt_param_scheduler", "checkpoint_version")
-# Larger replicas are compared on request alone, because that reads as much again; in bytes.
+# Larger replicas are compared on request alone: the comparison reads as much again. In bytes.
 _SMALL = 1 << 20
 
 
@@ -23,7 +23,7 @@ def require_common(source: SourceCheckpoint, files: Files) -> None:
     """Refuse ranks that disagree in counters, schedule, scale of the loss, groups of params or their step.
 
     Raises:
-        CheckpointError: names what and the ranks.
+        CheckpointError: names the value and the ranks.
     """
     first, *other_ranks = source.sizes.ranks
     for rank in other_ranks:
@@ -46,7 +46,7 @@ def require_common(source: SourceCheckpoint, files: Files) -> None:
 
 
 def _plain(value: Any, files: Files) -> Any:
-    """Return a value that can be compared: with what is in its tensors."""
+    """Return a value for a comparison, with the bytes of tensors in the place of the tensors."""
     if isinstance(value, StoredTensor):
         return value.dtype, value.shape, files.whole(value)
     if isinstance(value, dict):
@@ -57,7 +57,7 @@ def _plain(value: Any, files: Files) -> Any:
 
 
 def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:
-    """Return for each optimizer what it saves besides its groups, and these, in any order."""
+    """Return for each optimizer its saved state without the groups of params, and the groups by their key."""
     saved = body.get("optimizer", [])
     return [
         (
@@ -77,10 +77,13 @@ def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:
 
 
 def require_replicas(source: SourceCheckpoint, files: Files, everything: bool) -> None:
-    """Refuse ranks of the `source` that should have the same tensor and have not.
+    """Refuse ranks of the `source` whose replicas of a tensor differ.
 
     Args:
-        everything: also large tensors (weights of other expert ranks, the embedding on the last stage).
+        source: the checkpoint.
+        files: of the source.
+        everything: compare large tensors, too (weights of other expert ranks, the embedding on the last
+            stage).
 
     Raises:
         CheckpointError: names the tensor and the ranks.

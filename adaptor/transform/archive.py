@@ -1,8 +1,8 @@
 """Reads archives of torch without the classes of a framework, and without reading tensors.
 
-An archive is a zip file, uncompressed, with a pickle of the structure and a file for each storage. The
-pickle is read by `pickles.py`, which makes records (`records.py`) and imports nothing; what they describe is
-written again by `writing.py` as what it was.
+An archive is a zip file, uncompressed, with a pickle of the structure and a file for each storage.
+`pickles.py` reads the pickle to records (`records.py`) and imports nothing; `writing.py` writes the records
+again as the same objects.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ def read(path: Path) -> Any:
     """Return the content of an archive, with records (`records.py`) in the place of tensors and objects.
 
     Raises:
-        CheckpointError: it is no archive of torch, is damaged, or has an object that is not read.
+        CheckpointError: the file is no archive of torch, is damaged, or has an object that is not read.
     """
     return _read(path, 0, None)
 
 
 def read_inside(archive: Archive) -> Any:
-    """Return the content of an archive that is a part of a file, like `read`."""
+    """Return the content of an archive inside of a file, like `read`."""
     return _read(archive.path, archive.begin, archive.length)
 
 
 def only_tensor(archive: Archive) -> StoredTensor:
-    """Return the tensor that is all that an archive in a part of a file has, like `read`.
+    """Return the tensor of an archive inside of a file whose whole content is one tensor.
 
     Raises:
-        CheckpointError: it has something else.
+        CheckpointError: the content is something else; or as `read`.
     """
     value = read_inside(archive)
     if not isinstance(value, StoredTensor):
@@ -65,12 +65,12 @@ def _read(path: Path, begin: int, length: int | None) -> Any:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except MemoryError as error:
         raise CheckpointError(f"{path}: there is not enough memory to read its structure") from error
-    except Exception as error:  # a damaged archive raises whatever it likes
+    except Exception as error:  # a damaged archive raises any exception
         raise CheckpointError(f"{path}: is no archive of torch, or is damaged ({error})") from error
 
 
 class _Part(io.RawIOBase):
-    """A part of a file, to be read as a file of its own."""
+    """A part of a file, read like a file."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:
         self._descriptor = file.fileno()
@@ -96,7 +96,7 @@ class _Part(io.RawIOBase):
         return self._at
 
     def read(self, count: int = -1) -> bytes:
-        """Return up to so many bytes; all that is left for a negative number."""
+        """Return up to `count` bytes; with a negative `count` all bytes to the end of the part."""
         remaining = max(0, self._length - self._at)
         data = os.pread(
             self._descriptor, remaining if count < 0 else min(count, remaining), self._begin + self._at
@@ -111,9 +111,9 @@ def _members(
     """Return the name of the pickle, and offset and size of each storage in the file.
 
     Args:
-        archive: that is read.
-        file: that the archive is.
-        path: of the file in which that begins at byte `begin`.
+        archive: the open archive.
+        file: the file of the archive.
+        path: of the file on disk, in which the archive begins at byte `begin`.
     """
     (name,) = (
         member_name

@@ -1,4 +1,4 @@
-"""The framework's arguments in a checkpoint: those that are read, what they may be, and what is refused."""
+"""The framework's arguments in a checkpoint: the arguments that are read, their range, refused options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
 from adaptor.transform.sizes import Sizes
 
-# What is read of the arguments. Larger numbers are of no model; they would only take memory.
+# The arguments that are read, with their largest values. No model has larger numbers, which would only take
+# memory.
 _NUMBERS = {
     "num_layers": 1 << 16,
     "num_attention_heads": 1 << 20,
@@ -39,7 +40,8 @@ _FLAGS = (
 )
 _MOST_RANKS = 1 << 20
 
-# Arguments with which a checkpoint has another content, and how they are called; what is set is refused.
+# Arguments with which a checkpoint has another content, and their flags. A checkpoint that has one set is
+# refused.
 _REFUSED = {
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_custom_fsdp": "--use-custom-fsdp",
@@ -55,7 +57,7 @@ _REFUSED = {
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
     "is_hybrid_model": "--is-hybrid-model",
 }
-# Those that move layers between stages: what a layout file says, and no rule.
+# Arguments that move layers between stages. A layout file describes the result, no rule does.
 UNEVEN = {
     "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
     "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
@@ -66,11 +68,11 @@ UNEVEN = {
 
 
 def of(body: Any, path: Path) -> Namespace:
-    """Return the arguments in the content of a model's file, checked.
+    """Return the checked arguments from the content of a model's file.
 
     Raises:
-        CheckpointError: one is missing, or cannot be.
-        UnsupportedError: there are none.
+        CheckpointError: an argument is missing or out of its range.
+        UnsupportedError: the file has no arguments.
     """
     args = body.get("args") if isinstance(body, dict) else None
     if not isinstance(args, Namespace):
@@ -99,13 +101,13 @@ def _cannot_be(path: Path, name: str, value: Any, right: str) -> CheckpointError
 
 
 def require_supported(args: Namespace, folder: Path, *, described: bool, weights_only: bool = False) -> None:
-    """Refuse a checkpoint that was saved in a way that is not transformed.
+    """Refuse a checkpoint that was saved with an option that is not supported.
 
     Args:
-        args: the framework's, as they are in the checkpoint.
+        args: the framework's arguments in the checkpoint.
         folder: of the checkpoint, for messages.
-        described: it has a layout file.
-        weights_only: its optimizer is not transformed.
+        described: the checkpoint has a layout file.
+        weights_only: the optimizer is left out.
 
     Raises:
         UnsupportedError: names the option.
@@ -136,15 +138,16 @@ def require_supported(args: Namespace, folder: Path, *, described: bool, weights
 
 
 def untransformable(args: Namespace, *, described: bool, weights_only: bool = False) -> str:
-    """Return with which option a checkpoint is not transformed, whatever its sizes are; empty: with none.
+    """Return the option with which a checkpoint cannot be transformed, whatever its sizes; empty: there is
+    none.
 
     Args:
-        args: the framework's.
-        described: a layout file says what each rank has; False: also that of the target is made by rules.
-        weights_only: the optimizer is not transformed.
+        args: the framework's arguments.
+        described: a layout file describes each rank; False: rules lay out source and target.
+        weights_only: the optimizer is left out.
 
     Returns:
-        Words that stand behind `a job` or `was saved`.
+        Words that follow `a job` or `was saved`.
     """
     for name, option in {**_REFUSED, **({} if described else UNEVEN)}.items():
         if getattr(args, name, None):

@@ -15,7 +15,7 @@ from adaptor.transform.target import TargetCheckpoint
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `python -m adaptor`."""
+    """Add the command `transform` to the commands of `python -m adaptor`."""
     parser = commands.add_parser(
         "transform",
         allow_abbrev=False,
@@ -77,7 +77,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def add_layout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `layout` to those of `python -m adaptor`."""
+    """Add the command `layout` to the commands of `python -m adaptor`."""
     parser = commands.add_parser("layout", allow_abbrev=False, help="layout files of checkpoints")
     actions = parser.add_subparsers(dest="action", required=True)
     merge = actions.add_parser(
@@ -94,10 +94,10 @@ class _Terminated(KeyboardInterrupt):
 
 
 def main(parsed: argparse.Namespace) -> int:
-    """Run the command.
+    """Run the command `transform`.
 
     Returns:
-        The exit code: 0, 2 for what is refused or fails, 128 + N after signal N.
+        The exit code: 0, 2 after a refusal or failure, 128 + N after signal N.
     """
     previous_handler = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -185,10 +185,10 @@ def _write(parsed: argparse.Namespace, target: TargetCheckpoint, rank: Rank | No
 
 
 def main_layout(parsed: argparse.Namespace) -> int:
-    """Run the command.
+    """Run the command `layout`.
 
     Returns:
-        The exit code: 0, 2 for what is refused or fails.
+        The exit code: 0, 2 after a refusal or failure.
     """
     try:
         layout = functions.join_layouts(parsed.folder, parsed.out)

@@ -1,4 +1,4 @@
-"""Checks that the files of a rank have what Megatron-LM writes, before anything is read from them."""
+"""Checks that the files of a rank have the content that Megatron-LM writes, before tensors are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaptor.transform.model import Buffer
 from adaptor.transform.records import StoredTensor
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
-# The entries of a model's file that are of the optimizer.
+# The entries of the optimizer in a model's file.
 OF_OPTIMIZER = ("optimizer", "opt_param_scheduler")
 WITHOUT_OPTIMIZER = "give --weights-only for a checkpoint without an optimizer"
 _LAYER = "decoder.layers."
@@ -35,13 +35,15 @@ class ByParam:
 
 
 def require_model_file(body: Any, path: Path, optimizers: int) -> None:
-    """Refuse the `body` of a model's file that is not laid out as the framework does it.
+    """Refuse the `body` of a model's file with another layout than the framework's.
 
     Args:
-        optimizers: how many it has: two where there are experts; 0: its optimizer is not transformed.
+        body: the content of the file.
+        path: of the file.
+        optimizers: the number of its optimizers: two with experts; 0: the optimizer is left out.
 
     Raises:
-        CheckpointError: names the file and what is wrong.
+        CheckpointError: names the file and the defect.
     """
     for key, value in body.items():
         if not isinstance(key, str):
@@ -50,10 +52,10 @@ def require_model_file(body: Any, path: Path, optimizers: int) -> None:
             _require_chunk(value, f"{path}: {key}")
     if optimizers:
         saved = body.get("optimizer")
-        each = saved if isinstance(saved, list) else [saved]
-        if len(each) != optimizers:
+        saved_states = saved if isinstance(saved, list) else [saved]
+        if len(saved_states) != optimizers:
             raise _wrong(path, "optimizer", f"a list of {optimizers}")
-        for optimizer_state in each:
+        for optimizer_state in saved_states:
             _require_groups(optimizer_state, path)
     states = body.get("rng_state")
     if states is not None:
@@ -101,12 +103,10 @@ def _require_random_states(states: Any, path: Path) -> None:
 
 
 def optimizer_states(content: Any, path: Path, optimizers: int) -> list[dict[Any, Any] | None]:
-    """Return the `content` of an optimizer's file: a state for each of so many `optimizers`.
-
-    One is None where another rank has it.
+    """Return the states in the `content` of an optimizer's file; None where another rank has the state.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the content is not the state of `optimizers` optimizers.
     """
     states = content if isinstance(content, list) else [content]
     if len(states) != optimizers or not all(isinstance(state, dict | None) for state in states):
@@ -123,10 +123,10 @@ def buffers(
         state: of the optimizer.
         expected: its buffers.
         path: of the file.
-        authority: what says how they are laid out, for the message.
+        authority: the source of the expected layout, for the message.
 
     Raises:
-        CheckpointError: one is missing, cut short, of another precision, or laid out by other rules.
+        CheckpointError: a buffer is missing, cut short, of another precision, or laid out by other rules.
     """
     for number, buffer in enumerate(expected):
         kinds = state.get(number)

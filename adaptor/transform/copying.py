@@ -1,4 +1,7 @@
-"""Reads parts of whole tensors from the files of one layout, in the order of another, piece by piece."""
+"""Reads parts of whole tensors from the files of one layout, in the order of another, piece by piece.
+
+Compares main params with weights, too: the optimizer's params, rounded, are the weights bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ from adaptor.transform.model import Slot
 from adaptor.transform.records import SIZES, Archive, ScatteredTensor, StoredTensor
 from adaptor.transform.source import StoredPart, needed, one_of_each, pieces_of
 
-# Elements of a piece: one of float32 has 1 MiB, which stays in the cache until it is hashed and written. By
-# elements, because main params and weights are compared piece by piece.
+# Elements of a piece: 1 MiB of float32 stays in the cache until the piece is hashed and written. By elements,
+# because main params and weights are compared piece by piece.
 _PIECE = 1 << 18
 
 
 class Files:
-    """The files of the source, opened once each."""
+    """The files of the source, each opened once."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
@@ -33,11 +36,11 @@ class Files:
 
         Args:
             stored: the tensor.
-            offset: in it, in bytes.
-            into: as long as what is read.
+            offset: in the tensor, in bytes.
+            into: the memory, filled whole.
 
         Raises:
-            CheckpointError: the file ends before, or is damaged.
+            CheckpointError: the file ends too early, or is damaged.
         """
         if not isinstance(stored, ScatteredTensor):
             self._read(stored.path, stored.offset + offset, into)
@@ -69,7 +72,7 @@ class Files:
             raise CheckpointError(f"{path}: {error.strerror or error}") from error
 
     def pieces(self, stored: StoredTensor) -> Iterator[memoryview]:
-        """Yield the bytes of a stored tensor; each piece is good until the next one."""
+        """Yield the bytes of a stored tensor; each piece is valid until the next."""
         yield from self._stretch(stored, 0, stored.bytes, _PIECE * SIZES[stored.dtype])
 
     def _stretch(self, stored: StoredTensor, offset: int, count: int, at_once: int) -> Iterator[memoryview]:
@@ -84,15 +87,16 @@ class Files:
         return b"".join(self.pieces(stored))
 
     def part(self, slot: Slot, parts: Sequence[StoredPart], *, moments: bool) -> Iterator[memoryview]:
-        """Yield the bytes of the tensor that a rank has; each is good until the next.
+        """Yield the bytes of a rank's tensor; each piece is valid until the next.
 
-        Rows of a padded vocabulary that the source has not take the value of its last row, as Megatron's own
-        converter does; those of moments are zero. The pieces have as many elements for each kind of tensor.
+        Rows of a padded vocabulary that the source lacks take the value of its last row, as in Megatron's own
+        converter; new rows of moments are zero. For each kind of tensor the pieces have the same numbers of
+        elements.
 
         Args:
             slot: the rank's tensor.
             parts: of all ranks of the source.
-            moments: whether it is a moment of Adam.
+            moments: the tensor is a moment of Adam.
         """
         parts = one_of_each(slot, parts)
         wanted_parts = sorted(needed(slot, parts), key=lambda wanted_part: wanted_part[2])
@@ -130,7 +134,7 @@ class Files:
             yield _flat(row_block[:count])
 
     def _new_rows(self, slot: Slot, part: StoredPart, moments: bool) -> Iterator[memoryview]:
-        """Yield the rows behind the last one of the source, which `part` has."""
+        """Yield the rows behind the last row of the source, which `part` has."""
         last = part.stored
         rows = slot.item.shape[0]
         own_pieces = pieces_of(0, slot.pieces, slot.shape)
@@ -168,7 +172,7 @@ def rounds_to(main: memoryview, weight: memoryview, dtype: str) -> bool:
 
     Args:
         main: the bytes of the main params.
-        weight: those of as many weights.
+        weight: the bytes of as many weights.
         dtype: of the weights: float32, bfloat16 or float16.
     """
     if dtype == "float32":
@@ -176,12 +180,12 @@ def rounds_to(main: memoryview, weight: memoryview, dtype: str) -> bool:
     main_bits, theirs = numpy.frombuffer(main, numpy.uint32), numpy.frombuffer(weight, numpy.uint16)
     rounded = _bfloat16(main_bits) if dtype == "bfloat16" else _float16(main_bits)
     is_equal = rounded == theirs
-    # Not a number has many forms, of which it makes no difference which one is there.
+    # Not a number has many forms, which are all equal here.
     return bool(is_equal.all()) or bool((is_equal | (_is_nan(main_bits) & _is_nan_16(theirs, dtype))).all())
 
 
 def _bfloat16(bits: Bits) -> Bits:
-    """Round to the nearest, to the even one of two that are as near."""
+    """Round to the nearest; between two equally near values to the even one."""
     rounded = bits >> numpy.uint32(16)
     rounded &= numpy.uint32(1)
     rounded += numpy.uint32(0x7FFF)

@@ -1,4 +1,4 @@
-"""A model and what each rank has of it, from layout files: what the framework has said, in place of rules."""
+"""A model and the part of each rank, as layout files describe them, without the rules of `rules.py`."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def model_of(layout: JobLayout, args: Any, values: Mapping[str, Any]) -> Model:
 
     Args:
         layout: of the source.
-        args: that are stored.
-        values: of entries that are no tensors, by their names in the whole model.
+        args: the stored arguments.
+        values: of entries without a tensor, by their names in the whole model.
 
     Raises:
-        UnsupportedError: it is no GPT model, or is cut in a way that no rule can repeat.
+        UnsupportedError: the model is no GPT model, or is cut in a way that no rule can repeat.
     """
     sizes, ranks = sizes_of(layout), by_rank(layout)
     first: list[Item] = []
@@ -89,7 +89,7 @@ def model_of(layout: JobLayout, args: Any, values: Mapping[str, Any]) -> Model:
 
 
 def _joined(layer: list[Item], experts: list[Item]) -> tuple[Item, ...]:
-    """Put the experts of other ranks behind those of the first."""
+    """Put the experts of other ranks behind the experts of the first rank."""
     places = [place for place, item in enumerate(layer) if rules.expert_of(item.name) is not None]
     end = places[-1] + 1 if places else len(layer)
     return (*layer[:end], *experts, *layer[end:])
@@ -126,7 +126,7 @@ def _cut(entry: Entry) -> Cut:
 
 
 def view_of(layout: RankLayout, rank: Rank, items: Mapping[str, Item]) -> View:
-    """Return what a rank has.
+    """Return the part of a rank.
 
     Args:
         layout: of the rank.
@@ -134,7 +134,7 @@ def view_of(layout: RankLayout, rank: Rank, items: Mapping[str, Item]) -> View:
         items: of the whole model, by name.
 
     Raises:
-        UnsupportedError: the rank has what the model has not, or in another shape or precision.
+        UnsupportedError: the rank has an entry that the model lacks, or has in another shape or precision.
     """
     chunks = {
         key: tuple(_slot(layout, entry, items) for entry in entries) for key, entries in layout.chunks.items()

@@ -1,6 +1,6 @@
 """The functions of `python -m adaptor transform` and `layout merge`: a checkpoint in other parallel sizes.
 
-No accelerator, no framework and no process group is needed; torch is not imported. What is refused raises an
+No accelerator, no framework and no process group is needed; torch is not imported. A refusal raises an
 `AdaptorError` whose text names the option by its flag.
 """
 
@@ -32,16 +32,16 @@ class TransformOptions(TypedDict, total=False):
     """The target of a transform.
 
     Attributes:
-        tp: tensor-parallel size; None, as for the other sizes: that of the source
+        tp: tensor-parallel size; None, for each size: the size of the source
         pp: pipeline-parallel size
         vpp: chunks of each pipeline stage; None: 1
         ep: expert-parallel size
         etp: tensor-parallel size of experts
-        dp: data-parallel size, for the arguments that are stored
+        dp: data-parallel size, for the stored arguments
         layout: the layout file of the target, as `ttprun --ttp-layout-only` writes it; None: rules lay it out
         format: `torch` (the default) or `torch_dist`
-        step: the step that is transformed; None: the step that the tracker names
-        vocab_size: that of the tokenizer, where the source does not say it
+        step: the step to transform; None: the step that the tracker names
+        vocab_size: the size of the tokenizer's vocabulary, where the source does not say the size
         weights_only: leave out the optimizer and the schedule of the learning rate, as for inference
     """
 
@@ -71,10 +71,10 @@ def transform_checkpoint(
 
     Args:
         source: the folder with `iter_*` and the tracker.
-        target: the folder to write to; empty, or not there.
+        target: the folder to write to; empty or missing.
         workers: the number of threads that write.
-        verify: check the source by its checksums and all replicas, and the target when it is written.
-        resume: go on with an earlier call that was interrupted, or with the ranks of `transform_rank`.
+        verify: check the source by its checksums and all replicas, and the written target.
+        resume: go on with an earlier interrupted call, or with the ranks of `transform_rank`.
         options: the target, see `TransformOptions`.
 
     Returns:
@@ -82,7 +82,7 @@ def transform_checkpoint(
 
     Raises:
         CheckpointError: the source is damaged or incomplete, or the target cannot be written.
-        UnsupportedError: the source, or the target that is wanted, is of a kind that is not transformed.
+        UnsupportedError: the source or the target is of a kind that is not supported.
     """
     opened = open_target(source, target, options)
     return write(opened, Path(target), workers=workers, verify=verify, resume=resume)
@@ -102,8 +102,8 @@ def transform_rank(
 
     Args:
         source: the folder with `iter_*` and the tracker.
-        target: the folder to write to, that of the other ranks.
-        rank: `tp=1,pp=0`, with `ep=0` for experts; a number that is left out is 0.
+        target: the folder to write to, the same for all ranks.
+        rank: `tp=1,pp=0`, with `ep=0` for experts; a missing number is 0.
         verify: check the source by its checksums and all replicas.
         options: the target, the same for all ranks.
 
@@ -119,18 +119,18 @@ def transform_rank(
 
 
 def ranks_needed(source: str | Path, rank: str, **options: Unpack[TransformOptions]) -> dict[str, list[Path]]:
-    """Return the ranks of the source that one rank of the target is made from.
+    """Return the ranks of the source from which one rank of the target is made.
 
     No tensor is read. The transform of a rank also reads small files of the folder, and in the format `torch`
     the structure of the files of all ranks.
 
     Args:
         source: the folder with `iter_*` and the tracker.
-        rank: that of the target: `tp=1,pp=0`, with `ep=0` for experts.
+        rank: of the target: `tp=1,pp=0`, with `ep=0` for experts.
         options: the target.
 
     Returns:
-        For each rank of the source, as `tp=0,pp=1,ep=0`, the files with the parts that are needed.
+        For each rank of the source, as `tp=0,pp=1,ep=0`, the files with the needed parts.
 
     Raises:
         CheckpointError: as `transform_checkpoint`.
@@ -142,14 +142,14 @@ def ranks_needed(source: str | Path, rank: str, **options: Unpack[TransformOptio
 
 
 def merge_layouts(folder: str | Path, out: str | Path) -> Path:
-    """Join layout files that have some ranks each, as of pipeline stages, to one file.
+    """Join layout files of some ranks each, as of pipeline stages, to one file.
 
     Args:
         folder: the folder with the files `*.json.gz` and `*.json`, all of one job.
         out: the file to write, for the option `layout` of a transform.
 
     Returns:
-        The file that was written.
+        The written file.
 
     Raises:
         CheckpointError: a file is damaged, two files differ or are of two jobs, or a rank is missing.
@@ -208,11 +208,11 @@ def _require_no_checkpoint(folder: Path) -> None:
 def open_target(
     source: str | Path, target: str | Path | None, options: Mapping[str, Any]
 ) -> TargetCheckpoint:
-    """Open the source, and return the target that the options describe; nothing is written.
+    """Open the source, and return the target of the options; nothing is written.
 
     Args:
         source: the folder with `iter_*` and the tracker.
-        target: the folder that is to be written; None: no folder.
+        target: the folder to write to; None: no folder.
         options: see `TransformOptions`.
 
     Raises:
@@ -243,7 +243,7 @@ def _require_number(name: str, value: Any, least: int) -> None:
 
 
 def _sizes(source: SourceCheckpoint, options: Mapping[str, int | None]) -> Sizes:
-    """Return the sizes of the target: those that are given, else those of the source."""
+    """Return the sizes of the target: the sizes in the options, else the sizes of the source."""
     source_sizes = source.sizes
     sizes = replace(
         source_sizes,
@@ -274,19 +274,19 @@ def write(
     """Write the files of all ranks, and give the checkpoint its name; or the files of one rank alone.
 
     Args:
-        target: what is written.
+        target: the checkpoint to write.
         root: the folder to write to.
         only_rank: the rank whose files are written; None: all ranks.
         workers: the number of threads that write.
         verify: see `transform_checkpoint`.
         resume: see `transform_checkpoint`.
-        say: is called with lines about the progress.
+        say: receives lines about the progress.
 
     Returns:
         The folder of the checkpoint; of a single rank the folder that gets this name later.
 
     Raises:
-        CheckpointError: the source is damaged, the target has something else, or the disk refuses.
+        CheckpointError: the source is damaged, the target folder is not empty, or the disk refuses.
     """
     # Imported here: without numpy a dry run is quick.
     from adaptor.transform import agreement, run
@@ -336,7 +336,7 @@ def _require_places(source: Path, target: Path | None) -> None:
 
 
 def _require_free(root: Path, folder: Path, *, go_on: bool) -> None:
-    """Refuse a folder that has anything but what an earlier run of the same transform has left."""
+    """Refuse a folder with anything but the files of an earlier run of the same transform."""
     present = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     strangers = [name for name in present if name != folder.name]
     if strangers:

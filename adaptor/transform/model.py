@@ -1,4 +1,4 @@
-"""A model as a whole, and what each rank has of it: tensors, and their places in the optimizer's buffers."""
+"""A whole model, and the part of each rank: tensors, and their places in the optimizer's buffers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ class Item:
 
     Attributes:
         name: with the numbers of layers and experts in the whole model
-        shape: of the whole tensor; of the vocabulary with the padding of the source; empty for what is no
-            tensor
-        dtype: empty for what is no tensor
-        value: of what is no tensor
-        param: an optimizer has it
+        shape: of the whole tensor; of the vocabulary with the padding of the source; empty without a tensor
+        dtype: empty without a tensor
+        value: of an entry without a tensor
+        param: an optimizer has the entry
     """
 
     name: str
@@ -40,13 +39,13 @@ class Item:
 
 @dataclass(frozen=True)
 class Slot:
-    """An entry of the model on one rank: its name and shape there.
+    """An entry of the model on one rank.
 
     Attributes:
-        name: of the entry
-        item: of the whole model
-        shape: on this rank
-        pieces: of the axis that is cut; none where the rank has all of it
+        name: of the entry on the rank
+        item: the entry of the whole model
+        shape: on the rank
+        pieces: of the axis that is cut; empty where the rank has the whole axis
     """
 
     name: str
@@ -56,7 +55,7 @@ class Slot:
 
     @property
     def is_param(self) -> bool:
-        """Return whether an optimizer has it."""
+        """Return whether an optimizer has the entry."""
         return bool(self.item.dtype) and self.item.param
 
 
@@ -75,8 +74,8 @@ class View:
 
     Attributes:
         chunks: the entries of each chunk of the model, by its key
-        optimizers: the buffers of the optimizer, and with experts of theirs
-        groups: the order of the groups of params that this rank has, for each optimizer
+        optimizers: the buffers of the optimizer, and of the experts' optimizer if there is one
+        groups: the order of the rank's groups of params, for each optimizer
         stored: for each optimizer, whether the rank's file has its state
     """
 
@@ -89,9 +88,12 @@ class View:
 
 @dataclass(frozen=True)
 class Model:
-    """A whole model: what is before its layers, its layers, and what is behind them.
+    """A whole model.
 
     Attributes:
+        first: the entries before the layers
+        layers: the entries of each layer
+        last: the entries behind the layers
         rows: of the vocabulary with padding, in the source
     """
 
@@ -119,14 +121,15 @@ class Model:
         yield from self.last
 
     def view(self, rank: Rank, sizes: Sizes, rows: int) -> View:
-        """Return what `rank` has.
+        """Return the part of `rank`.
 
         Args:
+            rank: of the checkpoint.
             sizes: of the checkpoint.
             rows: of its vocabulary, with padding.
 
         Raises:
-            UnsupportedError: something is not divisible.
+            UnsupportedError: a dimension is not divisible by its size.
         """
         chunks = sizes.chunks(len(self.layers), rank.pp)
         slots = {chunk.key: tuple(self._slots(chunk, rank, sizes, rows)) for chunk in chunks}
@@ -171,7 +174,7 @@ class Model:
             yield Buffer((DType(dtype), DType(gradient)), slots, numel)
 
     def _is_alone(self, name: str, sizes: Sizes) -> bool:
-        """Return whether a param has a bucket of its own: the embedding that two stages have."""
+        """Return whether a param has a bucket of its own: the embedding that two pipeline stages have."""
         return self.is_tied and sizes.pp > 1 and name in (EMBEDDING, OUTPUT)
 
     def _slots(self, chunk: Chunk, rank: Rank, sizes: Sizes, rows: int) -> Iterator[Slot]:
@@ -246,7 +249,9 @@ class Model:
 
 
 def in_whole_model(name: str, layer: int | None, expert: int | None) -> str:
-    """Return the name in the whole model of a rank's entry `name`; `layer` and `expert` are of the whole."""
+    """Return the name in the whole model of a rank's entry `name`, with numbers of `layer` and `expert`
+    there.
+    """
     if layer is not None:
         _, _, name_in_layer = name.removeprefix("decoder.layers.").partition(".")
         name = f"decoder.layers.{layer}.{name_in_layer}"
@@ -263,9 +268,13 @@ def whole_shape(shape: tuple[int, ...], cut: Cut, tp: int) -> tuple[int, ...]:
 
 
 def resized(args: Any, sizes: Sizes, rows: int, etp: int | None) -> dict[str, Any]:
-    """Return what the framework's arguments say of the sizes of a checkpoint, by name.
+    """Return the framework's arguments about the sizes of a checkpoint, by name.
 
-    `rows` are those of the padded vocabulary, `etp` is the size of experts' tensor parallelism.
+    Args:
+        args: the stored arguments.
+        sizes: of the checkpoint.
+        rows: of the padded vocabulary.
+        etp: the size of experts' tensor parallelism.
     """
     world = sizes.tp * sizes.pp * sizes.dp * (getattr(args, "context_parallel_size", None) or 1)
     changed_arguments = {
@@ -283,7 +292,7 @@ def resized(args: Any, sizes: Sizes, rows: int, etp: int | None) -> dict[str, An
         "world_size": world,
         "inprocess_active_world_size": world,
         "padded_vocab_size": rows,
-        # With experts tensor parallelism needs it.
+        # Tensor parallelism with experts needs sequence parallelism.
         "sequence_parallel": sizes.tp > 1
         and bool(getattr(args, "sequence_parallel", False) or getattr(args, "num_experts", None)),
     }

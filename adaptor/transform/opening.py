@@ -1,4 +1,4 @@
-"""Opens the checkpoint that is transformed: its step, and that all its files are of one job and step."""
+"""Opens the checkpoint to transform: finds its step, and checks that all files are of one job and step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from adaptor.transform.source import SourceCheckpoint
 
 
 def find(root: Path, step: int | None) -> tuple[Path, int]:
-    """Return the folder of a step and the step: `step`, else what the tracker names.
+    """Return the folder of a step and the step: `step`, else the step that the tracker names.
 
     Raises:
-        CheckpointError: it is not there.
+        CheckpointError: the folder is missing.
     """
     if step is None:
         step = tracker.tracked_step(root)
@@ -38,11 +38,11 @@ def find(root: Path, step: int | None) -> tuple[Path, int]:
 def sizes_at(root: Path, step: int) -> Sizes:
     """Return the parallel sizes with which the checkpoint of `step` below `root` was saved.
 
-    Only the arguments in one file are read, so nothing of it is checked.
+    Only the arguments in one file are read: the other content is not checked.
 
     Raises:
-        CheckpointError: it is not there, or damaged.
-        UnsupportedError: it has no arguments.
+        CheckpointError: the checkpoint is missing or damaged.
+        UnsupportedError: the checkpoint has no arguments.
     """
     folder, _ = find(root, step)
     path = folder / COMMON if is_sharded(folder) else _model_files(folder)[0]
@@ -52,7 +52,7 @@ def sizes_at(root: Path, step: int) -> Sizes:
 
 
 def _model_files(folder: Path) -> list[Path]:
-    """Return the files of the ranks' models. Raises CheckpointError where there are none."""
+    """Return the files of the ranks' models. Raises CheckpointError if the folder has none."""
     ranks = sorted(path / MODEL_FILE for path in folder.iterdir() if path.name.startswith("mp_rank_"))
     model_files = [path for path in ranks if path.is_file()]
     if not model_files:

@@ -339,8 +339,8 @@ _CALLS: dict[Name, Callable[..., Any]] = {
 def _item_key(path: Path, key: Described) -> ItemKey:
     """Return the key of an item in the index of a sharded checkpoint, from its description."""
     state = key.state
-    if key.what != _INDEX_KEY or type(state) is not dict:
-        _refuse(path, f"has {_words(key.what)} as a key")
+    if key.source != _INDEX_KEY or type(state) is not dict:
+        _refuse(path, f"has {_words(key.source)} as a key")
     name, offset = state.get("fqn"), state.get("offset")
     if type(name) is not str or not (offset is None or _is_shape(offset)):
         _refuse(path, "has a MetadataIndex without a name or with an offset that is none")
@@ -417,4 +417,4 @@ def _parts(value: Any) -> Any:
         return value
     if kind is Namespace:
         return vars(value).values()
-    return (value.given, value.state) if kind is Described else ()
+    return (value.arguments, value.state) if kind is Described else ()

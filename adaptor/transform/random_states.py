@@ -1,8 +1,8 @@
 """The random states of the ranks of a transformed checkpoint.
 
-Ranks draw different numbers, so those of new ranks cannot be exact. A rank that the source had with the same
-tensor and pipeline ranks keeps its states. What another rank gets is drawn from those of tensor rank 0 of its
-stage and from its place, so that the same transform gives the same states.
+Ranks draw different numbers, so random states of new ranks cannot be exact. A rank whose tensor and pipeline
+ranks the source had keeps its states. The states of another rank are drawn from its place and the states of
+tensor rank 0 of its stage, so the same transform gives the same states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.source import SourceCheckpoint
 
 _WORDS = 624
-# Of a CPU: the seed, how many words are left, a flag, the next word; the words; what is kept of normals.
+# Of a CPU: the seed, the number of unused words, a flag, the next word; the words; the cache of normals.
 _MERSENNE = struct.Struct(f"<Q2iQ{_WORDS}Q3di4xf?3x")
 _PHILOX_BYTES = 16  # of CUDA and NPU: a seed and an offset
 _OF_STAGE = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state")
@@ -33,7 +33,7 @@ def is_kept(source: SourceCheckpoint, rank: Rank) -> bool:
 
 
 def line(source: SourceCheckpoint, sizes: Sizes) -> str:
-    """Return the line that says which states are exact, empty where all are."""
+    """Return the line about exact and derived states, empty where all are exact."""
     derived = sum(not is_kept(source, rank) for rank in sizes.ranks)
     if sizes.ranks == source.sizes.ranks:
         return ""
@@ -45,10 +45,10 @@ def line(source: SourceCheckpoint, sizes: Sizes) -> str:
 
 
 def states_of(source: SourceCheckpoint, rank: Rank, files: Files) -> list[Any]:
-    """Return the random states of a target's rank, one for each data-parallel rank that the source has.
+    """Return the random states of a target's rank, one for each data-parallel rank of the source.
 
     Raises:
-        UnsupportedError: they are not stored as the framework stores them.
+        UnsupportedError: the states are not stored in the framework's form.
     """
     kept = is_kept(source, rank)
     origin = rank if kept else Rank(0, min(rank.pp, source.sizes.pp - 1), 0)
@@ -72,7 +72,7 @@ def _derived(states: dict[str, Any], rank: Rank, number: int, sizes: Sizes, file
         return int.from_bytes(hashlib.sha256(ground + text).digest()[:8], "little") >> 2
 
     derived_states = dict(states)
-    if rank.pp >= sizes.pp:  # tensor ranks of a stage have the same ones
+    if rank.pp >= sizes.pp:  # tensor ranks of a stage share these states
         of_stage = {name: seed(name, rank.pp) for name in _OF_STAGE}
         derived_states["random_rng_state"] = random.Random(of_stage["random_rng_state"]).getstate()
         derived_states["np_rng_state"] = numpy.random.RandomState(
@@ -94,7 +94,7 @@ def _place(rank: Rank) -> tuple[int, int, int]:
 
 
 def generator(like: StoredTensor, seed: int) -> NewTensor:
-    """Return the state of a generator of the same kind as `like`, which was given `seed`.
+    """Return the state of a generator of the kind of `like`, seeded with `seed`.
 
     Raises:
         UnsupportedError: `like` has the size of no known generator's state.

@@ -1,4 +1,4 @@
-"""Records that stand for the content of an archive of torch, of which nothing is made."""
+"""Records of the content of an archive of torch, without making tensors and objects."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class DType:
 
 @dataclass(frozen=True)
 class Archive:
-    """An archive of torch in a part of a file: where it begins, and how long it is, in bytes."""
+    """An archive of torch inside of a file: its beginning and length, in bytes."""
 
     path: Path
     begin: int
@@ -62,16 +62,16 @@ class StoredTensor:
 
     @property
     def paths(self) -> frozenset[Path]:
-        """Return the files that it is in."""
+        """Return the files with the tensor's bytes."""
         return frozenset({self.path})
 
     def part(self, begin: int, shape: tuple[int, ...]) -> StoredTensor:
-        """Return the tensor of this `shape` that begins at element `begin`."""
+        """Return the tensor of this `shape` from element `begin` on."""
         return replace(self, offset=self.offset + begin * SIZES[self.dtype], shape=shape)
 
     @property
     def numel(self) -> int:
-        """Return how many elements it has."""
+        """Return the number of elements."""
         return prod(self.shape)
 
     @property
@@ -82,10 +82,10 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class ScatteredTensor(StoredTensor):
-    """A tensor whose bytes are in several archives of torch, in this order; `path` is the file of the first.
+    """A tensor whose bytes lie in several archives of torch, in this order; `path` is the file of the first.
 
     Attributes:
-        stretches: that it is made of; `offset` is that of its first byte in all of them together
+        stretches: the parts of the tensor; `offset` is the place of its first byte in all parts together
     """
 
     stretches: tuple[Stretch, ...] = ()
@@ -95,7 +95,7 @@ class ScatteredTensor(StoredTensor):
         return [0, *accumulate(stretch.bytes for stretch in self.stretches)]
 
     def within(self, offset: int, count: int) -> Iterator[Stretch]:
-        """Yield the stretches of so many bytes, `offset` bytes from the start of the tensor."""
+        """Yield the stretches of `count` bytes, `offset` bytes from the start of the tensor."""
         offset += self.offset
         number = bisect_right(self._begins, offset) - 1
         while count > 0:
@@ -107,13 +107,13 @@ class ScatteredTensor(StoredTensor):
 
     @property
     def paths(self) -> frozenset[Path]:
-        """Return the files that it is in."""
+        """Return the files with the tensor's bytes."""
         return frozenset(stretch.archive.path for stretch in self.within(0, self.bytes))
 
 
 @dataclass(eq=False)
 class NewTensor:
-    """A tensor that is to be written: its bytes come in pieces, each of which is good until the next one."""
+    """A tensor to be written: its bytes come in pieces, each valid until the next."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -121,13 +121,13 @@ class NewTensor:
 
     @property
     def numel(self) -> int:
-        """Return how many elements it has."""
+        """Return the number of elements."""
         return prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Name:
-    """A class or function, by its name in a pickle: it is neither looked up nor imported."""
+    """The name of a class or function in a pickle; the name is neither looked up nor imported."""
 
     module: str
     name: str
@@ -138,14 +138,17 @@ class Name:
 
 @dataclass
 class Described:
-    """An object that is not made: the class or function it comes from, what that is given, its state.
+    """The description of an object that is not made.
 
     Attributes:
-        is_new: it is made by `__new__`, else by a call
+        source: the class or function that makes the object
+        arguments: of the class or function
+        is_new: `__new__` makes the object; False: a call
+        state: that the object gets
     """
 
-    what: Name
-    given: tuple[Any, ...]
+    source: Name
+    arguments: tuple[Any, ...]
     is_new: bool
     state: Any = None
 
@@ -160,7 +163,7 @@ class StoredArray:
     is_scalar: bool = False
 
     def loaded(self) -> Any:
-        """Return it as numpy has it."""
+        """Return the array or scalar of numpy."""
         import numpy
 
         array = numpy.frombuffer(self.data, self.dtype).reshape(self.shape).copy()
@@ -169,7 +172,7 @@ class StoredArray:
 
 @dataclass(frozen=True)
 class ItemKey:
-    """The key of an item in the index of a sharded checkpoint: a `MetadataIndex`; no offset: an object."""
+    """The key of an item in the index of a sharded checkpoint (`MetadataIndex`); an object has no offset."""
 
     name: str
     offset: tuple[int, ...] | None

@@ -1,8 +1,8 @@
 """The rules of Megatron-core by which a model and its optimizer's buffers are cut.
 
-Checked against what core 0.15 writes (`tests/integration/test_transform.py`). A name that no rule knows is
-refused: nothing is guessed. That the buffers are what the rules say is seen in the data, too: the main params
-must round to the weights.
+Checked against the files of core 0.15 (`tests/integration/test_transform.py`). A name that no rule knows is
+refused: nothing is guessed. The data show whether the buffers follow the rules, too: the main params must
+round to the weights.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Cut:
     """The way in which tensor-parallel ranks share a tensor.
 
     Attributes:
-        axis: that is cut; None: each rank has the whole
+        axis: the axis that is cut; None: each rank has the whole
         pieces: 1; 2 for the input of a gated MLP: each rank has its part of the gate and its part of the rest
-        rows: the axis is that of the vocabulary, and padded
+        rows: the axis is the padded axis of the vocabulary
     """
 
     axis: int | None = None
@@ -73,7 +73,7 @@ def cut_of(name: str, gated: bool) -> Cut:
         gated: the MLPs have a gate (SwiGLU).
 
     Raises:
-        UnsupportedError: no rule knows it.
+        UnsupportedError: no rule knows the name.
     """
     for pattern, cut in _RULES:
         if re.fullmatch(pattern, name):
@@ -98,13 +98,13 @@ def is_buffer(name: str) -> bool:
 
 
 def expert_of(name: str) -> int | None:
-    """Return the number of the expert that a tensor belongs to."""
+    """Return the number of a tensor's expert, None for a tensor of no expert."""
     match = _EXPERT.fullmatch(name)
     return int(match.group(2)) if match else None
 
 
 def layer_of(name: str) -> int | None:
-    """Return the number of the layer that an entry of the whole model belongs to."""
+    """Return the number of the layer of an entry of the whole model, None outside of the layers."""
     match = _LAYER_NUMBER.match(name)
     return int(match.group(1)) if match else None
 
@@ -125,14 +125,15 @@ class Placed:
 
 
 def place(params: Sequence[tuple[str, int, bool]], bucket: int | None) -> tuple[list[Placed], int]:
-    """Return where params are in the whole tensor of their buffer, and its size. Buckets are unpadded there.
+    """Return the places of params in the whole tensor of their buffer, and its size. Buckets have no padding.
 
     Args:
-        params: in the order of the model: the name, how many elements, and if it has a bucket of its own.
-        bucket: the size at which a bucket is full; None: there is one bucket.
+        params: in the order of the model: the name, the number of elements, and whether it has its own
+            bucket.
+        bucket: the size at which a bucket is full; None: one bucket.
     """
     placed = []
-    filled_numel = 0  # of the buckets that are full
+    filled_numel = 0  # of the full buckets
     at = 0  # in the bucket
     filled = False
     for name, count, alone in reversed(params):
@@ -147,13 +148,14 @@ def place(params: Sequence[tuple[str, int, bool]], bucket: int | None) -> tuple[
 
 
 def bucket_size(args: Any, stage: int, chunk: int, numel: int, data_parallel_size: int) -> int | None:
-    """Return the size of the buckets of a chunk; None where it has one.
+    """Return the size of the buckets of a chunk; None where the chunk has one bucket.
 
     Args:
+        args: the stored arguments.
         stage: of the pipeline.
         chunk: of the stage.
         numel: of all params of the rank.
-        data_parallel_size: that of the framework, of the params of this chunk.
+        data_parallel_size: the framework's size for the params of the chunk.
     """
     if (
         not getattr(args, "overlap_grad_reduce", False)
@@ -177,9 +179,9 @@ def group_of(name: str, dimensions: int, expert: bool, decoupled: bool) -> tuple
 
     Args:
         name: of the param.
-        dimensions: how many it has.
-        expert: whether an expert has it.
-        decoupled: whether embeddings have a learning rate of their own.
+        dimensions: the number of its dimensions.
+        expert: an expert has the param.
+        decoupled: embeddings have a learning rate of their own.
     """
     decays = 0.0 if name.endswith(".bias") or dimensions == 1 else 1.0
     return decays, 1.0, expert, decoupled and name in (EMBEDDING, OUTPUT)

@@ -1,7 +1,7 @@
 """Runs a transform: the ranks of the target, several at a time, then the publish.
 
-Each rank's files are written below a temporary folder. When they are on disk, a note beside them says so,
-by which `--resume` goes on. The folder gets its name as that of last words does (`publish`).
+Each rank's files are written below a temporary folder. When the files are on disk, a note beside them says
+so, for `--resume`. The folder gets its name in the same way as last words (`publish`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EVERY_S = 1.0  # between two lines of progress
 
 @dataclass(frozen=True)
 class TransformOrder:
-    """The arguments with which a worker process makes the same target again.
+    """The arguments from which a worker process makes the same target again.
 
     Attributes:
         layout: of the target; None: by the rules
@@ -59,20 +59,22 @@ class TransformOrder:
 
     @cached_property
     def mark(self) -> str:
-        """Return what two runs have in common that may share files: the source as it is now, the target."""
+        """Return a digest of the target and of the source's present files: runs with the same mark may share
+        files.
+        """
         folder = self.source / naming.final_name(self.step)
         files = sorted(path for path in folder.rglob("*") if path.is_file())
         stamps = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        what = stamps, self.step, self.sizes, self.rows, self.format, self.weights_only
-        text = repr(what).encode()
+        identity = stamps, self.step, self.sizes, self.rows, self.format, self.weights_only
+        text = repr(identity).encode()
         return hashlib.sha256(text + msgspec.json.encode(self.layout)).hexdigest()
 
 
 class _Note(msgspec.Struct):
-    """The note of a rank that is done: its files, and what is in them.
+    """The note of a finished rank: its files, and their content.
 
     Attributes:
-        digests: the SHA-256 of files, by path, where the framework asks for it
+        digests: the SHA-256 of files, by path, where the framework wants SHA-256
     """
 
     mark: str
@@ -92,14 +94,15 @@ def write_rank(
     mark: str,
     progress: Callable[[int], None] = lambda count: None,
 ) -> list[FileEntry]:
-    """Write the files of one rank, and the note that they are there.
+    """Write the files of one rank, and the note about them.
 
     Args:
         target: the checkpoint in other sizes.
-        rank: of it.
-        folder: the temporary one.
+        rank: of the target.
+        folder: the temporary folder.
         mark: of the order, by which another run knows that it may use the files.
-        progress: is called with the bytes that are written, again and again; what it raises ends the work.
+        progress: receives the number of newly written bytes, again and again; an exception of it ends the
+            work.
 
     Raises:
         CheckpointError: a file is damaged, the disk refuses, or the main params do not round to the weights.
@@ -152,12 +155,12 @@ def _note_name(sizes: Sizes, rank: Rank) -> str:
 
 
 def temporary_folder(root: Path, step: int) -> Path:
-    """Return where a transform writes until it is published."""
+    """Return the folder of a transform before the publish."""
     return root / naming.temporary_name(step, generation=_GENERATION)
 
 
 def already_done(order: TransformOrder, rank: Rank) -> list[FileEntry] | None:
-    """Return the files of a rank that an earlier run has written from the same source; None without."""
+    """Return the files of a rank that an earlier run wrote from the same source; None without such files."""
     try:
         note = _note(order, rank)
         sizes = [(order.folder / entry.path).stat().st_size for entry in note.files]
@@ -174,7 +177,7 @@ def _note(order: TransformOrder, rank: Rank) -> _Note:
 
 
 def require_room(folder: Path, needed_bytes: int) -> None:
-    """Refuse a disk that is too small for a folder, which need not be there. Raises CheckpointError."""
+    """Refuse a disk without room for a folder, which may be missing. Raises CheckpointError."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
@@ -193,12 +196,10 @@ def run(
     workers: int,
     say: Callable[[str], None],
 ) -> dict[Rank, list[FileEntry]]:
-    """Write the files of `ranks`, by so many `workers` at a time; return their files.
-
-    What it does is told to `say`.
+    """Write the files of `ranks` with up to `workers` threads; return their files. Progress goes to `say`.
 
     Raises:
-        CheckpointError: a rank failed; the others' files stay for `--resume`.
+        CheckpointError: a rank failed; the files of other ranks stay for `--resume`.
     """
     files_by_rank = {
         rank: rank_files for rank in ranks if (rank_files := already_done(order, rank)) is not None
@@ -218,11 +219,11 @@ def run(
             raise _Stopped
         progress.add(count)
 
-    # Threads: to read, to write, to hash and to copy is done without the interpreter's lock.
+    # Threads are enough: reading, writing, hashing and copying release the interpreter's lock.
     mark = order.mark
     with ThreadPoolExecutor(min(workers, len(remaining_ranks))) as pool:
-        # Not by `concurrent.futures.wait`: a signal while that takes the locks of all futures leaves some of
-        # them taken, and the threads that need them would keep this process for ever.
+        # Not by `concurrent.futures.wait`: a signal during its locking of all futures leaves some locks
+        # taken, and the threads that need them would keep this process for ever.
         ended_futures: queue.SimpleQueue[Future[list[FileEntry]]] = queue.SimpleQueue()
         running: dict[Future[list[FileEntry]], Rank] = {}
         try:
@@ -242,7 +243,7 @@ def run(
 
 
 class Progress:
-    """Says at most once in a second how many bytes are written, how fast, and how long the rest takes."""
+    """Reports at most once per second the written bytes, the rate, and the remaining time."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:
         self._lock = threading.Lock()
@@ -252,7 +253,7 @@ class Progress:
         self._began = self._said = time.monotonic()
 
     def add(self, count: int) -> None:
-        """Count bytes that a thread has written; say how far it is, where that was not said for a second."""
+        """Count bytes that a thread has written; report if the last report is a second old."""
         with self._lock:
             self._done += count
             current_time = time.monotonic()
@@ -267,7 +268,7 @@ class Progress:
             )
 
     def end(self) -> None:
-        """Say how long it took."""
+        """Report the total time."""
         took = time.monotonic() - self._began
         rate = self._done / 1e6 / max(took, 1e-9)
         self._say(f"{self._done / 1e9:.2f} GB written in {took:.1f} s, {rate:.0f} MB/s")
@@ -281,14 +282,17 @@ def finish(
     *,
     verify: bool,
 ) -> None:
-    """Publish what was written: manifest, name, tracker.
+    """Publish the written files: manifest, name, tracker.
 
     Args:
+        target: the checkpoint.
+        order: of the run.
+        root: the folder to write to.
         files_by_rank: the files of each rank.
-        verify: read all of it again first, and compare the checksums.
+        verify: read all files again first, and compare the checksums.
 
     Raises:
-        CheckpointError: what was read is not what was written; it gets no name.
+        CheckpointError: a file differs from its checksum; the checkpoint gets no name.
     """
     entries = [entry for rank in target.sizes.ranks for entry in files_by_rank[rank]]
     if target.format != "torch":
@@ -308,7 +312,7 @@ def finish(
 
 
 def defects(folder: Path, checksums: bool) -> list[str]:
-    """Return what is wrong with a checkpoint that has a manifest; nothing where it has none."""
+    """Return the defects of a checkpoint against its manifest; none without a manifest."""
     if not (folder / naming.MANIFEST).exists():
         return []
     return manifest.defects(folder, checksums=checksums)
@@ -324,9 +328,10 @@ _CORE = "0.15"
 
 
 def _layout_content(target: TargetCheckpoint) -> bytes | None:
-    """Return the content of the file; None where the source has none, and rules have said all.
+    """Return the content of the target's layout file, from which the target can be transformed again.
 
-    The format `torch_dist` always gets one: without it is not read.
+    None where the source has none, and rules have laid out the target. The format `torch_dist` always gets a
+    layout file, because it is not read without one.
     """
     if target.layout is not None:
         return layout_file.join(map(layout_file.encode, target.layout.ranks))

@@ -1,8 +1,8 @@
 """Reads the index of a sharded checkpoint: the file `.metadata` of torch.distributed.checkpoint.
 
-The index is a pickle. It is read as those of archives are (`pickles.py`), which imports nothing of what it
-names. A sharded checkpoint is a set of whole tensors, each in chunks, and of objects; each chunk and each
-object is an archive of torch of its own, one behind the other in files `*.distcp`.
+The index is a pickle, which `pickles.py` reads without importing anything. A sharded checkpoint is a set of
+objects and of whole tensors, each in chunks. Each chunk and each object is an archive of torch; the archives
+lie one behind the other in files `*.distcp`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST = 1 << 30  # bytes: of 10,000 tensors in 100 chunks each it has about 4
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """A chunk of a whole tensor: its shape, and the archive that it is in."""
 
     shape: tuple[int, ...]
@@ -31,11 +31,11 @@ class Chunk:
 
 @dataclass(frozen=True)
 class WholeTensor:
-    """A tensor of the whole model, whose chunks are found by their offset in it."""
+    """A tensor of the whole model, with its chunks by their offset."""
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: Mapping[tuple[int, ...], Chunk]
+    chunks: Mapping[tuple[int, ...], StoredChunk]
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Index:
 
 
 def read(folder: Path) -> Index:
-    """Read the index of the checkpoint in `folder`; no file that it names is opened.
+    """Read the index of the checkpoint in `folder`; no file that the index names is opened.
 
     Raises:
-        CheckpointError: it cannot be read, is damaged, or has what is not read.
+        CheckpointError: the index cannot be read, is damaged, or has an object that is not read.
     """
     path = folder / NAME
     try:
@@ -62,7 +62,7 @@ def read(folder: Path) -> Index:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
     except MemoryError as error:
         raise CheckpointError(f"{path}: there is not enough memory to read it") from error
-    except Exception as error:  # a damaged pickle raises whatever it likes
+    except Exception as error:  # a damaged pickle raises any exception
         raise CheckpointError(
             f"{path}: is no index of a sharded checkpoint, or is damaged ({error})"
         ) from error
@@ -80,7 +80,7 @@ def _index(value: Any, path: Path) -> Index:
     for name, tensor_metadata in index_state["state_dict_metadata"].items():
         if type(name) is not str:
             raise ValueError("a name is not a text")
-        if tensor_metadata.what.name == "BytesStorageMetadata":
+        if tensor_metadata.source.name == "BytesStorageMetadata":
             objects[name] = _found(places, ItemKey(name, None), path)
             continue
         tensor = _state(tensor_metadata, "TensorStorageMetadata")
@@ -92,13 +92,13 @@ def _index(value: Any, path: Path) -> Index:
             place = _state(chunk, "ChunkStorageMetadata")
             offset = _lengths(place["offsets"])
             archive = _found(places, ItemKey(name, offset), path)
-            chunks[offset] = Chunk(_lengths(place["sizes"]), archive)
+            chunks[offset] = StoredChunk(_lengths(place["sizes"]), archive)
         tensors[name] = WholeTensor(dtype.name, _lengths(tensor["size"]), chunks)
     return Index(path, tensors, objects)
 
 
 def _state(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, Described) or value.what.name != name or type(value.state) is not dict:
+    if not isinstance(value, Described) or value.source.name != name or type(value.state) is not dict:
         raise ValueError(f"there is no {name}")
     return value.state
 

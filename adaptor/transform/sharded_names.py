@@ -10,7 +10,7 @@ from adaptor.checkpoint.layout_file import Piece
 from adaptor.errors import UnsupportedError
 from adaptor.transform.rules import Cut
 
-# In front of the name of a tensor: whose state of the optimizer it is.
+# The prefix of a tensor of the optimizer's state, in front of the name of its param.
 STATE = "optimizer.state."
 EXTRA_STATE = "_extra_state"
 # The halves of a gated MLP's input, where each is a whole tensor.
@@ -21,17 +21,17 @@ _NUMBERED_EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a whole tensor in the sharded format, that one model-parallel rank has.
+    """A part of a whole tensor in the sharded format, of one model-parallel rank.
 
     Attributes:
         name: of the whole tensor
-        whole: its shape
-        offset: of the part in it
+        whole_shape: its shape
+        offset: of the part in the whole tensor
         shape: of the part
     """
 
     name: str
-    whole: tuple[int, ...]
+    whole_shape: tuple[int, ...]
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -44,8 +44,8 @@ class Place:
         key: its name without numbers of layers and experts, or with them, as the model has it
         layer: its number in the whole model
         expert: its number in the layer
-        layers: how many the model has
-        experts: how many a layer has
+        layers: the number of layers of the model
+        experts: the number of experts of a layer
     """
 
     key: str
@@ -64,7 +64,7 @@ class Place:
         return name
 
     def front(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return place and length along the axes in front, of what the key has no number of."""
+        """Return place and length along the axes of layer and expert, which the key does not number."""
         axes = []
         if self.layer is not None and not _NUMBERED.fullmatch(self.key):
             axes.append((self.layer, self.layers))
@@ -81,10 +81,10 @@ def regions(
     Args:
         place: of the tensor.
         whole_shape: its shape in the whole model.
-        cut: the way in which ranks share it.
-        pieces: that this rank has of the axis that is cut.
-        numbered: layers and experts have whole tensors of their own (`singleton_local_shards`, since core
-            0.14); else they lie behind each other along axes in front.
+        cut: the way in which ranks share the tensor.
+        pieces: the rank's pieces of the axis that is cut.
+        numbered: each layer and each expert has whole tensors of its own (`singleton_local_shards`, since
+            core 0.14); else they lie behind each other along axes in front.
     """
     name, at, lengths = (place.name(), (), ()) if numbered else (place.key, *place.front())
     unit_shape = (1,) * len(lengths)
@@ -126,14 +126,14 @@ def key_of(name: str, *, is_local: bool) -> str:
 def fragments(
     place: Place, shape: tuple[int, ...], whole_shape: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...]
 ) -> list[tuple[str, tuple[int, ...], int]]:
-    """Return where the pieces of a rank's tensor are where each rank's is flat (`fully_sharded_model_space`).
+    """Return where the pieces of a rank's tensor are in the flat kind (`fully_sharded_model_space`).
 
     Args:
         place: of the tensor.
         shape: on the rank.
         whole_shape: its shape in the whole model.
-        cut: the way in which ranks share it.
-        pieces: that this rank has of the axis that is cut.
+        cut: the way in which ranks share the tensor.
+        pieces: the rank's pieces of the axis that is cut.
 
     Returns:
         For each piece the name of the whole tensor, the place along all its axes but the last, the elements.

@@ -1,11 +1,13 @@
-"""Opens a checkpoint of the format `torch_dist`, to be transformed as one of the format `torch` is.
+"""Opens a checkpoint of the format `torch_dist` for a transform, in the form of a checkpoint of the format
+`torch`.
 
-The sharded format has whole tensors in chunks. For each model-parallel rank of the job that saved, the body
-that its file would have in the format `torch` is made here, of records that say where the chunks lie. The
-layout file says what the rank has.
+The sharded format has whole tensors in chunks. `ShardedCheckpoint` makes, for each model-parallel rank of the
+job that saved, the body of its file in the format `torch`, from records of the chunks. The layout file
+describes the rank's part.
 
-The optimizer's state has one of four kinds. Two have a tensor for each param: in its shape, or flat. One has
-the optimizer's buckets, the fourth the whole content of the optimizer's file of the format `torch`.
+The optimizer's state has one of four kinds. Two kinds have a tensor for each param: in its shape, or flat.
+The third has the optimizer's buckets, the fourth the whole content of the optimizer's file of the format
+`torch`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from adaptor.transform import archive, arguments, described, sharded_index, shar
 from adaptor.transform.contents import OF_OPTIMIZER, STATES, WITHOUT_OPTIMIZER, ByParam
 from adaptor.transform.records import SIZES, Archive, DType, ScatteredTensor, Stretch
 from adaptor.transform.rules import Cut
-from adaptor.transform.sharded_index import Chunk
+from adaptor.transform.sharded_index import StoredChunk
 from adaptor.transform.sharded_names import STATE, Place
 from adaptor.transform.sizes import Rank, Sizes
 
@@ -36,7 +38,7 @@ _LARGEST_CONFIG = 1 << 20
 # Kinds of optimizer state, as the framework calls them.
 RESHARDABLE, FLAT = "fully_reshardable", "fully_sharded_model_space"
 _BUCKETS, _GATHERED = "dp_reshardable", "dp_zero_gather_scatter"
-# In the flat kind the main params have a name of their own.
+# In the flat kind the main params have another name.
 _FLAT_NAMES = {"param": "fp32_param"}
 
 
@@ -46,7 +48,7 @@ def is_sharded(folder: Path) -> bool:
 
 
 class ShardedCheckpoint:
-    """A checkpoint of the format `torch_dist`: its index, what is the same on all ranks, its layout file.
+    """A checkpoint of the format `torch_dist`: its index, the common state of all ranks, its layout file.
 
     Args:
         folder: of the step.
@@ -55,7 +57,7 @@ class ShardedCheckpoint:
 
     Raises:
         CheckpointError: a file is missing or damaged, or is of another step.
-        UnsupportedError: its kind is not supported.
+        UnsupportedError: the kind of the checkpoint is not supported.
     """
 
     def __init__(self, folder: Path, step: int, *, weights_only: bool = False) -> None:
@@ -85,7 +87,7 @@ class ShardedCheckpoint:
         self._objects: dict[bytes, Any] = {}
 
     def body(self, rank: Rank) -> dict[str, Any]:
-        """Return what the model's file of a rank would have in the format `torch`.
+        """Return the content of the model's file of a rank in the format `torch`.
 
         Raises:
             CheckpointError: the checkpoint has no optimizer.
@@ -94,8 +96,8 @@ class ShardedCheckpoint:
         chunks = {chunk: self._chunk(layout, entries) for chunk, entries in layout.chunks.items()}
         common = {key: value for key, value in self.common.items() if key != "content_metadata"}
         if self._weights_only:
-            rest = {key: value for key, value in common.items() if key not in OF_OPTIMIZER}
-            return {**rest, **chunks, "rng_state": self._random_states(rank)}
+            plain = {key: value for key, value in common.items() if key not in OF_OPTIMIZER}
+            return {**plain, **chunks, "rng_state": self._random_states(rank)}
         if "optimizer" not in common:
             raise CheckpointError(f"{self._folder / COMMON}: has no optimizer; {WITHOUT_OPTIMIZER}")
         body: dict[str, Any] = {}
@@ -109,10 +111,10 @@ class ShardedCheckpoint:
         return body
 
     def states(self, rank: Rank) -> Sequence[Any]:
-        """Return the state of each optimizer of a rank, None where another rank has it.
+        """Return the state of each optimizer of a rank, None where another rank has the state.
 
         Raises:
-            CheckpointError: a part of it is missing.
+            CheckpointError: a part of a state is missing.
         """
         layout = described.by_rank(self.layout)[rank]
         several = len(layout.optimizers) > 1
@@ -129,7 +131,7 @@ class ShardedCheckpoint:
             for number, rank_layout in enumerate(layout.optimizers)
         ]
 
-    # What is not in the optimizer's buffers
+    # The state outside of the optimizer's buffers
 
     def _chunk(self, layout: RankLayout, entries: Sequence[Entry]) -> dict[str, Any]:
         return OrderedDict(
@@ -138,16 +140,16 @@ class ShardedCheckpoint:
         )
 
     def _object_of(self, layout: RankLayout, entry: Entry) -> Any:
-        """Return what a module has saved besides its tensors; None where that is nothing."""
+        """Return the extra state of a module, None without extra state."""
         if entry.layer is None:
             return None
         name = sharded_names.key_of(described.name_of(entry), is_local=False)
         place = Place(name, entry.layer, entry.expert, *_counts(layout))
-        found = self._index.objects.get(f"{place.name()}/shard_0_1")
-        return None if found is None else self._object(found)
+        archive = self._index.objects.get(f"{place.name()}/shard_0_1")
+        return None if archive is None else self._object(archive)
 
     def _optimizer(self, rank: Rank, layout: RankLayout) -> Any:
-        """Return what the format `torch` has of the optimizers in the file of the model."""
+        """Return the state of the optimizers in the file of the model in the format `torch`."""
         saved = self.common["optimizer"]
         several = len(layout.optimizers) > 1
         states_by_number = saved if several else {0: saved}
@@ -170,22 +172,22 @@ class ShardedCheckpoint:
             plain = optimizer_state if isinstance(optimizer_state, dict) else {}
             optimizers.append(
                 {key: value for key, value in plain.items() if not key.startswith("param_state")}
-                | {key: self._object(where) for key, where in own_archives.items()}
+                | {key: self._object(archive) for key, archive in own_archives.items()}
             )
         return optimizers if several else optimizers[0]
 
     def _random_states(self, rank: Rank) -> Any:
         name = f"rng_state/shard_{rank.pp}.{rank.tp}_{self.sizes.pp}.{self.sizes.tp}"
-        found = self._index.objects.get(name)
-        return [] if found is None else self._object(found)
+        archive = self._index.objects.get(name)
+        return [] if archive is None else self._object(archive)
 
-    def _object(self, where: Archive) -> Any:
-        """Return an object; equal ones, as those of modules without a state, are taken apart once."""
-        data = _bytes(where) if where.length < _SMALL else b""
+    def _object(self, place: Archive) -> Any:
+        """Return an object. Equal small objects, as of modules without a state, are read once."""
+        data = _bytes(place) if place.length < _SMALL else b""
         if not data or data not in self._objects:
-            value = archive.read_inside(where)
+            value = archive.read_inside(place)
             if not isinstance(value, list) or len(value) != 1:
-                raise CheckpointError(f"{where.path}: the object at byte {where.begin} is no list of one")
+                raise CheckpointError(f"{place.path}: the object at byte {place.begin} is no list of one")
             if not data:
                 return value[0]
             self._objects[data] = value[0]
@@ -194,7 +196,7 @@ class ShardedCheckpoint:
     # Tensors
 
     def _tensor(self, layout: RankLayout, entry: Entry, front: str) -> ScatteredTensor:
-        """Return a tensor in its own shape; `front` is what the optimizer puts in front of its name."""
+        """Return a tensor in its own shape; `front` is the optimizer's prefix of its name."""
         place = Place(entry.key, entry.layer, entry.expert, *_counts(layout))
         cut = Cut(entry.axis, max(1, len(entry.pieces)), entry.padded)
         stretches: list[Stretch] = []
@@ -202,7 +204,7 @@ class ShardedCheckpoint:
         for region in sharded_names.regions(
             place, entry.whole, cut, entry.pieces, numbered=self._is_numbered
         ):
-            chunk = self._found(front + region.name, dtype, region.whole)(region.offset)
+            chunk = self._chunk_finder(front + region.name, dtype, region.whole_shape)(region.offset)
             if chunk.shape != region.shape:
                 raise self._other_chunks(front + region.name)
             stretches.append(Stretch(chunk.archive, 0, prod(region.shape) * SIZES[dtype]))
@@ -221,7 +223,7 @@ class ShardedCheckpoint:
             stretches += self._line(name, own_chunks, length)
         return _scattered("float32", entry.shape, stretches)
 
-    def _line(self, name: str, chunks: Mapping[int, Chunk], length: int) -> list[Stretch]:
+    def _line(self, name: str, chunks: Mapping[int, StoredChunk], length: int) -> list[Stretch]:
         """Return the stretches of flat `chunks`, which have to make up `length` elements."""
         size = SIZES["float32"]
         reached = 0
@@ -238,9 +240,9 @@ class ShardedCheckpoint:
             )
         return stretches
 
-    def _found(
+    def _chunk_finder(
         self, name: str, dtype: str, whole_shape: tuple[int, ...]
-    ) -> Callable[[tuple[int, ...]], Chunk]:
+    ) -> Callable[[tuple[int, ...]], StoredChunk]:
         tensor = self._index.tensors.get(name)
         if tensor is None:
             raise self._missing(name)
@@ -250,7 +252,7 @@ class ShardedCheckpoint:
                 f" {naming.LAYOUT} it would be {dtype} {list(whole_shape)}"
             )
 
-        def at(offset: tuple[int, ...]) -> Chunk:
+        def at(offset: tuple[int, ...]) -> StoredChunk:
             if offset not in tensor.chunks:
                 raise self._other_chunks(name)
             return tensor.chunks[offset]
@@ -314,7 +316,7 @@ class ShardedCheckpoint:
         return self._object(self._index.objects[name])
 
     def _prefix(self, rank: Rank, layout: RankLayout, number: int, several: bool) -> str:
-        """Return what is in front of the names of an optimizer's state where that is not in model space."""
+        """Return the prefix of the names of an optimizer's state outside of model space."""
         group = rank.tp + self.sizes.tp * rank.pp
         if number:  # of experts
             own_expert_rank = self.sizes.expert_rank(rank)
@@ -336,13 +338,13 @@ def _counts(layout: RankLayout) -> tuple[int, int]:
     return (layers if isinstance(layers, int) else 0, experts if isinstance(experts, int) else 0)
 
 
-def _bytes(where: Archive) -> bytes:
+def _bytes(place: Archive) -> bytes:
     try:
-        with where.path.open("rb") as file:
-            file.seek(where.begin)
-            return file.read(where.length)
+        with place.path.open("rb") as file:
+            file.seek(place.begin)
+            return file.read(place.length)
     except OSError as error:
-        raise CheckpointError(f"{where.path}: {error.strerror or error}") from error
+        raise CheckpointError(f"{place.path}: {error.strerror or error}") from error
 
 
 def _existing(path: Path) -> Path:

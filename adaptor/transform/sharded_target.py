@@ -1,7 +1,8 @@
 """Writes a checkpoint of the format `torch_dist`: one data file for each model-parallel rank of the target.
 
 The optimizer's state is written as `fully_reshardable`: a tensor for each param, in its shape, which
-Megatron-LM loads in any parallel sizes. What ranks share is in the file of the first one that has it.
+Megatron-LM loads in any parallel sizes. State that ranks share is in the file of the first rank that has it.
+The index `.metadata` has the form that `sharded_index` reads.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from adaptor.transform.sizes import Rank
 from adaptor.transform.source import WEIGHT
 from adaptor.transform.target import TargetCheckpoint
 
-# What the framework is told of the content: it asks for just these tensors when it loads.
+# The description of the content for the framework, which loads just these tensors.
 _CONTENT = {
     "singleton_local_shards": True,
     "distrib_optim_sharding_type": RESHARDABLE,
@@ -49,7 +50,7 @@ _CONFIG = {
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor that a rank writes: the part of the slot, its name in front, its kind, where it belongs."""
+    """A tensor that a rank writes: the part of the slot, the prefix of its name, its kind, its region."""
 
     slot: Slot
     front: str
@@ -67,14 +68,14 @@ def write_rank(
 ) -> tuple[FileEntry, list[NewItem], str]:
     """Write the file of one rank; return its entry in the manifest, its items for the index, its SHA-256.
 
-    The last is empty where the framework does not ask for it.
+    The SHA-256 is empty where the framework does not want one.
 
     Args:
-        target: the checkpoint that is written.
-        rank: of it.
-        folder: to which the file is written.
+        target: the checkpoint to write.
+        rank: of the target.
+        folder: of the file.
         files: of the source.
-        progress: is told of bytes that are written.
+        progress: receives the number of newly written bytes.
 
     Raises:
         OSError: the disk refuses.
@@ -99,7 +100,7 @@ def write_rank(
                     begin,
                     stream.bytes - begin,
                     dtype,
-                    region.whole,
+                    region.whole_shape,
                     region.offset,
                     region.shape,
                 )
@@ -114,13 +115,14 @@ def write_rank(
 def write_rest(
     target: TargetCheckpoint, folder: Path, items: list[NewItem], digests: Mapping[str, str]
 ) -> list[FileEntry]:
-    """Write what is not of one rank: the index, what all ranks have in common, the name of the format.
+    """Write the files of the whole checkpoint: the index, the common state of all ranks, the name of the
+    format.
 
     Args:
-        target: the checkpoint that is written.
-        folder: to which the files are written.
+        target: the checkpoint to write.
+        folder: of the files.
         items: of all ranks.
-        digests: the SHA-256 of the ranks' files, by name, where the framework asks for them.
+        digests: the SHA-256 of the ranks' files, by name, where the framework wants them.
     """
     with Files() as files:
         body = target.model_state(target.sizes.ranks[0], files)
@@ -167,7 +169,7 @@ def _tensors(target: TargetCheckpoint, rank: Rank) -> Iterator[_Tensor]:
 
 
 def _parts(target: TargetCheckpoint, slot: Slot) -> Iterator[tuple[Slot, Region]]:
-    """Yield the pieces of a rank's tensor, each as a slot of its own."""
+    """Yield the pieces of a rank's tensor, each as a slot."""
     item = slot.item
     whole_lengths = list(item.shape)
     if item.cut.rows:
@@ -203,7 +205,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class NewItem(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An item that was written: a chunk of a tensor, or an object, which has no dtype.
+    """A written item: a chunk of a tensor, or an object, which has no dtype.
 
     Attributes:
         name: of the whole tensor, or of the object
@@ -212,7 +214,7 @@ class NewItem(msgspec.Struct, frozen=True, omit_defaults=True):
         length: of the archive, in bytes
         dtype: by torch's name
         whole: shape of the whole tensor
-        offset: of the chunk in it
+        offset: of the chunk in the whole tensor
         shape: of the chunk
     """
 

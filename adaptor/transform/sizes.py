@@ -12,7 +12,7 @@ from adaptor.protocol import naming
 
 @dataclass(frozen=True, order=True)
 class Rank:
-    """A model-parallel rank: one of those that share the model."""
+    """A model-parallel rank."""
 
     tp: int
     pp: int
@@ -28,8 +28,8 @@ class Chunk:
 
     Attributes:
         key: of its state in the file
-        first: it has the embedding
-        last: it has the output layer
+        first: the chunk has the embedding
+        last: the chunk has the output layer
         layers: of the whole model, from 0
     """
 
@@ -44,7 +44,7 @@ class Sizes:
     """Parallel sizes: tensor, pipeline, virtual pipeline (chunks of each stage), expert, data.
 
     Attributes:
-        etp: tensor-parallel size of experts, where it is not that of all else
+        etp: tensor-parallel size of experts; None: `tp`
     """
 
     tp: int = 1
@@ -60,7 +60,7 @@ class Sizes:
 
     @classmethod
     def of(cls, args: Any) -> Sizes:
-        """Return those that the arguments in a checkpoint say."""
+        """Return the sizes in the arguments of a checkpoint."""
         has_experts = bool(getattr(args, "num_experts", None))
         return cls(
             tp=args.tensor_model_parallel_size,
@@ -81,7 +81,7 @@ class Sizes:
 
     @property
     def ranks(self) -> list[Rank]:
-        """Return all model-parallel ranks that have a folder, in the order of their numbers."""
+        """Return all model-parallel ranks with a folder, in the order of their numbers."""
         return [
             Rank(number % self.tp, pp, number // self.expert_tensor)
             for pp in range(self.pp)
@@ -94,16 +94,18 @@ class Sizes:
         return self.etp or self.tp
 
     def expert_rank(self, rank: Rank) -> int:
-        """Return the number of a rank among those that share its experts' tensors."""
+        """Return the number of a rank among the ranks that share its experts' tensors."""
         return (rank.tp - rank.ep * self.expert_tensor) % self.tp
 
     def replica(self, rank: Rank) -> int:
-        """Return which copy of the parameters outside of experts a rank has; copy 0's optimizer is saved."""
+        """Return which copy of the parameters outside of experts a rank has; the optimizer of copy 0 is
+        saved.
+        """
         return (rank.ep * self.expert_tensor + self.expert_rank(rank)) // self.tp
 
     @property
     def lack(self) -> str:
-        """Return why the folders lack a part of the experts; empty where they have all.
+        """Return why the folders lack a part of the experts; empty if the folders have all experts.
 
         A folder is named after tensor, pipeline and expert rank.
         """
@@ -126,7 +128,7 @@ class Sizes:
         """Return the chunks of a pipeline stage of a model with so many `layers`.
 
         Raises:
-            UnsupportedError: the chunks of all stages do not divide them.
+            UnsupportedError: the number of chunks of all stages does not divide the number of layers.
         """
         count = self.pp * self.vpp
         if layers % count:

@@ -1,4 +1,4 @@
-"""A checkpoint of the format `torch` that is to be transformed: files, model, and where each part lies."""
+"""The checkpoint to transform: files, model, the place of each part, the parts that a new tensor needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WEIGHT = "weight"
 
 @dataclass(frozen=True)
 class StoredPart:
-    """A rank's part of a whole tensor, in a file; without pieces it is the whole."""
+    """A rank's part of a whole tensor, in a file; without pieces the part is the whole."""
 
     rank: Rank
     stored: StoredTensor
@@ -38,11 +38,12 @@ class SourceCheckpoint:
 
     Attributes:
         folder: of the step
-        sizes: that it was saved with
+        sizes: of the job that saved
         bodies: of the model's files
-        states: of the optimizer's files, a list for each rank: of the optimizer, and with experts of theirs
-        layout: that the framework has said when it was saved; None: the rules say it
-        weights_only: its optimizer, if it has one, is left out
+        states: of the optimizer's files, a list for each rank: of the optimizer, and of the experts'
+            optimizer
+        layout: the framework's description at the save; None: the rules lay out the checkpoint
+        weights_only: the optimizer, if the checkpoint has one, is left out
     """
 
     folder: Path
@@ -64,11 +65,11 @@ class SourceCheckpoint:
 
     @property
     def authority(self) -> str:
-        """Return what says where things lie, for messages."""
+        """Return the source of the expected layout, for messages."""
         return "the rules of Megatron-core 0.15" if self.layout is None else f"its {naming.LAYOUT}"
 
     def _values(self, layout: JobLayout) -> dict[str, Any]:
-        """Return what is no tensor, by its name in the whole model."""
+        """Return the entries without a tensor, by their names in the whole model."""
         return {
             described.name_of(entry): self.bodies[rank].get(key, {}).get(entry.name)
             for rank, rank_layout in described.by_rank(layout).items()
@@ -85,7 +86,7 @@ class SourceCheckpoint:
 
     @cached_property
     def views(self) -> Mapping[Rank, View]:
-        """Return what each rank has, as the rules say, and as its file has it.
+        """Return the part of each rank, as the rules describe it and as its file has it.
 
         Raises:
             UnsupportedError: a file has other tensors than the rules say.
@@ -209,7 +210,7 @@ def _entries(
 
 
 def _with_all_experts(layer: list[Item], experts_per_rank: int, ep: int) -> list[Item]:
-    """Put the experts of the other ranks behind those of the first, which have the same shapes."""
+    """Put the experts of the other ranks behind the experts of the first rank, which have the same shapes."""
     own_experts = [item for item in layer if rules.expert_of(item.name) is not None]
     if not own_experts:
         return layer
@@ -231,9 +232,9 @@ def _with_all_experts(layer: list[Item], experts_per_rank: int, ep: int) -> list
 
 
 def _require_gate_as_said(args: Namespace, name: str, body: Mapping[str, Any]) -> None:
-    """Refuse an MLP that has a gate of which the arguments say nothing, or lacks the one that they say.
+    """Refuse an MLP whose gate contradicts the arguments.
 
-    Both are cut apart; a cut in one piece would have the right shapes and the wrong rows.
+    Gated and plain MLPs are cut in different ways; the wrong cut would have the right shapes and wrong rows.
     """
     if not name.endswith(".linear_fc1.weight"):
         return
@@ -260,7 +261,7 @@ def _item(source: SourceCheckpoint, local: str, name: str, value: Any) -> Item:
 
 
 def one_of_each(slot: Slot, parts: Sequence[StoredPart]) -> list[StoredPart]:
-    """Return one part for each place in the whole tensor, the first alone of what is not cut."""
+    """Return one part for each place in the whole tensor; of an uncut tensor the first part alone."""
     axis = slot.item.cut.axis
     if axis is None:
         return list(parts[:1])
@@ -269,12 +270,15 @@ def one_of_each(slot: Slot, parts: Sequence[StoredPart]) -> list[StoredPart]:
 
 
 def pieces_of(axis: int, pieces: tuple[Piece, ...], shape: tuple[int, ...]) -> tuple[Piece, ...]:
-    """Return the `pieces` of a rank's tensor of this `shape` along `axis`: one where it has the whole."""
+    """Return the `pieces` of a rank's tensor of this `shape` along `axis`: one piece where the rank has the
+    whole.
+    """
     return pieces or (Piece(0, 0, shape[axis]),)
 
 
 def needed(slot: Slot, parts: Sequence[StoredPart]) -> Iterator[tuple[StoredPart, int, int, int]]:
-    """Yield what a rank needs for its tensor: a part, where in it, where in its own tensor, how long.
+    """Yield the parts of a rank's tensor: a part, the place in it, the place in the rank's tensor, the
+    length.
 
     Args:
         slot: of the rank.

@@ -1,4 +1,8 @@
-"""The files of one rank of the target: what is in them, from which parts of the source, their sizes."""
+"""The files of one rank of the target: their content, the parts of the source for them, their sizes.
+
+The target is laid out by rules for parallel sizes (`by_rules`), or as a layout file describes it
+(`described_by`).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from adaptor.checkpoint import layout_file
 from adaptor.errors import AdaptorError
 from adaptor.protocol import naming
 
-# Of a file beside its tensors, in bytes: its structure, random states, the arguments.
+# Bytes of a file beside its tensors: its structure, random states, the arguments.
 _REST = 256 << 10
 
 
@@ -40,8 +44,8 @@ class TargetCheckpoint:
 
     Attributes:
         rows: of its vocabulary, with padding
-        layout: of its ranks, that the framework has said; None: by the rules
-        format: in which it is written: torch or torch_dist
+        layout: the framework's description of its ranks; None: by the rules
+        format: torch or torch_dist
     """
 
     source: SourceCheckpoint
@@ -52,7 +56,7 @@ class TargetCheckpoint:
 
     @cached_property
     def views(self) -> Mapping[Rank, View]:
-        """Return what each rank has."""
+        """Return the part of each rank."""
         model = self.source.model
         if self.layout is None:
             return {rank: model.view(rank, self.sizes, self.rows) for rank in self.sizes.ranks}
@@ -61,7 +65,7 @@ class TargetCheckpoint:
         return {rank: described.view_of(ranks[rank], rank, items) for rank in self.sizes.ranks}
 
     def bytes(self, rank: Rank) -> int:
-        """Return the size of a rank's files, about."""
+        """Return the approximate size of a rank's files."""
         if self.format != "torch":
             numels = [(prod(slot.shape), slot) for slot in self.own(rank) if slot.item.dtype]
             state = 0 if self.source.weights_only else len(STATES) * SIZES["float32"]
@@ -80,20 +84,24 @@ class TargetCheckpoint:
         return model + states + 2 * _REST
 
     def _optimizers_of(self, rank: Rank) -> list[Sequence[Buffer] | None]:
-        """Return the buffers of each optimizer of a rank; None where another rank has its state."""
+        """Return the buffers of each optimizer of a rank; None where another rank has the state."""
         if self.source.weights_only:
             return []
         view = self.views[rank]
-        return [own if view.stored[number] else None for number, own in enumerate(view.optimizers)]
+        return [
+            buffers if stored else None for buffers, stored in zip(view.optimizers, view.stored, strict=True)
+        ]
 
     @property
     def has_integrity(self) -> bool:
-        """Return whether the framework is to find an `integrity.json`, as it does in the source's job."""
+        """Return whether the target gets an `integrity.json`: if the source's job asks for one or has one."""
         is_requested = getattr(self.source.args, "verify_integrity", False)
         return self.format != "torch" and bool(is_requested or (self.source.folder / integrity.NAME).exists())
 
     def own(self, rank: Rank) -> Iterator[Slot]:
-        """Yield what a rank has and no rank before it: what it writes in the format `torch_dist`."""
+        """Yield the entries of a rank that no rank before it has: the entries it writes in the format
+        `torch_dist`.
+        """
         for slots in self.views[rank].chunks.values():
             for slot in slots:
                 item = slot.item
@@ -106,7 +114,7 @@ class TargetCheckpoint:
                     yield slot
 
     def needs(self, rank: Rank) -> dict[Rank, set[Path]]:
-        """Return the ranks of the source that a rank is made from, and the files with their parts."""
+        """Return the ranks of the source from which a rank is made, and the files with their parts."""
         needed_paths: dict[Rank, set[Path]] = {}
         for slot, kind in self._wanted(rank):
             parts = one_of_each(slot, self.source.parts(slot.item.name, kind))
@@ -126,7 +134,7 @@ class TargetCheckpoint:
                     yield from ((slot, kind) for kind in STATES)
 
     def require_parts(self) -> None:
-        """Refuse a source that lacks a part. Raises CheckpointError."""
+        """Refuse a source without a part. Raises CheckpointError."""
         for rank in self.sizes.ranks:
             for slot, kind in self._wanted(rank):
                 parts = self.source.parts(slot.item.name, kind)
@@ -160,13 +168,13 @@ class TargetCheckpoint:
         yield bytes((buffer.numel - at) * SIZES["float32"])
 
     def key(self, name: str) -> str:
-        """Return the name that the format `torch_dist` has for a tensor of the whole model."""
+        """Return the name in the format `torch_dist` of a tensor of the whole model."""
         is_local = getattr(self.source.args, "transformer_impl", None) == "local"
         return sharded_names.key_of(self._keys.get(name, name), is_local=is_local)
 
     @cached_property
     def _keys(self) -> Mapping[str, str]:
-        """Return the names that the framework has said."""
+        """Return the framework's names, from the layout file."""
         layout = self.layout or self.source.layout
         return {
             described.name_of(entry): entry.key
@@ -195,8 +203,10 @@ class TargetCheckpoint:
         return files.part(slot, parts, moments=moments)
 
     def _weight(self, slot: Slot, files: Files) -> Iterator[memoryview]:
-        """Yield the pieces of a weight. Raises CheckpointError where the main params do not round to it."""
-        # Imported here, as below: numpy takes half of the time of a command that does without it.
+        """Yield the pieces of a weight. Raises CheckpointError where the main params do not round to the
+        weight.
+        """
+        # Imported here, as below: numpy takes half of the time of a command without it.
         from adaptor.transform.copying import rounds_to
 
         pieces = self._pieces(slot, WEIGHT, files)
@@ -241,7 +251,7 @@ class TargetCheckpoint:
         return body
 
     def arguments(self, rank: Rank) -> Any:
-        """Return the framework's arguments, as a run of these sizes would save them."""
+        """Return the framework's arguments, as a job of these sizes would save them."""
         args = Namespace(**vars(self.source.args))
         is_said = getattr(args, "expert_tensor_parallel_size", None) is not None
         etp = self.sizes.expert_tensor if is_said or self.sizes.etp is not None else None
@@ -289,7 +299,7 @@ class TargetCheckpoint:
 
 
 def _of_other_kind(key: Group) -> Group:
-    """Return the key that a group of experts has where one optimizer has all params, and the other way."""
+    """Return the key of the same group for the other kind of params: experts or all other params."""
     decays, rate, expert, decoupled = key
     return decays, rate, not expert, decoupled
 
@@ -311,10 +321,12 @@ def rows_for(source: SourceCheckpoint, sizes: Sizes, vocabulary: int | None) -> 
     """Return the rows of the target's vocabulary, with padding.
 
     Args:
+        source: the checkpoint to transform.
+        sizes: of the target.
         vocabulary: without padding, where the user says it.
 
     Raises:
-        UnsupportedError: nobody says how many there are, and it makes a difference.
+        UnsupportedError: the number of rows is unknown and makes a difference.
     """
     args = source.args
     if sizes.tp == source.sizes.tp:
@@ -365,7 +377,7 @@ def by_rules(
     """Return the target of these sizes.
 
     Args:
-        source: the checkpoint that is transformed.
+        source: the checkpoint to transform.
         sizes: of the target.
         format: of the target, torch or torch_dist.
         vocabulary: the rows of the vocabulary without padding, where the user says it.
@@ -393,10 +405,10 @@ def described_by(
     """Return the target that a layout file describes.
 
     Args:
-        source: the checkpoint that is transformed.
+        source: the checkpoint to transform.
         path: of the layout file.
-        requested_sizes: the sizes that the user has given, None where there is none; they have to be those of
-        the file.
+        requested_sizes: the user's sizes, which have to be equal to the sizes of the file; None: not
+            requested.
         format: of the target, torch or torch_dist.
 
     Raises:
@@ -422,7 +434,7 @@ def described_by(
 
 
 def require_loaded_by(core: str, format: str, subject: str) -> None:
-    """Refuse a format that a version of Megatron-core does not load in the form that is written.
+    """Refuse a format that a version of Megatron-core does not load in the written form.
 
     Args:
         core: the version.
@@ -430,7 +442,7 @@ def require_loaded_by(core: str, format: str, subject: str) -> None:
         subject: the beginning of the message.
 
     Raises:
-        UnsupportedError: it does not.
+        UnsupportedError: the version does not load the format.
     """
     if format != "torch" and _version(core) < _NUMBERED:
         raise UnsupportedError(
@@ -440,6 +452,6 @@ def require_loaded_by(core: str, format: str, subject: str) -> None:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Return the numbers at the start of a version; the form of a newer one where there are none."""
+    """Return the numbers at the start of a version; without numbers the version of the newest form."""
     match = re.match(r"(\d{1,6})\.(\d{1,6})", text)
     return tuple(map(int, match.groups())) if match else _NUMBERED

@@ -1,7 +1,9 @@
 """Writes archives of torch front to back in one pass, hashed on the way, without torch and whole tensors.
 
-The content has a record in the place of each tensor: one that is to be made (`NewTensor`), or one of the
-source, which is copied. A tensor's bytes come in pieces that fit into the cache of a core.
+The content has a record in the place of each tensor: a new tensor (`NewTensor`), or a tensor of the source,
+which is copied. A tensor's bytes come in pieces that fit into the cache of a core.
+
+The zip file is written here, not by the standard library, whose CRC-32 takes too much time.
 """
 
 from __future__ import annotations
@@ -33,26 +35,28 @@ from adaptor.transform.records import (
     StoredTensor,
 )
 
-# What is smaller waits for what follows, so that the system is not called for each bias; in bytes.
+# Smaller writes are gathered, so that the system is not called for each bias; in bytes.
 _SMALL, _GATHERED = 64 << 10, 1 << 20
-# So often the system is told to begin to write to the disk, without waiting for it; in bytes.
+# After each so many bytes the system is told to begin to write to the disk, without waiting.
 _BEGIN_TO_WRITE = 32 << 20
 
 
 class Stream:
-    """A file that is written front to back, and hashed: it is on disk when it is closed without an error."""
+    """A file that is written front to back and hashed: the file is on disk when it is closed without an
+    error.
+    """
 
     def __init__(self, path: Path, base_folder: Path, progress: Callable[[int], None]) -> None:
         self._descriptor = disk.create(base_folder, path.relative_to(base_folder).as_posix())
         self._digests = Digests()
         self.bytes = 0
         self._progress = progress
-        self._waiting = bytearray()
-        self._told = 0
+        self._gathered = bytearray()
+        self._begun_bytes = 0
         self._updates: list[Callable[[memoryview], object]] = []
 
     def also(self, update: Callable[[memoryview], object]) -> None:
-        """Let `update` of another digest have all that is written from now on."""
+        """Pass all bytes written from now on to `update` of another digest."""
         self._updates.append(update)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
@@ -60,8 +64,8 @@ class Stream:
         count = len(data)
         self.bytes += count
         if count < _SMALL:
-            self._waiting += data
-            if len(self._waiting) >= _GATHERED:
+            self._gathered += data
+            if len(self._gathered) >= _GATHERED:
                 self.flush()
             return count
         self.flush()
@@ -69,9 +73,9 @@ class Stream:
         return count
 
     def flush(self) -> None:
-        """Give to the system what was gathered."""
-        if self._waiting:
-            data, self._waiting = self._waiting, bytearray()
+        """Write the gathered bytes to the file."""
+        if self._gathered:
+            data, self._gathered = self._gathered, bytearray()
             self._write(memoryview(data))
 
     def _write(self, data: memoryview) -> None:
@@ -82,13 +86,13 @@ class Stream:
             count = os.write(self._descriptor, data)
             data = data[count:]
             self._progress(count)
-        length = self.bytes - self._told
+        length = self.bytes - self._begun_bytes
         if length >= _BEGIN_TO_WRITE:
-            linux_calls.begin_to_write(self._descriptor, self._told, length)
-            self._told = self.bytes
+            linux_calls.begin_to_write(self._descriptor, self._begun_bytes, length)
+            self._begun_bytes = self.bytes
 
     def entry(self, name: str) -> FileEntry:
-        """Return the entry of the manifest, under `name`; call it when the file is closed."""
+        """Return the entry of the manifest, under `name`; call after the file is closed."""
         return self._digests.entry(name)
 
     def __enter__(self) -> Stream:
@@ -104,11 +108,11 @@ class Stream:
 
 
 def described(name: str, state: Any, module: str = "torch.distributed.checkpoint.metadata") -> Described:
-    """Return the description of an object that is made by `__new__` and then gets a state.
+    """Return the description of an object that `__new__` makes and that then gets a state.
 
     Args:
         name: of its class.
-        state: that it gets.
+        state: of the object.
         module: of the class.
     """
     return Described(Name(module, name), (), is_new=True, state=state)
@@ -120,7 +124,7 @@ def size(lengths: Sequence[int]) -> Described:
 
 
 def structure(value: Any) -> bytes:
-    """Return the pickle of a value that has no tensors."""
+    """Return the pickle of a value without tensors."""
     text = io.BytesIO()
     _Pickler(text).dump(value)
     return text.getvalue()
@@ -131,7 +135,7 @@ _Base: Any = pickle._Pickler
 
 
 class _Pickler(_Base):  # type: ignore[misc]
-    """Writes records as what they stand for; collects the tensors, in the order of their keys."""
+    """Writes records as the objects that they describe; collects the tensors, in the order of their keys."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(_Base.dispatch)
 
@@ -149,8 +153,8 @@ class _Pickler(_Base):  # type: ignore[misc]
         self.save(array.loaded())
 
     def _save_described(self, described: Described) -> None:
-        self.save(described.what)
-        self.save(described.given)
+        self.save(described.source)
+        self.save(described.arguments)
         self.write(pickle.NEWOBJ if described.is_new else pickle.REDUCE)
         self.memoize(described)
         if described.state is not None:
@@ -202,8 +206,10 @@ def save(value: Any, stream: Stream, root: str, files: Files) -> None:
     """Write `value` as an archive that torch loads.
 
     Args:
+        value: the content, with records.
+        stream: the file.
         root: the name of the archive inside of the file.
-        files: of the source, for the tensors that are copied from it.
+        files: of the source, for copied tensors.
 
     Raises:
         OSError: the disk refuses.
@@ -223,24 +229,24 @@ def save(value: Any, stream: Stream, root: str, files: Files) -> None:
 
 
 _ALIGNMENT = 64  # of the data of a file, as torch has it, in bytes
-# A file with more bytes, and one that begins behind so many, has its numbers in fields of ZIP64.
+# Members of more bytes, or that begin behind so many, have their numbers in fields of ZIP64.
 _LIMIT = (1 << 31) - 1
 _ELSEWHERE, _ELSEWHERE_16 = 0xFFFFFFFF, 0xFFFF
 _LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
 _END_64, _LOCATOR_64 = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
 _DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 _SIZES_64 = struct.Struct("<2H2Q")
-_BEHIND = 0x08  # the flag of a file whose checksum and sizes stand behind its data
+_BEHIND = 0x08  # flag: checksum and sizes stand behind the data
 _VERSION, _VERSION_64 = 20, 45
 _DATE = 0x21  # 1980-01-01, the first day that a zip file knows
 
 
 class ZipWriter:
-    """A zip file.
+    """A zip file, whose members are stored uncompressed.
 
     Args:
-        write: writes the next bytes of it.
-        tell: returns the number of bytes that are written.
+        write: writes the next bytes of the file.
+        tell: returns the number of written bytes.
     """
 
     def __init__(
@@ -252,7 +258,7 @@ class ZipWriter:
         self._directory: list[bytes] = []
 
     def add(self, name: str, size: int, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
-        """Add a file whose data begins at a multiple of 64 bytes.
+        """Add a member whose data begins at a multiple of 64 bytes.
 
         Args:
             name: of printable ASCII.
@@ -283,7 +289,7 @@ class ZipWriter:
         self._directory.append(_entry(text, size, crc, begin))
 
     def close(self) -> None:
-        """Write the directory; nothing is added after it."""
+        """Write the directory; nothing may be added afterwards."""
         begin = self._tell() - self._begin
         directory, count = b"".join(self._directory), len(self._directory)
         size, end = len(directory), b""
