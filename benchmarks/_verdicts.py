@@ -17,7 +17,7 @@ from _schedule import CHOICE, IN_AN_INCIDENT, KINDS, SECOND, Planned
 
 from adaptor.checkpoint import manifest
 from adaptor.checkpoint.tracker import tracked_step
-from adaptor.launchers.agent.worker_shutdown import EXIT_GRACE_S, SHUTDOWN_GRACE_S
+from adaptor.launchers.agent.worker_watch import EXIT_GRACE_S, SHUTDOWN_GRACE_S
 from adaptor.operations.records import unix
 from adaptor.protocol import naming
 from tests.faults.fault import PHASES, Fault

@@ -20,9 +20,8 @@ from pathlib import Path
 from _bench import Benchmark, table
 
 from adaptor import config
-from adaptor.launchers.control.agent_listener import LOOPBACK
+from adaptor.launchers.control.agent_listener import LOOPBACK, RejectedConnections
 from adaptor.launchers.control.controller_host import ControllerHost
-from adaptor.launchers.control.rejected_connections import RejectedConnections
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.launchers.records.log import Log

@@ -1,7 +1,7 @@
-"""The work of an agent on its control thread: it connects the workers of a node with the controller.
+"""The work of an agent on its control thread: connecting the workers of a node with the controller.
 
-One event loop in one thread per `ttprun`; the methods of this file run on it, but for `begin`, `connect` and
-`close`, which torch's thread calls while no worker runs. `Node` is what torch's thread sees of it.
+One event loop in one thread per `ttprun`. All methods run on the control thread, except `begin`, `connect`
+and `close`, which torch's thread calls while no worker runs. `Node` has the methods for torch's thread.
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ from adaptor import text
 from adaptor.config import Config
 from adaptor.descriptors import Descriptors
 from adaptor.errors import CheckpointError
-from adaptor.launchers.agent import board_watch, worker_shutdown
+from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.control_thread import ControlThread
 from adaptor.launchers.agent.copy_files import CopyFiles
 from adaptor.launchers.agent.copy_keeper import CopyKeeper
-from adaptor.launchers.agent.generation_state import WorkerNews
-from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks
-from adaptor.launchers.agent.start_counts import StartCounts
+from adaptor.launchers.agent.generation_state import StartCounts, WorkerNews
+from adaptor.launchers.agent.save_folder_tasks import JobLease, SaveFolderTasks
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.controller_host import ControllerHost
-from adaptor.launchers.records.job_lease import JobLease
 from adaptor.launchers.records.job_records import JobRecords
-from adaptor.launchers.spares.replacements import Replacements, WorkerStarter
+from adaptor.launchers.spares.replacements import Replacements, Starter
 from adaptor.launchers.spares.slot_filling import fill_online
 from adaptor.launchers.spares.spare_gate import SpareGate
 from adaptor.launchers.store.job_uploads import JobUploads, OutputUploads
@@ -58,16 +56,16 @@ from adaptor.protocol.messages import (
     Verdict,
 )
 
-# Descriptors that are kept for an incident: folders and files of a checkpoint, the log, the report.
+# Descriptors reserved for an incident: folders and files of a checkpoint, the log, the report.
 DESCRIPTORS = 16
 
 
 class Forwarding(enum.Enum):
-    """The use that the agent makes of a message of a worker of this node, or of the report of its death."""
+    """The use that the agent makes of messages from workers of the node, and of reports of their deaths."""
 
-    IGNORED = "no generation is open: nobody waits for it"
-    SENT = "it goes to the controller"
-    RELEASES = "the agent ends its workers itself: one that waits to be a holder is told to exit"
+    IGNORED = "no generation is open: nobody waits for the message"
+    SENT = "the message goes to the controller"
+    RELEASES = "the agent ends its workers itself: a worker that waits to be a holder is told to exit"
     JUDGED_HERE = "the controller has left after the end of the job: a failure gets its verdict here"
 
 
@@ -76,25 +74,25 @@ class AgentControl:
 
     Args:
         config: the settings.
-        job: the id that the user gave to the job; '' where there is none.
-        max_restarts: how many restarts the job may make.
+        job: the job id given by the user; '' without one.
+        max_restarts: the number of allowed restarts.
         scratch: a folder of this agent.
-        copies: the copies in host memory that it holds.
+        copies: the copies in host memory.
 
     Attributes:
         thread: the control thread.
         workers: of this node.
-        records: what operators read of the job.
-        gate: where spare nodes wait; None: not here.
-        keeper: gives host copies to another node; None: there are none, or no other node.
+        records: the files of the job for operators.
+        gate: where spare nodes wait; None on other nodes than node 0.
+        keeper: gives host copies to another node; None without host copies or other nodes.
         client: the connection to the controller; None while no generation is open.
-        news: what the workers of this generation have told.
-        verdict: on this generation; None: there is none yet.
-        dismissed: every worker of the job has ended, or this node has left it.
+        news: the messages of the workers of this generation, summarised.
+        verdict: on this generation; None before the verdict.
+        dismissed: every worker of the job has ended, or this node has left the job.
         recovered: incidents after which training goes on, with the paths of their reports.
-        given: places of lost nodes that were given to spare nodes while others train, with their owners.
-        reaped: after a verdict: every worker has gone, or was ended.
-        settled: and nothing is at work in the save folder, as far as that is known.
+        given: places of lost nodes given to spare nodes during training, with the new owners.
+        reaped: after a verdict: every worker has ended.
+        settled: after a verdict: no known work in the save folder is left.
     """
 
     def __init__(self, config: Config, job: str, max_restarts: int, scratch: Path, copies: CopyFiles) -> None:
@@ -142,11 +140,11 @@ class AgentControl:
         """Open a generation; `connect` follows. The arguments are those of `Node.begin`."""
         self.node = node
         self._may_restart, self._counts, self._joins = may_restart, counts, joins
-        for one in self.uploads:
-            one.place(node, nodes)
+        for uploads in self.uploads:
+            uploads.place(node, nodes)
         self._output_uploads.begin_outputs()
         if node != 0:
-            self.lease.release()  # rank 0, which takes the lease, is on another node from now on
+            self.lease.release()  # rank 0, which takes the lease, is now on another node
         self.generations_begun += 1
         self._descriptors.release()
         self._descriptors = Descriptors(DESCRIPTORS)
@@ -160,29 +158,29 @@ class AgentControl:
         self.records.begin(self.generations_begun)
 
     def connect(self, client: ControllerClient) -> None:
-        """From now on messages go to the controller by way of `client`."""
+        """Send messages to the controller through `client` from now on."""
         self.client = client
         self._forwarding = Forwarding.SENT
 
     def close(self) -> None:
-        """Close what outlives a generation, once the thread has ended."""
+        """Close the parts that outlive a generation, after the end of the thread."""
         self._folder_tasks.close()
         self._descriptors.release()
         self.lease.release()
         self.records.close()
-        for one in self.uploads:
-            one.close()
+        for uploads in self.uploads:
+            uploads.close()
 
     @property
     def controller_host(self) -> ControllerHost | None:
-        """Return the host of the controller, None if it runs on another node."""
+        """Return the host of the controller, None if another node runs the controller."""
         return self.client.controller_host if self.client is not None else None
 
     @property
     def report_path(self) -> str:
-        """Return the path of the last report, or the node that writes it; '' if no controller has.
+        """Return the path of the last report, or the node that writes the report; '' without a report.
 
-        A verdict that this agent gave by itself has none: the last one is of an earlier incident.
+        A verdict of the agent itself has no report: the last report belongs to an earlier incident.
         """
         reporter = self.client.reporter if self.client is not None else None
         if reporter is None or (self.verdict is not None and not self.verdict.incident):
@@ -191,7 +189,7 @@ class AgentControl:
 
     @property
     def incident_is_open(self) -> bool:
-        """Return whether an incident is known here whose verdict has not come."""
+        """Return whether an incident is known on this node without its verdict."""
         host = self.controller_host
         is_known = host.controller.incident is not None if host is not None else self.news.noticed > 0.0
         return is_known and self.verdict is None
@@ -200,16 +198,16 @@ class AgentControl:
         return self._copies.newest(is_kept=self.keeper is not None) if self._config.host_copy else None
 
     def _on_broken_off(self, reason: str) -> None:
-        """End what is left: nothing runs on the control thread any more."""
+        """End all workers: nothing runs on the control thread any more."""
         self.workers.end_the_living()
         if self.verdict is None:
             line = f"the control thread of ttprun has failed: {reason}; nothing more can be saved here"
-            self.verdict = worker_shutdown.verdict_here(line, stop="its control thread has failed")
+            self.verdict = worker_watch.verdict_here(line, stop="its control thread has failed")
         self.reaped.set()
         self.settled.set()
 
     def _on_failure(self, error: BaseException) -> None:
-        """Have the job saved and ended after an error on the control thread, on which it may depend."""
+        """Have the job saved and ended after an error on the control thread."""
         description = text.describe(error)
         try:
             if self.verdict is not None:
@@ -222,7 +220,7 @@ class AgentControl:
             self.judge(f"ttprun has failed: {description}", stop="its control thread has failed")
 
     def _forward(self, message: FromAgent) -> None:
-        """Do with `message` what the state says."""
+        """Handle `message` as the state `Forwarding` says."""
         match self._forwarding:
             case Forwarding.SENT:
                 assert self.client is not None
@@ -230,15 +228,20 @@ class AgentControl:
             case Forwarding.RELEASES:
                 self._release_worker(message)
             case Forwarding.JUDGED_HERE:
-                if failure := worker_shutdown.failure_in(message):
+                if failure := worker_watch.failure_in(message):
                     self.judge(failure)
 
     def judge(self, description: str, stop: str = "") -> None:
-        """The verdict where no controller gives one; `stop`: why the job is not started again."""
+        """Give the verdict where no controller gives one.
+
+        Args:
+            description: the failure.
+            stop: why the job is not started again.
+        """
         if self.verdict is None:
             line = f"{description}; nothing more can be saved from node {self.node}"
-            self.obey(worker_shutdown.verdict_here(line, stop))
-            for rank in sorted(self.workers.alive):  # else they would be ended, and show nothing
+            self.obey(worker_watch.verdict_here(line, stop))
+            for rank in sorted(self.workers.alive):  # a worker that exits by itself shows its error
                 self.workers.order(rank, Exit(0, blamed=rank == self.news.first_raised))
 
     def _hear(self, message: FromAgent) -> None:
@@ -262,21 +265,21 @@ class AgentControl:
                 imports = self._replacements.hear(message)
                 if imports is not None and self.gate is not None:
                     self.gate.tell_imports(imports)
-                return  # it stays here
+                return  # the controller does not need the modules
         self._forward(message)
 
     async def stop_reporting(self) -> None:
-        """Tell the controller nothing more; workers that wait to be holders are told to exit."""
+        """Stop reporting to the controller; workers that wait to be holders are told to exit."""
         self._stop_sending(Forwarding.RELEASES)
 
     def _stop_sending(self, forwarding: Forwarding) -> None:
-        """Send nothing more to the controller, and ignore its loss."""
+        """Stop sending to the controller, and ignore its loss."""
         self._forwarding = forwarding
         if self.client is not None:
             self.client.rest()
 
     def _release_worker(self, message: FromAgent) -> None:
-        """Tell a worker to exit that waits to be a holder: its state is not needed."""
+        """Tell a worker that waits to be a holder to exit: nobody needs the state."""
         if isinstance(message, Raised | TerminationRequested):
             self.obey(Addressed(message.rank, Exit(0)))
 
@@ -284,15 +287,20 @@ class AgentControl:
         """Send a message of this agent to the controller."""
         self._forward(message)
 
-    async def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
-        """Watch the workers, `processes` by rank, and their boards; `starter` makes new ones."""
+    async def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: Starter) -> None:
+        """Watch the workers and their boards.
+
+        Args:
+            processes: by rank.
+            starter: starts replacements.
+        """
         newcomers = processes if self._joins else ()
         self._replacements.begin(starter, spares_alone=not self._may_restart, newcomers=newcomers)
         folder = stack_files.folder(self._config.log_path, self.generation)
         self.workers.watch(processes, folder, self._scratch)
         self._has_workers = True
         self.thread.spawn(
-            board_watch.watch(
+            worker_watch.watch(
                 self.node,
                 self._config.hang_s,
                 self.workers,
@@ -304,10 +312,10 @@ class AgentControl:
         self.lose_absent()
 
     def lose_absent(self) -> None:
-        """Tell the controller which spare nodes have taken a place, and ended before their agents came to it.
+        """Report spare nodes that took a place and ended before their agents came to the controller.
 
-        Not before the workers of this node have been started: until then they cannot be ended. They may have
-        died since.
+        Nothing is reported before the workers of this node have been started: until then workers cannot be
+        ended.
         """
         if self.gate is not None and self.controller_host is not None and self._has_workers:
             for hello in self.gate.gone.values():
@@ -320,7 +328,7 @@ class AgentControl:
         )
 
     def obey(self, order: ControllerToAgent) -> None:
-        """Do what the controller orders, or pass it on to the worker that it is for."""
+        """Carry out an order of the controller, or pass the order on to its worker."""
         match order:
             case Addressed(rank=rank, message=message):
                 if isinstance(message, Freeze):
@@ -339,10 +347,8 @@ class AgentControl:
                 self.dismissed = True
                 self._stop_sending(Forwarding.JUDGED_HERE)
                 assert self.client is not None
-                for (
-                    early_message
-                ) in self.client.said:  # while the controller left: no verdict of it comes any more
-                    if failure := worker_shutdown.failure_in(early_message):
+                for report in self.client.said:  # a controller that has left gives no verdict
+                    if failure := worker_watch.failure_in(report):
                         self.judge(failure)
             case Verdict():
                 self.verdict = order
@@ -358,7 +364,7 @@ class AgentControl:
             self._forward(failed)
 
     async def _fill_places(self, order: FillPlaces) -> None:
-        """Give the places of lost nodes to spare nodes, whose agents come to the controller then."""
+        """Give the places of lost nodes to spare nodes, whose agents then connect to the controller."""
         assert self.controller_host is not None
         filled = await fill_online(
             self.gate,
@@ -375,7 +381,7 @@ class AgentControl:
         return self._forwarding is Forwarding.SENT and self.verdict is None
 
     def _end_incident(self, order: Recovered) -> None:
-        """Close an incident after which all ranks go on: pass it to the main thread, and reset."""
+        """Close an incident after which all ranks go on: inform the main thread, and reset."""
         self.recovered.put((order, self.report_path))
         self.news.end_incident()
         self.workers.end_incident()
@@ -386,14 +392,14 @@ class AgentControl:
     async def _reap_workers(self) -> None:
         """Have the workers of this node end after a verdict."""
         self._replacements.end_newcomers()
-        await worker_shutdown.reap(self.workers, self._job_is_over)
+        await worker_watch.reap(self.workers, self._job_is_over)
         self.reaped.set()
         try:
-            await worker_shutdown.clean_up(
+            await worker_watch.clean_up(
                 self._folder_tasks, self.controller_host, self.verdict, self.generation
             )
         finally:
-            self.settled.set()  # whatever happened: torch's thread waits for it
+            self.settled.set()  # also after an error: torch's thread waits
 
     def _look(self, boards: Sequence[BoardRecord]) -> None:
         if self.controller_host is not None:
@@ -403,7 +409,7 @@ class AgentControl:
             self._replacements.look(boards, self.news.training_began[0])
 
     async def end(self) -> None:
-        """End the generation, with all that is at work for it."""
+        """End the generation and all of its tasks."""
         self._forwarding = Forwarding.IGNORED
         await self.thread.cancel_tasks()
         await self._replacements.end()
@@ -411,7 +417,8 @@ class AgentControl:
         await self.workers.end()
         client, self.client = self.client, None
         if client is not None:
-            # Other nodes may still be at work in the folder; the next job's first rank cleans it, too.
+            # Other nodes may still be at work in the folder; the next job's first rank also cleans the
+            # folder.
             if (
                 client.controller_host is not None
                 and client.alone
@@ -419,7 +426,7 @@ class AgentControl:
                 and not self._folder_tasks.busy
             ):
                 save = Path(client.controller_host.controller.membership.save)
-                # The next start may complete a regular save that is on a disk of this node's own.
+                # The next start may complete a regular save on a disk of this node alone.
                 with contextlib.suppress(CheckpointError):
                     await self._folder_tasks.clean(save, saves=self.node == 0)
             await client.close()

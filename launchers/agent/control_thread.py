@@ -1,7 +1,7 @@
-"""The thread of an agent that runs its event loop.
+"""The thread of an agent with its event loop.
 
-Nobody else decides anything on this node. So an error that nobody has caught is handed to `AgentControl`,
-which has the job saved, and a loop that has broken off is run once more for what is still at work in it.
+All decisions on the node are made on the control thread. So an uncaught error is handed to `AgentControl`,
+which has the job saved, and a loop that breaks off is run once more for the remaining tasks.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from adaptor.launchers.records.log import tell_error
 
 T = TypeVar("T")
 
-# How often a thread that waits for a result checks that the control thread lives.
+# Seconds between two checks of a waiting thread that the control thread lives.
 ALIVE_S = 1.0
-# A thread that does nothing for so long hangs: in the kernel, on a disk that does not answer, or in an error.
-# In a large job it may be busy for seconds, for instance when all other agents end.
+# A control thread without an answer for this time hangs: in the kernel, on a silent disk, or in an error.
+# In a large job the thread may be busy for seconds, for instance when all other agents end.
 HANGS_S = 30.0
-# The same where this process was told to end, which has no such time.
+# The same limit after this process was told to end.
 HANGS_AT_END_S = 2.0
 
 
 class ControlThreadError(AdaptorError):
-    """The control thread of the agent has ended before it was to, or hangs."""
+    """The control thread of the agent has ended early, or hangs."""
 
 
 class ControlThread:
-    """An event loop in a thread of its own.
+    """An event loop in a thread.
 
     Args:
-        on_failure: is called on the thread with an uncaught error, each once.
-        on_broken_off: is called on the thread when its loop has ended before `stop`, with the reason; nothing
-            runs on it afterwards.
+        on_failure: is called on the thread with each uncaught error, once per error.
+        on_broken_off: is called on the thread after its loop has ended before `stop`, with the reason;
+            nothing runs on the thread afterwards.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ControlThread:
         self._on_failure = on_failure
         self._on_broken_off = on_broken_off
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: BaseException | None = None  # the last error of the thread's own
+        self._failure: BaseException | None = None  # the last error of the thread
         self._stopping = False
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(self._on_error)
@@ -63,7 +63,7 @@ class ControlThread:
         return not self._stopping and not self._thread.is_alive()
 
     def hangs(self, limit_s: float) -> bool:
-        """Return whether the thread is there and does nothing for `limit_s`; called from another one."""
+        """Return whether the living thread does not answer for `limit_s`; called from another thread."""
         if not self._thread.is_alive():
             return False
         answered = threading.Event()
@@ -71,14 +71,14 @@ class ControlThread:
         return threads.wait(answered, limit_s) < 0.0
 
     def wait_for(self, work: Coroutine[object, None, T], limit_s: float = math.inf) -> T:
-        """Run `work` on the control thread, called from another one; return its result.
+        """Run `work` on the control thread, called from another thread; return the result.
 
         Args:
-            work: is done there; also after `limit_s`, where the thread goes on later.
-            limit_s: how long it is waited for, in seconds.
+            work: also done after `limit_s`, if the thread goes on later.
+            limit_s: the seconds to wait.
 
         Raises:
-            ControlThreadError: the thread has ended, or has not done it in time.
+            ControlThreadError: the thread has ended, or was too slow.
         """
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
         finished = threading.Event()
@@ -93,7 +93,7 @@ class ControlThread:
         return future.result()
 
     def stop(self) -> None:
-        """End the thread, called from another one."""
+        """End the thread, called from another thread."""
         self._stopping = True
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -103,13 +103,13 @@ class ControlThread:
     # on the thread
 
     def spawn(self, work: Coroutine[object, None, None]) -> None:
-        """Run `work` as a task of its own, until `cancel_tasks`."""
+        """Run `work` as a task, until `cancel_tasks`."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._on_done)
 
     async def cancel_tasks(self) -> None:
-        """Cancel all tasks, and wait for their ends."""
+        """Cancel all tasks and wait for their ends."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -129,7 +129,7 @@ class ControlThread:
             self._run_again()
 
     def _run_again(self) -> None:
-        """Go on in a loop that has broken off: what is still at work there may save the job."""
+        """Run a loop that has broken off again: the remaining tasks may save the job."""
         reason = "it was stopped"
         try:
             self.loop.run_forever()
@@ -142,9 +142,9 @@ class ControlThread:
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         """Handle an uncaught error of a task or a callback."""
         error = cast("BaseException | None", context.get("exception"))
-        if isinstance(error, ConnectionError):  # of a connection that is gone, which is noticed elsewhere
+        if isinstance(error, ConnectionError):  # the loss of a connection is noticed elsewhere
             return
-        # asyncio only reports these: it tries again if there was no descriptor or no memory.
+        # asyncio only reports these errors, and tries again without descriptors or memory.
         exhausted = isinstance(error, OSError) and error.errno in EXHAUSTED
         if error is None or exhausted or isinstance(error, asyncio.CancelledError):
             reason = "" if error is None else f" ({text.describe(error)})"
@@ -153,9 +153,9 @@ class ControlThread:
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        if error is self._failure:  # handed on already, by the loop or by the task
+        if error is self._failure:  # the loop or the task has handed the error on
             return
         self._failure = error
         self._on_failure(error)
-        # Afterwards: it reads sources, and their disk may hang.
+        # Last, because a traceback reads source files, and their disk may hang.
         tell_error("an error in ttprun itself", error)

@@ -1,8 +1,8 @@
 """The files of host copies that an agent holds, from start to start of the workers.
 
-They are those of the workers of its node and, where it keeps copies for another node, of the ranks there.
-They are anonymous memory: they end with this process, however it ends, and nothing has a name that could be
-left behind. What is in them: `adaptor.protocol.copy_file`.
+The files belong to the workers of the node and, if the agent keeps copies for another node, to the ranks of
+that node. The files are anonymous memory without a name: they end with the agent process, however the
+process ends. `adaptor.protocol.copy_file` has their content.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class CopyFiles:
         self._ranks: set[int] = set()
 
     def begin(self, ranks: Sequence[int]) -> str:
-        """Make the files that are missing for `ranks`; return where all files are, for the environment.
+        """Make the missing files for `ranks`; return the paths of all files, for the environment.
 
-        Those of ranks that were on this node in the start before are held, too: they may be on another node
-        now. Of each rank the files that its worker writes come first.
+        Files of ranks that were on this node in the previous start are kept: the ranks may be on another
+        node now. For each rank the files that its worker writes come first.
 
         Raises:
             OSError: no more files can be made.
@@ -45,7 +45,7 @@ class CopyFiles:
         return json.dumps(paths)
 
     def own(self) -> dict[int, list[CopyFile]]:
-        """Open the files of the ranks of this node, for reading what their workers have written.
+        """Open the files of the ranks of this node for reading.
 
         Raises:
             OSError: no more files can be opened.
@@ -63,17 +63,17 @@ class CopyFiles:
         return CopyFile(_path(self._others[rank][slot]))
 
     def to_overwrite(self, rank: int, generation: str, step: int, other_step: int) -> CopyFile:
-        """Open the file in which the copy of `step` of a rank of another node is to be kept.
+        """Open the file for the copy of `step` of a rank of another node.
 
-        The copy of the step `other_step` is not overwritten, and else the older one is: a spare node that has
-        taken the place of a lost one has no copy, and these may be the only ones. What is not older than
-        `step` was sent before, or is of a step from which the job has gone back.
+        The copy of `other_step` is kept, otherwise the older copy is overwritten: a spare node in the place
+        of a lost node has no copy, and these copies may be the only ones. A copy that is not older than
+        `step` was sent before, or belongs to a step from which the job has gone back.
 
         Args:
-            rank: whose copy it is.
-            generation: the start of the workers in which it was made.
-            step: that was copied.
-            other_step: the step of the other copy that the sender has; -1: it has none.
+            rank: the owner of the copy.
+            generation: the start of the workers in which the copy was made.
+            step: the copied step.
+            other_step: the step of the sender's other copy; -1: none.
 
         Raises:
             OSError: no more files can be made or opened.
@@ -89,10 +89,10 @@ class CopyFiles:
         return self.other(rank, min(range(FILES), key=worth))
 
     def newest(self, *, is_kept: bool) -> int | None:
-        """Return the newest step of which each rank of this node has a whole copy; None: there is none.
+        """Return the newest step of which each rank of this node has a complete copy; None without one.
 
         Args:
-            is_kept: only copies count that another node has, too.
+            is_kept: count only copies that another node also has.
         """
         common_steps: set[int] | None = None
         for rank in sorted(self._ranks):
@@ -107,7 +107,7 @@ class CopyFiles:
         return max(common_steps, default=None) if common_steps else None
 
     def close(self) -> None:
-        """Let go of all."""
+        """Close all files."""
         _keep_only(self._own, ())
         _keep_only(self._others, ())
 

@@ -1,8 +1,9 @@
-"""Gives the host copies of a node's ranks to the agent of the next node, and keeps those of the node before.
+"""Gives the host copies of a node's ranks to the agent of the next node, and keeps those of the previous
+node.
 
-It runs in a thread of its own: a copy may be gigabytes, and an incident must not wait for it. A copy that has
-arrived counts once its checksum is right; the sender's file then says so, and its worker may overwrite the
-copy before. Whatever fails is tried again with the next copy; the job goes on, with one line that says it.
+All work runs in a separate thread: a copy may have gigabytes, and an incident must not wait. An arrived copy
+counts after its checksum was verified; then the sender's file is marked, and the worker may overwrite the
+previous copy. After any failure the next copy is tried; the job goes on, with one line for the user.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from adaptor.errors import StartError
 from adaptor.launchers.agent.control_thread import ControlThread, ControlThreadError
 from adaptor.launchers.agent.copy_files import CopyFiles
 from adaptor.launchers.control.agent_connection import connect
-from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener
+from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, RejectedConnections
 from adaptor.launchers.control.invitation import UNIX, kind_of
-from adaptor.launchers.control.rejected_connections import RejectedConnections
 from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
@@ -29,13 +29,13 @@ from adaptor.protocol.copy_messages import CopyFollows, CopyHello, CopyKept, fro
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Endpoint
 
-# Bytes that are read or sent at once: other connections have their turn in between.
+# Bytes read or sent at once, so that other connections get their turn.
 PIECE = 1 << 18
-# Until it tries again to reach the next node.
+# Seconds between two attempts to reach the next node.
 AGAIN_S = 2.0
-# Until it tries again to send a copy that was not kept: what is missing there may be memory.
+# Seconds until a refused copy is sent again: the next node may lack memory.
 REFUSED_S = 10.0
-# A piece of a copy that has not come, or gone, after so long will not.
+# The limit in seconds for one piece of a copy.
 SLOW_S = 30.0
 _GONE = (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError, StartError)
 
@@ -44,10 +44,10 @@ class CopyKeeper:
     """The giver and the keeper of one node, in one generation.
 
     Args:
-        node: this one.
-        files: which this agent holds.
+        node: the number of the node.
+        files: the files of the agent.
         config: the settings.
-        tls: the certificates of this node; None: without TLS.
+        tls: the certificates of the node; None: without TLS.
     """
 
     def __init__(self, node: int, files: CopyFiles, config: Config, tls: Tls | None) -> None:
@@ -66,11 +66,11 @@ class CopyKeeper:
         self._thread.start()
 
     def listen(self, secret: bytes, address: str) -> str:
-        """Keep copies of other nodes from now on; return where, for the store of the rendezvous.
+        """Keep copies of other nodes from now on; return the endpoint for the rendezvous store.
 
         Args:
             secret: the secret of this generation of the job.
-            address: at which other nodes reach this one.
+            address: the address of this node for other nodes.
         """
         self._secret = secret
 
@@ -84,15 +84,15 @@ class CopyKeeper:
         return msgspec.json.encode(self._thread.wait_for(serve())).decode()
 
     def give(self, endpoint: str, find: Callable[[], str]) -> None:
-        """Give copies of this node's ranks from now on to the keeper at `endpoint`, as `listen` returned it.
+        """Give copies of this node's ranks from now on to the keeper at `endpoint`.
 
         Args:
-            endpoint: of the next node.
-            find: returns it once more, of a spare node that has taken the place of that one meanwhile. It is
-                called in a thread.
+            endpoint: of the next node, as returned by `listen`.
+            find: returns the endpoint again, which differs after a spare node has taken the place; called in
+                a thread.
 
         Raises:
-            StartError: it is none.
+            StartError: `endpoint` is malformed.
         """
         try:
             endpoint_of_keeper = msgspec.json.decode(endpoint, type=Endpoint)
@@ -107,8 +107,8 @@ class CopyKeeper:
         self._thread.wait_for(begin())
 
     def copied(self) -> None:
-        """A worker of this node has a new copy; from any thread."""
-        with contextlib.suppress(RuntimeError):  # it was closed
+        """Note a new copy of a worker of this node; called from any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._thread.loop.call_soon_threadsafe(self._changed.set)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class CopyKeeper:
         self._tell(text.describe(error))
 
     def _tell(self, reason: str) -> None:
-        """Say once that copies do not come to the other node."""
+        """Tell the user once that the other node does not get the copies."""
         if not self._told:
             self._told = True
             output.tell(
@@ -150,32 +150,32 @@ class CopyKeeper:
                 if other_endpoint is not None and other_endpoint != endpoint:
                     endpoint = other_endpoint
                     for file in (file for files in own_files.values() for file in files):
-                        file.forget_kept()  # that node is lost
+                        file.forget_kept()  # the previous keeper is lost
 
     @staticmethod
     async def _find_again(find: Callable[[], str]) -> Endpoint | None:
-        """Return where the next node keeps copies now; None where the store does not tell."""
+        """Return the endpoint of the next node's keeper now; None if the store does not answer."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[str] = loop.create_future()
 
         def end(endpoint_text: str) -> None:
-            if not answer.done():  # else nobody waits any longer
+            if not answer.done():  # otherwise the wait was cancelled
                 answer.set_result(endpoint_text)
 
         def run() -> None:
             endpoint_text = ""
             try:
                 endpoint_text = find()
-            except Exception:  # torch's, of a store that is gone
+            except Exception:  # torch's, of a lost store
                 pass
             with contextlib.suppress(RuntimeError):  # the loop is closed: the generation is over
                 loop.call_soon_threadsafe(end, endpoint_text)
 
         try:
-            # A store that hangs must not keep ttprun from its end, as a thread of a pool would.
+            # Not in a pool: the interpreter would wait at its end for a store that hangs.
             threads.reserve.run("ttp-find", run)
             return msgspec.json.decode(await answer, type=Endpoint)
-        except (RuntimeError, msgspec.DecodeError):  # no thread can be had, or nothing was found
+        except (RuntimeError, msgspec.DecodeError):  # no thread, or no answer
             return None
 
     async def _give_until_it_is_lost(self, endpoint: Endpoint, own_files: dict[int, list[CopyFile]]) -> None:
@@ -194,7 +194,7 @@ class CopyKeeper:
             at = f"{endpoint.address} port {endpoint.port}" if endpoint.port else "its socket"
             self._tell(f"it cannot be reached at {at}")
         except _GONE:
-            pass  # a connection that was lost is made anew
+            pass  # `_give` connects again
         finally:
             if writer is not None:
                 writer.close()
@@ -203,11 +203,11 @@ class CopyKeeper:
         """Return when a worker has a new copy.
 
         Raises:
-            EOFError: the connection has ended: the node that has the copies may be lost.
-            OSError: it has broken.
+            EOFError: the connection has ended: the keeping node may be lost.
+            OSError: the connection is broken.
         """
         change = asyncio.ensure_future(self._changed.wait())
-        word = asyncio.ensure_future(reader.read(1))  # none is due: every copy was answered
+        word = asyncio.ensure_future(reader.read(1))  # no answer is due: only the end can come
         try:
             await asyncio.wait({change, word}, return_when=asyncio.FIRST_COMPLETED)
             if word.done():
@@ -221,7 +221,7 @@ class CopyKeeper:
     async def _give_newest(
         self, rank: int, files: list[CopyFile], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Send the newest copy of `rank`, unless it is kept already."""
+        """Send the newest copy of `rank`, unless the keeper has the copy."""
         complete_slots = [
             (header.step, slot, header) for slot, file in enumerate(files) if (header := file.header)
         ]
@@ -239,12 +239,12 @@ class CopyKeeper:
                 await writer.drain()
         answer = await wire.read(reader, from_keeper)
         if file.header != header or answer.step != step:
-            return  # its worker has overwritten it meanwhile
+            return  # the worker has overwritten the copy meanwhile
         if not answer.reason:
             file.note_kept(step)
             return
         self._tell(f"the copy of rank {rank}: {answer.reason}")
-        # Until it is kept no rank makes a new one.
+        # No rank makes a new copy before this copy is kept.
         await asyncio.sleep(REFUSED_S)
         self._changed.set()
 
@@ -263,12 +263,12 @@ class CopyKeeper:
                 writer.write(wire.frame(CopyKept(message.rank, message.step, reason)))
                 await writer.drain()
         except _GONE:
-            return  # who is gone comes again
+            return  # the sender connects again
 
     async def _take(
         self, message: CopyFollows, reader: asyncio.StreamReader, is_newest: Callable[[], bool]
     ) -> str:
-        """Take the bytes of a copy, while their connection is the newest one; return why it is not kept."""
+        """Read a copy from the newest connection of its sender; return why the copy is not kept, or ''."""
         reason, memory, file = "", None, None
         try:
             file = self._files.to_overwrite(message.rank, message.generation, message.step, message.beside)

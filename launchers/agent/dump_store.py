@@ -1,8 +1,8 @@
-"""The store over which the ranks of a dump find each other, in the controller's agent.
+"""The store in which the ranks of a dump find each other, in the controller's agent.
 
-The death of a worker does not end it. It has a listener of its own in the agent's event loop, so a connection
-without a proof of the secret cannot hold anything up. If all agents are on this machine, it is an abstract
-unix socket, which no other machine and no other user reaches.
+The store survives the death of a worker. Its listener in the agent's event loop accepts many connections, so
+connections without a proof of the secret cannot block others. If all agents are on this machine, the store
+is an abstract unix socket, which no other machine and no other user reaches.
 """
 
 from __future__ import annotations
@@ -12,24 +12,29 @@ import secrets
 
 import msgspec
 
-from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, bind, bind_here
-from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.control.agent_listener import (
+    LOOPBACK,
+    AgentListener,
+    RejectedConnections,
+    bind,
+    bind_here,
+)
 from adaptor.protocol import wire
 from adaptor.protocol.dump_messages import Ask, Keep, Kept, to_store
 
-# An answer also has what its connection will ask for next, up to so many bytes: one question for all, mostly.
+# An answer also contains the values that the connection will ask for next, up to this size.
 AHEAD_BYTES = 1 << 20
 
 
 class DumpStore:
-    """The store of a controller. It listens from the beginning, and answers from `start` to `close`.
+    """The store of a controller; listens from the beginning, and answers from `start` to `close`.
 
     Args:
-        address: this node's address for other nodes; the loopback address: only this machine uses it.
+        address: this node's address for other nodes; the loopback address: only this machine uses the store.
         world_size: the number of workers that may connect at once.
 
     Attributes:
-        host, port: its address for workers; port 0: `host` is the name of an abstract unix socket
+        host, port: the address for workers; port 0: `host` is the name of an abstract unix socket
         secret: 32 bytes that workers have to prove
     """
 
@@ -42,7 +47,7 @@ class DumpStore:
             self._sockets = bind("", 0)
             self.port = int(self._sockets[0].getsockname()[1])
         self._rejected = RejectedConnections("the store for dumps")
-        # Between its proof and its first message gloo looks for addresses, which may take name servers long.
+        # Between proof and first message gloo looks up addresses, and name servers may be slow.
         self._listener = AgentListener[Keep | Ask](
             self.secret,
             None,
@@ -52,7 +57,7 @@ class DumpStore:
             first_at_once=False,
             further_connections=world_size,
         )
-        self._groups: dict[str, dict[str, bytes]] = {}  # by the beginning of their keys
+        self._groups: dict[str, dict[str, bytes]] = {}  # by key prefix
         self._changed = asyncio.Event()
 
     def start(self) -> None:
@@ -83,13 +88,13 @@ class DumpStore:
                     await writer.drain()
                 message = await wire.read(reader, to_store, wire.SLOW_S)
         except (EOFError, OSError, msgspec.DecodeError):
-            return  # its death is learnt from the operating system
+            return  # the operating system reports the death of the worker
 
     def _group(self, key: str) -> dict[str, bytes]:
         return self._groups.setdefault(key.rpartition("/")[0], {})
 
     def _for(self, key: str, told_keys: set[str]) -> dict[str, bytes]:
-        """Return what is under `key`, and what this connection has not been told of the same group."""
+        """Return the value of `key`, and values of the same group that the connection has not received."""
         group = self._group(key)
         values, size = {key: group[key]}, len(group[key])
         for name, value in group.items():

@@ -1,13 +1,19 @@
-"""The incidents of a job as events of torch elastic, for tools that read its events (docs/exit_codes.md)."""
+"""The incidents of a job as torch elastic has them: events for other tools, and failed processes.
+
+docs/exit_codes.md lists the events.
+"""
 
 from __future__ import annotations
 
 import logging
+import subprocess
 import time
+from collections.abc import Mapping
 from functools import partial
 
 from torch.distributed.elastic import events
 from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from adaptor import output, text
 from adaptor.errors import ConfigError
@@ -15,20 +21,22 @@ from adaptor.protocol.messages import Recovered, Verdict
 
 INCIDENT = "ttp.incident"
 VERDICT = "ttp.verdict"
+# torch's name for the error file of a worker that has left none.
+_NO_FILE = "<N/A>"
 
 
 class ElasticEvents:
-    """Records two events for each verdict that an agent gets, once it has it.
+    """Records two events for each verdict of an agent.
 
-    The handler of the events, which somebody else has written, is called in a thread of its own, for torch's
-    own events, too. So one that raises or hangs holds up nothing but further events.
+    The event handler, which may be third-party code, is called in a separate thread, also for torch's own
+    events. So a handler that raises or hangs delays only further events.
 
     Args:
         destination: the name of a handler of torch elastic (`--event-log-handler`).
-        run_id: of the job, as torch elastic names it in its own events.
+        run_id: of the job, as in torch elastic's events.
 
     Raises:
-        ConfigError: there is no such handler.
+        ConfigError: torch elastic has no handler of the name.
     """
 
     def __init__(self, destination: str, run_id: str) -> None:
@@ -47,12 +55,12 @@ class ElasticEvents:
                 logger.addHandler(_InItsThread(handler))
 
     def conclude(self, verdict: Verdict, node: int, noticed: float) -> None:
-        """Record that an incident was noticed, and how it has ended.
+        """Record the notice and the end of an incident.
 
         Args:
             verdict: the end of the incident.
-            node: this agent's, as torch elastic's group rank.
-            noticed: when it learnt of the fault, in Unix seconds.
+            node: the agent's group rank in torch elastic.
+            noticed: when the agent learnt of the fault, in Unix seconds.
         """
         event_data: dict[str, str | int | float | bool | None] = {
             "run_id": self._run_id,
@@ -71,11 +79,11 @@ class ElasticEvents:
         self._record((INCIDENT, noticed, event_data), (VERDICT, time.time(), concluded))
 
     def go_on(self, recovered: Recovered, node: int) -> None:
-        """Record an incident after which training went on online: its outcome is `recovered`.
+        """Record an incident after which training went on online: the outcome is `recovered`.
 
         Args:
             recovered: the end of the incident.
-            node: this agent's, as torch elastic's group rank.
+            node: the agent's group rank in torch elastic.
         """
         time_now = time.time()
         event_data: dict[str, str | int | float | bool | None] = {
@@ -93,22 +101,22 @@ class ElasticEvents:
         for name, at, metadata in all_of_one:
             try:
                 events.record(Event(name, EventSource.AGENT, int(at * 1000), metadata), self._destination)
-            except Exception as error:  # it is for people
+            except Exception as error:  # events are for people
                 output.tell(f"[ttp] the event {name} is not recorded: {text.describe(error)}")
 
 
 class _InItsThread(logging.Handler):
-    """Passes events on to `handler` in a thread of its own, which alone calls it.
+    """Passes events to `handler` in a separate thread, which alone calls the handler.
 
-    So it is called without its lock: `logging` takes the locks of all handlers when a process ends, and would
-    wait for one that hangs.
+    The handler is called without its lock: at the end of a process `logging` takes the locks of all
+    handlers, and would wait for a handler that hangs.
     """
 
     def __init__(self, handler: logging.Handler) -> None:
         super().__init__(handler.level)
         self._handler = handler
         self._writer = output.Writer("ttp-events")
-        self._writer.start()  # in an incident there may be no thread to be had any more
+        self._writer.start()  # in an incident the process may get no thread
 
     def emit(self, record: logging.LogRecord) -> None:
         self._writer.submit(partial(_emit, self._handler, record))
@@ -118,5 +126,50 @@ def _emit(handler: logging.Handler, record: logging.LogRecord) -> None:
     try:
         if handler.filter(record):
             handler.emit(record)
-    except BaseException as error:  # whatever somebody's handler raises
+    except BaseException as error:  # third-party code may raise anything
         output.tell(f"[ttp] an event of torch elastic is not recorded: {type(error).__name__}: {error}")
+
+
+def failures(
+    verdict: Verdict,
+    noticed: float,
+    local_ranks: Mapping[int, int],
+    processes: Mapping[int, subprocess.Popen[bytes]],
+    error_files: Mapping[int, str],
+) -> dict[int, ProcessFailure]:
+    """Return the workers that failed by themselves, by rank, the first failure first.
+
+    Survivors, which were told to exit or were ended, are left out. torch takes the failure with the earliest
+    time as the cause, and the first of several failures with the same time.
+
+    Args:
+        verdict: the end of the incident.
+        noticed: when the agent learnt of the fault, in Unix seconds.
+        local_ranks: of the workers of the node, by rank.
+        processes, error_files: of the workers, by local rank.
+    """
+    by_rank = {}
+    for rank in verdict.fault.ranks or (verdict.cause_rank,):
+        if rank in local_ranks:
+            local_rank = local_ranks[rank]
+            by_rank[rank] = _failure(local_rank, verdict, processes[local_rank], error_files[local_rank])
+        elif rank == verdict.cause_rank:  # a rank of another node; -1: no single rank
+            by_rank[rank] = ProcessFailure(-1, verdict.fault.pid, verdict.exit_code, error_file="")
+            by_rank[rank].message = verdict.line
+        if rank in by_rank:
+            by_rank[rank].timestamp = int(noticed)
+    return by_rank
+
+
+def _failure(
+    local_rank: int, verdict: Verdict, process: subprocess.Popen[bytes], error_file: str
+) -> ProcessFailure:
+    # A worker that hung was told to exit, too, and may have exited with 0.
+    code = process.poll() or verdict.exit_code
+    try:
+        failure = ProcessFailure(local_rank, process.pid, code, error_file)
+    except Exception:  # torch has reported a damaged file: an empty one where the disk was full
+        failure = ProcessFailure(local_rank, process.pid, code, error_file="")
+    if code > 0 and failure.error_file == _NO_FILE:
+        failure.message = verdict.line
+    return failure

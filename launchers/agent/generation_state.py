@@ -1,9 +1,10 @@
-"""Notes what the workers of a node tell their agent, as far as the agent itself needs it."""
+"""Notes for the agent about a generation: messages of the workers, and the number of starts."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from adaptor.protocol.messages import Died, Dying, FromAgent, Layout, Raised, TerminationRequested
 
@@ -12,19 +13,20 @@ class WorkerNews:
     """The news of one generation of the workers of a node.
 
     Args:
-        ranks: of this node.
+        ranks: of the node.
 
     Attributes:
-        noticed: when the first fault was noticed, in Unix seconds; 0: none is known.
-        training_began: the step, and when, on the monotonic clock; None: some rank does not train yet.
-        first_raised: the rank that has raised first; -1: none.
+        noticed: when the first fault was noticed, in Unix seconds; 0: no fault.
+        training_began: the first step and the time on the monotonic clock; None: some rank does not train
+            yet.
+        first_raised: the rank that raised first; -1: none.
     """
 
     def __init__(self, ranks: Sequence[int] = ()) -> None:
         self.noticed = 0.0
         self.training_began: tuple[int, float] | None = None
         self.first_raised = -1
-        self._unbegun = set(ranks)  # on which training has not begun
+        self._unbegun = set(ranks)  # ranks that do not train yet
 
     def note(self, message: FromAgent) -> None:
         """Note a message of a worker, or the report of its death."""
@@ -43,10 +45,25 @@ class WorkerNews:
                 self.note_incident()
 
     def note_incident(self) -> None:
-        """Note that there is an incident, of which nothing was known here until now."""
+        """Note an incident of which nothing was known on the node."""
         self.noticed = self.noticed or time.time()
 
     def end_incident(self) -> None:
         """Note that all ranks go on after an incident."""
         self.noticed = 0.0
         self.first_raised = -1
+
+
+class StartCounts(NamedTuple):
+    """The starts of the workers of a job so far, for nodes that join later.
+
+    Attributes:
+        restarts: the used restarts of --max-restarts
+        generations: the number of starts of workers, restarts included
+    """
+
+    restarts: int = 0
+    generations: int = 0
+
+
+NO_STARTS = StartCounts()

@@ -1,15 +1,14 @@
 """The agent of a node as torch elastic's agent sees it, on the main thread.
 
-A generation is the time from one start of all workers to the next; `begin`, `meet` and `watch` open it, `end`
-closes it. In a file system it makes only a scratch folder, for the files of multiprocessing in workers that
-may be killed. What is decided on this node is decided on the control thread (`AgentControl`).
+A generation is the time from one start of all workers to the next; `begin`, `meet` and `watch` open a
+generation, `end` closes it. The only file system object of an agent is a scratch folder, for multiprocessing
+files of workers that may be killed. `AgentControl` makes the decisions, on the control thread.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import socket
 import subprocess
 import sys
@@ -17,7 +16,8 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+
+from torch.distributed import Store
 
 from adaptor import output, text
 from adaptor.config import Config
@@ -28,14 +28,14 @@ from adaptor.launchers.agent.agent_control import AgentControl
 from adaptor.launchers.agent.control_thread import ControlThreadError
 from adaptor.launchers.agent.copy_files import CopyFiles
 from adaptor.launchers.agent.copy_keeper import CopyKeeper
-from adaptor.launchers.agent.start_counts import NO_STARTS, StartCounts
+from adaptor.launchers.agent.generation_state import NO_STARTS, StartCounts
 from adaptor.launchers.control import invitation, tls
 from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.invitation import Invitation
 from adaptor.launchers.records.log import Log
 from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.spares import spare_node
-from adaptor.launchers.spares.replacements import WorkerStarter
+from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.slot_filling import fill_for_restart
 from adaptor.launchers.spares.spare_gate import SpareGate
 from adaptor.launchers.spares.spare_node import Taken
@@ -58,22 +58,11 @@ from adaptor.protocol.messages import (
     AgentHello,
     AgentTerminationRequested,
     NodesWaiting,
-    Recovered,
-    Verdict,
 )
 from adaptor.protocol.spare_node_messages import MemberHello, SpareHello, TakePlace
 
-# Where the keeper of host copies of a node is found in the rendezvous store.
+# The key of a node's keeper of host copies in the rendezvous store.
 _KEEPER = "ttp/copies/{}"
-
-
-class RendezvousStore(Protocol):
-    """The store over which the agents of a generation have met, of torch elastic."""
-
-    def get(self, key: str) -> bytes: ...
-
-    def set(self, key: str, value: bytes) -> None:
-        """Let other nodes find `value` under `key`."""
 
 
 class Node:
@@ -81,12 +70,12 @@ class Node:
 
     Args:
         config: the settings.
-        job: the id that the user gave to the job; '' where there is none.
-        max_restarts: how many restarts the job may make.
-        nodes: MIN:MAX, where the number of nodes may change between two starts; '' where it is fixed.
+        job: the job id given by the user; '' without one.
+        max_restarts: the number of allowed restarts.
+        nodes: MIN:MAX, where the number of nodes may change between two starts; '' for a fixed number.
 
     Attributes:
-        control: what its control thread does.
+        control: the work of the agent on its control thread.
         only_writes_copies: the next workers write the copies in host memory, and do not train.
     """
 
@@ -112,7 +101,7 @@ class Node:
         node: int,
         nodes: int,
         world_size: int,
-        store: RendezvousStore,
+        store: Store,
         host: str,
         *,
         may_restart: bool = True,
@@ -122,18 +111,18 @@ class Node:
     ) -> None:
         """Prepare a generation before its workers start.
 
-        Make their boards, run the controller or connect to it, and set their environment.
+        Make the boards, run the controller or connect to the controller, and set the workers' environment.
 
         Args:
-            ranks: of this node.
-            node: the rank of this node.
+            ranks: of the node.
+            node: the rank of the node.
             nodes, world_size: the numbers of nodes and ranks of the job.
-            store: the rendezvous store, which all agents share, with keys of this generation alone.
+            store: the rendezvous store of all agents, with keys of this generation alone.
             host: the address of node rank 0.
-            may_restart: whether all may be started again after this; if not, only a spare replaces a rank.
-            has_met_before: whether the job had workers on other nodes before this one came.
-            counts: of the starts so far, with this one.
-            place: of a spare node whose workers join others that train.
+            may_restart: whether a restart remains; without one only a spare replaces a rank.
+            has_met_before: whether the job had workers on other nodes before this node joined.
+            counts: the starts so far, including this start.
+            place: the place of a spare node whose workers join training workers.
         """
         control = self.control
         os.environ[LAST_INCIDENT] = _for_environment(control.verdict.line) if control.verdict else ""
@@ -168,12 +157,12 @@ class Node:
                 )
             )
             if nodes > 1:
-                store.set(invitation.KEY, own_invitation.encode())
+                store.set(invitation.KEY, own_invitation.encode().decode())
             wait(control.say(AgentHello(node, tuple(ranks), host=socket.gethostname(), pid=os.getpid())))
         else:
             awaited_place = f"the controller, on node 0 of {nodes} at {host}"
             invitation_bytes: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: awaited_place)
-            # Before an order can come, which to a spare node may be the first thing that the controller says.
+            # Before `join`: to a spare node the controller may send an order first.
             control.generation = Invitation.decode(
                 invitation_bytes, invitation.kind_of(self._config)
             ).generation
@@ -187,10 +176,10 @@ class Node:
         control.generation = os.environ[GENERATION] = own_invitation.generation
         os.environ[IS_RESTART] = str(int(own_invitation.restart))
 
-    def _keep_copies(self, client: ControllerClient, node: int, nodes: int, store: RendezvousStore) -> None:
-        """Keep host copies of the node before, and give those of this node to the next one."""
+    def _keep_copies(self, client: ControllerClient, node: int, nodes: int, store: Store) -> None:
+        """Keep host copies of the previous node, and give those of this node to the next node."""
         keeper = self.control.keeper = CopyKeeper(node, self._copies, self._config, self._tls)
-        store.set(_KEEPER.format(node), keeper.listen(client.secret, client.address).encode())
+        store.set(_KEEPER.format(node), keeper.listen(client.secret, client.address))
         next_node = (node + 1) % nodes
 
         def find() -> str:
@@ -199,7 +188,7 @@ class Node:
         keeper.give(wait_for(find, lambda: f"node {next_node}, which keeps copies of this one"), find)
 
     def _set_environment(self, ranks: Sequence[int]) -> None:
-        """Make the boards of `ranks`, and tell their workers where all is."""
+        """Make the boards of `ranks`, and put all paths into the workers' environment."""
         boards = self.control.workers.begin(ranks)
         os.environ[AGENT] = self.control.workers.address
         os.environ[BOARD] = boards.path
@@ -207,12 +196,12 @@ class Node:
         os.environ[SCRATCH] = self._scratch.name
         os.environ[ONLY_COPIES] = str(int(self.only_writes_copies))
         os.environ[COPY_FILES] = self._copies.begin(ranks if self._config.host_copy else ())
-        with contextlib.suppress(OSError):  # something may have cleaned up there; workers do without it
+        with contextlib.suppress(OSError):  # a cleaner may have removed the folder; workers can do without
             Path(self._scratch.name).mkdir(mode=0o700, exist_ok=True)
         os.environ.update(self.control.lease.environment())
 
     def _serve(self) -> None:
-        """Serve the files of the job from here; before workers were started what is wrong ends ttprun."""
+        """Serve the files of the job from this node; before the first workers a failure ends ttprun."""
         try:
             self.control.records.server.start()
         except (AdaptorError, OSError, RuntimeError) as error:
@@ -221,10 +210,10 @@ class Node:
             output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(error)}")
 
     def open_gate(self, common: SpareHello, host: str) -> bytes:
-        """Let spare nodes wait here; return what they find in the rendezvous store.
+        """Open the gate for spare nodes; return the invitation for the rendezvous store.
 
         Args:
-            common: what they must have in common with this node.
+            common: the facts that spare nodes must share with this node.
             host: the address of this node.
         """
         gate = self.control.gate = SpareGate(
@@ -235,14 +224,15 @@ class Node:
     def stay_at_gate(
         self, gate: bytes, host: str, node: int, ranks: tuple[int, ...], taken: Taken | None = None
     ) -> None:
-        """Keep a connection to the gate of node 0 as long as this process lives, by which its end is noticed.
+        """Keep a connection to the gate of node 0 for the life of this process; its loss means that the
+        node is lost.
 
         Args:
             gate: the invitation.
             host: the address of node 0.
-            node: this one.
-            ranks: of its workers.
-            taken: the place that this node has taken as a spare, with its connection.
+            node: the number of this node.
+            ranks: of the workers.
+            taken: the place that this spare node has taken, with its connection; None for other nodes.
         """
         gate_invitation = Invitation.decode(gate, invitation.kind_of(self._config))
         owner = taken.place.owner if taken is not None else ""
@@ -254,80 +244,57 @@ class Node:
         self.control.thread.wait_for(self._at_gate.begin())
 
     def fill(self, lost: Sequence[int], counts: StartCounts) -> dict[int, str]:
-        """Give the places of lost nodes to spare nodes, for a restart; the arguments: `fill_for_restart`."""
+        """Give the places of lost nodes to spare nodes, for a restart; the arguments are those of
+        `fill_for_restart`.
+        """
         assert self.control.gate is not None
         host = self.control.controller_host
         assert host is not None
         work = fill_for_restart(self.control.gate, host.controller.membership, lost, counts, host.until)
         return self.control.thread.wait_for(work)
 
-    @property
-    def given(self) -> queue.SimpleQueue[dict[int, str]]:
-        """Return the places that were given to spare nodes while others train, with their owners."""
-        return self.control.given
-
     def meet(self) -> None:
-        """Wait for the addresses of the nodes that stand by."""
+        """Wait for the addresses of the standby nodes."""
         assert self.control.client is not None
         self.control.thread.wait_for(self.control.client.meet())
 
-    def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: WorkerStarter) -> None:
-        """Watch the workers, which have been started; `processes` by rank; `starter` starts more of them."""
-        os.environ.pop(NEWCOMER, None)  # of those that have been started
+    def watch(self, processes: Mapping[int, subprocess.Popen[bytes]], starter: Starter) -> None:
+        """Watch the started workers.
+
+        Args:
+            processes: by rank.
+            starter: starts replacements.
+        """
+        os.environ.pop(NEWCOMER, None)  # the newcomers have been started
         self.control.thread.wait_for(self.control.watch(processes, starter))
 
     @property
     def is_needed(self) -> bool:
-        """Return whether workers of this node are alive, or an incident needs its agent.
+        """Return whether workers of the node are alive, or an incident needs the agent.
 
-        That has the controller, or publishes what workers of other nodes write.
+        An agent may run the controller, or publish files of other nodes' workers.
         """
         return self.control.workers.running or self.control.incident_is_open
 
     @property
-    def verdict(self) -> Verdict | None:
-        """Return the verdict on this generation; None: there is none yet."""
-        return self.control.verdict
-
-    @property
-    def noticed(self) -> float:
-        """Return when the fault was noticed, in Unix seconds; 0: none is known."""
-        return self.control.news.noticed
-
-    @property
-    def training_began(self) -> tuple[int, float] | None:
-        """Return at which step training began, and when, on the monotonic clock; None: it has not."""
-        return self.control.news.training_began
-
-    @property
-    def recovered(self) -> queue.SimpleQueue[tuple[Recovered, str]]:
-        """Return the incidents after which training goes on, with the paths of their reports."""
-        return self.control.recovered
-
-    @property
     def save(self) -> str:
-        """Return the save folder; '' if only another node knows it, or none does yet."""
+        """Return the save folder; '' if unknown, or known only to another node."""
         host = self.control.controller_host
         return host.controller.membership.save if host is not None else ""
 
     @property
-    def report(self) -> str:
-        """Return the path of the last report, or the node that writes it; '' if no controller has."""
-        return self.control.report_path
-
-    @property
     def over(self) -> bool:
-        """Return True if every worker of the job has ended; until then one may fail, and all start again.
+        """Return True if every worker of the job has ended; a failure before may restart all workers.
 
-        The controller knows it, not the processes that live: those that died may still get a verdict.
+        The controller decides, not the processes: a dead worker may still get a verdict.
         """
         host = self.control.controller_host
         return self.control.dismissed or (host is not None and host.dismissed)
 
     def fits(self, nodes: int) -> bool | None:
-        """Return whether the job could train on so many nodes; None while it has not begun to train.
+        """Return whether the job could train on the number of nodes; None before training begins.
 
-        It is asked on node 0, where the controller is.
+        Asked on node 0, which runs the controller.
         """
         host = self.control.controller_host
         if host is None or not (self.control.news.training_began or host.controller.membership.unprotected):
@@ -335,12 +302,12 @@ class Node:
         return host.controller.membership.fits(nodes)
 
     def ask_for_nodes(self, count: int) -> None:
-        """Have the job saved, so that all start again with the nodes that wait; a verdict says that it is."""
+        """Ask for a save, after which a verdict restarts all workers with the nodes that wait."""
         with contextlib.suppress(ControlThreadError):
             self.control.thread.wait_for(self.control.say(NodesWaiting(self.control.node, count)))
 
     def leave(self, signal: str, grace_s: float) -> None:
-        """Have the job saved, because this agent was told to end; a verdict says that it was in time.
+        """Have the job saved because this agent was told to end; a verdict confirms the save.
 
         Args:
             signal: the name of the signal.
@@ -348,33 +315,29 @@ class Node:
         """
         until = time.monotonic() + grace_s
         self._is_told_to_end = True
-        for one in self.control.uploads:
-            one.leave(grace_s)
+        for uploads in self.control.uploads:
+            uploads.leave(grace_s)
         if self.is_needed:
             with contextlib.suppress(ControlThreadError):
                 request = AgentTerminationRequested(self.control.node, signal)
                 self.control.thread.wait_for(self.control.say(request), grace_s)
-            self.mark_leaving()
+            self.control.lease.mark_leaving()
             self.control.reaped.wait(max(0.0, until - time.monotonic()))
 
     def record_next_action(self, action: str) -> None:
-        """Add to the report of the last incident what is done after its verdict."""
+        """Add the action after the verdict to the report of the last incident."""
         with contextlib.suppress(RuntimeError):  # the control thread has ended
             self.control.thread.loop.call_soon_threadsafe(
                 self.control.records.report.record_next_action, action
             )
 
-    def mark_leaving(self) -> None:
-        """The job ends, and may save until then: one that is started again waits for that."""
-        self.control.lease.mark_leaving()
-
     def dismiss(self, *, at_once: bool = False) -> None:
-        """Stop reporting: the workers are about to be ended by this agent, and their deaths are no failures.
+        """Stop reporting: the agent is about to end its workers, and their deaths are no failures.
 
-        A control thread that hangs is not waited for: it may not keep this process from its end.
+        A control thread that hangs is not waited for, so that the process can end.
 
         Args:
-            at_once: kill them now, whatever they are doing.
+            at_once: kill the workers now.
         """
         with contextlib.suppress(ControlThreadError):
             self.control.thread.wait_for(self.control.stop_reporting(), self._patience_s)
@@ -383,16 +346,14 @@ class Node:
 
     @property
     def _patience_s(self) -> float:
-        """Return after how many seconds the control thread is taken for one that hangs."""
+        """Return the seconds after which a silent control thread counts as hanging."""
         return control_thread.HANGS_AT_END_S if self._is_told_to_end else control_thread.HANGS_S
-
-    def wait_until_reaped(self) -> None:
-        """Wait, after a verdict, until every worker has gone, or was ended."""
-        self.control.reaped.wait()
 
     def end(self) -> None:
         """Close the generation: every worker is dead."""
-        if self.verdict is not None:  # what is removed then must not be what others have begun to write
+        if (
+            self.control.verdict is not None
+        ):  # what is removed then must not be what others have begun to write
             self.control.settled.wait()
         with contextlib.suppress(ControlThreadError):
             self.control.thread.wait_for(self.control.end())
@@ -401,9 +362,9 @@ class Node:
             keeper.close()
 
     def close(self) -> bool:
-        """Stop the control thread; return whether it had failed: it had ended by itself, or hangs.
+        """Stop the control thread; return whether the thread had ended by itself, or hangs.
 
-        One that hangs is left behind, so this process has to be left without waiting for its threads.
+        A hanging thread is left behind, so the process must exit without waiting for its threads.
         """
         thread = self.control.thread
         has_broken_off, hangs = thread.has_broken_off, thread.hangs(self._patience_s)
@@ -426,9 +387,6 @@ class Node:
 
 
 def _for_environment(line: str) -> str:
-    """Return `line` as an environment variable can hold it, whatever is in an error that it quotes.
-
-    That is without NUL, and in the encoding of the locale, which need not be UTF-8.
-    """
+    """Return `line` as a valid environment variable: without NUL, in the encoding of the locale."""
     coding = sys.getfilesystemencoding()
     return line.replace("\0", " ").encode(coding, "backslashreplace").decode(coding)

@@ -22,7 +22,7 @@ DATA = _LAUNCHERS / "store" / "data_main.py"
 
 
 def end(process: subprocess.Popen[bytes], within_s: float) -> None:
-    """End a program, which ends when its stdin is closed.
+    """Close the stdin of a program, which ends the program.
 
     Args:
         process: of the program.

@@ -1,16 +1,28 @@
-"""Runs an agent's work in the save folder in threads, because the disk may be slow or hang."""
+"""The agent's work in the save folder: orders of the controller in threads, and the lease.
+
+The disk may be slow or hang, so no order runs on the control thread.
+
+Rank 0 takes the lease before it trains (`adaptor.checkpoint.lease_claim`), and notes the folder in a file;
+the agent of node 0 refreshes the lease from then on, also without living workers, and releases it at the
+end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+import msgspec
+
 from adaptor import text
-from adaptor.checkpoint import disk, left_overs, publish, tracker
+from adaptor.checkpoint import disk, lease_claim, left_overs, publish, tracker
+from adaptor.checkpoint.lease import Lease
+from adaptor.checkpoint.lease_owner import Owner
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.deadline import deadline
@@ -20,18 +32,19 @@ from adaptor.threads import Reserve
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# The time to remove what was not published; the next start removes what is left.
+# The time to remove unpublished files; the next start removes the rest.
 CLEAN_S = 30.0
-# Threads that are there before an incident: one for the job, one where that hangs.
+# Threads started before an incident: one for the work, one in case the first hangs.
 RESERVE = 2
 
 
 class SaveFolderTasks:
-    """Carries out the controller's orders; an error becomes an answer, because the controller waits for one.
+    """Carries out orders of the controller; an error becomes an answer, because the controller waits for
+    an answer.
 
     Attributes:
-        moved: a count of progress, like that on the workers' boards
-        saves: the save folders that workers of this node train for; an order for another folder is refused
+        moved: a count of progress, like the counts on the workers' boards
+        saves: the save folders of the node's workers; an order for another folder is refused
     """
 
     def __init__(self) -> None:
@@ -47,14 +60,14 @@ class SaveFolderTasks:
 
     @property
     def busy(self) -> bool:
-        """Return True while a thread is at work, even if nobody waits for it any more."""
+        """Return True while a thread is at work, even if nobody waits for the result."""
         return bool(self._running)
 
     def expect_parts(self) -> None:
-        """Get ready, in a thread and once, to join last words of parts: a fault leaves no time for it."""
+        """Prepare, in a thread and once, to join last words of parts: a fault leaves no time."""
         if not self._expects_parts:
             self._expects_parts = True
-            with contextlib.suppress(RuntimeError):  # without a thread the publish does it itself
+            with contextlib.suppress(RuntimeError):  # without a thread `publish` prepares
                 self._threads.run("ttp-get-ready", publish.get_ready)
 
     async def do(self, order: Prepare | Publish | Find, node: int, generation: str) -> FromAgent:
@@ -62,8 +75,8 @@ class SaveFolderTasks:
 
         Args:
             order: of the controller.
-            node: this node.
-            generation: of the workers of the incident; it is part of folder names.
+            node: the number of the node.
+            generation: of the workers of the incident, a part of folder names.
         """
         root = Path(order.save)
         match order:
@@ -88,7 +101,7 @@ class SaveFolderTasks:
             return PublishFailed(node, order.incident, _line(error), order.number)
 
     def _below(self, root: Path, act: Callable[[], T]) -> T:
-        """Call `act`, after making sure that `root` is a folder that this node's workers save to."""
+        """Call `act`, after checking that the node's workers save to `root`."""
         if not any(disk.is_same(root, Path(save)) for save in self.saves):
             known_folders = " or ".join(sorted(self.saves)) or "none yet"
             raise CheckpointError(f"{root}: is not the save folder of this node's workers ({known_folders})")
@@ -106,29 +119,28 @@ class SaveFolderTasks:
     async def clean(
         self, root: Path, term: int | None = None, generation: str = "", *, saves: bool = True
     ) -> None:
-        """Call `left_overs.clean`, and wait for it CLEAN_S at most: the disk may hang.
-
-        `saves`: see there.
-        """
+        """Call `left_overs.clean`, and wait at most CLEAN_S: the disk may hang. `saves` is passed on."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with deadline(CLEAN_S):
                 await self._in_thread(left_overs.clean, root, term, generation, saves=saves)
 
     async def _in_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `act` in a thread that is not joined: a thread that hangs must not keep ttprun from its end."""
+        """Run `act` in a thread that is never joined, so that a thread that hangs cannot delay the end of
+        ttprun.
+        """
         job = functools.partial(act, *args, **kwargs)
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[T] = loop.create_future()
 
         def end(tell: Callable[[], None]) -> None:
             self._running.discard(job)
-            if not answer.done():  # else nobody waits any longer
+            if not answer.done():  # otherwise the wait was cancelled
                 tell()
 
         def run() -> None:
             try:
                 tell = functools.partial(answer.set_result, job())
-            except BaseException as error:  # an answer is waited for, whatever it is
+            except BaseException as error:  # the controller waits for an answer
                 job_error = error if isinstance(error, Exception) else OSError(_line(error))
                 tell = functools.partial(answer.set_exception, job_error)
             with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
@@ -145,3 +157,46 @@ class SaveFolderTasks:
 
 def _line(error: BaseException) -> str:
     return text.encodable(str(error)) if isinstance(error, CheckpointError) else text.describe(error)
+
+
+class JobLease:
+    """The lease of one job.
+
+    Args:
+        scratch: a folder of this agent, in which rank 0 notes the save folder.
+        timeout_s: how long a worker waits for a lease of a job that is about to end, in seconds.
+    """
+
+    def __init__(self, scratch: Path, timeout_s: float) -> None:
+        self._note = scratch / "lease"
+        self._timeout_s = timeout_s
+        self._owner = Owner.of(os.getpid())
+        self._lease: Lease | None = None
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables with which a worker takes the lease."""
+        return {
+            lease_claim.NOTE: str(self._note),
+            lease_claim.PATIENCE: f"{self._timeout_s:g}",
+            lease_claim.OWNER: msgspec.json.encode(self._owner).decode(),
+        }
+
+    def keep(self, save: Path) -> None:
+        """Refresh the lease of `save`, taken by rank 0, until `release`."""
+        if self._lease is None:
+            self._lease = Lease(save, self._owner)
+            self._lease.keep()
+
+    def mark_leaving(self) -> None:
+        """Let the next job wait: the job ends, and may save until then."""
+        if self._lease is not None:
+            self._lease.leave()
+
+    def release(self) -> None:
+        """Release the lease, also a lease that rank 0 took before training began."""
+        if self._lease is None:
+            with contextlib.suppress(OSError):
+                self._lease = Lease(Path(self._note.read_text()), self._owner)
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None

@@ -1,11 +1,11 @@
-"""Collects the stacks of the workers of a job that hangs, from outside.
+"""Collects the stacks of the workers of a job that hangs, from outside the workers.
 
-A worker writes its stacks by itself when it is asked to freeze (`adaptor.worker.stacks`). The agent adds
-native frames, if py-spy is installed, and the stacks of workers that do not answer: by a signal, whose
-handler needs no interpreter lock.
+A worker writes its stacks by itself when asked to freeze (`adaptor.worker.stacks`). The agent adds native
+frames, if py-spy is installed, and the stacks of workers that do not answer: by a signal, whose handler
+needs no interpreter lock.
 
-Invariants: py-spy looks at a worker before it gets any order, because an answer may wake its main thread; no
-worker is ended before its stacks are in the folder. Each of the two waits `LOOK_S` at most.
+Invariants: py-spy reads a worker before the worker gets any order, because an answer may wake its main
+thread; no worker is ended before its stacks are in the folder. Each of the two steps takes at most `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pathlib import Path
 
 from adaptor.protocol import stack_files
 
-# A look from outside takes half a second, and all of this on a busy machine. With what the worker does then
-# it must be over before a rank counts as one that does not answer (`controller.freeze.HANG_ANSWER_S`).
+# py-spy takes half a second, and up to LOOK_S on a busy machine. py-spy and the worker's answer must be done
+# before the rank counts as silent (`controller.freeze.HANG_ANSWER_S`).
 LOOK_S = 2.0
-# A process that is stopped, or hangs in the kernel, cannot be attached to, but its memory can be read.
+# A process that is stopped or hangs in the kernel cannot be attached to, but its memory can be read.
 _WAYS = ("--native", "--nonblocking")
-_NOT_ATTACHED = "TtD"  # its state, as the kernel says it
+_NOT_ATTACHED = "TtD"  # the states of such a process
 
 
 class StackCollector:
     """The collector of the stacks of a generation of workers.
 
     Args:
-        folder: the folder for the stacks of the first incident; `stack_files.of_incident` has the others.
-        scratch: the agent's folder, to which workers write their stacks after the signal.
+        folder: the stack folder of the first incident; `stack_files.of_incident` names the others.
+        scratch: the agent's folder, to which workers write stacks after the signal.
     """
 
     def __init__(self, folder: Path, scratch: Path) -> None:
@@ -45,34 +45,38 @@ class StackCollector:
         self._scratch = scratch
         self._py_spy = find_py_spy()
         self._called = False
-        self._asked_at: dict[int, tuple[int, int]] = {}  # process, and bytes that it had written when asked
+        self._asked_at: dict[int, tuple[int, int]] = {}  # process, and its written bytes when asked
 
     def begin_incident(self, incident: int) -> None:
         """Begin an incident in which the job hangs."""
         self._folder = stack_files.of_incident(self._first, incident)
 
     def end_incident(self) -> None:
-        """End an incident after which all ranks train on: the next one may be no hang."""
+        """End an incident after which all ranks train on."""
         self._called = False
 
     async def look(self, processes: Mapping[int, int]) -> None:
-        """Read native stacks with py-spy; `processes`: process numbers by rank. No order was sent yet."""
+        """Read native stacks with py-spy, before any order.
+
+        Args:
+            processes: process numbers by rank.
+        """
         self._called = True
         if self._py_spy is not None:
             await _for_each(processes, self._look_at)
 
     async def ask(self, processes: Mapping[int, int]) -> None:
-        """Send the signal to those that have not written their stacks."""
+        """Send the signal to workers that have not written their stacks."""
         if self._called:
             await _for_each(processes, self._ask)
 
     async def keep(self, processes: Mapping[int, int]) -> None:
-        """Keep what the signal made them write; they are about to be ended."""
+        """Keep the stacks written after the signal; the workers are about to be ended."""
         if self._called:
             await _for_each(processes, self._keep)
 
     async def take(self, rank: int, pid: int) -> None:
-        """Have one worker write its stacks, wait for them and keep them: it alone is about to be ended."""
+        """Have one worker write its stacks, and keep them: only this worker is about to be ended."""
         if self._called:
             await _for_each({rank: pid}, self._ask)
             await _for_each({rank: pid}, self._await)
@@ -92,7 +96,7 @@ class StackCollector:
             os.kill(pid, stack_files.SIGNAL)
 
     def _await(self, rank: int, pid: int) -> None:
-        """Wait until a worker has written what the signal asks for; one that is stopped writes nothing."""
+        """Wait until a worker has written stacks after the signal; a stopped worker writes nothing."""
         until = time.monotonic() + LOOK_S
         size_before = self._written_before(rank, pid)
         size_now = self._size(rank)
@@ -107,7 +111,7 @@ class StackCollector:
         return stack_files.scratch(self._scratch, rank).stat().st_size
 
     def _written_before(self, rank: int, pid: int) -> int:
-        """Return the bytes that a process had written in earlier incidents."""
+        """Return the bytes written by a process in earlier incidents."""
         asked_pid, size = self._asked_at.get(rank, (pid, 0))
         return size if asked_pid == pid else 0
 
@@ -126,10 +130,10 @@ class StackCollector:
 
 
 async def _for_each(processes: Mapping[int, int], act: Callable[[int, int], None]) -> None:
-    """Call `act` for each rank, in threads of their own: a file system that hangs keeps them, not this."""
+    """Call `act` for each rank in its own thread, so that a file system that hangs blocks no event loop."""
 
     def safely(rank: int, pid: int) -> None:
-        # It is for people: whatever goes wrong, the incident goes on without it.
+        # Stacks are for people: after any error the incident goes on without stacks.
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             act(rank, pid)
 
@@ -138,7 +142,7 @@ async def _for_each(processes: Mapping[int, int], act: Callable[[int, int], None
         for process in processes.items()
     ]
     until = time.monotonic() + LOOK_S
-    with contextlib.suppress(RuntimeError):  # no more threads can be started: it goes on without
+    with contextlib.suppress(RuntimeError):  # no more threads: the incident goes on without stacks
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -151,7 +155,9 @@ def find_py_spy() -> str | None:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal, which would end it otherwise."""
+    """Return whether a process has a handler for a signal; without a handler the signal would end the
+    process.
+    """
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", _status(pid), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
 

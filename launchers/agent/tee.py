@@ -1,8 +1,8 @@
-"""Copies to stdout and stderr what workers write (`--tee`), and holds nobody up where nobody reads it.
+"""Copies the output of workers to stdout and stderr (`--tee`), without blocking when nobody reads.
 
-torch copies each log file in a thread of an executor. It waits for these threads without a limit whenever it
-ends workers, and drops a signal that comes meanwhile; the end of the interpreter waits for them, too. So no
-worker would be started again where a reader has stopped (a connection that hangs, Ctrl-S, a pager).
+torch copies each log file in a thread of an executor. torch waits for these threads without a limit whenever
+it ends workers, and drops signals meanwhile; the end of the interpreter also waits. So workers would not be
+restarted after a reader has stopped (a hanging connection, Ctrl-S, a pager).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from adaptor import output, threads
 
-# Written by one call, so a line of that length is whole, whoever writes beside it. A reader that takes less
+# Written by one call, so that other writers cannot split a line of this length. A reader that takes less
 # within `output.DRAIN_S` has stopped.
 _PIECE = 1 << 16
 
 
 class Tee(TailLog):
-    """torch's, with threads that need not be waited for.
+    """torch's class with threads that the interpreter does not wait for.
 
-    They are waited for as long as something is written. What they have not written then they write when
-    somebody reads again, beside those of the next workers; at the end of the process it is lost.
+    A wait lasts as long as the threads write. Unwritten output is written when somebody reads again, beside
+    the output of the next workers; at the end of the process it is lost.
     """
 
     def start(self) -> Tee:
@@ -40,9 +40,9 @@ class Tee(TailLog):
 
 
 class _Stream:
-    """The stream to which all log files of one kind are copied, past Python's own buffers.
+    """The target of all log files of one kind, without Python's own buffers.
 
-    A thread that hangs in these keeps the end of the interpreter from writing them.
+    A thread that hangs in Python's buffers would block the end of the interpreter.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -53,7 +53,7 @@ class _Stream:
         self._hangs = False
 
     def write(self, line: str) -> None:
-        """Write a line; it may wait for ever."""
+        """Write a line; may block forever."""
         with self._whole_lines:
             if self._descriptor is None:
                 self._stream.write(line)
@@ -65,7 +65,7 @@ class _Stream:
                 self._written += 1
 
     def wait_for(self, end: threading.Event) -> None:
-        """Wait for the end of one that writes to it, as long as it takes anything."""
+        """Wait for the end of a writing thread, as long as the reader takes anything."""
         while not self._hangs:
             written_before = self._written
             if threads.wait(end, output.DRAIN_S) >= 0.0:
@@ -74,7 +74,9 @@ class _Stream:
 
 
 class _Threads:
-    """Has what torch asks of its executor; the end of the interpreter does not wait for these threads."""
+    """The part of an executor that torch uses; the end of the interpreter does not wait for these
+    threads.
+    """
 
     def __init__(self, stream: _Stream) -> None:
         self._stream = stream
@@ -83,11 +85,11 @@ class _Threads:
         return _Copy(partial(copy, **job), self._stream)
 
     def shutdown(self, wait: bool) -> None:
-        """Has nothing to do: each copy has been waited for."""
+        """Do nothing: each copy has been waited for."""
 
 
 class _Copy:
-    """Has what torch asks of a future."""
+    """The part of a future that torch uses."""
 
     def __init__(self, work: Callable[[], None], stream: _Stream) -> None:
         self._work = work
@@ -95,12 +97,12 @@ class _Copy:
         self._end = threading.Event()
         try:
             threading.Thread(target=self._run, name="ttp-tee", daemon=True).start()
-        except RuntimeError:  # no more threads for this process: the log file has it all
+        except RuntimeError:  # no more threads: only the log file has the output
             self._end.set()
 
     def _run(self) -> None:
         try:
-            with contextlib.suppress(OSError, ValueError):  # a pipe or a file that is closed, a full disk
+            with contextlib.suppress(OSError, ValueError):  # a closed pipe or file, a full disk
                 self._work()
         finally:
             self._end.set()

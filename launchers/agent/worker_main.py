@@ -1,9 +1,9 @@
-"""The program that each worker runs first: `python .../worker_main.py [--module] script [arguments]`.
+"""The first program of each worker: `python .../worker_main.py [--module] script [arguments]`.
 
-It is started by its path, not with `-m`: that would let files of the working directory take the place of
-modules. It connects to the agent, enables the adaptor and runs the script as `python script` would. An
-exception that leaves the script is reported to the agent, and the process stays: its state is intact, and may
-be saved.
+Started by its path, not with `-m`, so that files of the working directory cannot replace modules. The
+program connects to the agent, enables the adaptor and runs the script as `python script` would. An exception
+that leaves the script is reported to the agent, and the process stays: its state is intact, and may be
+saved.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def main() -> None:
 
 
 def arm(worker: WorkerRuntime | None) -> Callable[[], None]:
-    """Patch what is imported from now on; a second call changes nothing.
+    """Patch later imports; a second call changes nothing.
 
     Args:
-        worker: this process's; None in a spare, which is none yet.
+        worker: of the process; None in a spare, which is no worker yet.
 
     Returns:
-        What ends the process on its device, after a script that has ended well.
+        The function that ends the process on its device, after a successful script.
     """
     import adaptor
     from adaptor import context, devices, output, patches, patching
@@ -88,15 +88,15 @@ def run(arguments: list[str]) -> None:
     output.start()
     try:
         worker = runtime.begin()
-    except ConnectionError:  # ttprun is gone already, and says why
+    except ConnectionError:  # ttprun has ended and says why
         output.leave(EXIT_ORPHAN)
     except (OSError, RuntimeError) as error:  # no thread, no descriptor
         output.tell(f"[ttp] rank {os.environ.get('RANK')} cannot start: {text.describe(error)}")
         output.leave(1)
     worker.hear_signals()
-    # The sockets of managers and the like go with the job, however this process ends. Children inherit it;
-    # there is no public way, but the name is as old as the module.
-    if Path(os.environ[environment.SCRATCH]).is_dir():  # else something has cleaned up there
+    # Sockets of multiprocessing managers are removed with the job, however the process ends. Children
+    # inherit the folder. There is no public interface, but the name is as old as the module.
+    if Path(os.environ[environment.SCRATCH]).is_dir():  # a cleaner may have removed the folder
         multiprocessing.current_process()._config["tempdir"] = os.environ[environment.SCRATCH]  # type: ignore
     try:
         leave = arm(worker)
@@ -105,11 +105,11 @@ def run(arguments: list[str]) -> None:
             context.part(ScriptImports).begin()
         _script.run(arguments)
     except (ConfigError, DriftError, UnsupportedError, ResumeError, StartError) as error:
-        if worker.session.may_have_finished_a_step:  # what the job has trained so far is saved
+        if worker.session.may_have_finished_a_step:  # the finished steps are saved
             worker.hold_after(error)
         worker.refuse(text.encodable(text.say(error)))
     except CheckpointError as error:
-        if worker.session.trainee is None:  # the save folder is examined; nothing is lost, nor begun
+        if worker.session.trainee is None:  # the save folder is examined before training
             worker.refuse(text.encodable(text.say(error)))
         worker.hold_after(error)
     except SystemExit as end:
@@ -130,15 +130,18 @@ def run(arguments: list[str]) -> None:
 
 
 def _speaks_for_all() -> bool:
-    """Return whether this process says what is the same on all ranks and at each start: it says it once."""
+    """Return whether the process prints lines that hold for all ranks and all starts."""
     from adaptor import context
 
     return os.environ.get("RANK") == "0" and not context.part(environment.Generation).is_restart
 
 
 def _prepare_online(worker: Runtime) -> None:
-    """Remember from now on how process groups are made; the rest of an online recovery is imported by the
-    patches of a framework, because it needs packages of which the script may have some of its own."""
+    """Record the creation of process groups from now on.
+
+    The patches of a framework import the rest of online recovery later, because it needs packages of which
+    the script may have its own versions.
+    """
     from adaptor import context
     from adaptor.online.groups import Groups
 
@@ -148,9 +151,9 @@ def _prepare_online(worker: Runtime) -> None:
 
 
 def die_with_the_agent() -> None:
-    """Let the kernel end this worker by SIGKILL when its agent dies: nobody else would.
+    """Let the kernel end the worker by SIGKILL when its agent dies: no other process would.
 
-    Where the agent lives and only its connection has ended, the processor ends the worker, with exit code 76.
+    If the agent lives and only the connection has ended, the processor ends the worker, with exit code 76.
     """
     import ctypes
     import signal
@@ -158,7 +161,7 @@ def die_with_the_agent() -> None:
     agent = os.getppid()
     prctl = ctypes.CDLL(None, use_errno=True).prctl
     prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Where the kernel lets parents alone look into a process (Yama), what the agent starts may: py-spy.
+    # Where the kernel allows only parents to trace a process (Yama), allow the agent's children: py-spy.
     prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent))
     if os.getppid() != agent:
         os._exit(1)

@@ -1,8 +1,7 @@
-"""The workers of a node: their processes, boards and connections, in the agent's control thread.
+"""The workers of a node: their processes, boards and connections, on the agent's control thread.
 
-Everything here runs on the agent's control thread, except the threads that wait for lifelines. Nothing has a
-name in a file system: the workers' socket is an abstract one, the boards are anonymous memory. So nothing is
-left behind, however the agent ends.
+Only the threads that wait for lifelines run elsewhere. The workers' socket is abstract and the boards are
+anonymous memory, so nothing remains in a file system, however the agent ends.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ import msgspec
 
 from adaptor.host_memory import OutOfMemoryKills
 from adaptor.launchers.agent import procfs
+from adaptor.launchers.agent.procfs import WorkerLifelines
 from adaptor.launchers.agent.stack_collector import StackCollector
-from adaptor.launchers.agent.worker_lifelines import WorkerLifelines
-from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.control.agent_listener import RejectedConnections
 from adaptor.protocol import wire
 from adaptor.protocol.board import BoardMemory
 from adaptor.protocol.deadline import deadline
@@ -45,44 +44,44 @@ from adaptor.protocol.messages import (
 )
 from adaptor.protocol.peer import is_same_user
 
-# The time for the answer to a busy probe: a worker answers at once, or hangs.
+# The time for the answer to a busy probe: a healthy worker answers at once.
 LOOKED_S = 1.0
-# After so many turns of the loop the connection of a process that has died is accepted, its hello read. Six
-# or so are enough. Turns, not seconds: the kernel has all that it had sent.
+# After this number of turns of the loop the connection of a dead process was accepted and its hello read;
+# about six are enough. Turns, not seconds: the kernel already has all sent data.
 _HELLO_TURNS = 100
 
 
 class Workers:
-    """The workers of an agent; in each generation `begin`, `watch` and `end` are called.
+    """The workers of an agent; `begin`, `watch` and `end` are called in each generation.
 
     Args:
         loop: the event loop of the control thread.
-        up: is called with the messages of the workers, and with reports of their deaths.
+        up: is called with messages of the workers, and with reports of their deaths.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, up: Callable[[FromAgent], None]) -> None:
         self._loop = loop
         self._up = up
         self.address = f"ttp-{os.getpid()}-{secrets.token_hex(8)}"
-        self.alive: set[int] = set()  # ranks of whose deaths nobody has been told
+        self.alive: set[int] = set()  # ranks without a reported death
         self.boards: BoardMemory | None = None
         self._server: asyncio.AbstractServer | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._deaths: dict[int, int] = {}  # ranks, and the descriptors that tell of their deaths
-        # Ranks whose process has ended, and what tells of it once all is read that the process had said.
+        self._deaths: dict[int, int] = {}  # pidfds of living processes, by rank
+        # Reports of ended processes, by rank; called after all messages of the process were read.
         self._untold: dict[int, Callable[[], None]] = {}
         self._heard_out: set[int] = set()  # ranks whose connection has ended
         self._ended: dict[int, asyncio.Future[None]] = {}  # done when the process of a rank has ended
-        self._orders_to_replace: Counter[int] = Counter()  # so many have come for each rank
+        self._orders_to_replace: Counter[int] = Counter()  # by rank
         self._kills = OutOfMemoryKills()
         self._lifelines = WorkerLifelines(loop, self._on_dying)
-        self._sessions: dict[int, int] = {}  # of workers: when each began, by its process
+        self._sessions: dict[int, int] = {}  # the start of each worker, by process number
         self._connections: dict[int, asyncio.StreamWriter] = {}
         self._hearing: set[asyncio.StreamWriter] = set()
         self._rejected = RejectedConnections("the workers' socket")
         self._stack_collector: StackCollector | None = None
         self._look: asyncio.Task[None] | None = None
-        self._held_back: list[tuple[int, ToWorker]] | None = None  # orders, in their order, during the look
+        self._held_back: list[tuple[int, ToWorker]] | None = None  # orders during the look at stacks
         self._looked: asyncio.Queue[BusyReport] = asyncio.Queue()
 
     async def serve(self) -> None:
@@ -93,7 +92,7 @@ class Workers:
         if self._server is not None:
             self._server.close()
         while self._hearing:
-            for writer in self._hearing:  # one may have come since the end of the generation
+            for writer in self._hearing:  # a connection may be newer than the end of the generation
                 writer.transport.abort()
             await asyncio.sleep(0)
         self._rejected.close()
@@ -108,9 +107,12 @@ class Workers:
     def watch(
         self, processes: Mapping[int, subprocess.Popen[bytes]], stacks_folder: Path, scratch: Path
     ) -> None:
-        """Watch the workers, which have been started; `processes` by rank.
+        """Watch the started workers.
 
-        `stacks_folder` takes their stacks, `scratch` is a folder of this agent.
+        Args:
+            processes: by rank.
+            stacks_folder: for the stacks of the workers.
+            scratch: a folder of the agent.
         """
         self._stack_collector = StackCollector(stacks_folder, scratch)
         for rank, process in processes.items():
@@ -125,13 +127,14 @@ class Workers:
         self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
 
     async def replace(self, rank: int, start: Callable[[], subprocess.Popen[bytes] | None]) -> None:
-        """Let another process be the worker of `rank`; one that still lives (it hangs) is ended first.
+        """Replace the process of `rank`; a living process (one that hangs) is ended first.
 
-        It gets the slot of the board, cleared. Messages of the process before are not read any more. Where
-        this is called again for `rank` before the process of before has ended, only the last call starts one.
+        The new process gets the slot of the board, cleared. Messages of the old process are no longer read.
+        After several calls for `rank` before the old process has ended, only the last call starts a process.
 
         Args:
-            start: starts the process; it returns None if that is no longer wanted.
+            rank: of the worker.
+            start: starts the process; returns None if no process is wanted any more.
         """
         boards = self.boards
         assert boards is not None
@@ -149,7 +152,7 @@ class Workers:
         await self._lifelines.let_go(rank)
         if self._orders_to_replace[rank] != order:
             return
-        # Nothing is awaited from here on: no other order can come between.
+        # No await from here on: no other order can intervene.
         connection = self._connections.pop(rank, None)
         if connection is not None:
             connection.close()
@@ -166,15 +169,15 @@ class Workers:
         return bool(self._processes and self.alive)
 
     def read(self) -> list[BoardRecord]:
-        """Return the boards of the workers that are alive."""
+        """Return the boards of the living workers."""
         return [self.boards.read(rank) for rank in sorted(self.alive)] if self.boards is not None else []
 
     def newest_step(self) -> int:
-        """Return the newest step that a worker of this node has finished, dead or alive; -1: none."""
+        """Return the newest finished step of a worker of the node, dead or alive; -1: none."""
         return self.boards.newest_step() if self.boards is not None else -1
 
     def spent(self) -> list[float] | None:
-        """Return what the lowest rank, dead or alive, has spent its time on; None: there are no boards."""
+        """Return the uses of time of the lowest rank, dead or alive; None without boards."""
         return self.boards.spent() if self.boards is not None else None
 
     @property
@@ -183,9 +186,9 @@ class Workers:
         return any(map(procfs.is_traced, self._living.values()))
 
     async def are_busy(self) -> bool:
-        """Return whether one of the workers is in a debugger of its own, or in a compiler; it is asked."""
+        """Ask all workers; return whether one is in its own debugger, or in a compiler."""
         self._looked = asyncio.Queue()
-        asked_ranks = list(self.alive)  # some of them may die meanwhile
+        asked_ranks = list(self.alive)  # workers may die meanwhile
         for rank in asked_ranks:
             self.order(rank, BusyProbe())
         with contextlib.suppress(asyncio.TimeoutError):
@@ -196,9 +199,9 @@ class Workers:
         return False
 
     def order(self, rank: int, message: ToWorker) -> None:
-        """Send `message` to the worker of `rank`, if it is connected.
+        """Send `message` to the worker of `rank`, if connected.
 
-        In a hang, the stacks of all workers are read first; orders keep their order.
+        In a hang, the stacks of all workers are read first; orders keep their sequence.
         """
         if isinstance(message, Freeze) and message.stacks and self._look is None:
             assert self._stack_collector is not None
@@ -221,39 +224,39 @@ class Workers:
 
     @property
     def _living(self) -> dict[int, int]:
-        """Return the processes that are alive, by rank."""
+        """Return the living processes, by rank."""
         return {rank: process.pid for rank, process in self._processes.items() if rank in self._deaths}
 
     def end_incident(self) -> None:
-        """End an incident after which all ranks train on: the stacks of the next one are read anew."""
+        """End an incident after which all ranks train on: the next incident reads stacks again."""
         if self._held_back is None:
             self._look = None
         if self._stack_collector is not None:
             self._stack_collector.end_incident()
 
     async def ask_for_stacks(self) -> None:
-        """Ask the workers of a job that hangs for their stacks, if they have not written them."""
+        """Ask the workers of a job that hangs for missing stacks."""
         if self._stack_collector is not None:
             await self._stack_collector.ask(self._living)
 
     async def keep_stacks(self) -> None:
-        """Keep the stacks of those that have been asked."""
+        """Keep the stacks of the asked workers."""
         if self._stack_collector is not None:
             await self._stack_collector.keep(self._living)
 
     def end_the_living(self, ranks: Collection[int] | None = None) -> None:
-        """Kill the workers that are still alive, only those of `ranks`, if given; from any thread."""
+        """Kill the living workers, or those of `ranks`; called from any thread."""
         for rank, process in list(self._processes.items()):
             if rank not in self._deaths or (ranks is not None and rank not in ranks):
                 continue
-            if process.returncode is None:  # else torch's thread knows of its end: the number is free
+            if process.returncode is None:  # otherwise the process number is free again
                 procfs.end_group(process.pid)
 
     async def end(self) -> None:
         """Close the generation: every worker is dead."""
         if self._look is not None:
             await self._look
-            self._look = None  # not before: the orders that it held back would make another one look
+            self._look = None  # after the await: the held-back orders would start another look
         for writer in self._hearing:
             writer.close()
         self._connections.clear()
@@ -299,7 +302,7 @@ class Workers:
                     self._up(message)
                 message = await wire.read(reader, wire.from_worker)
         except (EOFError, OSError, msgspec.DecodeError):
-            pass  # the death of the worker is learnt from the operating system
+            pass  # the operating system reports the death of the worker
         finally:
             if self._connections.get(rank) is writer:
                 del self._connections[rank]
@@ -317,7 +320,9 @@ class Workers:
             self._up(Dying(rank, at, board))
 
     def _last_board(self, rank: int, pid: int) -> BoardRecord:
-        """Return the last board of the process `pid`, with its rank even if it has written nothing."""
+        """Return the last board of the process `pid`, with its pid even if the process has written
+        nothing.
+        """
         assert self.boards is not None
         board = self.boards.read(rank)
         return board if board.pid else msgspec.structs.replace(board, pid=pid)
@@ -325,20 +330,21 @@ class Workers:
     def _on_death(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         at = time.time()
         self._forget(rank)
-        # The children of the worker, such as data loaders.
+        # Also ends the children of the worker, such as data loaders.
         procfs.end_group(process.pid)
-        status = process.wait()  # at once; poll() knows nothing while torch's thread is in it
+        status = process.wait()  # returns at once; poll() fails while torch's thread polls
         self._untold[rank] = functools.partial(self._tell_of_death, rank, process.pid, status, at)
         if rank in self._connections:
             _end_reading(self._connections[rank])
         self._tell_when_heard(rank)
 
     def _tell_when_heard(self, rank: int, turns: int = _HELLO_TURNS) -> None:
-        """Tell of a death once all is read that the process had said.
+        """Report a death after all messages of the process were read.
 
-        The kernel has it before it tells of the end; the loop may see both at once, and reads it later.
+        The kernel delivers the messages before the end; the loop may see both at once, and reads messages
+        later.
         """
-        if rank not in self._untold or rank in self._connections:  # its end comes here again
+        if rank not in self._untold or rank in self._connections:  # the end of the connection calls again
             return
         assert self.boards is not None
         # A process connects before it writes to its board.
@@ -348,7 +354,7 @@ class Workers:
         self._untold.pop(rank)()
 
     def _tell_of_death(self, rank: int, pid: int, status: int, at: float) -> None:
-        # A small process may be seen to exit before its lifeline breaks.
+        # The agent may see the exit of a small process before its broken lifeline.
         if status == 0 and rank in self._lifelines.held:
             self._on_dying(rank, pid, at)
         self.alive.discard(rank)
@@ -358,7 +364,7 @@ class Workers:
         self._loop.call_soon(self._sweep, (pid,))
 
     def _sweep(self, leaders: Iterable[int]) -> None:
-        """End the processes that are left in the sessions of dead workers, in other process groups."""
+        """End the remaining processes in the sessions of dead workers, in other process groups."""
         living = set(self._living.values())
         ended_workers = {
             leader: at for leader in leaders if (at := self._sessions.get(leader)) and leader not in living
@@ -372,8 +378,8 @@ class Workers:
 
 
 def _end_reading(writer: asyncio.StreamWriter) -> None:
-    """Let a connection end after what has been sent: a child of the worker may hold the other side of it."""
+    """Let a connection end after all sent data: a child of the worker may hold the other side open."""
     try:
         writer.get_extra_info("socket").shutdown(socket.SHUT_RD)
-    except OSError:  # it is broken: nothing more comes of it
+    except OSError:  # the connection is broken
         writer.transport.abort()

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from adaptor import _script, config, devices, distributions, engines, misspelt, output
 from adaptor.diagnostics import requests
@@ -28,9 +27,6 @@ from adaptor.launchers.rendezvous import agreement
 from adaptor.launchers.spares import spare_node
 from adaptor.launchers.store import data_pull, job_uploads, store_load
 from adaptor.operations.terminal import exit_code_of
-
-if TYPE_CHECKING:
-    pass
 
 # torch's own default of --rdzv-id.
 _NO_ID = "none"
@@ -241,7 +237,6 @@ def _run_with_survivors(
 
     from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
     from adaptor.launchers.agent.tee import Tee
-    from adaptor.launchers.cli.run_record import RunRecord
     from adaptor.launchers.records.operator_summary import conclude
     from adaptor.launchers.rendezvous import waiting
     from adaptor.launchers.rendezvous.rendezvous_handler import Registry
@@ -251,7 +246,7 @@ def _run_with_survivors(
     output.divert_logging()
     processes.TailLog = Tee  # type: ignore[misc]
     facts = agreement.facts_of_this_node(parsed, settings)
-    record = RunRecord(script=parsed.training_script, facts=facts)
+    record = last_line.RunRecord(script=parsed.training_script, facts=facts)
     if _may_have_spares(parsed):
         record.common = spare_node.about_this_node(parsed, record.facts)
     _insert_program(parsed, WORKER)

@@ -1,6 +1,6 @@
-"""Connects an agent with the controller, or with a node that stands by.
+"""Connects an agent with the controller, or with a standby node.
 
-Both sides have proved the job's secret before anything else is said (`adaptor.protocol.authentication`).
+Both sides prove the job's secret before any other message (`adaptor.protocol.authentication`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from adaptor.protocol import authentication, silence
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.peer import is_same_user
 
-# How long an agent tries to connect. The controller listens before its address is published, so only a flood,
-# or a network that has just come up, can keep the agent out.
+# The time limit for connecting. The controller listens before its address is published, so only a flood or a
+# starting network can keep the agent out.
 CONNECT_TIMEOUT_S = 30.0
-# How long the process there has for TLS and its proof, once its kernel has taken the connection: in a large
-# job thousands of agents come to it at once.
+# The time for TLS and the proof after the other side's kernel has accepted the connection: in a large job
+# thousands of agents connect at once.
 PROOF_S = 5.0
-# What Python says of an address: family, kind, protocol, the name of the host, and where that is.
+# An entry of `getaddrinfo`: family, kind, protocol, canonical name, socket address.
 _Address = tuple[
     socket.AddressFamily,
     socket.SocketKind,
@@ -38,7 +38,7 @@ _Address = tuple[
 async def connect(
     address: str, port: int, secret: bytes, tls: Tls | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to the controller, as its agent does; both sides have proved the secret on return.
+    """Connect to the controller as its agent; both sides have proved the secret on return.
 
     Args:
         address, port: of an `Endpoint`; with port 0 `address` is the name of an abstract unix socket.
@@ -68,11 +68,12 @@ async def connect(
 async def try_connect(
     address: str, port: int, secret: bytes, tls: Tls | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-    """Connect like `connect` to `address` and `port`, of a node that may be lost.
+    """Connect like `connect` to a node that may be lost.
 
     Returns:
-        The connection; None if nobody listens there, or after TRY_CONNECT_TIMEOUT_S of silence of that
-        machine, or PROOF_S of silence of the process.
+        The connection; None without a listener, after TRY_CONNECT_TIMEOUT_S of silence of the machine, or
+            after
+        PROOF_S of silence of the process.
     """
     with contextlib.suppress(asyncio.TimeoutError):
         async with deadline(CONNECT_TIMEOUT_S):
@@ -83,14 +84,16 @@ async def try_connect(
                     async with deadline(PROOF_S):
                         return await _prove(connection, address, secret, tls)
                 except (EOFError, ConnectionResetError, BlockingIOError, ssl.SSLEOFError):
-                    await asyncio.sleep(PAUSE_S)  # closed for a newer one: all nodes of a job come at once
+                    await asyncio.sleep(
+                        PAUSE_S
+                    )  # closed for a newer connection: all nodes of a job connect at once
                 except (OSError, asyncio.TimeoutError):  # errors of TLS are OSErrors, too
                     return None
     return None
 
 
 async def _reach(address: str, port: int) -> socket.socket:
-    """Return a connection that the kernel of the other side has taken; its process may not know of it yet."""
+    """Return a connection accepted by the other side's kernel; the process may not know of it yet."""
     if port == 0:
         return _reach_here(address)
     loop = asyncio.get_running_loop()
@@ -98,7 +101,7 @@ async def _reach(address: str, port: int) -> socket.socket:
     for family, kind, protocol, _, socket_address in await _addresses(address, port):
         try:
             connection = socket.socket(family, kind, protocol)
-        except OSError as error:  # a family that this machine does not have
+        except OSError as error:  # the machine lacks the address family
             failure = failure or error
             continue
         try:
@@ -117,7 +120,9 @@ async def _reach(address: str, port: int) -> socket.socket:
 
 
 async def _addresses(address: str, port: int) -> Sequence[_Address]:
-    """Return what `address` means; a number needs no thread, all of which may wait for a disk."""
+    """Return the socket addresses of `address`; a numeric address needs no thread of the pool, which may
+    be busy.
+    """
     try:
         return socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
@@ -128,13 +133,13 @@ def _reach_here(name: str) -> socket.socket:
     """Connect to the abstract unix socket `name` of an agent of the same user.
 
     Raises:
-        BlockingIOError: more wait there than the kernel queues.
+        BlockingIOError: the queue of the listener is full.
         ConnectionError: nobody listens, or another user does.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
-        connection.connect(f"\0{name}")  # not by asyncio, which takes a full queue for a connection
+        connection.connect(f"\0{name}")  # asyncio would take a full queue for a connection
         if not is_same_user(connection):
             raise ConnectionError("another user listens there")
     except BaseException:
@@ -146,7 +151,7 @@ def _reach_here(name: str) -> socket.socket:
 async def _prove(
     connection: socket.socket, address: str, secret: bytes, tls: Tls | None
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Make streams of `connection`, to `address`, and have both sides prove the secret; else close it."""
+    """Make the streams of `connection`, and have both sides prove the secret; close on failure."""
     context = None
     if tls is not None and connection.family != socket.AF_UNIX:
         try:

@@ -1,64 +1,108 @@
 """Accepts connections of other nodes' agents to the controller, and rejects all others.
 
-Between machines agents connect over TCP. On one machine they connect to an abstract unix socket, which has no
-permissions; there the kernel tells each side the user of the other, and only the same user is accepted.
+Between machines agents connect over TCP. On one machine they connect to an abstract unix socket, which has
+no permissions; the kernel gives each side the user of the other, and only the same user is accepted.
 
-Invariants: no bytes are decoded before the proof of the job's secret; at most `MOST` connections that
-have not proved it are open, and the oldest of them goes for a new one, so that no flood keeps an agent out;
-one that has proved it is never closed for another. An agent that a flood has pushed out tries again.
+Invariants: no bytes are decoded before the proof of the job's secret; at most `MOST` unproved connections
+are open, and the oldest is closed for a new connection, so that a flood keeps no agent out; a proved
+connection is never closed for another. An agent whose connection was closed tries again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import resource
 import secrets
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 import msgspec
 
-from adaptor.launchers.control.rejected_connections import RejectedConnections
 from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import authentication, silence, wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.peer import is_same_user
 
-# A connection has this long to prove the secret; an agent needs a few round trips.
+_log = logging.getLogger("adaptor")
+
+# A port scan or a flood makes thousands of connections, which must not fill the log.
+LINE_S = 60.0
+
+
+class RejectedConnections:
+    """The counter of rejected connections of a listener, on the agent's control thread.
+
+    Logs at most one line a minute, and one line at the end.
+
+    Args:
+        listener_place: the listener, in words for the log.
+
+    Attributes:
+        counted: the number of rejected connections for each reason
+    """
+
+    def __init__(self, listener_place: str) -> None:
+        self._where = listener_place
+        self.counted: Counter[str] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def count(self, rejection: str) -> None:
+        """Count a rejected connection; `rejection`: the reason, as the predicate of a sentence."""
+        self.counted[rejection] += 1
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LINE_S, self._log_counts)
+
+    def close(self) -> None:
+        """Log the counts that have not been logged."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._log_counts()
+
+    def _log_counts(self) -> None:
+        self._timer = None
+        counts_text = ", ".join(f"{number} {rejection}" for rejection, number in self.counted.most_common())
+        _log.warning(
+            "%d rejected connections at %s so far: %s", sum(self.counted.values()), self._where, counts_text
+        )
+
+
+# The time for the proof of the secret; an agent needs a few round trips.
 HANDSHAKE_S = 10.0
-# The most connections that may be open without a proof, or a quarter of this process's descriptors, if that
-# is less. An agent needs a few milliseconds for its proof. Each connection costs half a megabyte of buffers.
+# The most open connections without a proof, or a quarter of the process's descriptors, if less. An agent
+# needs a few milliseconds for its proof. Each connection costs half a megabyte of buffers.
 MOST = 256
-# The pause between two attempts; a flood has to be fast to keep an agent out of every one.
+# The pause between two attempts of an agent.
 PAUSE_S = 0.2
 EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 LOOPBACK = "127.0.0.1"
-BACKLOG = 1024  # every node of a large job comes at once
+BACKLOG = 1024  # all nodes of a large job connect at once
 
-# Reads the first message of an agent; None: it was not the expected one.
+# Reads the first message of an agent; None: an unexpected message.
 T = TypeVar("T")
 First = Callable[[asyncio.StreamReader], Awaitable[T | None]]
 Welcome = Callable[[T, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def read_hello(reader: asyncio.StreamReader) -> AgentHello | None:
-    """Return the first message of a connection; None where it is no hello of an agent."""
+    """Return the first message of a connection; None for a message other than AgentHello."""
     hello = await wire.read(reader, wire.from_agent)
     return hello if isinstance(hello, AgentHello) else None
 
 
 class AgentListener(Generic[T]):
-    """Listens for agents, and gives each that has proved the secret to `welcome`.
+    """Listens for agents, and passes each agent with a proof of the secret to `welcome`.
 
     Args:
         secret: the secret of this generation of the job, 32 bytes or more.
         tls: the certificates of this node; None: without TLS.
-        rejected: counts the connections that are rejected.
-        welcome: serves a connection, after its first message, until it ends.
+        rejected: counts rejected connections.
+        welcome: serves a connection, after its first message, until the connection ends.
         first: reads the first message.
         first_at_once: the first message has to come within the time for the proof.
         further_connections: the number of clients of the job that may connect at once, besides `MOST`.
@@ -89,7 +133,7 @@ class AgentListener(Generic[T]):
         )
         self._listeners: list[socket.socket] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unproved: dict[asyncio.Task[None], None] = {}  # in the order in which they came
+        self._unproved: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     def listen(self, address: str, port: int) -> int:
         """Accept connections at `address` (empty: all); return the port: `port` or the next free one.
@@ -112,7 +156,7 @@ class AgentListener(Generic[T]):
         return name
 
     def serve(self, listeners: list[socket.socket]) -> None:
-        """Accept connections at these, which are closed with this listener."""
+        """Accept connections at the listeners, which are closed with this object."""
         self._listeners = listeners
         for listener in listeners:
             self._spawn(self._accept(listener))
@@ -136,10 +180,10 @@ class AgentListener(Generic[T]):
         while True:
             try:
                 connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # else it was gone before it was accepted
+            except OSError as error:  # a client may leave before `accept`
                 if error.errno in EXHAUSTED:
                     self._turn_out(len(self._unproved))
-                    await asyncio.sleep(PAUSE_S)  # it is others who hold the descriptors
+                    await asyncio.sleep(PAUSE_S)  # other clients hold the descriptors
                 continue
             if connection.family == socket.AF_UNIX and not is_same_user(connection):
                 connection.close()
@@ -149,11 +193,12 @@ class AgentListener(Generic[T]):
             self._turn_out(len(self._unproved) + 1 - self._most)
             task = self._spawn(self._admit(connection))
             self._unproved[task] = None
-            # Accepting does not wait while there is a queue: let the other tasks run, and closed ones end.
+            # `sock_accept` does not wait while the queue has connections: let other tasks run and closed
+            # ones end.
             await asyncio.sleep(0)
 
     def _turn_out(self, count: int) -> None:
-        """The oldest of those that have not proved the secret."""
+        """Close the oldest unproved connections."""
         for task in list(self._unproved)[: max(count, 0)]:
             del self._unproved[task]
             task.cancel()
@@ -196,14 +241,14 @@ class AgentListener(Generic[T]):
 
 
 def bind(address: str, port: int) -> list[socket.socket]:
-    """Return sockets that listen, on IPv6 as well where the machine has it; port 0: at the same free one."""
+    """Return listening sockets, on IPv6 too if available; port 0: the same free port for both."""
     listeners = [socket.create_server((address, port), backlog=BACKLOG)]
     port = int(listeners[0].getsockname()[1])
     if not address and socket.has_ipv6:
         try:
             listeners.append(socket.create_server(("", port), family=socket.AF_INET6, backlog=BACKLOG))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # an agent might reach another program
+            if error.errno == errno.EADDRINUSE:  # an agent might connect to another program
                 listeners[0].close()
                 raise
     for listener in listeners:
@@ -212,7 +257,7 @@ def bind(address: str, port: int) -> list[socket.socket]:
 
 
 def bind_here() -> tuple[str, list[socket.socket]]:
-    """Return an abstract unix socket that listens, and its name."""
+    """Return the name of a listening abstract unix socket, and the socket."""
     name = f"ttp-{secrets.token_hex(8)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{name}")
@@ -226,7 +271,7 @@ async def _streams(
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Make the streams of a connection, as `asyncio.start_server` does.
 
-    That function makes the TLS handshake before the connection can be counted.
+    `start_server` itself makes the TLS handshake before the connection can be counted.
     """
     loop = asyncio.get_running_loop()
     connection.setblocking(False)

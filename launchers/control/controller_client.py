@@ -1,9 +1,9 @@
-"""Connects an agent with the controller, and with the next controller when that one is lost.
+"""Connects an agent with the controller, and with the next controller after a loss.
 
-The agent of node 0 has the first controller. Those of the next nodes (`failover.STANDBYS`) stand by: each
-listens from the start, and keeps the state that the controller passes on. `Succession` decides to which node
-an agent goes that has lost the controller. The agent whose turn it is runs the controller from then on, with
-a later term, and the others repeat to it what they had reported before.
+The agent of node 0 runs the first controller. The agents of the next nodes (`failover.STANDBYS`) stand by:
+each listens from the start, and keeps the state that the controller passes on. After the loss of the
+controller `Succession` decides to which node an agent goes. The agent whose turn it is runs the controller
+from then on, with a later term, and the others repeat their earlier reports.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from adaptor.config import Config
 from adaptor.controller.failover import Succession, stands_by
 from adaptor.controller.verdict import Recurrence
 from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
-from adaptor.launchers.control.agent_listener import LOOPBACK
+from adaptor.launchers.control.agent_listener import LOOPBACK, RejectedConnections
 from adaptor.launchers.control.controller_host import ControllerHost
-from adaptor.launchers.control.controller_links import LocalLink, RemoteLink
 from adaptor.launchers.control.invitation import UNIX, Invitation, kind_of
-from adaptor.launchers.control.rejected_connections import RejectedConnections
 from adaptor.launchers.control.standby_listener import PATIENCE_S, StandbyListener
 from adaptor.launchers.control.tls import Tls
 from adaptor.launchers.records.incident_report import IncidentReport
@@ -39,6 +37,8 @@ from adaptor.protocol.messages import (
     Verdict,
 )
 
+Send = Callable[[FromAgent], object]
+
 
 class ControllerClient:
     """The agent's connection to the controller, for one generation; used on its control thread.
@@ -46,14 +46,14 @@ class ControllerClient:
     Call `host` or `join` first, then `send` for each message, and `close` at the end.
 
     Args:
-        node: this agent's node.
+        node: the number of the agent's node.
         nodes, world_size: the numbers of nodes and ranks of the job.
         config: the settings.
-        tls: the certificates of this node; None: without TLS.
-        report: records messages, where this node has the controller.
-        online_s: how long an online recovery may take; 0: there is none.
+        tls: the certificates of the node; None: without TLS.
+        report: records messages, if the controller runs on this node.
+        online_s: the time limit of an online recovery; 0: none.
         obey: is called with each order.
-        on_controller_unreachable: is called when there is no controller any more.
+        on_controller_unreachable: is called when no controller is left.
         recurrence: the faults of earlier generations; each verdict is added.
     """
 
@@ -84,42 +84,44 @@ class ControllerClient:
         self._kind = kind_of(config)
         self._address = LOOPBACK
         self._succession = Succession(node, nodes)
-        self._link: LocalLink | RemoteLink | None = None  # None: no controller is reached now
+        self._send: Send | None = None  # None: no controller is connected
         self._resting = False
         self._knows_standbys = asyncio.Event()
         self._rejected = RejectedConnections("the controller's port")
         self.listener = StandbyListener(nodes, self._kind, config.port, tls, self._rejected)
         self._tasks: set[asyncio.Task[None]] = set()
         self.controller_host: ControllerHost | None = None
-        # The node whose controller ended the last incident, and wrote the report; None before that. It stays
-        # when that node leaves: this one may still have to name it.
+        # The node whose controller ended the last incident and wrote the report; None before. Kept after the
+        # node leaves: a later line may name the node.
         self.reporter: int | None = None
 
     @property
     def alone(self) -> bool:
-        """Return whether this is the only node."""
+        """Return whether the job has only this node."""
         return self._nodes == 1
 
     @property
     def secret(self) -> bytes:
-        """Return what agents of this generation prove to each other, once this one has met the controller."""
+        """Return the secret of the agents of this generation; empty before the first meeting with the
+        controller.
+        """
         return self._secret
 
     @property
     def address(self) -> str:
-        """Return the address at which other nodes reach this one, once it has met the controller."""
+        """Return the address of this node for other nodes, after the meeting with the controller."""
         return self._address
 
     @property
     def said(self) -> Sequence[FromAgent]:
-        """Return what was reported that a controller must know, of processes that are not replaced."""
+        """Return the reports that a controller must know, of processes that are not replaced."""
         return self._succession.said
 
     async def host(self, host: str, restart: bool, job: str) -> Invitation:
-        """Run the first controller here.
+        """Run the first controller on this node.
 
         Args:
-            host: the address at which other nodes reach this one.
+            host: the address of this node for other nodes.
             restart: True if workers ran before, in an earlier generation.
             job: the name of the job's folder.
 
@@ -139,16 +141,16 @@ class ControllerClient:
     async def join(
         self, host: str, invitation_bytes: bytes, ranks: tuple[int, ...], owner: str = ""
     ) -> Invitation:
-        """Connect to the first controller, on node 0, and register there.
+        """Connect to the first controller, on node 0, and register.
 
         Args:
             host: the address of node 0.
-            invitation_bytes: the invitation, as node 0 has put it into the rendezvous store.
+            invitation_bytes: the invitation of node 0 in the rendezvous store.
             ranks: the ranks of this node.
             owner: as in `AgentHello`.
 
         Raises:
-            StartError: the settings of the nodes differ, or there is no such controller.
+            StartError: the settings of the nodes differ, or no controller answers.
         """
         invitation = Invitation.decode(invitation_bytes, self._kind)
         self._secret = invitation.secret
@@ -159,15 +161,15 @@ class ControllerClient:
             self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
         if stands_by(self._node):
             endpoint = self.listener.listen(self._secret, self._address)
-        self._link = RemoteLink(writer)
+        self._send = _to(writer)
         self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid(), owner))
         self._spawn(self._follow(reader, writer))
         return invitation
 
     async def meet(self) -> None:
-        """Wait, before workers start, for the addresses of the nodes that stand by.
+        """Wait, before workers start, for the addresses of the standby nodes.
 
-        It waits for CONNECT_TIMEOUT_S at most: the framework will miss a node that has not come by then.
+        The wait takes at most CONNECT_TIMEOUT_S: the framework will report a node that is missing by then.
         """
         if self.controller_host is None:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -175,10 +177,10 @@ class ControllerClient:
                     await self._knows_standbys.wait()
 
     def send(self, message: FromAgent) -> None:
-        """Send `message` to the controller; keep it for the next one, if that must know it, too."""
+        """Send `message` to the controller; keep messages that the next controller must know."""
         self._succession.keep(message)
-        if self._link is not None:
-            self._link.send(message)
+        if self._send is not None:
+            self._send(message)
 
     def rest(self) -> None:
         """Stop reacting to the loss of the controller: the job is over on this node."""
@@ -186,7 +188,7 @@ class ControllerClient:
 
     async def close(self) -> None:
         self.rest()
-        self._link = None
+        self._send = None
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -202,10 +204,10 @@ class ControllerClient:
         return task
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        """Count the controller as unreachable after an error of ours in a task of this connection."""
+        """Count the controller as unreachable after an error in a task of the connection."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and not isinstance(error, OSError):  # else the connection is gone: see `_follow`
+        if error is not None and not isinstance(error, OSError):  # `_follow` handles lost connections
             self._on_controller_unreachable()
             tell_error("an error of ttprun in the connection to the controller", error)
 
@@ -226,7 +228,7 @@ class ControllerClient:
             host_copy=self._config.host_copy,
         )
         controller_host.start()
-        self._link = LocalLink(controller_host, self._node, self._obey_soon)
+        self._send = lambda message: controller_host.receive(self._node, message, self._obey_soon)
         self.listener.begin_turn(controller_host)
         return controller_host
 
@@ -235,7 +237,7 @@ class ControllerClient:
             asyncio.get_running_loop().call_soon(self._on_order, order)
 
     def _take_over(self) -> None:
-        """Run the controller here, after those of all earlier terms, which are lost."""
+        """Run the controller on this node, after the loss of the controllers of all earlier terms."""
         if self._succession.verdict is not None:
             self.listener.begin_turn(None, self._succession.verdict)
             return
@@ -248,14 +250,14 @@ class ControllerClient:
     # with the controller on another node
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Follow one controller after the other, until this node runs it or there is none."""
+        """Follow one controller after the other, until this node runs the controller or none is left."""
         patience_s: float | None = None
         while True:
             try:
                 await self._read_orders(reader, patience_s)
             except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
-                self._link = None
-                self._knows_standbys.set()  # or never will
+                self._send = None
+                self._knows_standbys.set()  # the addresses will never come
             finally:
                 writer.close()
             connection = None if self._resting else await self._connect_to_next()
@@ -263,7 +265,7 @@ class ControllerClient:
                 return
             reader, writer = connection
             patience_s = PATIENCE_S
-            self._link = RemoteLink(writer)
+            self._send = _to(writer)
             self._report_again()
 
     async def _read_orders(self, reader: asyncio.StreamReader, patience_s: float | None) -> None:
@@ -280,18 +282,20 @@ class ControllerClient:
                 self.reporter = self._node if self.controller_host is not None else self._succession.term
             if isinstance(order, Verdict):
                 self._recurrence.note(order)
-                self._knows_standbys.set()  # or need not: the workers that start now are ended
+                self._knows_standbys.set()  # not needed any more: the starting workers are ended
             self._obey(order)
         if self._succession.knows_standby_endpoints:
             self._knows_standbys.set()
 
     async def _connect_to_next(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Connect to the next controller; return None if this node runs it now, or there is none."""
+        """Connect to the next controller; return None if this node runs the controller now, or none is
+        left.
+        """
         while self._succession.go_on():
             if self._succession.is_mine:
                 try:
                     self._take_over()
-                except Exception as error:  # others go on to the next node
+                except Exception as error:  # other agents go on to the next node
                     self._on_controller_unreachable()
                     tell_error("an error of ttprun while its controller took over", error)
                 return None
@@ -304,6 +308,11 @@ class ControllerClient:
         return None
 
     def _report_again(self) -> None:
-        assert self._link is not None
+        assert self._send is not None
         for message in self._succession.all_again:
-            self._link.send(message)
+            self._send(message)
+
+
+def _to(writer: asyncio.StreamWriter) -> Send:
+    """Return the function that sends a message to a controller on another node."""
+    return lambda message: writer.write(wire.frame(message))

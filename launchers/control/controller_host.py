@@ -1,7 +1,7 @@
 """Drives the controller of a generation of workers, in the agent of a node.
 
-It owns what the controller must not have: the clock, the connections to the agents, the store for dumps, the
-report. Everything runs in the event loop of the agent's control thread.
+The host owns the parts outside of the pure controller: the clock, the connections to the agents, the store
+for dumps, the report. Everything runs in the event loop of the agent's control thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -20,8 +21,7 @@ from adaptor.controller.failover import StandbyReplicator
 from adaptor.controller.incident_state import Orders
 from adaptor.controller.verdict import Recurrence
 from adaptor.launchers.agent.dump_store import DumpStore
-from adaptor.launchers.control.agent_registry import AgentRegistry
-from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.control.agent_listener import RejectedConnections
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.log import tell_error
 from adaptor.protocol import wire
@@ -40,32 +40,32 @@ from adaptor.protocol.messages import (
 )
 
 Send = Callable[[Sequence[ControllerToAgent]], None]
-# How often the controller is told the time: deadlines are tens of seconds.
+# Seconds between two ticks of the controller's clock: deadlines are tens of seconds.
 TICK_S = 0.25
 _GAP = "the report of the incident has a gap"
 
 
 class ControllerHost:
-    """The controller with its clock and its connections, on node `term`, which is this one.
+    """The controller with its clock and connections, on node `term`.
 
     Args:
-        term: this node; the number of the controller's term.
+        term: the number of this node and of the controller's term.
         world_size: the number of ranks.
         nodes: the number of nodes.
         timeout_s: TTP_OT, in seconds.
-        host: the address at which other nodes reach this one.
+        host: the address of this node for other nodes.
         report: records messages and orders.
         rejected: counts messages that an agent may not send.
         recurrence: the faults of earlier generations.
-        online_s: so long a recovery without a restart may take; 0: there is none.
-        host_copy: after how many steps copies in host memory are made; 0: never.
+        online_s: the time limit of a recovery without a restart; 0: none.
+        host_copy: the number of steps between copies in host memory; 0: never.
 
     Attributes:
-        controller: the pure controller, which decides
-        store: the store over which the ranks of a dump find each other
-        nodes: how many there are
-        frames: makes orders what goes over the connections to agents
-        dismissed: the other agents may end: every rank has come to its end, or this node leaves
+        controller: the pure controller
+        store: the store in which the ranks of a dump find each other
+        nodes: the number of nodes
+        frames: encodes orders for the connections to agents
+        dismissed: the other agents may end: every rank has ended, or this node leaves
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ControllerHost:
         self.nodes = nodes
         self._sends: dict[int, Send] = {}
         self.frames = wire.OrderFrames()
-        # Lives here, in an agent, so that no worker's death takes it along.
+        # In an agent, so that the store survives the death of every worker.
         self.store = DumpStore(host, world_size)
         store = (self.store.host, self.store.port, self.store.secret)
         self.controller = Controller(
@@ -98,13 +98,13 @@ class ControllerHost:
         self._rejected = rejected
         self._replicator = StandbyReplicator() if term == 0 else None
         self.dismissed = False
-        self._open_words = ""  # of the open incident, as it was told
+        self._open_words = ""  # the last printed words about the open incident
         self._has_heard = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         self.store.start()
-        if self.term == 0:  # else it takes over the workers that there are
+        if self.term == 0:  # a later term takes over running workers
             self._record(self._incident_report.record_start)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._tick())]
@@ -112,26 +112,32 @@ class ControllerHost:
             task.add_done_callback(self._on_done)
 
     def _on_done(self, task: asyncio.Task[None]) -> None:
-        """End the job if the task of the clock fails: the controller would wait for ever without it."""
+        """End the job if the task of the clock fails: without a clock the controller would wait forever."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._deliver(self.controller.give_up(text.describe(error)))
             tell_error("an error in the controller's clock", error)
 
     def take_over(self, standby_state: Iterable[StandbyState]) -> None:
-        """Take over from the controllers of earlier terms; `standby_state`: what they have passed on."""
+        """Take over from the controllers of earlier terms.
+
+        Args:
+            standby_state: the state that they have passed on.
+        """
         known_messages = list(standby_state)
         self._registry.succeed(known_messages)
         self.controller.succeed(known_messages, range(self.term, self.nodes), time.monotonic())
         self._record(functools.partial(self._incident_report.record_takeover, self.term))
 
     def lose(self, node: int) -> None:
-        """Tell the controller that the agent of `node` is lost."""
+        """Report the loss of the agent of `node` to the controller."""
         self._sends.pop(node, None)
         self._process(node, AgentLost(node))
 
     def lose_absent(self, hello: AgentHello) -> None:
-        """Take the node of `hello` for lost, unless its agent has come: then its connection tells that."""
+        """Count the node of `hello` as lost, unless its agent has connected: a connection reports a loss
+        by itself.
+        """
         if hello.node in self.controller.membership.expected:
             self.lose(hello.node)
         elif not self._registry.is_here(hello.node):
@@ -144,10 +150,10 @@ class ControllerHost:
         Args:
             node: the node of the connection.
             message: the message.
-            send: with a hello: the function that sends orders to this agent.
+            send: with a hello: the function that sends orders to the agent.
 
         Returns:
-            False if this agent may not send it; then it is only counted.
+            False if the agent may not send the message, which is only counted.
         """
         rejection_reason = self._registry.rejection_reason(node, message)
         if rejection_reason:
@@ -159,7 +165,7 @@ class ControllerHost:
         return True
 
     def _process(self, node: int, message: ToController) -> None:
-        """Let the controller decide, and send its orders; only then record them, so that nothing waits."""
+        """Let the controller decide, send its orders, and record last, so that nothing delays orders."""
         time_now = time.time()
         if self._replicator and not isinstance(message, Frozen):
             for standby, order in self._replicator.replicate(message):
@@ -175,7 +181,7 @@ class ControllerHost:
             self._record(self._tell_of_open_incident)
 
     async def until(self, is_done: Callable[[], bool], limit_s: float) -> None:
-        """Wait until `is_done` is true of what the controller knows, `limit_s` seconds at most."""
+        """Wait until `is_done` is true for the controller, at most `limit_s` seconds."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with deadline(limit_s):
                 while not is_done():
@@ -208,8 +214,8 @@ class ControllerHost:
         for_node: dict[int, list[ControllerToAgent]] = {}
         for node, order in orders:
             for_node.setdefault(node, []).append(order)
-        for node, all_of_it in for_node.items():  # one write a node: an order to all ranks is thousands
-            self._send(node, all_of_it)
+        for node, node_orders in for_node.items():  # one write per node: orders to all ranks are thousands
+            self._send(node, node_orders)
         self.frames.forget()
 
     def _record_orders(self, orders: Orders, time_now: float) -> None:
@@ -223,7 +229,7 @@ class ControllerHost:
             self._record(functools.partial(self._incident_report.record_order, node, rank, message, time_now))
 
     def _record(self, write: Callable[[], None]) -> None:
-        """Record in the report; it is for people, so an error in it ends nothing."""
+        """Record in the report; the report is for people, so an error ends nothing."""
         try:
             write()
         except Exception as error:
@@ -237,22 +243,22 @@ class ControllerHost:
             self._record(self._tell_of_open_incident)
 
     def _tell_of_open_incident(self) -> None:
-        """Write a line about an incident that is not over: the next line may come after many seconds."""
+        """Print a line about an open incident: the next line may come after many seconds."""
         words = self.controller.open_words()
         if words and words != self._open_words:
             output.tell(f"[ttp] {words}")
         self._open_words = self._incident_report.open_words = words
 
     def _decide(self, message: ToController | None) -> Orders:
-        """Let the controller decide, and give its orders, which are returned.
+        """Let the controller decide, and send its orders; return the orders.
 
-        An error of its own ends the job, because nobody else would.
+        An error of the controller ends the job, because no other process would.
 
         Args:
-            message: what it is told; None: only that time has passed.
+            message: the message; None: only time has passed.
         """
         failure, time_now = None, time.monotonic()
-        self._has_heard.set()  # who waits looks when this is done
+        self._has_heard.set()  # waiting tasks look after the decision
         try:
             orders = (
                 self.controller.tick(time_now)
@@ -272,7 +278,7 @@ class ControllerHost:
     async def serve(
         self, hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Serve the connection of the agent that has said `hello` and proved the secret, until it ends."""
+        """Serve the proved connection of the agent that has said `hello`, until the connection ends."""
         node = hello.node
         if not self.receive(node, hello, lambda orders: writer.write(self.frames(orders))):
             return
@@ -283,6 +289,88 @@ class ControllerHost:
                 self.receive(node, message)
         except (EOFError, OSError, msgspec.DecodeError):
             self.lose(node)
-        except Exception as error:  # an error of ours: a node that is no longer read from is a lost one
+        except Exception as error:  # an internal error: nobody reads from the node any more
             self.lose(node)
             tell_error(f"an error in the connection of node {node}", error)
+
+
+_FOREIGN_RANK = "spoke for a rank of another node"
+
+
+class AgentRegistry:
+    """The registered nodes and their ranks, for one generation of workers: no agent may report for
+    another.
+
+    An agent with a proof of the secret can still be wrong: two agents have the same node rank, or an agent
+    remains from an earlier start.
+
+    Args:
+        world_size, nodes: the numbers of ranks and nodes of the job.
+        lost: the nodes that the controller counts as lost.
+        expected: the lost nodes whose places were given to spare nodes, with their new owners; all other
+            places stay lost.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        nodes: int,
+        lost: Collection[int] = (),
+        expected: Mapping[int, str] = MappingProxyType({}),
+    ) -> None:
+        self._lost = lost
+        self._expected = expected
+        self._world_size = world_size
+        self._nodes = nodes
+        self._owners: dict[int, str] = {}  # of places, as known to the previous controller
+        self._homes: dict[int, int] = {}  # ranks, and their nodes
+        self._here: set[int] = set()
+
+    def succeed(self, standby_state: Iterable[StandbyState]) -> None:
+        """Learn from the previous controller which places spare nodes have taken.
+
+        An agent that was taken for lost may live on, and connect before the new owner of its place.
+        """
+        for message in standby_state:
+            if isinstance(message, AgentHello):
+                self._owners[message.node] = message.owner
+
+    def rejection_reason(self, node: int, message: FromAgent) -> str:
+        """Return why `message` is rejected from the agent of `node`; empty if accepted.
+
+        The reason is the predicate of a sentence. An accepted hello registers the node and its ranks.
+        """
+        if isinstance(message, AgentHello):
+            return self._enter(message) if message.node == node else "came as another node"
+        if node not in self._here:
+            return "began with something else than a hello"
+        if node in self._lost:
+            return "spoke for a node that is lost"
+        if isinstance(message, Frozen):  # early: one message per rank, and a dump waits for all
+            return "" if self._homes.get(message.rank) == node else _FOREIGN_RANK
+        if getattr(message, "node", node) != node:
+            return "spoke for another node"
+        rank = getattr(message, "rank", None)
+        if rank is not None and self._homes.get(rank) != node:
+            return _FOREIGN_RANK
+        return ""
+
+    def is_here(self, node: int) -> bool:
+        """Return whether the agent of `node` has registered; also true after its loss."""
+        return node in self._here
+
+    def _enter(self, hello: AgentHello) -> str:
+        if hello.node >= self._nodes:
+            return "came as a node that the job does not have"
+        if hello.owner and hello.owner == self._expected.get(hello.node):
+            ranks = {rank for rank, node in self._homes.items() if node == hello.node}
+            return "" if ranks == set(hello.ranks) else "came with other ranks than the node that is lost"
+        if hello.owner != self._owners.get(hello.node, hello.owner):
+            return "came as a node whose place another one has"
+        if hello.node in self._here:
+            return "came as a node that was there already"
+        if any(rank >= self._world_size or rank in self._homes for rank in hello.ranks):
+            return "came with ranks that the job does not have, or another node has"
+        self._here.add(hello.node)
+        self._homes.update(dict.fromkeys(hello.ranks, hello.node))
+        return ""

@@ -1,10 +1,10 @@
-"""The entry of node 0 in torch's rendezvous store, by which other agents reach its controller.
+"""The entry of node 0 in torch's rendezvous store, by which other agents find its controller.
 
-Whoever reaches that store can read it, and replace what is in it. So it is believed only as far as the
-connection proves it: an agent connects in the way that its own settings ask for, never in a weaker one, and
-both sides then prove that they know the same `secret`, which covers generation, restart and job.
+Every client of the store can read and replace the entry. So the entry counts only as far as the connection
+proves it: an agent connects in the way of its own settings, never in a weaker way, and both sides then prove
+the same `secret`, which covers generation, restart and job.
 
-unix   on one machine, an abstract socket; the kernel tells each side the user of the other
+unix   on one machine, an abstract socket; the kernel gives each side the user of the other
 tls    between machines with certificates, which both sides have to show
 plain  between machines in a trusted network: the secret itself is in the store
 """
@@ -25,7 +25,7 @@ _NOTHING = "-"
 
 
 def kind_of(config: Config) -> str:
-    """Return how the agents of a job with these settings meet."""
+    """Return the kind of connection between agents of a job with these settings."""
     if config.tls_cert:
         return TLS
     return PLAIN if config.tls == PLAIN else UNIX
@@ -35,9 +35,9 @@ class Invitation(NamedTuple):
     """The invitation of one generation of workers.
 
     Attributes:
-        restart: whether workers ran before, in this job
-        port: of the controller, at the address of node 0; 0 where it has an abstract socket
-        name: of that socket; plain: a random number that only agents of this job know
+        restart: whether workers of the job ran before
+        port: of the controller, at the address of node 0; 0 for an abstract socket
+        name: of the abstract socket; plain: a random number known only to agents of the job
         job: the name of the job's folder below TTP_LOG_PATH
     """
 
@@ -50,30 +50,37 @@ class Invitation(NamedTuple):
 
     @classmethod
     def draw(cls, kind: str, restart: bool, job: str) -> Invitation:
-        """Make one of this `kind` for the folder of `job`; its port, or socket, is not known yet.
+        """Make an invitation without port or socket, which follow later.
 
-        `restart`: workers ran before.
+        Args:
+            kind: of the connection.
+            restart: whether workers ran before.
+            job: the name of the job's folder.
         """
         name = secrets.token_hex(32) if kind == PLAIN else _NOTHING
         return cls(kind, secrets.token_hex(8), restart, name=name, job=job)
 
     @property
     def secret(self) -> bytes:
-        """Return what both sides of a connection prove to know."""
+        """Return the secret that both sides of a connection prove."""
         token = self.name if self.kind == PLAIN else ""
         return f"{self.generation} {self.restart:d} {token} {self.job}".encode()
 
     def encode(self) -> bytes:
-        """Return the text that nodes find in the store of the rendezvous."""
+        """Return the text for the rendezvous store."""
         fields = (self.kind, self.generation, f"{self.restart:d}", str(self.port), self.name, self.job)
         return " ".join(fields).encode()
 
     @classmethod
     def decode(cls, encoded: bytes, kind: str) -> Invitation:
-        """Return what the store has; `kind`: as this node's settings ask for it.
+        """Return the invitation in the store.
+
+        Args:
+            encoded: the text.
+            kind: the kind that this node's settings ask for.
 
         Raises:
-            StartError: it is of another kind, or somebody else has written it.
+            StartError: the invitation is of another kind, or was written by another program.
         """
         form_match = _FORM.fullmatch(encoded.decode("utf-8", "replace"))
         if form_match is None:

@@ -1,7 +1,7 @@
-"""Listens for agents of other nodes, on the node of the controller and on those that stand by.
+"""Listens for agents of other nodes, on the node of the controller and on standby nodes.
 
-Invariant: an agent that connects to a standby waits until that node has lost the controller, too; so no
-controller begins while the one before still reaches its node.
+Invariant: an agent that connects to a standby waits until the standby has lost the controller, too; so no
+controller begins while its predecessor still reaches the node.
 """
 
 from __future__ import annotations
@@ -9,18 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, read_hello
+from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, RejectedConnections, read_hello
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.control.invitation import UNIX
-from adaptor.launchers.control.rejected_connections import RejectedConnections
 from adaptor.launchers.control.tls import Tls
-from adaptor.launchers.control.waiting_agents import WaitingAgents
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello, Endpoint, Verdict
 
-# How long an agent waits at a standby that has not lost the controller. It will have in a moment; if not,
-# only the network between this node and the controller is cut.
+# The time an agent waits at a standby that still has the controller. A standby without a loss after this
+# time means that only the network between the agent and the controller is cut.
 PATIENCE_S = 5.0
 
 
@@ -29,14 +27,14 @@ class StandbyListener:
 
     Args:
         nodes: the number of nodes of the job.
-        kind: how agents of this job meet (`invitation.kind_of`).
-        port: where to listen, or the next free one.
-        tls: the certificates of this node; None: without TLS.
-        rejected: counts the connections that are rejected.
+        kind: of connections between agents (`invitation.kind_of`).
+        port: where to listen, or the next free port.
+        tls: the certificates of the node; None: without TLS.
+        rejected: counts rejected connections.
 
     Attributes:
-        endpoint: where other nodes reach it; None: it does not listen.
-        waiting: the agents that have come too early.
+        endpoint: the address for other nodes; None: not listening.
+        waiting: the agents that connected too early.
     """
 
     def __init__(
@@ -54,11 +52,11 @@ class StandbyListener:
         self._listener: AgentListener[AgentHello] | None = None
 
     def listen(self, secret: bytes, address: str) -> Endpoint:
-        """Listen from now on; return where.
+        """Listen from now on; return the endpoint.
 
         Args:
             secret: the secret of this generation of the job.
-            address: at which other nodes reach this one.
+            address: of this node for other nodes.
         """
         self._listener = AgentListener(
             secret, self._tls, self._rejected, self._welcome, read_hello, further_connections=self._nodes
@@ -71,11 +69,11 @@ class StandbyListener:
         return self.endpoint
 
     def begin_turn(self, host: ControllerHost | None, verdict: Verdict | None = None) -> None:
-        """Serve those that wait, and all that come: this node's turn has begun.
+        """Serve waiting and new agents: the turn of this node has begun.
 
         Args:
-            host: drives the controller here; None: no controller begins any more.
-            verdict: the one that stands, then.
+            host: drives the controller on this node; None: no controller begins any more.
+            verdict: the final verdict, without a host.
         """
         self._host, self._verdict = host, verdict
         self.waiting.begin_turn()
@@ -96,8 +94,48 @@ class StandbyListener:
             return
         if self._host is not None:
             await self._host.serve(hello, reader, writer)
-        elif self._verdict is not None:  # it stands
+        elif self._verdict is not None:
             writer.write(wire.frame(self._verdict))
             with contextlib.suppress(asyncio.TimeoutError):
-                async with deadline(PATIENCE_S):  # so long it has to read that, and go
+                async with deadline(PATIENCE_S):  # time to read the verdict and leave
                     await reader.read()
+
+
+class WaitingAgents:
+    """The agents that wait for the turn of the node to run the controller; used on the control thread.
+
+    Invariant: of each node only the newest agent connection waits, so repeated connections take one place.
+    """
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Event()
+        self._superseded: dict[int, asyncio.Event] = {}  # of waiting agents, by node
+
+    def __len__(self) -> int:
+        return len(self._superseded)
+
+    @property
+    def is_my_turn(self) -> bool:
+        """Return whether the turn has begun."""
+        return self._turn.is_set()
+
+    def begin_turn(self) -> None:
+        """Let all waiting agents go on."""
+        self._turn.set()
+
+    async def wait(self, node: int) -> bool:
+        """Wait until the turn of this node; return False if the same agent connects again meanwhile."""
+        event_before, own_event = self._superseded.get(node), asyncio.Event()
+        self._superseded[node] = own_event
+        if event_before is not None:
+            event_before.set()
+        superseded = asyncio.ensure_future(own_event.wait())
+        turn = asyncio.ensure_future(self._turn.wait())
+        try:
+            await asyncio.wait((superseded, turn), return_when=asyncio.FIRST_COMPLETED)
+            return not own_event.is_set()
+        finally:
+            superseded.cancel()
+            turn.cancel()
+            if self._superseded.get(node) is own_event:
+                del self._superseded[node]

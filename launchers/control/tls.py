@@ -1,10 +1,10 @@
 """TLS 1.3 between the agents of a job, each with a certificate from the same signer.
 
-Short-lived certificates are renewed while a job trains, so files that have changed are read again before each
-connection; a new pair that cannot be used, half written say, leaves the one that was read before in use.
+Short-lived certificates are renewed during training, so changed files are read again before each connection;
+a new pair that cannot be used, for instance a half-written pair, leaves the previous pair in use.
 
 Names in certificates are not compared with addresses: any process with a certificate of the job's signer is
-trusted, wherever it runs. It also has to know the generation of workers.
+trusted, wherever it runs. The process also has to know the generation of workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from adaptor.errors import ConfigError
 from adaptor.protocol.deadline import deadline
 
 _log = logging.getLogger("adaptor")
-# How long a connection waits for the files to be read: they may be on a file system that hangs.
+# The time a connection waits for the files: their file system may hang.
 READ_S = 1.0
 _MISSING = "one of the files"
 
@@ -36,10 +36,10 @@ class Contexts(NamedTuple):
 
 
 class Tls:
-    """The certificates of this node, read again when the files change.
+    """The certificates of this node, read again after changes.
 
     Raises:
-        ConfigError: they cannot be used; the message names the variable, the file and the reason.
+        ConfigError: the certificates cannot be used; names the variable, the file and the reason.
     """
 
     def __init__(self, settings: Config) -> None:
@@ -48,10 +48,10 @@ class Tls:
         self._read_as = _state(self._files)
         self.contexts = _load(settings)
         self._reading: Future[None] | None = None
-        self._refused: object = None  # the state of files that could not be used
+        self._refused: object = None  # the state of unusable files
 
     async def newest(self) -> Contexts:
-        """Return the contexts of the files as they are now, or those before, if the new ones are unusable."""
+        """Return the contexts of the current files, or the previous contexts if the files are unusable."""
         reading = self._reading or self._begin_to_read()
         if reading is not None:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -61,10 +61,10 @@ class Tls:
 
     def _begin_to_read(self) -> Future[None] | None:
         reading = self._reading = Future()
-        # A thread of its own: one that hangs must not keep ttprun from its end, as one of a pool would.
+        # Not in a pool: the interpreter would wait at its end for a thread that hangs.
         try:
             threading.Thread(target=self._read, args=(reading,), name="ttp-tls", daemon=True).start()
-        except RuntimeError:  # this process may have no more of them
+        except RuntimeError:  # no more threads for this process
             self._reading = None
         return self._reading
 
@@ -90,13 +90,13 @@ def load(settings: Config) -> Tls | None:
     """Return the certificates of `settings`; None without certificates.
 
     Raises:
-        ConfigError: they cannot be used; the message names the variable, the file and the reason.
+        ConfigError: the certificates cannot be used; names the variable, the file and the reason.
     """
     return Tls(settings) if settings.tls_cert else None
 
 
 def ends(settings: Config) -> float:
-    """Return the Unix seconds at which the certificate of this node ends.
+    """Return the Unix time at which the certificate of this node ends.
 
     Raises:
         ConfigError: the certificates cannot be used.
@@ -106,7 +106,7 @@ def ends(settings: Config) -> float:
 
 
 def _state(files: tuple[str, ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Return the state of the files, which differs when one changes; None if one is missing."""
+    """Return a value that changes with the files; None if a file is missing."""
     try:
         file_states = [Path(path).stat() for path in files]
     except OSError:
@@ -144,7 +144,7 @@ def _context(protocol: int, settings: Config) -> ssl.SSLContext:
     except ssl.SSLError:
         raise ConfigError(f"TTP_TLS_CA is {settings.tls_ca!r}: no certificate in PEM form is in it") from None
     try:
-        # A passphrase of nothing, or OpenSSL would ask for it on the terminal.
+        # An empty passphrase: otherwise OpenSSL would ask on the terminal.
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
@@ -158,10 +158,10 @@ def _context(protocol: int, settings: Config) -> ssl.SSLContext:
 
 
 def _try(contexts: Contexts, settings: Config) -> ssl.SSLObject:
-    """Make a handshake in memory, so that a certificate which other nodes would refuse is found now.
+    """Make a handshake in memory, to find certificates that other nodes would refuse.
 
     Returns:
-        The side of the client, which knows the certificate of the server.
+        The client side, which has the certificate of the server.
     """
     incoming, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = contexts.client.wrap_bio(back, incoming)

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 
 from adaptor.controller.incident_state import Orders
-from adaptor.launchers.records.incident_file import GoneOn, IncidentFile
-from adaptor.launchers.records.incident_record import incident_of
+from adaptor.launchers.records.incident_record import GoneOn, IncidentFile, incident_of
 from adaptor.launchers.records.incident_timeline import ORDERS, Happened, Seen, Timeline
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.launchers.records.notifier import Notifier
-from adaptor.launchers.records.tracker_reading import TrackerReading
+from adaptor.launchers.records.operator_summary import TrackerReading
 from adaptor.operations import notices, records
 from adaptor.protocol.messages import (
     Addressed,

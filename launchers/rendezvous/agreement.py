@@ -1,12 +1,12 @@
-"""Compares what must be the same on all nodes of a job: versions, and settings that decide for the whole job.
+"""Compares versions and job-wide settings, which must be the same on all nodes of a job.
 
-Nodes with different settings make different process groups, and wait for each other for any time. So before
+Nodes with different settings would make different process groups, and wait for each other forever. So before
 workers start each node writes its facts into the rendezvous store, node 0 compares the facts of all nodes,
-and every node reads the result. Facts are JSON, because nodes with different versions must be able to read
-them. A fact that a node does not know is not compared.
+and every node reads the result. Facts are JSON, so that nodes with different versions can read them. A fact
+unknown to a node is not compared.
 
-A node that comes to a job that trains (c10d) compares itself with the job before it joins: no running job
-ends because of a node with other settings.
+A node that joins a training job (c10d) compares itself with the job before joining: no running job ends
+because of a node with other settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,8 +28,13 @@ from adaptor.config import SETTINGS, Config
 from adaptor.errors import ConfigError
 from adaptor.launchers.control import invitation
 
-# All nodes have met just before, and each has only to write its facts. A node that runs plain torchrun, or an
-# older ttprun, writes none.
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+    from adaptor.launchers.rendezvous.rendezvous_handler import Rendezvous
+
+# All nodes have just met, and each only writes its facts. A node with plain torchrun, or an older ttprun,
+# writes no facts.
 ANSWER_S = 60.0
 # The most nodes and the most facts that are named in a line.
 _NAMED = 4
@@ -37,28 +42,15 @@ _FACTS, _RESULT = "ttp/facts/{}", "ttp/agreement"
 _VERSION = re.compile(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE) *= *['\"]?([\w.]*)", re.MULTILINE)
 
 
-class Store(Protocol):
-    """The rendezvous store of torch."""
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Wait until all `keys` are there; raises RuntimeError after `timeout`."""
-
-
 class NodeFacts(msgspec.Struct, frozen=True):
-    """The facts of one node: names as a user knows them, and values."""
+    """The facts of one node: names for users, and values."""
 
     host: str
     facts: dict[str, str]
 
 
 def facts_of_this_node(parsed: argparse.Namespace, settings: Config) -> dict[str, str]:
-    """Return the facts of this node; before ttprun changes `parsed`, torchrun's arguments."""
+    """Return the facts of the node, from torchrun's arguments before ttprun changes them."""
     facts = {
         "the version of ttp-adaptor": metadata.version("ttp-adaptor"),
         "the version of torch": metadata.version("torch"),
@@ -77,7 +69,7 @@ def facts_of_this_node(parsed: argparse.Namespace, settings: Config) -> dict[str
 
 
 def _megatron_core_version(parsed: argparse.Namespace) -> str:
-    """Return the version of Megatron-core that the script imports; '' where its source is not found."""
+    """Return the version of Megatron-core that the script imports; '' without its source."""
     script_folder = Path.cwd() if parsed.module else Path(parsed.training_script).resolve().parent
     for folder in (script_folder, *map(Path, sys.path)):
         try:
@@ -93,18 +85,18 @@ def _megatron_core_version(parsed: argparse.Namespace) -> str:
 def compare(store: Store, node: int, nodes: int, facts: Mapping[str, str], has_agreed: bool = False) -> str:
     """Exchange facts with all other nodes; return the difference in words, the same on every node.
 
-    A node that has agreed with the job before waits for no other node: a node that is lost at a restart is no
+    A node that has agreed with the job before waits for no other node: the loss of a node at a restart is no
     difference of settings.
 
     Args:
-        store: with keys of this generation alone.
-        node: the rank of this node.
-        nodes: how many nodes have met.
-        facts: of this node.
-        has_agreed: whether this node had the facts of the job in an earlier generation.
+        store: has keys of this generation alone.
+        node: the rank of the node.
+        nodes: the number of nodes.
+        facts: of the node.
+        has_agreed: whether the node had the facts of the job in an earlier generation.
 
     Returns:
-        '' where all nodes have the same facts. A node that writes none counts as a difference.
+        '' if all nodes have the same facts. A node without facts counts as a difference.
     """
     own_facts = NodeFacts(socket.gethostname(), dict(facts))
     store.set(_FACTS.format(node), msgspec.json.encode(own_facts).decode())
@@ -123,7 +115,7 @@ def compare(store: Store, node: int, nodes: int, facts: Mapping[str, str], has_a
 
 def _compare_all(store: Store, nodes: int) -> str:
     keys = [_FACTS.format(node) for node in range(nodes)]
-    with contextlib.suppress(RuntimeError):  # not all are there in time
+    with contextlib.suppress(RuntimeError):  # some facts are late
         store.wait(keys, timedelta(seconds=ANSWER_S))
     facts = []
     for node, key in enumerate(keys):
@@ -142,7 +134,8 @@ def _silent(node: int) -> str:
 
 
 def difference(nodes: Sequence[NodeFacts]) -> str:
-    """Return which facts differ, with values and nodes, as a line for the user; '' if all are the same.
+    """Return the facts that differ, with values and nodes, as a line for the user; '' without a
+    difference.
 
     Args:
         nodes: the facts of each node, in the order of nodes.
@@ -171,11 +164,11 @@ def _refusal(what: str, differences: Sequence[str]) -> str:
 
 
 def difference_from_job(job: NodeFacts, facts: Mapping[str, str]) -> str:
-    """Return how this node differs from a job that trains, in words; '' where it does not.
+    """Return how the node differs from a training job, in words; '' without a difference.
 
     Args:
         job: the facts of node 0.
-        facts: of this node.
+        facts: of the node.
     """
     differences = [
         f"{name} is {value!r} there ({job.host}) and {facts[name]!r} here"
@@ -185,35 +178,22 @@ def difference_from_job(job: NodeFacts, facts: Mapping[str, str]) -> str:
     return _refusal("the job that trains and this node differ", differences)
 
 
-class Meeting(Protocol):
-    """The rendezvous of the nodes."""
-
-    @property
-    def store_of_all_rounds(self) -> Any:
-        """Return the store that a node reads before it joins; None: there is none of that kind."""
-
-    def get_run_id(self) -> str: ...
-
-    def stay_for_others(self, store: Any, nodes: int) -> None:
-        """Let the agent with the store leave last."""
-
-
 class Agreement:
-    """The comparison of this node with the other nodes, before workers start.
+    """The comparison of the node with the other nodes, before workers start.
 
     Args:
         meeting: the rendezvous.
-        facts: of this node.
+        facts: of the node.
     """
 
-    def __init__(self, meeting: Meeting, facts: Mapping[str, str]) -> None:
+    def __init__(self, meeting: Rendezvous, facts: Mapping[str, str]) -> None:
         self._meeting = meeting
         self._facts = facts
         self._key = f"{meeting.get_run_id()}/ttp/facts of the job"
         self._has_agreed = False
 
     def require_as_job(self) -> None:
-        """Refuse this node where it comes to a job that trains with other facts.
+        """Refuse a node that joins a training job with other facts.
 
         Raises:
             ConfigError: names the facts that differ.
@@ -232,12 +212,12 @@ class Agreement:
         self._has_agreed = True
 
     def require(self, node: int, nodes: int, store: Any) -> None:
-        """Refuse the job, on every node, where its nodes have different facts.
+        """Refuse the job, on every node, if its nodes have different facts.
 
         Args:
-            node: the rank of this node.
-            nodes: how many nodes have met.
-            store: with keys of this generation alone.
+            node: the rank of the node.
+            nodes: the number of nodes.
+            store: has keys of this generation alone.
 
         Raises:
             ConfigError: names the facts that differ.

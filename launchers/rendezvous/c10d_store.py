@@ -1,8 +1,8 @@
-"""The store of a rendezvous: one agent has it (c10d), and the others connect to it.
+"""The store of a rendezvous: one agent has the store (c10d), and the others connect to it.
 
-torch goes by names: an agent on the machine of `--rdzv-endpoint` tries to have the store, and connects to it
-where another agent of that machine was faster. torch does not tell which of the two has happened, and the
-loss of the agent with the store ends the rendezvous. So it is tried here, one after the other.
+torch goes by names: an agent on the machine of `--rdzv-endpoint` tries to open the store, and connects if
+another agent of the machine was faster. torch does not tell which of the two has happened, and the loss of
+the agent with the store ends the rendezvous. So this module tries the two cases one after the other.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from adaptor.errors import StartError
 from adaptor.launchers.platforms import reading
 from adaptor.launchers.rendezvous.rendezvous_errors import HostUnknownError
 
-# How often a node tries whether the store answers, and how long one try may take: the kernel itself sends its
-# request again meanwhile. Not more often, because each try of a thousand nodes reaches node 0.
+# The pause between two tries whether the store answers, and the longest try: the kernel repeats its request
+# meanwhile. The pause is not shorter because the tries of a thousand nodes reach node 0.
 TRY_S = 0.5
 ONE_TRY_S = 10.0
 _LEAST_TRY_S = 0.1
@@ -32,22 +32,23 @@ _LOOPBACK = "127.0.0.1"
 
 
 def ignore(trouble: str) -> None:
-    """Take the reason for a wait, and do nothing with it."""
+    """Ignore the reason for a wait."""
 
 
 def connect(registry: Any, params: Any, note: Callable[[str], None] = ignore) -> tuple[Any, bool]:
-    """Return torch's rendezvous handler, and whether what the nodes meet at ends with this agent.
+    """Return torch's rendezvous handler, and whether the store of the rendezvous ends with this agent.
 
-    A store that is no agent's (etcd) ends with its machine: all agents of that machine count as having it.
+    A store outside of agents (etcd) ends with its machine: all agents of the machine count as having the
+    store.
 
     Args:
-        registry: torch's, of handlers.
-        params: torch's, of the rendezvous.
-        note: is called with the reason for which this waits, in words.
+        registry: torch's registry of handlers.
+        params: torch's parameters of the rendezvous.
+        note: is called with the reason for a wait, in words.
 
     Raises:
         RendezvousConnectionError: the store does not answer.
-        StartError: other nodes would reach this one by its host name, which does not resolve.
+        StartError: the host name of this node, which other nodes need, does not resolve.
     """
     if params.backend == "static":
         return registry.get_rendezvous_handler(params), False
@@ -69,7 +70,7 @@ def connect(registry: Any, params: Any, note: Callable[[str], None] = ignore) ->
 
 
 def limit(params: Any) -> str:
-    """Return for how long `connect` waits at most, in words; empty: it is not known."""
+    """Return the time limit of `connect`, in words; empty: unknown."""
     if params.backend != "c10d":
         return ""
     return f"{params.get_as_int('read_timeout', _TIMEOUT_S)} s at most (--rdzv-conf read_timeout)"
@@ -87,7 +88,7 @@ def _host_and_port(params: Any) -> tuple[str, int]:
 
 
 def _is_here(host: str) -> bool:
-    """Return whether `host` is this machine; torch raises where the name of the machine has no address."""
+    """Return whether `host` is this machine; torch raises if the machine's name has no address."""
     try:
         return bool(utils._matches_machine_hostname(host))
     except socket.gaierror:
@@ -95,13 +96,13 @@ def _is_here(host: str) -> bool:
 
 
 def _with_own_address(params: Any) -> Any:
-    """Return `params` with an address of this node that resolves here.
+    """Return `params` with an address of this node that resolves.
 
-    Workers, and other nodes, reach this node by --local-addr, or by its host name. One node alone gets the
-    loopback address where its name is not an address of this machine.
+    Workers and other nodes reach the node by --local-addr, or by its host name. A job of one node gets the
+    loopback address if the host name is no address of the machine.
 
     Raises:
-        StartError: there are several nodes, and the name has no address.
+        StartError: the job has several nodes, and the host name has no address.
     """
     if params.local_addr:
         return params
@@ -123,23 +124,23 @@ def _with_own_address(params: Any) -> Any:
 
 
 def _addresses_of(host: str) -> list[str]:
-    """Return the IP addresses of `host`; none where it does not resolve."""
+    """Return the IP addresses of `host`; none if `host` does not resolve."""
     try:
-        return [str(found[4][0]) for found in socket.getaddrinfo(host.strip("[]"), None)]
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host.strip("[]"), None)]
     except (OSError, ValueError):
         return []
 
 
 def wait_until_it_resolves(host: str, deadline: float, note: Callable[[str], None]) -> None:
-    """Wait until `host` has an address: on some platforms a node gets its name after it has started.
+    """Wait until `host` has an address: some platforms publish the name of a node after its start.
 
     Args:
         host: a name or an address.
         deadline: on the monotonic clock.
-        note: is called with the reason for which this waits, in words.
+        note: is called with the reason for the wait, in words.
 
     Raises:
-        HostUnknownError: it had none until `deadline`.
+        HostUnknownError: `host` had no address until `deadline`.
     """
     while not _addresses_of(host):
         note(f"the name {host} does not resolve on this node")
@@ -154,12 +155,12 @@ def wait_until_it_answers(
 ) -> None:
     """Wait until something listens at `host`:`port`.
 
-    torch's own client waits, too, but writes the stack of its C++ functions each time it tries in vain.
+    torch's own client waits, too, but prints the stack of its C++ functions after each failed try.
 
     Args:
         host, port: the address.
         deadline: on the monotonic clock.
-        note: is called with the reason for which this waits, in words.
+        note: is called with the reason for the wait, in words.
 
     Raises:
         HostUnknownError: `host` had no address until `deadline`.

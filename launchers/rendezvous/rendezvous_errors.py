@@ -18,20 +18,20 @@ from adaptor.errors import ConfigError
 
 UNMET = (DistError, RendezvousError)
 _TAKEN = "EADDRINUSE"
-# How long nodes wait for each other, by the key of --rdzv-conf: torch's own, with --node-rank and without.
+# torch's limits of waits for other nodes, by the key of --rdzv-conf: with --node-rank and without.
 _TIMEOUTS_S = {"timeout": 900, "join_timeout": 600}
 
 
 class NotTakenInError(RendezvousError):
-    """The job for which this node waited has ended."""
+    """The job for which the node waited has ended."""
 
 
 class HostUnknownError(RendezvousConnectionError):
-    """The host of the rendezvous has no address on this node."""
+    """The host of the rendezvous has no address on the node."""
 
 
 def plain_node(ours: str, plain: str) -> ConfigError:
-    """Return the refusal of a job of two nodes of which one, `plain`, runs without the adaptor."""
+    """Return the refusal of a job with a node, `plain`, that runs without the adaptor."""
     return ConfigError(
         f"the nodes of this job differ: ENABLE_TTP is True on {ours}, and {plain} runs plain torchrun, as"
         " with ENABLE_TTP=False; give all nodes the same"
@@ -39,7 +39,7 @@ def plain_node(ours: str, plain: str) -> ConfigError:
 
 
 def lacks_means(error: Exception) -> bool:
-    """Return whether the machine has no process, thread, descriptor or room left to start anything."""
+    """Return whether the machine has no process, thread, descriptor or room left."""
     if isinstance(error, UNMET):
         return False
     return isinstance(error, OSError) or "can't start new thread" in text.say(error)
@@ -50,7 +50,7 @@ def why_not_again(error: Exception, parsed: argparse.Namespace) -> str:
 
     Args:
         error: the exception of `torch.distributed.run.run`.
-        parsed: its flags.
+        parsed: the flags of the run.
     """
     if isinstance(error, RendezvousTimeoutError):
         return f"for too few came {_in_time(parsed)}"
@@ -58,7 +58,7 @@ def why_not_again(error: Exception, parsed: argparse.Namespace) -> str:
 
 
 def _in_time(parsed: argparse.Namespace) -> str:
-    """Return how long nodes wait for each other, and by which setting."""
+    """Return how long nodes wait for each other, with the setting."""
     name = "timeout" if parsed.rdzv_backend == "static" else "join_timeout"
     seconds = utils._parse_rendezvous_config(parsed.rdzv_conf).get(name, _TIMEOUTS_S[name])
     return f"within {seconds} s (--rdzv-conf {name})"
@@ -69,7 +69,7 @@ def why_not(error: Exception, parsed: argparse.Namespace) -> str:
 
     Args:
         error: the exception of `torch.distributed.run.run`.
-        parsed: its flags, as it has completed them.
+        parsed: the flags of the run, as torch has completed them.
     """
     endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
     match error:

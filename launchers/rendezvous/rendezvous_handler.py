@@ -1,4 +1,4 @@
-"""Wraps torch's rendezvous: a wait names the missing nodes, and a signal ends it.
+"""Wraps torch's rendezvous: a wait names the missing nodes, and a signal ends the wait.
 
 The loss of the node with the store does not end an agent: the survivors are still to save.
 """
@@ -18,14 +18,16 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from adaptor.launchers.rendezvous import c10d_store, node_order, rendezvous_liveness
+from adaptor import output
+from adaptor.launchers.rendezvous import c10d_store, dynamic_nodes
 from adaptor.launchers.rendezvous.rendezvous_errors import NotTakenInError, plain_node
 from adaptor.launchers.rendezvous.waiting import AGAIN_S, FIRST_S, Interrupted, wait_for
 
-# How often node 0 checks which nodes have come: the store's own wait writes two warnings at each time-out.
+# Seconds between two checks of node 0: the store's own wait writes two warnings at each time-out.
 _LOOK_S = 0.1
-# How often the agent with the store looks whether the others have left, which is a matter of milliseconds;
-# and for how long at most: one may be lost since, and on a busy machine an agent takes seconds to end.
+# Seconds between two checks of the agent with the store whether the others have left, which takes
+# milliseconds; and the limit: another agent may be lost, and on a busy machine an agent takes seconds to
+# end.
 _LOOK_FOR_END_S = 0.02
 _OTHERS_LEAVE_S = 10.0
 _LEFT, _ALL_LEFT = "ttp/left", "ttp/all have left"
@@ -38,7 +40,9 @@ _STORE_OF_AN_AGENT = ("static", "c10d")
 
 
 class Registry:
-    """Wraps torch's registry of rendezvous handlers: making one connects to its store, which may wait."""
+    """Wraps torch's registry of rendezvous handlers, whose constructors connect to the store and may
+    wait.
+    """
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry
@@ -60,7 +64,7 @@ class Registry:
             handler, has_store = c10d_store.connect(self._registry, params, note)
             rendezvous = Rendezvous(handler, params.endpoint, params.max_nodes, has_store=has_store)
             if params.backend != "static":
-                node_order.put_in_order(handler, has_store=has_store)
+                dynamic_nodes.put_in_order(handler, has_store=has_store)
             return rendezvous
 
         return wait_for(
@@ -74,14 +78,11 @@ class Registry:
 class Rendezvous:
     """Wraps a rendezvous handler of torch, and passes on all of its methods.
 
-    torch is told of nodes that wait to join only when the job is saved (`take_in`). While the store does not
-    answer, none counts as waiting: it may be on the node that is lost.
-
     Args:
         handler: torch's.
-        endpoint: the address at which the nodes meet.
-        most_nodes: the number of nodes that may come.
-        has_store: whether the store ends with this agent; a static rendezvous has it on node 0.
+        endpoint: the meeting address of the nodes.
+        most_nodes: the largest number of nodes.
+        has_store: whether the store ends with this agent; a static rendezvous has the store on node 0.
     """
 
     def __init__(
@@ -91,11 +92,10 @@ class Rendezvous:
         self._where = endpoint
         self._most = most_nodes
         self._static = _Static(handler) if handler.get_backend() == "static" else None
-        self._signs = rendezvous_liveness.watch(handler)
+        self._signs = dynamic_nodes.watch(handler)
         self._has_store = self._static.is_host if self._static is not None else has_store
         self._tell_of_end: Callable[[], None] | None = None
         self._interrupted = False
-        self._takes_in = False
         self._has_met = False
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +103,7 @@ class Rendezvous:
 
     @property
     def nodes(self) -> str:
-        """Return MIN:MAX, where the job may train with fewer nodes than may come; else ''."""
+        """Return MIN:MAX if the number of nodes may change; else ''."""
         settings = getattr(self._handler, "settings", None)
         if self._static is not None or settings is None or settings.min_nodes == settings.max_nodes:
             return ""
@@ -111,39 +111,31 @@ class Rendezvous:
 
     @property
     def last_call_s(self) -> float:
-        """Return how long nodes wait for more of them, in seconds, where their number may change."""
+        """Return the seconds for which nodes wait for more nodes, where their number may change."""
         return float(self._handler.settings.timeout.last_call.total_seconds())
 
     @property
     def has_met_before(self) -> bool:
-        """Return whether the job had workers before the nodes met last, on whichever nodes."""
+        """Return whether the job had workers, on any node, before the last meeting."""
         holder = getattr(self._handler, "_state_holder", None)
         return self._static is None and holder is not None and holder.state.round > 0
 
     @property
     def store_of_all_rounds(self) -> Any:
-        """Return the store that a node can read before it joins (c10d); None: there is none of that kind."""
+        """Return the store that a node can read before joining (c10d); None for other backends."""
         return getattr(self._handler, "_store", None) if self._handler.get_backend() == "c10d" else None
 
     @property
     def nodes_that_wait(self) -> int:
-        """Return how many nodes wait to be taken in."""
+        """Return the number of nodes that wait to join; 0 while the store does not answer.
+
+        The store may be on a lost node.
+        """
         try:
             waiting = int(self._handler.num_nodes_waiting())
         except RendezvousConnectionError:
             return 0
         return waiting + (self._signs.nodes_that_meet if self._signs is not None else 0)
-
-    def take_in(self) -> None:
-        """Let torch start all workers again, with the nodes that wait: the job is saved for that."""
-        self._takes_in = True
-
-    def num_nodes_waiting(self) -> int:
-        """Return for torch whether it is to start all workers again, which counts as no restart.
-
-        It would do so as soon as a node waits, and lose the steps since the last checkpoint.
-        """
-        return int(self._takes_in)
 
     def meet(self, work: Callable[[], None]) -> None:
         """Run `work`, which meets the other nodes.
@@ -159,16 +151,16 @@ class Rendezvous:
             raise
 
     def stay_for_others(self, store: Any, nodes: int) -> None:
-        """Let the agent with the store leave last, at the end of a job that needs no other start.
+        """Let the agent with the store leave last, at the end of a job without another start.
 
-        torch's exit barrier lets it leave as soon as the last agent has entered, and another agent that is
-        still to ask the store prints a traceback. So each of the others counts itself in the store when it
-        uses it last (`shutdown`), and the agent with the store returns from here when all have, or after
+        torch's exit barrier lets the agent leave as soon as the last agent has entered, and an agent that
+        then still asks the store prints a traceback. So each other agent counts itself in the store after
+        its last use (`shutdown`), and the agent with the store waits for all others here, at most
         `_OTHERS_LEAVE_S`.
 
         Args:
             store: of the last round.
-            nodes: that were in it.
+            nodes: the number of nodes of the round.
         """
         if self._handler.get_backend() not in _STORE_OF_AN_AGENT:
             return
@@ -186,23 +178,22 @@ class Rendezvous:
                 time.sleep(_LOOK_FOR_END_S)
 
     def shutdown(self) -> bool:
-        """End the rendezvous for all nodes, but not if a signal has ended this one alone (as torchrun)."""
+        """End the rendezvous for all nodes; after a signal to this node alone do nothing, as torchrun."""
         has_ended = self._interrupted or bool(self._handler.shutdown())
         if self._tell_of_end is not None:
-            with contextlib.suppress(RuntimeError):  # the store is lost: nobody is left who waits
+            with contextlib.suppress(RuntimeError):  # the store is lost: nobody waits
                 self._tell_of_end()
         return has_ended
 
     def next_rendezvous(self) -> Any:
         if self._static is not None and not self._static.met:
-            # Before torch makes its own store, which does not tell which nodes are missing.
+            # Replaces torch's own store, which does not tell which nodes are missing.
             self._handler._store = self._static.meet()
-        self._takes_in = False
         if self._signs is not None:
             self._signs.leave()
         while True:
-            # torch keeps the address at which workers meet from its first round on: a node that was not there
-            # then would wait for it in vain, and others would go to a node that may be lost.
+            # torch keeps the workers' meeting address of its first round: a later node would wait in vain,
+            # and the others would go to a node that may be lost.
             self._handler._bootstrap_store_info = None
             try:
                 info = self._handler.next_rendezvous()
@@ -224,16 +215,15 @@ class Rendezvous:
 
     @property
     def _trains_without_this_node(self) -> bool:
-        """Return whether the job is there, and has not yet taken this node in: it may wait for any time.
+        """Return whether a job trains and has not yet taken this node in; the wait may take any time.
 
-        A node that was in the job waits for others that are to leave the last round, and for no longer than
-        torch says.
+        A node that was in the job waits for others to leave the last round, at most for torch's limit.
         """
         return self._is_outside and not self._handler._state_holder.state.closed
 
     @property
     def _is_outside(self) -> bool:
-        """Return whether there is a job, or was one, which has not taken this node in."""
+        """Return whether a job exists, or existed, that has not taken this node in."""
         holder = getattr(self._handler, "_state_holder", None)
         if self._static is not None or holder is None or self._has_met:
             return False
@@ -241,7 +231,7 @@ class Rendezvous:
 
     @property
     def limit(self) -> str:
-        """Return for how long this node waits for others at most, in words; empty: for any time."""
+        """Return the longest wait of this node for others, in words; empty: no limit."""
         if self._static is not None:
             return f"{self._handler.timeout.total_seconds():g} s at most (--rdzv-conf timeout)"
         settings = getattr(self._handler, "settings", None)
@@ -251,7 +241,7 @@ class Rendezvous:
 
     @property
     def missing(self) -> str:
-        """Return the nodes that this one waits for, in words."""
+        """Return the nodes that this node waits for, in words."""
         trouble = self._static.trouble if self._static is not None else ""
         if self._most == 1:
             return _with(trouble, _OWN_STORE)
@@ -261,14 +251,74 @@ class Rendezvous:
         return _with(trouble, f"{missing_text or 'the other nodes'} at {self._where}")
 
 
+class LaterNodes:
+    """The nodes that come to a job with `--nnodes MIN:MAX` during training, on node 0.
+
+    The job is asked to take the nodes in after their number has not changed for `last_call_timeout`, torch's
+    limit for nodes that meet: nodes that come one after the other cost one start, not one start each.
+
+    Invariant: only a verdict takes a node in, after a save of the newest step, so no step is lost; and only
+    if the job can train on the new number of nodes, so that a new node ends no job.
+
+    Args:
+        rendezvous: counts the nodes that wait.
+        fits: returns whether the job could train on a number of nodes; None if unknown.
+        ask: has the job saved and started again with some more nodes.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        fits: Callable[[int], bool | None],
+        ask: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._fits = fits
+        self._ask = ask
+        self._clock = clock
+        self._count = 0
+        self._since = 0.0
+        self._refused = 0  # the number of nodes that does not fit, as the user was told
+
+    def begin(self) -> None:
+        """Begin again: workers are about to start."""
+        self._count = self._refused = 0
+
+    def look(self, nodes_here: int) -> None:
+        """Ask for the nodes that wait, if their number is stable.
+
+        Args:
+            nodes_here: the number of nodes that train.
+        """
+        count, time_now = self._rendezvous.nodes_that_wait, self._clock()
+        if count != self._count:
+            self._count, self._since = count, time_now
+        if not count or time_now - self._since < self._rendezvous.last_call_s:
+            return
+        fits = self._fits(nodes_here + count)
+        if fits:
+            self._since = time_now  # asked again, if an incident was open
+            self._ask(count)
+        elif fits is False and self._refused != nodes_here + count:
+            self._refused = nodes_here + count
+            waiting_text = "1 more node waits" if count == 1 else f"{count} more nodes wait"
+            output.tell(
+                f"[ttp] {waiting_text}: {nodes_here + count} nodes cannot train this job (parallel sizes, "
+                "global batch,"
+                f" TTP_REPLICA); it goes on with {nodes_here}"
+            )
+
+
 class _Static:
-    """The first meeting of nodes that each have a number (--node-rank), over the store on node 0.
+    """The first meeting of nodes with fixed numbers (--node-rank), over the store on node 0.
 
     Attributes:
-        is_host: this node has the store
-        met: all have come
-        missing: which of them are awaited, in words
-        trouble: why the address of node 0 cannot be reached, in words; '' where that is not known
+        is_host: the node has the store
+        met: all nodes have come
+        missing: the awaited nodes, in words
+        trouble: why the address of node 0 cannot be reached, in words; '' if unknown
     """
 
     def __init__(self, handler: Any) -> None:
@@ -282,11 +332,11 @@ class _Static:
         self._name_missing([0] if self._node else range(1, self._nodes))
 
     def meet(self) -> TCPStore:
-        """Return the store, once all nodes have come to it.
+        """Return the store, after all nodes have come to it.
 
         Raises:
-            RendezvousConnectionError: the store on node 0 has not answered in the time that torch gives.
-            RendezvousTimeoutError: some have not come in the time that torch gives them.
+            RendezvousConnectionError: the store on node 0 has not answered within torch's limit.
+            RendezvousTimeoutError: some nodes have not come within torch's limit.
         """
         deadline = time.monotonic() + self._timeout.total_seconds()
         if self._node:
@@ -311,7 +361,7 @@ class _Static:
             self.missing = f"the other nodes of {self._nodes}"
             try:
                 keys.wait([_ALL], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except RuntimeError:  # a store that is gone raises the same as one whose time is over
+            except RuntimeError:  # raised by a lost store, and after the limit
                 if time.monotonic() < deadline:
                     raise
                 raise RendezvousTimeoutError(self.missing) from None
@@ -334,7 +384,7 @@ class _Static:
             self._name_missing(awaited)
 
     def _require_ours(self, node: int, keys: PrefixStore, torchs: PrefixStore) -> None:
-        """Refuse a node that is in torch's rendezvous, and has not said before that it is here."""
+        """Refuse a node that is in torch's rendezvous without having announced itself before."""
         if torchs.check([f"torchelastic/role_info/{node}"]) and not keys.check([_here(node)]):
             raise plain_node(f"node {self._node}", f"node {node}")
 
@@ -355,7 +405,7 @@ def _here(node: int) -> str:
 
 
 def _missing_of(handler: Any) -> str:
-    """Return how many nodes are missing, in words; with c10d they have no numbers before all have met."""
+    """Return the number of missing nodes, in words; with c10d nodes have no numbers before all have met."""
     settings, holder = getattr(handler, "settings", None), getattr(handler, "_state_holder", None)
     if settings is None or holder is None:
         return ""

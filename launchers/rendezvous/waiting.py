@@ -1,7 +1,7 @@
-"""Waits for other nodes: a line names them, and a signal ends the wait at once.
+"""Waits for other nodes: a line names the nodes, and a signal ends the wait at once.
 
 torch waits inside C++ functions, where no Python signal handler runs. So a thread waits, and the main thread
-stays free for signals and for the lines.
+stays free for signals and lines.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from adaptor import output
 from adaptor.protocol.environment import BY_HAND, ending_signals
 
-# The first line comes after this time: nodes that are started together meet faster.
+# Seconds before the first line: nodes started together meet faster.
 FIRST_S = 1.5
-# Between two lines while it lasts.
+# Seconds between two lines.
 AGAIN_S = 10.0
 
 T = TypeVar("T")
 
 
 class Interrupted(BaseException):
-    """The signal `sigval` has ended the wait for `what`; like KeyboardInterrupt it is no Exception.
+    """The signal `sigval` has ended the wait for `what`; like KeyboardInterrupt no Exception.
 
-    torch's own SignalException is not used: torch writes lines of its own about it.
+    torch's own SignalException is not used, because torch prints its own lines about it.
     """
 
     def __init__(self, awaited_text: str, sigval: signal.Signals) -> None:
@@ -46,18 +46,18 @@ def wait_for(
     limit: Callable[[], str] = lambda: "",
     first_s: float = FIRST_S,
 ) -> T:
-    """Run `work` in a thread and return its result; call it on the main thread.
+    """Run `work` in a thread and return its result; call on the main thread.
 
     Args:
         work: waits for other nodes.
-        awaited_text: returns what is waited for now, in words; empty: no line. It must not block.
-        quiet: no line says so.
-        limit: returns for how long at most, and by which setting; empty: that is not known, or for any time.
-        first_s: seconds after which the first line comes.
+        awaited_text: returns the awaited thing, in words; empty: no line. It must not block.
+        quiet: print no lines.
+        limit: returns the longest wait and its setting; empty: unknown or unlimited.
+        first_s: seconds before the first line.
 
     Raises:
-        Interrupted: SIGINT, SIGTERM or another signal that torch handles came first. `work` goes on until
-            the process ends.
+        Interrupted: SIGINT, SIGTERM or another signal handled by torch came first. `work` goes on until the
+            process ends.
     """
     finished = threading.Event()
     returned: list[T] = []
@@ -73,7 +73,7 @@ def wait_for(
 
     with _signals_raise():
         try:
-            # In here: a signal that comes while it starts is one that comes while it waits.
+            # Inside the `try`: a signal during the start of the thread counts as a signal during the wait.
             threading.Thread(target=run, name="ttp-waiting", daemon=True).start()
             wait_s = first_s
             while not finished.wait(wait_s):
@@ -92,9 +92,9 @@ def wait_for(
 
 
 def ignore_signals() -> None:
-    """Ignore further signals until `hear_signals`: who sends one may send another one at once.
+    """Ignore further signals until `hear_signals`: a sender may send two signals at once.
 
-    timeout(1) and some schedulers do, and the second one would end this process before it has said why.
+    timeout(1) and some schedulers do, and the second signal would end the process before its last line.
     """
     if threading.current_thread() is threading.main_thread():
         for number in ending_signals():
@@ -102,9 +102,9 @@ def ignore_signals() -> None:
 
 
 def hear_signals() -> None:
-    """Let the next signal raise SignalException, and none after it.
+    """Let the next signal raise SignalException, and ignore later signals.
 
-    SIGHUP stays ignored where it is: by nohup, or because the job has come to its end meanwhile.
+    SIGHUP stays ignored if it is: by nohup, or because the job has ended meanwhile.
     """
     if threading.current_thread() is threading.main_thread():
         for number in ending_signals():
@@ -124,7 +124,7 @@ def _say(awaited_text: str, limit: str) -> None:
 
 @contextlib.contextmanager
 def _signals_raise() -> Iterator[None]:
-    """Let SIGTERM raise SignalException; before the first workers torch has no handler for it."""
+    """Let SIGTERM raise SignalException; before the first workers torch has no handler for SIGTERM."""
 
     def end(number: int, frame: FrameType | None) -> None:
         raise SignalException("", sigval=signal.Signals(number))
@@ -137,5 +137,5 @@ def _signals_raise() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGTERM) is end:  # else it is ignored from now on
+        if signal.getsignal(signal.SIGTERM) is end:  # otherwise SIGTERM is ignored from now on
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

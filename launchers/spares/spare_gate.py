@@ -20,10 +20,9 @@ from typing import TypeVar
 import msgspec
 
 from adaptor import output
-from adaptor.launchers.agent.start_counts import StartCounts
-from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener
+from adaptor.launchers.agent.generation_state import StartCounts
+from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, RejectedConnections
 from adaptor.launchers.control.invitation import UNIX, Invitation
-from adaptor.launchers.control.rejected_connections import RejectedConnections
 from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline

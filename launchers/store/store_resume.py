@@ -12,10 +12,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Protocol
 
 import msgspec
-from torch.distributed import DistStoreError
+from torch.distributed import DistStoreError, Store
 
 from adaptor.checkpoint import saved_steps, tracker
 from adaptor.errors import ResumeError
@@ -27,15 +26,6 @@ from adaptor.store.files_for_node import NodeRanks
 
 _KEY = "ttp/resume"  # in the store of a generation: the step, or why there is none
 _REFUSED = "!"
-
-
-class AgentsStore(Protocol):
-    """The store over which the agents of a generation have met."""
-
-    def get(self, key: str) -> bytes: ...
-
-    def set(self, key: str, value: bytes) -> None:
-        """Let other nodes find `value` under `key`."""
 
 
 class StoreResume:
@@ -54,7 +44,7 @@ class StoreResume:
         self._is_first = True  # generation of this agent
 
     def prepare(
-        self, node: int, nodes: int, store: AgentsStore, ranks: Sequence[int] = (), world_size: int = 0
+        self, node: int, nodes: int, store: Store, ranks: Sequence[int] = (), world_size: int = 0
     ) -> None:
         """Let the save folder of this node have what its workers are to load.
 
@@ -76,10 +66,10 @@ class StoreResume:
                     step = self._pull(self._load.step)
             except BaseException as error:
                 if nodes > 1:  # or the others wait for ever
-                    store.set(_KEY, f"{_REFUSED}{error or type(error).__name__}".encode())
+                    store.set(_KEY, f"{_REFUSED}{error or type(error).__name__}")
                 raise
             if nodes > 1:
-                store.set(_KEY, json.dumps(step).encode())
+                store.set(_KEY, json.dumps(step))
         elif self._is_first:
             puller = f"node 0, which pulls {self._load.url}"
             start_message = wait_for(lambda: _told(store), lambda: puller).decode()
@@ -130,7 +120,7 @@ class StoreResume:
         return pulled
 
 
-def _told(store: AgentsStore) -> bytes:
+def _told(store: Store) -> bytes:
     """Wait for node 0, however long it takes to pull."""
     while True:
         try:

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 from adaptor.controller.failover import stands_by
 from adaptor.controller.hang_detector import HangDetector
-from adaptor.launchers.agent.board_watch import PROGRESS_S
+from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.agent.save_folder_tasks import CLEAN_S
-from adaptor.launchers.agent.start_counts import StartCounts
-from adaptor.launchers.agent.worker_shutdown import EXIT_GRACE_S, SHUTDOWN_GRACE_S
+from adaptor.launchers.agent.worker_watch import EXIT_GRACE_S, PROGRESS_S, SHUTDOWN_GRACE_S
 from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S
 from adaptor.launchers.spares.slot_filling import fill_online
 from adaptor.protocol.board import BoardMemory

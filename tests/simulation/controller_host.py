@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator
 from adaptor.controller.incident_state import Orders
-from adaptor.launchers.control.agent_registry import AgentRegistry
-from adaptor.launchers.control.controller_host import TICK_S
+from adaptor.launchers.control.controller_host import TICK_S, AgentRegistry
 from adaptor.protocol.messages import (
     AgentHello,
     AgentLost,

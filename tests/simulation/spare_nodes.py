@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
-from adaptor.launchers.agent.start_counts import StartCounts
+from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.spares.spare_gate import ANSWER_S, those_that_answer
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import TakePlace

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
 
-from adaptor.launchers.agent.start_counts import StartCounts
+from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.spares.slot_filling import fill_for_restart
 from adaptor.worker import freezer, pace, update_window
 from tests.simulation import jobs

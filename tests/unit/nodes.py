@@ -16,7 +16,7 @@ import torch.distributed as dist
 from adaptor import config
 from adaptor.checkpoint import saved_steps, tracker
 from adaptor.controller import failover
-from adaptor.launchers.agent import worker_shutdown
+from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.agent.programs import SPARE, WORKER
 from adaptor.launchers.control import agent_connection
@@ -216,7 +216,7 @@ class Job:
     def verdict(self, node: int = 0) -> Verdict:
         """Once it is out and every worker has been seen off."""
         assert self.nodes[node].control.settled.wait(LONG_S), "there is no verdict"
-        verdict = self.nodes[node].verdict
+        verdict = self.nodes[node].control.verdict
         assert verdict is not None
         return verdict
 
@@ -259,7 +259,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     made = Job(tmp_path, getattr(request, "param", 1))
     monkeypatch.setenv("TTP_LOG_PATH", str(made.logs))  # for workers
     # Who goes by itself, and who comes to the next controller, may do so slowly.
-    monkeypatch.setattr(worker_shutdown, "EXIT_GRACE_S", LONG_S)
+    monkeypatch.setattr(worker_watch, "EXIT_GRACE_S", LONG_S)
     monkeypatch.setattr(failover, "RECONNECT_S", LONG_S)
     monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", LONG_S)
     monkeypatch.setattr(agent_connection, "PROOF_S", LONG_S)

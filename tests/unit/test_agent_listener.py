@@ -24,7 +24,7 @@ from adaptor import config
 from adaptor.controller import failover
 from adaptor.errors import StartError
 from adaptor.launchers.control import agent_connection, agent_listener, tls
-from adaptor.launchers.control import rejected_connections as rejected_module
+from adaptor.launchers.control import agent_listener as rejected_module
 from adaptor.launchers.control.agent_connection import connect, try_connect
 from adaptor.launchers.control.agent_listener import AgentListener, read_hello
 from adaptor.launchers.control.tls import Contexts, Tls

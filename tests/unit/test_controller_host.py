@@ -18,13 +18,12 @@ import torch.distributed as dist
 from adaptor.checkpoint import publish
 from adaptor.controller import failover
 from adaptor.errors import StartError
-from adaptor.launchers.agent import worker_shutdown
+from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.control import controller_client, standby_listener
-from adaptor.launchers.control.agent_listener import MOST, AgentListener, read_hello
+from adaptor.launchers.control.agent_listener import MOST, AgentListener, RejectedConnections, read_hello
 from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.controller_host import ControllerHost
-from adaptor.launchers.control.rejected_connections import RejectedConnections
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.protocol import wire
@@ -55,7 +54,7 @@ FIRST = 11
 @pytest.fixture
 def two_nodes(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     """Two nodes with one worker each; what waits for word of the other node waits for ever."""
-    monkeypatch.setattr(worker_shutdown, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    monkeypatch.setattr(worker_watch, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     port = str(free_port())
     job.begin(2, [job.node(TTP_PORT=port), job.node(TTP_PORT=port)])
     return job
@@ -120,7 +119,7 @@ def test_a_death_with_tls_between_the_nodes(
     job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice, with workers started anew."""
-    monkeypatch.setattr(worker_shutdown, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    monkeypatch.setattr(worker_watch, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     signer, port = Authority(tmp_path / "signer"), str(free_port())
     nodes = [job.node(TTP_PORT=port, **signer.settings(f"node{number}")) for number in (0, 1)]
     for victim, steps in ((1, 1), (0, 2)):
@@ -254,11 +253,11 @@ def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
     )
     loop = nodes[0].control.thread.loop
     loop.call_soon_threadsafe(lambda: controller_host_of(nodes[0])._sends[2]([told]))
-    waiting.until(lambda: nodes[2].verdict == told, "node 2 has been told")
+    waiting.until(lambda: nodes[2].control.verdict == told, "node 2 has been told")
     lose(job.nodes.pop(0))
     verdict = job.verdict()
     assert (verdict.outcome, verdict.line, verdict.exit_code) == ("saved", "as it was", 3)
-    assert nodes[2].verdict == told
+    assert nodes[2].control.verdict == told
     assert job.workers[1].status() == EXIT_SURVIVOR
 
 
@@ -266,7 +265,7 @@ def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) 
     """The node that would have has gone before."""
     monkeypatch.setattr(failover, "STANDBYS", 1)
     monkeypatch.setattr(failover, "STANDBYS", 1)
-    monkeypatch.setattr(worker_shutdown, "EXIT_GRACE_S", 0.1)
+    monkeypatch.setattr(worker_watch, "EXIT_GRACE_S", 0.1)
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]
     job.begin(3, nodes)
@@ -307,11 +306,11 @@ def test_the_report_is_where_the_verdict_came_from(two_nodes: Job) -> None:
     job.train("step")
     job.workers[1].send("exit 5")
     of_both(job)
-    assert Path(job.nodes[0].report).parents[2] == job.logs
+    assert Path(job.nodes[0].control.report_path).parents[2] == job.logs
     lose(job.nodes.pop(0))
     (node,) = job.nodes
     waiting.until(lambda: client_of(node)._succession.is_mine, "node 1 has noticed that")
-    assert node.report == "on node 0"
+    assert node.control.report_path == "on node 0"
 
 
 def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> None:
@@ -322,7 +321,7 @@ def test_a_node_that_has_finished_does_not_end_the_others(two_nodes: Job) -> Non
     verdict = job.verdict()
     assert verdict.outcome == "lost"
     assert verdict.line.startswith("rank 1 ended with status -9 after node 0 had finished")
-    assert job.nodes[0].report == ""  # there is none
+    assert job.nodes[0].control.report_path == ""  # there is none
 
 
 def test_a_death_that_the_controller_does_not_hear_any_more(two_nodes: Job) -> None:
@@ -372,7 +371,7 @@ def test_a_node_without_workers_leaves_after_the_verdict(
 
     def leave() -> Verdict | None:
         node.leave("SIGTERM", LONG_S)
-        return node.verdict
+        return node.control.verdict
 
     with Thread(leave) as thread:
         waiting.until(lambda: failures.told_to_end or not thread.running, "the controller knows of it")
@@ -420,14 +419,14 @@ def test_a_node_starts_no_worker_before_it_knows_the_way(job: Job) -> None:
 
 def test_strangers_do_not_disturb_a_job(two_plain_nodes: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """More than the gate waits for, while an incident begins and ends; the log tells of them."""
-    monkeypatch.setattr(worker_shutdown, "SHUTDOWN_GRACE_S", 10 * LONG_S)
+    monkeypatch.setattr(worker_watch, "SHUTDOWN_GRACE_S", 10 * LONG_S)
     job = two_plain_nodes
     port = port_of(job.nodes[0])
     strangers = [socket.create_connection(("127.0.0.1", port), LONG_S) for _ in range(MOST + 10)]
     strangers[-1].sendall(b"GET / HTTP/1.1\r\n\r\n" + secrets.token_bytes(100))
     strangers[-2].close()
     job.train("step")
-    assert job.nodes[0].verdict is None
+    assert job.nodes[0].control.verdict is None
     job.workers[0].process.kill()
     assert of_both(job) == [("saved", FIRST, 137)]
     for stranger in strangers:

@@ -17,8 +17,7 @@ from adaptor import config
 from adaptor.launchers.cli import flags
 from adaptor.launchers.control import tls
 from adaptor.launchers.control.agent_connection import connect
-from adaptor.launchers.control.agent_listener import AgentListener, read_hello
-from adaptor.launchers.control.rejected_connections import RejectedConnections
+from adaptor.launchers.control.agent_listener import AgentListener, RejectedConnections, read_hello
 from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello

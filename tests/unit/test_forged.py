@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adaptor.controller.controller import Controller, Orders
-from adaptor.launchers.control.agent_registry import AgentRegistry
+from adaptor.launchers.control.controller_host import AgentRegistry
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,

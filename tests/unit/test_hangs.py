@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adaptor.controller import freeze
-from adaptor.launchers.agent import stack_collector, worker_shutdown
+from adaptor.launchers.agent import stack_collector, worker_watch
 from adaptor.launchers.agent import worker_processes as workers_module
 from adaptor.launchers.agent.stack_collector import StackCollector
 from adaptor.launchers.agent.worker_processes import Workers
@@ -35,7 +35,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     # ranks do not answer and do not go; the third does, and may be slow: 6 s after py-spy, and 6 s to go.
     monkeypatch.setattr(stack_collector, "LOOK_S", 10.0)
     monkeypatch.setattr(freeze, "HANG_ANSWER_S", 16.0)
-    monkeypatch.setattr(worker_shutdown, "EXIT_GRACE_S", 6.0)
+    monkeypatch.setattr(worker_watch, "EXIT_GRACE_S", 6.0)
     stacks_then: dict[str, str] = {}
     alive_then: list[int] = []
     end_the_living = Workers.end_the_living
@@ -116,7 +116,7 @@ def test_a_debugger_in_a_worker_takes_its_time(job: Job, monkeypatch: pytest.Mon
     job.workers[0].send("board.enter(step + 1)")
     waiting.until(lambda: len(answers) >= 2, "it has been asked twice")
     assert all(answers)
-    assert job.nodes[0].verdict is None
+    assert job.nodes[0].control.verdict is None
     job.workers[0].send("continue")
     verdict = job.verdict()
     assert answers[-1] is False
@@ -133,7 +133,7 @@ def test_a_debugger_outside_of_a_worker_is_seen(job: Job) -> None:
         pytest.skip(f"this user may not trace processes: {os.strerror(ctypes.get_errno())}")
     assert workers.traced
     job.workers[1].process.kill()  # one that runs cannot be let go of
-    waiting.until(lambda: job.nodes[0].verdict is not None, "its death is known")
+    waiting.until(lambda: job.nodes[0].control.verdict is not None, "its death is known")
     assert not workers.traced
 
 

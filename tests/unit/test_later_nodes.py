@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from adaptor import output
-from adaptor.launchers.rendezvous.later_nodes import LaterNodes
+from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
 
 LAST_CALL_S = 30.0
 
@@ -20,7 +22,7 @@ class Around:
         self.answer: bool | None = True
         self.now = 100.0
         self.asked: list[int] = []
-        self.later = LaterNodes(self, self, lambda: self.now)
+        self.later = LaterNodes(cast("Rendezvous", self), self.fits, self.ask_for_nodes, lambda: self.now)
 
     def fits(self, nodes: int) -> bool | None:
         return self.answer

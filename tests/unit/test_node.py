@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from adaptor.checkpoint import publish
-from adaptor.launchers.agent import worker_shutdown
+from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.protocol import wire
 from adaptor.protocol.environment import GENERATION
@@ -89,7 +89,7 @@ def test_a_child_of_a_worker_ends_by_sigterm_as_ever(job: Job) -> None:
     assert job.workers[0].hears() == "done fork"
     os.kill(child, signal.SIGTERM)
     waiting.ended([child])
-    assert job.nodes[0].verdict is None
+    assert job.nodes[0].control.verdict is None
 
 
 def test_a_worker_that_replaces_its_program_has_not_died(job: Job) -> None:
@@ -212,7 +212,7 @@ def test_workers_that_end_well_are_no_incident(job: Job) -> None:
         worker.send("exit 0")
     assert job.statuses() == {0: 0, 1: 0}
     job.end()
-    assert job.nodes[0].verdict is None
+    assert job.nodes[0].control.verdict is None
     assert not job.nodes[0].control.settled.is_set()
     assert list(job.logs.glob("*/incidents/*")) == []
 
@@ -229,7 +229,7 @@ def test_children_of_a_worker_go_with_it(job: Job) -> None:
 
 
 def test_a_worker_that_does_not_go_is_ended(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_shutdown, "EXIT_GRACE_S", 0.2)
+    monkeypatch.setattr(worker_watch, "EXIT_GRACE_S", 0.2)
     job.begin(2)
     stop(job.workers[0].process.pid)
     job.workers[1].send("leave 3")
@@ -271,7 +271,7 @@ def test_strangers_on_the_workers_socket(job: Job) -> None:
     counted = job.nodes[0].control.workers._rejected.counted
     waiting.until(lambda: counted["were no worker of this node"] == 3, "they are counted")
     job.workers[0].does("step")
-    assert job.nodes[0].verdict is None
+    assert job.nodes[0].control.verdict is None
     job.workers[0].send("raise")
     assert job.verdict().outcome == "saved"
     for stranger in strangers:
@@ -323,7 +323,7 @@ def test_a_second_generation(job: Job) -> None:
     assert job.verdict().step == FIRST
     job.end()
     job.begin(2)
-    assert job.nodes[0].verdict is None
+    assert job.nodes[0].control.verdict is None
     job.train("step", "step")
     job.workers[1].process.kill()
     verdict = job.verdict()
@@ -389,7 +389,7 @@ def test_an_error_of_the_controller_s_own_ends_the_job(
         raise KeyError("a mistake")
 
     monkeypatch.setattr(controller_host.controller, "_on_deaths", broken)
-    monkeypatch.setattr(worker_shutdown, "SHUTDOWN_GRACE_S", 0.1)  # it hears of no other death either
+    monkeypatch.setattr(worker_watch, "SHUTDOWN_GRACE_S", 0.1)  # it hears of no other death either
     job.workers[0].process.kill()
     verdict = job.verdict()
     assert (verdict.outcome, verdict.exit_code) == ("lost", 1)

@@ -21,12 +21,12 @@ from adaptor.checkpoint import hashing
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
-from adaptor.launchers.records import tracker_reading
+from adaptor.launchers.records import operator_summary
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
-from adaptor.launchers.records.job_status import JobStatus
+from adaptor.launchers.records.job_records import JobStatus
 from adaptor.launchers.records.notifier import Notifier
-from adaptor.launchers.records.step_timer import LIMITS_S, StepTimer
+from adaptor.launchers.records.time_uses import LIMITS_S, StepTimer
 from adaptor.operations import cli, records
 from adaptor.operations.records import Notice, Status, StepTimes
 from adaptor.protocol import naming
@@ -220,8 +220,8 @@ def test_the_steps_of_a_state_that_is_lost_with_a_disk_that_hangs(
 ) -> None:
     """The file is there all the same, and says later what the job has gone on from."""
     answers = threading.Event()
-    monkeypatch.setattr(tracker_reading, "TRACKER_S", 0.05)
-    monkeypatch.setattr(tracker_reading, "tracked_step", lambda root: 45 if answers.wait(LONG_S) else None)
+    monkeypatch.setattr(operator_summary, "TRACKER_S", 0.05)
+    monkeypatch.setattr(operator_summary, "tracked_step", lambda root: 45 if answers.wait(LONG_S) else None)
     job = Recorded(tmp_path)
     job.rank_1_is_killed(100.0, LOST)
     assert job.incident()["steps_lost"] is None

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from adaptor.errors import StartError
 from adaptor.launchers.control import agent_connection, agent_listener, invitation
 from adaptor.launchers.control.agent_connection import connect, try_connect
-from adaptor.launchers.control.agent_listener import AgentListener, read_hello
+from adaptor.launchers.control.agent_listener import AgentListener, RejectedConnections, read_hello
 from adaptor.launchers.control.invitation import PLAIN, TLS, UNIX, Invitation
-from adaptor.launchers.control.rejected_connections import RejectedConnections
 from adaptor.protocol.messages import AgentHello
 from tests import waiting
 from tests.unit.nodes import Job, job

@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from adaptor.launchers.rendezvous import node_order
+from adaptor.launchers.rendezvous import dynamic_nodes
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
 from tests.ports import free_port
 
@@ -45,12 +45,8 @@ def test_a_rendezvous_that_is_gone_with_its_node() -> None:
     assert Rendezvous(Handler(RendezvousConnectionError())).nodes_that_wait == 0
 
 
-def test_torch_hears_of_nodes_that_wait_when_the_job_is_saved() -> None:
-    """It would start all workers again at once."""
-    meeting = Rendezvous(Handler(2))
-    assert (meeting.nodes_that_wait, meeting.num_nodes_waiting()) == (2, 0)
-    meeting.take_in()
-    assert meeting.num_nodes_waiting() == 1
+def test_nodes_that_wait_are_counted() -> None:
+    assert Rendezvous(Handler(2)).nodes_that_wait == 2
 
 
 def test_all_else_is_torch_s() -> None:
@@ -95,7 +91,7 @@ def _node(port: int, address: str) -> Any:
     store = TCPStore("127.0.0.1", port, is_master=False)
     backend = C10dRendezvousBackend(store, "job")
     made = DynamicRendezvousHandler.from_backend("job", store, backend, 1, 1, address)
-    node_order.put_in_order(made, has_store=False)
+    dynamic_nodes.put_in_order(made, has_store=False)
     return made
 
 
@@ -111,8 +107,8 @@ def test_a_node_that_comes_later_is_behind_those_that_are_there() -> None:
 
 
 def test_nodes_that_begin_together_come_by_address_those_with_the_store_first() -> None:
-    apart = [node_order.OrderedNode(f"127.0.0.{number}", 1, 0) for number in (2, 1)]
-    beside = node_order.OrderedNode("127.0.0.3", 7, 0, is_apart=False)
+    apart = [dynamic_nodes.OrderedNode(f"127.0.0.{number}", 1, 0) for number in (2, 1)]
+    beside = dynamic_nodes.OrderedNode("127.0.0.3", 7, 0, is_apart=False)
     again = pickle.loads(pickle.dumps(dict.fromkeys((*apart, beside), "")))  # as torch's state travels
     assert [node.addr for node in sorted(again)] == ["127.0.0.3", "127.0.0.1", "127.0.0.2"]
     assert set(again) == {*apart, beside}

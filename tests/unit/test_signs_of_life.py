@@ -20,9 +20,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     _NodeDesc,
 )
 
+from adaptor.launchers.rendezvous.dynamic_nodes import SignsOfLife
 from adaptor.launchers.rendezvous.rendezvous_errors import NotTakenInError
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
-from adaptor.launchers.rendezvous.rendezvous_liveness import SignsOfLife
 from tests import waiting
 from tests.unit.threads import Thread
 

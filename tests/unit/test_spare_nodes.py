@@ -16,18 +16,16 @@ from torch.distributed import HashStore
 from adaptor import config
 from adaptor.controller.membership import Membership
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers.agent.start_counts import StartCounts
+from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.cli import flags, last_line, ttprun
 from adaptor.launchers.control import agent_connection, invitation, tls
 from adaptor.launchers.control.agent_connection import connect
 from adaptor.launchers.control.agent_listener import AgentListener
 from adaptor.launchers.control.invitation import Invitation
-from adaptor.launchers.rendezvous.node_slots import Places
 from adaptor.launchers.spares import spare_gate, spare_node
-from adaptor.launchers.spares.slot_filling import COMES_S, fill_for_restart
+from adaptor.launchers.spares.slot_filling import COMES_S, Places, fill_for_restart
 from adaptor.launchers.spares.spare_gate import SpareGate
-from adaptor.launchers.spares.spare_node import stay_at_gate, wait_at_gate
-from adaptor.launchers.spares.warm_start import WarmProcesses
+from adaptor.launchers.spares.spare_node import WarmProcesses, stay_at_gate, wait_at_gate
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_node_messages import (

@@ -1,0 +1,147 @@
+"""Watches the boards of workers, ends workers after a verdict, and decides where no controller does.
+
+Invariants: reports to the controller are read from the boards alone; a node is reported to stand still only
+after its workers were asked, and did not answer that they are busy; workers get time to end by themselves
+before they are killed; nothing in the save folder is removed during possible work in the folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from adaptor import output
+from adaptor.controller.hang_detector import HangDetector
+from adaptor.errors import CheckpointError
+from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks
+from adaptor.launchers.agent.worker_processes import Workers
+from adaptor.launchers.control.controller_host import ControllerHost
+from adaptor.protocol.messages import (
+    AgentTerminationRequested,
+    BoardRecord,
+    Died,
+    Fault,
+    FromAgent,
+    NodeStalled,
+    Progress,
+    Raised,
+    TerminationRequested,
+    Verdict,
+)
+
+# A worker told to exit that takes longer hangs in the kernel or holds the interpreter lock.
+EXIT_GRACE_S = 3.0
+# The time for reports of other nodes, which end their workers in the same time.
+SHUTDOWN_GRACE_S = EXIT_GRACE_S + 2.0
+
+
+async def reap(workers: Workers, job_is_over: Callable[[], bool]) -> None:
+    """Wait for the workers to end, end the others, then wait for the rest of the job."""
+    await workers.ask_for_stacks()
+    await _until(lambda: not workers.alive, EXIT_GRACE_S)
+    await workers.keep_stacks()
+    workers.end_the_living()
+    await _until(job_is_over, SHUTDOWN_GRACE_S)
+
+
+async def _until(is_done: Callable[[], bool], seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    while not is_done() and loop.time() < deadline:
+        await asyncio.sleep(0.01)
+
+
+async def clean_up(
+    folder_tasks: SaveFolderTasks, host: ControllerHost | None, verdict: Verdict | None, generation: str
+) -> None:
+    """Remove this generation's files from the save folder, on the node of the controller.
+
+    Args:
+        folder_tasks: of the agent.
+        host: of the controller; None on other nodes.
+        verdict: on the generation.
+        generation: a part of folder names.
+    """
+    # After a time-out a thread may still write, so nothing may be removed.
+    if folder_tasks.busy or host is None or verdict is None or not verdict.save:
+        return
+    try:
+        await folder_tasks.clean(Path(verdict.save), host.term, generation)
+    except CheckpointError as error:
+        output.tell(f"[ttp] {error}")
+
+
+def failure_in(message: FromAgent) -> str:
+    """Return the failure in a `message` that came after the controller has left; '' without one."""
+    match message:
+        case Died(rank=rank, status=status) if status != 0:
+            description = f"rank {rank} ended with status {status}"
+        case AgentTerminationRequested(error=error) if error:
+            description = f"ttprun has failed: {error},"
+        case AgentTerminationRequested(signal=name):
+            description = f"ttprun was told to end by {name}"
+        case TerminationRequested(rank=rank, signal=name):
+            description = f"rank {rank} was told to end by {name}"
+        case Raised(rank=rank, error=error):
+            description = f"rank {rank} raised {error}"
+        case _:
+            return ""
+    return f"{description} after node 0 had finished"
+
+
+def verdict_here(line: str, stop: str) -> Verdict:
+    """Return the verdict of an agent without a controller."""
+    return Verdict(
+        incident=0,
+        outcome="lost",
+        step=-1,
+        line=line,
+        cause_rank=-1,
+        exit_code=1,
+        save="",
+        fault=Fault(kind="error"),
+        stop=stop,
+    )
+
+
+# How often the boards are read, for progress (TTP_OT is at least 10 s) and for hangs.
+PROGRESS_S = 0.5
+
+
+async def watch(
+    node: int,
+    hang_s: float,
+    workers: Workers,
+    *,
+    look: Callable[[Sequence[BoardRecord]], None],
+    moved: Callable[[], int],
+    report: Callable[[FromAgent], None],
+) -> None:
+    """Watch the boards until they are gone.
+
+    Args:
+        node: of the agent.
+        hang_s: see `HangDetector` (TTP_HANG).
+        workers: of the node.
+        look: is called with the boards after each read.
+        moved: returns the number of bytes that the agent itself has moved in the save folder.
+        report: sends a message to the controller.
+    """
+    loop = asyncio.get_running_loop()
+    last = 0
+    hang_detector, is_still = HangDetector(node, hang_s), False
+    while workers.boards is not None:
+        await asyncio.sleep(PROGRESS_S)
+        boards = workers.read()
+        look(boards)
+        stall_change = hang_detector.look(boards, loop.time(), traced=workers.traced)
+        if isinstance(stall_change, NodeStalled) and not is_still and await workers.are_busy():
+            stall_change = hang_detector.look(boards, loop.time(), traced=True)
+        if stall_change is not None:
+            is_still = isinstance(stall_change, NodeStalled)
+            report(stall_change)
+        total = sum(board.progress for board in boards) + moved()
+        if total != last:
+            last = total
+            report(Progress(node, total))
