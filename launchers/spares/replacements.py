@@ -1,6 +1,6 @@
-"""Replaces single workers of a node while the others live; spares are kept for that.
+"""Replaces single workers of a node while the others live, with spares or new processes.
 
-On the agent's control thread, generation after generation: `begin`, `end`.
+Everything runs on the agent's control thread, generation after generation: `begin`, `end`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,20 @@ from adaptor.protocol.environment import NEWCOMER
 from adaptor.protocol.messages import BoardRecord, Layout, Modules, ModulesProbe, RegroupFailed, Replace
 from adaptor.protocol.spare_messages import Import
 
-# What torch elastic makes another one for each rank, also where a node has only one.
+# Variables that torch elastic sets differently for each rank, also on a node with one rank.
 _OF_A_RANK = frozenset({"RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE"})
 
 
 class Starter:
-    """Of one generation.
+    """Starts processes in the way in which torch's agent has started the workers of a generation.
 
     Args:
-        context: torch's, with the processes that it has started.
-        local_ranks: of the workers, by their ranks.
+        context: torch's, with the started processes.
+        local_ranks: of the workers, by rank.
 
     Attributes:
-        of_a_rank: the environment variables that are another one's for each rank
-        of_all_ranks: those that torch elastic makes for its workers, and that are the same for all of this
-            node
+        of_a_rank: the names of environment variables that differ between ranks
+        of_all_ranks: the variables of torch elastic with one value for all workers of the node
     """
 
     def __init__(self, context: SubprocessContext, local_ranks: Mapping[int, int]) -> None:
@@ -54,14 +53,16 @@ class Starter:
     def start(
         self, rank: int, added: Mapping[str, str], spare: Spare | None, *, or_cold: bool
     ) -> subprocess.Popen[bytes]:
-        """Start a process in the place of the one of `rank`, which has ended, and let torch watch that.
+        """Start a process in the place of the ended process of `rank`, and let torch watch the new
+        process.
 
-        It has the same arguments, environment and streams: what it writes comes behind what is there.
+        Arguments, environment and streams are those of the old process: output is appended.
 
         Args:
-            added: to the environment.
-            spare: becomes the worker, where that works.
-            or_cold: whether a new process is started where it does not.
+            rank: of the worker.
+            added: added to the environment.
+            spare: becomes the worker, if possible.
+            or_cold: whether a new process is started if the spare fails.
 
         Raises:
             OSError: no process can be started.
@@ -72,7 +73,7 @@ class Starter:
         if spare is not None:
             try:
                 handler.proc = spare.become(environment, handler._stdout, handler._stderr)
-            except OSError:  # it has just ended
+            except OSError:  # the spare has just ended
                 if not or_cold:
                     raise
                 spare = None
@@ -82,12 +83,12 @@ class Starter:
 
     @property
     def may_spare(self) -> bool:
-        """Return whether a process can wait for any rank: not where torch binds each to processors."""
+        """Return whether a spare can become any rank: not if torch binds each rank to processors."""
         first, *other_commands = self._commands.values()
         return str(WORKER) in first and all(other_command == first for other_command in other_commands)
 
     def spare(self) -> Spare:
-        """Start one. Raises OSError where that cannot be."""
+        """Start a spare. Raises OSError on failure."""
         command = [
             str(SPARE) if word == str(WORKER) else word for word in next(iter(self._commands.values()))
         ]
@@ -98,40 +99,42 @@ class Starter:
 
 
 def _words(handler: SubprocessHandler) -> list[str]:
-    """Return the command of the worker, as torch has made it, also of one that was a spare process before."""
+    """Return the command of the worker as torch has made it, also of a former spare."""
     command: Any = handler.proc.args
     return [str(WORKER) if str(word) == str(SPARE) else str(word) for word in command]
 
 
-# What torch elastic makes another one for each node.
+# Variables that torch elastic sets differently for each node.
 OF_A_NODE = frozenset({"GROUP_RANK"})
 
 
 class _NoSpareError(Exception):
-    """No process may be started, and none waits."""
+    """No process may be started, and no spare waits."""
 
 
 class Replacements:
-    """The processes of one agent that were not there when its workers were started.
+    """The processes of one agent that were started after its workers.
 
     Args:
-        spares: so many processes wait to be workers.
+        workers: of the node.
+        spares: the number of spares.
     """
 
     def __init__(self, workers: Workers, spares: int) -> None:
         self._workers = workers
         self._spares_alone = False
-        self._not_online: set[int] = set()  # ranks that cannot be recovered online, or have not decided yet
+        self._not_online: set[int] = set()  # ranks without online recovery, or undecided
         self._spares = Spares(spares)
         self._starter: Starter | None = None
-        self._newcomers: set[int] = set()  # ranks whose processes have not come to train yet
+        self._newcomers: set[int] = set()  # ranks whose new processes do not train yet
 
     def begin(self, starter: Starter, *, spares_alone: bool = False, newcomers: Collection[int] = ()) -> None:
-        """The workers of this node have been started.
+        """Begin a generation after the start of its workers.
 
         Args:
-            spares_alone: no restart is left, so only a process that waits may take a place.
-            newcomers: those of them that join others that train: this is a spare node.
+            starter: starts more processes.
+            spares_alone: no restart remains, so only a spare may take a place.
+            newcomers: the workers that join training workers, on a spare node.
         """
         self._starter = starter
         self._newcomers = set(newcomers)
@@ -145,25 +148,27 @@ class Replacements:
             self._not_online.discard(layout.rank)
 
     async def end(self) -> None:
-        """The generation is over."""
+        """End the generation."""
         self._starter = None
         await self._spares.end()
 
     async def replace(self, order: Replace, is_wanted: Callable[[], bool]) -> RegroupFailed | None:
-        """Start a process in the place of the one of a rank; it speaks for itself from then on.
+        """Start a process in the place of a rank's process; the new process reports by itself from then
+        on.
 
         Args:
-            is_wanted: whether it still is, when the process of before has ended.
+            order: of the controller.
+            is_wanted: whether a process is still wanted, after the old process has ended.
 
         Returns:
-            What the controller must hear where none can be started.
+            The report to the controller if no process can be started.
         """
         starter = self._starter
-        if starter is None:  # a spare node, whose first workers are being started
+        if starter is None:  # a spare node whose first workers are being started
             reason = "the workers of its node have not been started yet"
             return RegroupFailed(order.rank, order.incident, order.attempt, reason)
         if self._spares_alone and not self._spares.are_ready:
-            # Now, not when the process of before has ended: nobody waits for what cannot be.
+            # Refuse before the old process has ended: nobody should wait.
             return self._without_a_spare(order)
         self._newcomers.add(order.rank)
 
@@ -196,14 +201,15 @@ class Replacements:
         self._spares.fill()
 
     def end_newcomers(self) -> None:
-        """End those that have not come to train: they have nothing, and may not hear that they are to go."""
+        """End new processes that do not train yet: they have no state, and may not hear orders to exit."""
         if self._newcomers:
             self._workers.end_the_living(self._newcomers)
 
     def look(self, boards: Sequence[BoardRecord], origin: int) -> None:
-        """Ask a worker for its modules, once it has finished a step after `origin`: its imports are complete.
+        """Ask a worker for its modules after it has finished a step after `origin`: then its imports are
+        complete.
 
-        A job that cannot be recovered online has no use for spares.
+        A job without online recovery needs no spares.
         """
         if self._starter is None or not self._spares.wanted or not self._starter.may_spare:
             return
@@ -215,9 +221,8 @@ class Replacements:
                 return
 
     def hear(self, module_report: Modules) -> Import | None:
-        """A worker has told what it has imported; return what processes of spare nodes are to import.
-
-        None: nobody needs to know.
+        """Note the modules of a worker; return the imports for processes of spare nodes, None if nobody
+        needs them.
         """
         if self._starter is None or not self._spares.wanted:
             return None

@@ -1,8 +1,10 @@
-"""Gives the places of lost nodes to spare nodes, on the control thread of node 0 (the gate: `spare_gate.py`).
+"""The places of nodes: who owns each place, and which spare nodes fill the places of lost nodes.
 
-A place is given either for the restart of all workers that follows a verdict, or online, while the other
-nodes keep their workers. Online, the spare node is a node of the job from then on: if a verdict comes before
-its agent has connected, node 0 waits for that agent, which gets the verdict and starts again with all others.
+Node 0 decides on its control thread (the gate: `spare_gate.py`) and writes the owners into the rendezvous
+store; the other nodes wait for the entries. A place is filled either for the restart after a verdict, or
+online, while the other nodes keep their workers. Online, the spare node belongs to the job at once: if a
+verdict comes before its agent has connected, node 0 waits for the agent, which gets the verdict and starts
+again with all others. A job whose store is lost fills no place.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ from adaptor.launchers.spares.spare_node import GATE, PREFIX
 from adaptor.protocol.messages import FillPlaces, PlacesFilled
 from adaptor.protocol.spare_node_messages import TakePlace
 
-# How long an agent may take that was told to take a place, until the controller hears of it: it starts torch
-# elastic, which is a matter of seconds. The other nodes wait for longer (`places.DECIDED_S`).
+# The time for the agent of a new owner to connect to the controller: the agent starts torch elastic, which
+# takes seconds. The other nodes wait longer (`DECIDED_S`).
 COMES_S = 20.0
 _NONE_WAITS = "no spare node waits"
 
@@ -34,16 +36,17 @@ async def fill_for_restart(
     counts: StartCounts,
     until: Callable[[Callable[[], bool], float], Awaitable[None]],
 ) -> dict[int, str]:
-    """Give the places of `lost` nodes for the restart that follows; return the owners, {} if one has none.
+    """Give the places of `lost` nodes for the following restart; return the owners, {} if a place stays
+    empty.
 
     Args:
         gate: where spare nodes wait.
         members: of the generation that has ended.
-        lost: the nodes that its verdict names.
-        counts: `restarts` includes the restart that follows, `generations` does not.
-        until: as `ControllerHost.until`, of the controller that knows the members.
+        lost: the nodes named by the verdict.
+        counts: `restarts` includes the following restart, `generations` does not.
+        until: `ControllerHost.until` of the controller with the members.
     """
-    # The controller ends with this generation: who comes later finds nobody, and is of no use.
+    # The controller ends with the generation, so a later agent would find no controller.
     await until(lambda: members.expected.keys() <= members.late, COMES_S)
     for node in members.expected.keys() - members.late:
         del members.expected[node]
@@ -64,13 +67,13 @@ async def fill_online(
 
     Args:
         gate: where spare nodes wait; None: the job has no gate.
-        members: of this generation.
+        members: of the generation.
         order: of the controller.
-        counts: of this generation.
-        is_wanted: is asked when spare nodes have answered: whether the places are still to be filled.
+        counts: of the generation.
+        is_wanted: called after the answers of spare nodes: whether the places are still to be filled.
 
     Returns:
-        What the controller is to hear.
+        The report to the controller.
     """
     owners: dict[int, str] = {}
     if gate is not None:
@@ -83,20 +86,20 @@ async def fill_online(
 
 
 # Node 0 has the same verdict at the same time, ends its workers (5 s at most) and asks its spares (3 s for
-# each that is stopped).
+# each stopped spare).
 DECIDED_S = 60.0
-# Node 0 opens its gate as soon as it has the controller, which this node has reached.
+# Node 0 opens its gate as soon as it has the controller, to which this node is connected.
 OPENED_S = 10.0
 _FILLED, _LEFT = "1", "0"
 
 
 class Places:
-    """The places.
+    """The places of nodes with fixed numbers, in the rendezvous store.
 
     Args:
         store: the rendezvous store.
-        node: this one.
-        place: that this node has taken as a spare; None: it began there.
+        node: the number of this node.
+        place: the place that this node has taken as a spare; None: its original place.
     """
 
     def __init__(self, store: Store, node: int, place: TakePlace | None) -> None:
@@ -109,7 +112,9 @@ class Places:
         self._store.set(GATE, invitation.decode())
 
     def gate(self) -> bytes:
-        """Return the invitation to the gate, which node 0 opens with its first workers; empty: it has not."""
+        """Return the invitation to the gate, which node 0 opens with its first workers; empty without a
+        gate.
+        """
         try:
             self._store.wait([GATE], timedelta(seconds=OPENED_S))
             return bytes(self._store.get(GATE))
@@ -117,34 +122,34 @@ class Places:
             return b""
 
     def require_own(self) -> None:
-        """Raises StartError if this place was given to another node."""
+        """Check the owner of the place. Raises StartError if another node owns the place."""
         key = f"owner/{self._node}"
-        if self._place is not None:  # node 0 tells the spare first, and then writes down that it has
+        if self._place is not None:  # node 0 informs the spare before it writes the owner
             self._store.wait([f"taken/{self._place.owner}"])
         owner = self._store.get(key).decode() if self._store.check([key]) else ""
         if owner != (self._place.owner if self._place is not None else ""):
             raise StartError(f"node {self._node} was taken for lost, and a spare node has its place")
 
     def give(self, owners: Mapping[int, str]) -> None:
-        """Write down, on node 0, who has places of lost nodes from now on."""
+        """Write the new owners of lost nodes' places, on node 0."""
         for node, owner in owners.items():
             self._store.set(f"owner/{node}", owner)
             self._store.set(f"taken/{owner}", "")
 
     def settle(self, generation: int, owners: Mapping[int, str]) -> None:
-        """Write down, on node 0, who has the places that were lost in `generation`; empty: nobody."""
+        """Write the owners of the places lost in `generation`, on node 0; empty: no owners."""
         self.give(owners)
         self._store.set(f"filled/{generation}", _FILLED if owners else _LEFT)
 
     def are_filled(self, generation: int) -> bool:
-        """Return whether node 0 has found a spare for each place that was lost in `generation`."""
+        """Return whether node 0 has a spare for each place lost in `generation`."""
         key = f"filled/{generation}"
 
         def decided() -> bool:
             try:
                 self._store.wait([key], timedelta(seconds=DECIDED_S))
                 return bool(self._store.get(key).decode() == _FILLED)
-            except RuntimeError:  # node 0 is lost, too, or does not answer
+            except RuntimeError:  # node 0 is also lost, or does not answer
                 return False
 
         return wait_for(decided, lambda: "node 0, which asks for spare nodes")

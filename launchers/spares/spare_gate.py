@@ -1,13 +1,14 @@
-"""The gate at which spare nodes wait, in the agent of node 0; it lives as long as that agent.
+"""The gate at which spare nodes wait, in the agent of node 0, for the life of the agent.
 
-Invariants: a spare that waits has no place in the rendezvous and no worker; a place is given only to spares
-that have just answered, and only if there is one for each lost node; the owner of a place that was given away
-is written down before any worker starts again, so an agent that was taken for lost cannot come back to it.
-The connection of a spare lasts as long as its process, so the loss of one that has taken a place is noticed
-even before its agent has connected to the controller. The other agents of the job have a connection here for
-that, too: between two starts of the workers no controller would notice that one is lost. A connection may end
-alone, by a pause of the network that the one to the controller outlives: who lives comes again at once, and
-only the end of its newest connection counts.
+Invariants: a waiting spare has no place in the rendezvous and no worker; a place is given only to spares
+that have just answered, and only if each lost node gets a spare; the new owner is written before any worker
+starts again, so an agent that was taken for lost cannot return to its place.
+
+The connection of a spare lasts as long as its process, so the loss of a spare with a place is noticed before
+its agent connects to the controller. The other agents of the job also keep a connection to the gate: between
+two starts of the workers no controller would notice their loss. A connection may end alone, in a pause of
+the network that the connection to the controller survives: a living agent connects again at once, and only
+the end of its newest connection counts.
 """
 
 from __future__ import annotations
@@ -42,28 +43,28 @@ from adaptor.protocol.spare_node_messages import (
 
 T = TypeVar("T")
 
-# The job's name in the invitation to this gate.
+# The job name in the invitation to the gate.
 _NAME = "spares"
-# How long a spare has for its answer: a process that only waits answers in milliseconds, but the kernel of a
-# machine whose process is stopped answers for it.
+# The time for the answer of a spare: a waiting process answers in milliseconds, but for a stopped process
+# only the kernel answers.
 ANSWER_S = 3.0
-# How long a spare that is refused has to read why.
+# The time for a refused spare to read the reason.
 READ_S = 3.0
 
 
 async def those_that_answer(waiting: list[T], count: int, answers: Callable[[T], Awaitable[bool]]) -> list[T]:
-    """Return `count` spares that have answered and still wait, or fewer where there are fewer.
+    """Return `count` spares that have answered and still wait, or fewer.
 
     Args:
-        waiting: those that wait; one that goes is removed from it meanwhile.
-        count: how many are needed; more are not asked.
-        answers: asks one.
+        waiting: the waiting spares; a spare that leaves is removed meanwhile.
+        count: the number of needed spares; no more are asked.
+        answers: asks one spare.
     """
     ready: list[T] = []
     for spare in list(waiting):
         if len(ready) < count and await answers(spare):
-            # Those that have answered before may have gone meanwhile.
-            ready = [one for one in (*ready, spare) if one in waiting]
+            # Spares that have answered may have left meanwhile.
+            ready = [candidate for candidate in (*ready, spare) if candidate in waiting]
     return ready
 
 
@@ -71,15 +72,15 @@ class SpareGate:
     """The gate.
 
     Args:
-        kind: how agents of this job meet (`invitation.kind_of`).
-        port: where to listen, or the next free one.
-        tls: the certificates of this node; None: without TLS.
-        own_hello: what a spare must have in common with this node.
-        on_gone: is called when `gone` gets one more.
+        kind: of connections between agents (`invitation.kind_of`).
+        port: where to listen, or the next free port.
+        tls: the certificates of the node; None: without TLS.
+        own_hello: the facts that a spare must share with the node.
+        on_gone: is called after each addition to `gone`.
 
     Attributes:
-        gone: by node, what its agent would tell the next controller first, where the process has ended that
-            has this place.
+        gone: by node, the first message of the owner's agent to the next controller, for owners whose
+            process has ended.
     """
 
     def __init__(
@@ -93,13 +94,17 @@ class SpareGate:
         self._listener: AgentListener[SpareHello | MemberHello] | None = None
         self._waiting: list[_Waiting] = []
         self._owners: dict[int, str] = {}  # of places that were given away
-        self._newest: dict[int, asyncio.StreamReader] = {}  # by node, the connection whose end is its loss
+        self._newest: dict[int, asyncio.StreamReader] = {}  # by node, the newest connection
         self._on_gone = on_gone
         self._imports: Import | None = None
         self.gone: dict[int, AgentHello] = {}
 
     async def open(self, address: str) -> Invitation:
-        """Listen from now on; return the invitation. `address`: at which other nodes reach this one."""
+        """Listen from now on; return the invitation.
+
+        Args:
+            address: of this node for other nodes.
+        """
         drawn = self._invitation
         self._listener = AgentListener(drawn.secret, self._tls, self._rejected, self._welcome, _read_hello)
         if drawn.kind == UNIX:
@@ -113,16 +118,16 @@ class SpareGate:
         incident: int = 0,
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
-        """Give the places of `lost` to spares.
+        """Give the places of `lost` nodes to spares.
 
         Args:
             lost: the nodes, with their ranks.
-            counts: of the starts before that of the spare nodes' workers.
+            counts: of the starts before the start of the spare nodes' workers.
             incident: as in `TakePlace`.
-            is_wanted: whether they still are, when spares have answered.
+            is_wanted: whether the places are still to be filled, after the answers of spares.
 
         Returns:
-            The new owner of each place; empty if there is not a spare for each.
+            The new owner of each place; empty if the spares are too few.
         """
         ready = await those_that_answer(self._waiting, len(lost), _Waiting.answers)
         if len(ready) < len(lost) or not is_wanted():
@@ -141,13 +146,13 @@ class SpareGate:
         return owners
 
     def tell_imports(self, imports: Import) -> None:
-        """Let the processes of all spares, of later ones too, import what a worker of this node has."""
+        """Let the processes of all spares, also later spares, import the modules of a worker of the node."""
         self._imports = imports
         for spare in self._waiting:
             spare.writer.write(wire.frame(SpareImports(imports)))
 
     async def close(self) -> None:
-        """Send the spares home: the job is over."""
+        """Release the spares: the job is over."""
         for spare in self._waiting:
             spare.writer.write(wire.frame(SpareReleased()))
         if self._listener is not None:
@@ -156,7 +161,7 @@ class SpareGate:
 
     @property
     def waiting(self) -> int:
-        """Return how many spares wait."""
+        """Return the number of waiting spares."""
         return len(self._waiting)
 
     @property
@@ -199,8 +204,8 @@ class SpareGate:
     async def _outlive(
         self, member: MemberHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Wait for the end of an agent that has a place."""
-        if member.owner == self._owners.get(member.node, ""):  # else a spare has it, as it was taken for lost
+        """Wait for the end of an agent with a place."""
+        if member.owner == self._owners.get(member.node, ""):  # otherwise a spare owns the place
             self._newest[member.node] = reader
             self.gone.pop(member.node, None)
         writer.write(wire.frame(SpareAccepted()))
@@ -211,7 +216,7 @@ class SpareGate:
             self._end(AgentHello(member.node, member.ranks, host=member.host, pid=member.pid), reader)
 
     def _end(self, agent: AgentHello, reader: asyncio.StreamReader) -> None:
-        """Take `agent` for lost, as its connection has ended, unless it has a newer one."""
+        """Count `agent` as lost after the end of its newest connection."""
         if self._newest.get(agent.node) is reader:
             self.gone[agent.node] = agent
             self._on_gone()
@@ -221,8 +226,8 @@ class _Waiting:
     """A spare node.
 
     Attributes:
-        where: it, in words
-        agent: what its agent says first, once it has a place
+        where: the spare node, in words
+        agent: the first message of its agent, after the spare got a place
     """
 
     def __init__(self, hello: SpareHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -233,7 +238,7 @@ class _Waiting:
         self.has_answered = asyncio.Event()
 
     async def answers(self) -> bool:
-        """Return whether it answers now."""
+        """Return whether the spare answers now."""
         self.has_answered.clear()
         self.writer.write(wire.frame(SpareAsked()))
         try:
@@ -250,9 +255,9 @@ async def _read_hello(reader: asyncio.StreamReader) -> SpareHello | MemberHello 
 
 
 def _difference(spare: SpareHello, own_hello: SpareHello) -> str:
-    """Return the first difference that keeps a spare from standing in for a node; '' if there is none."""
+    """Return the first difference that keeps a spare from replacing a node; '' without a difference."""
     for name, value in own_hello.facts.items():
-        if spare.facts.get(name, value) != value:  # a fact that a node does not know is not compared
+        if spare.facts.get(name, value) != value:  # facts unknown to the spare are not compared
             return f"{name} is {spare.facts[name]!r} there and {value!r} on node 0"
     for spare_argument, own_argument in zip(spare.arguments, own_hello.arguments, strict=False):
         if spare_argument != own_argument:

@@ -1,11 +1,11 @@
-"""Imports in a spare what the workers have imported, before it becomes a worker.
+"""Imports the modules of the workers in a spare, before the spare becomes a worker.
 
-Where workers train on its machine, it does so with the lowest priority.
+On a machine with training workers the import runs with the lowest priority.
 
-In a spare the script runs after the imports, and a spare has no rank yet. So a module may get other functions
-or variables in a spare than in a worker. After each import the spare compares. It starts again where they
-differ, and imports only the modules before that import; the script imports the others when the spare is a
-worker.
+In a spare the script runs after the imports, and a spare has no rank yet. So a module may get other
+functions or variables in a spare than in a worker. After each import the spare compares. After a difference
+the spare starts again and imports only the modules before that import; the script imports the others once
+the spare is a worker.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from adaptor.worker import imported_names, modules, watchdogs
 from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.script_imports import ScriptImports, code_of_variable
 
-# By how much a spare is nicer than the workers while it imports, where that can be taken back.
+# The added niceness of a spare during its imports, where the process may lower its niceness again.
 NICER = 10
 _NAME = Path("/proc/self/comm")
-# Modules of Python by which others ask the environment.
+# Python's own modules through which other modules read the environment.
 _BY = frozenset({"os", "collections.abc", "_collections_abc"})
-# Libraries read them when they are loaded, where nobody sees it.
+# Libraries read these variables at load time, in native code.
 _BY_LIBRARIES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _LIBRARIES = ("numpy", "torch")
 _SET_BEFORE = "and the script sets it before; to avoid this, set it in the environment of ttprun"
@@ -42,7 +42,7 @@ _NOT_TO_IMPORT = frozenset({"__main__", "__mp_main__"})
 
 
 def wait_to_be_a_worker(arguments: list[str]) -> None:
-    """Return as a process that is to be a worker; end this one where the agent has gone.
+    """Return as a process that is to be a worker; end the process if the agent has ended.
 
     Args:
         arguments: `[--module] script [its arguments]`
@@ -54,7 +54,7 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
             assert isinstance(order, Import)
             ready = _import_as_a_worker(order, arguments)
             agent.sendall(wire.frame(ready))
-            if ready.stop_before:  # what is imported stays; stdin, the pid and the parent do, too
+            if ready.stop_before:  # a new program image; stdin, pid and parent stay
                 os.execve(sys.executable, sys.orig_argv, environment_at_start)
             name = _NAME.read_bytes().strip()
             _NAME.write_bytes(b"ttp-spare")  # for people, in ps and top
@@ -74,9 +74,9 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
 
 
 def _import_as_a_worker(order: Import, arguments: list[str]) -> Ready:
-    """Import what the workers have imported, up to the first module that would be another one here."""
+    """Import the modules of the workers, up to the first module that would differ."""
     path = list(sys.path)
-    # torch's compiler starts a process for each core at its import, or else when it compiles.
+    # Otherwise torch's compiler starts a process per core at its import, instead of when it compiles.
     os.environ.update({**order.environment, "TORCH_WARM_POOL": "0"})
     imports = _ImportsAsAWorker(order)
     context.part(GarbageCollection).put_off()
@@ -86,7 +86,7 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> Ready:
     ):
         try:
             worker_main.arm(None)
-        except Exception as error:  # a worker would say it, and be refused
+        except Exception as error:  # a worker would be refused with this error
             return Ready(text.describe(error))
         difference = imports.difference_at_start()
         if difference:
@@ -100,11 +100,11 @@ def _import_as_a_worker(order: Import, arguments: list[str]) -> Ready:
 
 
 class _ImportsAsAWorker:
-    """The imports of a spare, compared with those of a worker.
+    """The imports of a spare, compared with the imports of a worker.
 
     Attributes:
-        reads: environment variables that are read while a worker may have had another value: the first module
-            that reads each.
+        reads: variables that were read while a worker may have had another value, with the first module to
+            read each.
     """
 
     def __init__(self, order: Import) -> None:
@@ -112,23 +112,23 @@ class _ImportsAsAWorker:
         self._order = order
         self._of_a_rank = frozenset(order.of_a_rank)
         places = {name: place for place, name in enumerate(order.origins)}
-        # How many imports a worker had begun when it changed a variable.
+        # The number of imports a worker had begun when it changed a variable.
         self._changed_at = {name: places.get(each.after, -1) for name, each in order.variables.items()}
-        self._place = -1  # of the module that is imported now
+        self._place = -1  # the index of the current import
         self._recorder = context.part(ScriptImports)
 
     def is_unlike(self, name: str) -> bool:
-        """Return whether an environment variable may have another value in a worker during this import."""
+        """Return whether a variable may have another value in a worker during the current import."""
         if name in self._of_a_rank:
             return True
-        # A variable that has the value of a worker was set by an import, in both processes.
+        # A variable with the value of a worker was set by an import, in both processes.
         return (
             self._place > self._changed_at.get(name, len(self._order.origins))
             and code_of_variable(name) != self._order.variables[name].code
         )
 
     def difference_at_start(self) -> str:
-        """Return why this process cannot be a worker, although it has imported nothing yet; empty: it can."""
+        """Return why the process cannot be a worker before any import; empty: it can."""
         return self._difference(name for name in self._order.origins if name in sys.modules)
 
     def run(self) -> Ready:
@@ -142,8 +142,8 @@ class _ImportsAsAWorker:
                 break
             if name in sys.modules or name in _NOT_TO_IMPORT:
                 continue
-            # Whatever somebody else's module raises: one that another module has made, or that needs what
-            # is not there yet. A worker imports it where it needs it.
+            # A module may raise anything: modules made by other modules, or with unmet needs. A worker
+            # imports such a module on demand.
             with contextlib.suppress(Exception, SystemExit):
                 _import(name, origin)
             imported = list(self._recorder.names)[len(imported_by) :]
@@ -159,22 +159,23 @@ class _ImportsAsAWorker:
         return Ready()
 
     def _switch_watchdogs_off(self) -> None:
-        """Set the variables that the adaptor itself had set in a worker at this import.
+        """Set the variables that the adaptor itself had set in a worker at the current import.
 
-        A module that reads all variables, such as networkx.utils.backends, then reads what it read there.
+        A module that reads all variables, such as networkx.utils.backends, then reads the values of a
+        worker.
         """
         for name in watchdogs.VARIABLES:
             if self._place > self._changed_at.get(name, self._place):
                 os.environ[name] = watchdogs.OFF
 
     def _difference(self, modules_to_compare: Iterable[str]) -> str:
-        """Return the first difference to a worker, and how the user avoids it; empty: there is none."""
+        """Return the first difference from a worker, with the user's remedy; empty without a difference."""
         for variable, module in self.reads.items():
             if variable in self._of_a_rank:
                 return f"{module} reads {variable} while it is imported; to avoid this, read it in a function"
             return f"{module} reads {variable} while it is imported, {_SET_BEFORE}"
         for name in modules_to_compare:
-            if name not in sys.modules:  # its import has failed
+            if name not in sys.modules:  # the import has failed
                 continue
             origin = self._order.origins.get(name)
             if name not in _NOT_TO_IMPORT and origin not in (None, modules.origin(name)):
@@ -191,7 +192,7 @@ class _ImportsAsAWorker:
         return ""
 
     def _changed_name(self, module: str, codes: bytes) -> str:
-        """Return as `_difference` that a function or a class of a module differs, of which it has `codes`."""
+        """Return the difference of a function or class of a module with `codes`, as `_difference` does."""
         worker_codes = self._order.names.get(module)
         if worker_codes is None:
             return ""
@@ -205,7 +206,7 @@ class _ImportsAsAWorker:
 
 
 def _import(name: str, origin: str) -> None:
-    """Import a module, unless another one has its name here: a worker may have had another path then."""
+    """Import a module, unless another module has the name here: a worker may have had another path."""
     parent = name.rpartition(".")[0]
     if parent and parent not in sys.modules:
         return
@@ -215,16 +216,21 @@ def _import(name: str, origin: str) -> None:
 
 
 def _let_inspect_know_the_modules() -> None:
-    """Let Python's `inspect` look at every module: it does so when it is asked for code of a file that it
-    does not know, and keeps what it finds. Megatron-LM asks in each step (its rerun state machine), so a new
-    process would take the time for it, 30 to 50 ms, in the step that all others wait for."""
-    with contextlib.suppress(Exception):  # whatever a module answers that loads its parts late
+    """Fill the module cache of Python's `inspect`.
+
+    `inspect` looks at every module when it is asked for code of an unknown file, and keeps the result.
+    Megatron-LM asks in each step (its rerun state machine), so a new process would spend 30 to 50 ms in the
+    step that all others wait for.
+    """
+    with contextlib.suppress(Exception):  # modules that load their parts late may raise anything
         inspect.getmodule(compile("", "<of no module>", "exec"))
 
 
 @contextlib.contextmanager
 def _reads_of(counts: Callable[[str], bool]) -> Iterator[dict[str, str]]:
-    """Note which variables that count are read meanwhile: by name, the first module that reads each."""
+    """Record reads of the variables for which `counts` is true: by name, the first module that reads
+    each.
+    """
     reads: dict[str, str] = {}
     kind = type(os.environ)
 
@@ -242,7 +248,7 @@ def _reads_of(counts: Callable[[str], bool]) -> Iterator[dict[str, str]]:
 
 
 def _asking_module() -> str:
-    """Return the module whose code asks; Python's own are those that it asks by."""
+    """Return the module whose code reads the environment, past Python's own modules."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_globals.get("__name__") in _BY:
         frame = frame.f_back
@@ -251,7 +257,7 @@ def _asking_module() -> str:
 
 @contextlib.contextmanager
 def _standing_back() -> Iterator[None]:
-    """Let training have the processors first. Threads that are made meanwhile come back with this one."""
+    """Give training the processors first. Threads started meanwhile are reset with the current thread."""
     nice = os.nice(0)
     back = _may_come_back()
     with contextlib.suppress(OSError):
@@ -269,10 +275,10 @@ def _standing_back() -> Iterator[None]:
 
 
 def _may_come_back() -> bool:
-    """Return whether a thread that was nice may stop being so: most users may not."""
+    """Return whether a thread may lower its niceness again: most users may not."""
     allowed = []
 
-    def attempt() -> None:  # the priority is one of threads: this one takes its to its end
+    def attempt() -> None:  # niceness belongs to a thread: the change ends with the thread
         with contextlib.suppress(OSError):
             nice = os.getpriority(os.PRIO_PROCESS, 0)
             os.setpriority(os.PRIO_PROCESS, 0, nice + 1)

@@ -1,9 +1,9 @@
-"""A process that has imported what the workers have, and waits to take the place of one that dies.
+"""A process that has imported the modules of the workers, and waits to take the place of a dead worker.
 
     python .../spare_main.py [--module] script [arguments]
 
-Its stdin is a unix socket to the agent, which says what to import, and later with which environment to be a
-worker; then this process goes on as `worker_main.py` does from its first line. It is started by its path, as
+Stdin is a unix socket to the agent, which sends the imports, and later the environment of a worker; then the
+process goes on like `worker_main.py` from its first line. The program is started by its path, as
 `worker_main.py` is.
 """
 
@@ -15,7 +15,7 @@ from adaptor import _script
 
 
 def main() -> None:
-    """Wait to be a worker, and be one."""
+    """Wait to be a worker, then run as a worker."""
     _script.leave_own_path()
     from adaptor.launchers.agent import worker_main
     from adaptor.launchers.spares import spare_imports

@@ -1,6 +1,8 @@
-"""A node beyond those of a job, which waits to take the place of one that is lost (`--ttp-spare`).
+"""A node beyond the nodes of a job, which waits to take the place of a lost node (`--ttp-spare`).
 
-It looks into the rendezvous store for the gate of node 0 (`spare_gate.py`), and waits there.
+The spare node finds the gate of node 0 (`spare_gate.py`) in the rendezvous store, and waits at the gate. Its
+warm processes import what a worker of node 0 has imported, and become its workers when it takes a place
+during training.
 """
 
 from __future__ import annotations
@@ -47,11 +49,14 @@ from adaptor.protocol.spare_node_messages import (
 
 
 class WarmProcesses:
-    """The processes of one spare node.
+    """The processes of one spare node, with which its workers start as fast as a spare process.
+
+    The main thread starts the processes: the kernel ends them with the thread that has started them. A new
+    process replaces a process that has ended.
 
     Args:
         command: starts a worker.
-        count: so many workers this node will have; 0: it keeps none, and starts cold processes.
+        count: the number of workers of the node; 0: only cold processes.
     """
 
     def __init__(self, command: Sequence[str], count: int) -> None:
@@ -60,17 +65,17 @@ class WarmProcesses:
         with contextlib.suppress(OSError):  # no process, no descriptor, no memory: cold ones may start later
             for _ in range(count):
                 command_words = [str(SPARE) if word == str(WORKER) else word for word in self._command]
-                self._spares.append(Spare(command_words, {**os.environ, AGENT: ""}))  # which is not there yet
+                self._spares.append(Spare(command_words, {**os.environ, AGENT: ""}))  # no agent yet
         self._told = ""
 
     async def have_import(self, imports: Import) -> None:
-        """Let all spares import `imports` at the same time, and wait for them. Later calls change nothing."""
+        """Let all spares import `imports` at the same time, and wait. Later calls change nothing."""
         untold = [spare for spare in self._spares if not spare.told]
         await asyncio.gather(*(self._have_import(spare, imports) for spare in untold))
 
     async def _have_import(self, spare: Spare, imports: Import) -> None:
         ready = Ready()
-        with contextlib.suppress(EOFError, OSError, msgspec.DecodeError):  # it has ended
+        with contextlib.suppress(EOFError, OSError, msgspec.DecodeError):  # the spare has ended
             ready = await spare.imports(imports)
         if ready.unfit and not self._told:
             self._told = ready.unfit
@@ -82,7 +87,9 @@ class WarmProcesses:
 
     @contextlib.contextmanager
     def become_workers(self) -> Iterator[None]:
-        """Let torch's agent take one for each worker that it starts meanwhile; without one it starts anew."""
+        """Let torch's agent use one spare for each worker that it starts meanwhile, or a new process
+        without a spare.
+        """
         from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
         cold = SubprocessHandler._popen
@@ -92,7 +99,7 @@ class WarmProcesses:
         ) -> subprocess.Popen[bytes]:
             spare = self._take() if [str(word) for word in command_words] == self._command else None
             if spare is not None:
-                with contextlib.suppress(OSError):  # it has just ended
+                with contextlib.suppress(OSError):  # the spare has just ended
                     return spare.become(environment, handler._stdout, handler._stderr)
             process: subprocess.Popen[bytes] = cold(handler, command_words, environment)
             return process
@@ -105,7 +112,7 @@ class WarmProcesses:
             self.end()
 
     def _take(self) -> Spare | None:
-        """Return one that has imported everything; None where there is none."""
+        """Return a spare that has imported everything; None without one."""
         for spare in self._spares:
             if spare.ready:
                 self._spares.remove(spare)
@@ -113,27 +120,27 @@ class WarmProcesses:
         return None
 
     def end(self) -> None:
-        """End those that are left."""
+        """End the remaining spares."""
         spares, self._spares = self._spares, []
         for spare in spares:
             spare.kill()
 
 
 def of_spare_node(parsed: argparse.Namespace, *, is_wanted: bool) -> WarmProcesses:
-    """Start the processes of this spare node, on the main thread.
+    """Start the processes of the spare node, on the main thread.
 
     Args:
         parsed: torchrun's arguments.
-        is_wanted: whether there are to be any (TTP_SPARES, TTP_ONLINE).
+        is_wanted: whether spares are wanted (TTP_SPARES, TTP_ONLINE).
     """
     from torch.distributed import run
     from torch.distributed.elastic.utils import macros
 
-    # It sets OMP_NUM_THREADS as for workers; and it makes a folder for logs, where it is given none.
+    # `config_from_args` sets OMP_NUM_THREADS as for workers, and makes a log folder unless one is given.
     parsed_copy = argparse.Namespace(**{**vars(parsed), "log_dir": os.devnull})
     config, entrypoint, arguments = run.config_from_args(parsed_copy)
     command = [str(entrypoint), *map(str, arguments)]
-    # Where torch gives each rank other arguments, or processors of its own, none can be any rank.
+    # If ranks have different arguments or processors, a spare cannot become any rank.
     is_same = str(WORKER) in command and not any(macros.local_rank in word for word in command)
     is_bound = getattr(config, "numa_options", None) is not None
     count = config.nproc_per_node if is_wanted and is_same and not is_bound else 0
@@ -141,22 +148,22 @@ def of_spare_node(parsed: argparse.Namespace, *, is_wanted: bool) -> WarmProcess
 
 
 FLAG = flags.SPARE
-# Keys of the rendezvous store, and what comes before them.
+# The key of the gate in the rendezvous store, and the prefix of all keys.
 PREFIX = "ttp/spare-nodes"
 GATE = "gate"
-# The first and the longest pause between two attempts to come to the gate again; each is twice as long as the
-# one before, and drawn on each node: thousands of them may fail to reach it at the same time.
+# The first and the longest pause between two attempts to connect to the gate; the pause doubles, and is
+# drawn at random: thousands of nodes may fail at the same time.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class Taken(NamedTuple):
-    """The place that this node has taken.
+    """The place that the node has taken.
 
     Attributes:
-        place: it
-        connection: to the gate; nothing is said there any more. Node 0 learns by its end that this process
-            has ended, also before its agent has connected to the controller. `Member` keeps it from then on.
-        warm: the processes that may be its first workers
+        place: the place
+        connection: to the gate, silent from now on. Its end tells node 0 that the process has ended, also
+            before the agent has connected to the controller. `Member` keeps the connection from then on.
+        warm: the processes for its first workers
     """
 
     place: TakePlace
@@ -169,11 +176,11 @@ def require(parsed: argparse.Namespace, flags_given: Iterable[str], settings: Co
 
     Args:
         parsed: torchrun's arguments.
-        flags_given: the names of those that were given.
+        flags_given: the names of the given flags.
         settings: the user's.
 
     Raises:
-        ConfigError: it could not.
+        ConfigError: a spare node could not take a place.
     """
     if not settings.enabled:
         raise ConfigError(f"{FLAG}: ENABLE_TTP is False, and only the adaptor has spare nodes")
@@ -195,11 +202,11 @@ def require(parsed: argparse.Namespace, flags_given: Iterable[str], settings: Co
 
 
 def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> SpareHello:
-    """Return what a spare and the nodes of its job must have in common; before ttprun changes `parsed`.
+    """Return the facts that a spare and the nodes of its job must share, before ttprun changes `parsed`.
 
     Args:
         parsed: torchrun's arguments.
-        facts: of this node, which all nodes of a job have in common.
+        facts: of the node, shared by all nodes of a job.
     """
     from torch.distributed import run
 
@@ -214,7 +221,7 @@ def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> Spa
 
 
 def _value_of(flag: str, arguments: tuple[str, ...]) -> str:
-    """Return the last value of `flag`; '' where it is not given."""
+    """Return the last value of `flag`; '' without the flag."""
     value = ""
     for place, argument in enumerate(arguments):
         if argument == flag and place + 1 < len(arguments):
@@ -225,17 +232,17 @@ def _value_of(flag: str, arguments: tuple[str, ...]) -> str:
 
 
 def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) -> Taken | None:
-    """Wait for a place; return None if the job is over and no place was free.
+    """Wait for a place; return None if the job ends first.
 
-    The connection of what is returned has to stay open as long as this process lives.
+    The returned connection has to stay open for the life of the process.
 
     Args:
         parsed: torchrun's arguments.
         settings: the user's.
-        own_hello: what node 0 compares.
+        own_hello: the facts that node 0 compares.
 
     Raises:
-        ConfigError: node 0 refuses this spare.
+        ConfigError: node 0 refuses the spare.
         StartError: node 0 is lost, or cannot be reached.
         Interrupted: a signal came first.
     """
@@ -262,7 +269,7 @@ def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) ->
 
 
 def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -> bytes:
-    """Return the invitation to the gate; node 0 may be started after this spare, at any time."""
+    """Return the invitation to the gate; node 0 may start at any time after the spare."""
     from torch.distributed import PrefixStore, TCPStore
 
     from adaptor.launchers.rendezvous import c10d_store
@@ -275,23 +282,23 @@ def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -
             while not gate.check([GATE]):
                 time.sleep(c10d_store.TRY_S)
             return bytes(gate.get(GATE))
-        except RuntimeError:  # node 0 has gone before it had made its gate; it may be started again
+        except RuntimeError:  # node 0 has ended before it opened its gate; it may start again
             time.sleep(c10d_store.TRY_S)
 
 
 async def stay_at_gate(
     gate_invitation: Invitation, host: str, tls: Tls | None, me: MemberHello
 ) -> socket.socket | None:
-    """Connect a node of the job to the gate; return the connection, which ends with this process.
+    """Connect a node of the job to the gate; return the connection, which ends with the process.
 
     Args:
         gate_invitation: the invitation.
         host: the address of node 0.
-        tls: the certificates of this node; None: without TLS.
-        me: what node 0 is told.
+        tls: the certificates of the node; None: without TLS.
+        me: the message to node 0.
 
     Returns:
-        None where the gate cannot be reached; the job trains all the same.
+        None if the gate cannot be reached; the job trains nevertheless.
     """
     gate_address = (gate_invitation.name, 0) if gate_invitation.kind == UNIX else (host, gate_invitation.port)
     reached = await try_connect(*gate_address, gate_invitation.secret, tls)
@@ -311,13 +318,13 @@ async def stay_at_gate(
 
 
 class Member:
-    """A node of the job at the gate, as long as its process lives: it comes again if its connection ends.
+    """A node of the job at the gate, for the life of its process; connects again after a lost connection.
 
-    All but `close` runs in an event loop; where that has broken off, the connection stays.
+    All methods but `close` run in an event loop; after the loop has broken off, the connection stays.
 
     Args:
         come: makes a connection, as `stay_at_gate`.
-        connection: the one of a spare node that has taken a place; None: there is none yet.
+        connection: of a spare node that has taken a place; None: not connected yet.
     """
 
     def __init__(
@@ -330,11 +337,11 @@ class Member:
         self._coming: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Come to the gate; where it cannot be reached, try again while the job trains all the same."""
+        """Connect to the gate; after a failure, try again while the job trains."""
         self._watch(self._connection or await self._come())
 
     async def end(self) -> None:
-        """Do not come again."""
+        """Stop connecting."""
         if self._coming is not None:
             self._coming.cancel()
             await asyncio.wait([self._coming])
@@ -355,7 +362,7 @@ class Member:
             self._coming = loop.create_task(self._come_again())
 
     def _look(self, connection: socket.socket) -> None:
-        """Come again if this has ended; what TLS itself may say here says nothing."""
+        """Connect again if the connection has ended; other data is a message of TLS itself."""
         try:
             has_ended = not connection.recv(4096)
         except BlockingIOError:
@@ -378,7 +385,7 @@ class Member:
 async def wait_at_gate(
     gate_invitation: Invitation, host: str, settings: Config, own_hello: SpareHello, warm: WarmProcesses
 ) -> Taken | None:
-    """Wait at the gate of `gate_invitation` while `warm` imports; all else is as in `wait`."""
+    """Wait at the gate of `gate_invitation` while `warm` imports; for the rest see `wait`."""
     imports: list[asyncio.Task[None]] = []
     gate_address = (gate_invitation.name, 0) if gate_invitation.kind == UNIX else (host, gate_invitation.port)
     reader, writer = await connect(*gate_address, gate_invitation.secret, tls.load(settings))
@@ -394,7 +401,7 @@ async def wait_at_gate(
                     writer.write(wire.frame(SpareReady()))
                 case TakePlace() as place:
                     output.tell(f"[ttp] this spare node takes the place of node {place.node}")
-                    # Behind its streams, which end with the event loop: not even TLS says goodbye.
+                    # Past the streams, which end with the event loop: no goodbye of TLS.
                     taken = Taken(place, writer.get_extra_info("socket").dup(), warm)
                     writer.transport.abort()
                     return taken

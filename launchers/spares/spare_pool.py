@@ -1,7 +1,7 @@
-"""The spares of a node: processes that have imported what its workers have, and wait to replace one.
+"""The spares of a node: processes with the imports of its workers, which wait to replace a worker.
 
-They belong to one generation of workers. A spare is for convenience: whatever becomes of it, a cold process
-can be started in its place.
+Spares belong to one generation of workers. A spare is only faster: after any failure of a spare a cold
+process can be started in its place.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from adaptor.protocol.spare_messages import Become, Import, Ready, from_spare
 
 _Stream = IO[str] | IO[bytes]
 
-# Spares of a generation that may end by themselves before no more are made.
+# The number of spares of a generation that may end by themselves before the agent gives up.
 MOST_DEATHS = 3
-# Who is killed and has not ended after this hangs in the kernel, and is left to the end of this process.
+# A killed process that takes longer hangs in the kernel, and is left behind.
 END_S = 2.0
-# A spare that waits reads at once what it is told; the sockets' buffers take all of it in any case.
+# A waiting spare reads at once; the sockets' buffers take the whole message in any case.
 SEND_S = 1.0
 
 
 class Spare:
-    """A process that has imported what the workers have, and waits to become one.
+    """A process that has imported the modules of the workers, and waits to become a worker.
 
     Args:
         command: starts `spare_main.py`, with the arguments of the workers.
-        environment: that of the workers, without what is another one's for each rank.
+        environment: of the workers, without variables that differ between ranks.
 
     Attributes:
-        told: it has been told what to import
-        ready: it has imported everything
+        told: the imports were sent
+        ready: everything is imported
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
@@ -64,11 +64,12 @@ class Spare:
         self.ready = False
 
     async def imports(self, order: Import) -> Ready:
-        """Let the process import the modules of `order`, and return when it has.
+        """Let the process import the modules of `order`, and wait.
 
         Returns:
-            The first module that is left out, if any, and why the first attempt left out modules; or why this
-            process cannot become a worker.
+            The first module that is left out, if any, and why the first attempt left out modules; or why the
+                process cannot
+            become a worker.
 
         Raises:
             EOFError, OSError: the process has ended.
@@ -77,7 +78,7 @@ class Spare:
         reason = ""
         reader, writer = await asyncio.open_unix_connection(sock=self._ours.dup())
         try:
-            while True:  # each time it imports fewer modules
+            while True:  # each attempt imports fewer modules
                 writer.write(wire.frame(order))
                 ready = await wire.read(reader, from_spare)
                 if not ready.stop_before:
@@ -92,12 +93,14 @@ class Spare:
     def become(
         self, environment: Mapping[str, str], stdout: _Stream | None, stderr: _Stream | None
     ) -> subprocess.Popen[bytes]:
-        """Let it be a worker with this `environment`.
+        """Let the process be a worker with `environment`.
 
-        It writes to `stdout` and `stderr`; None: to those of this process.
+        Args:
+            environment: of the worker.
+            stdout, stderr: of the worker; None: the streams of the agent.
 
         Raises:
-            OSError: it has ended.
+            OSError: the process has ended.
         """
         streams = [0, 1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
         with self._ours:
@@ -107,7 +110,7 @@ class Spare:
         return self.process
 
     async def ended(self) -> None:
-        """Return when it has ended."""
+        """Return after the end of the process."""
         loop = asyncio.get_running_loop()
         ended_future: asyncio.Future[None] = loop.create_future()
         descriptor = os.pidfd_open(self.process.pid)
@@ -119,12 +122,12 @@ class Spare:
             os.close(descriptor)
 
     def kill(self) -> None:
-        """End the process and those that it has started, without waiting for their end."""
+        """End the process and its children, without waiting."""
         self._ours.close()
         procfs.end_group(self.process.pid)
 
     async def end(self) -> None:
-        """End it, and what it has started."""
+        """End the process and its children, and wait."""
         self.kill()
         with contextlib.suppress(asyncio.TimeoutError, OSError):
             async with deadline(END_S):
@@ -133,7 +136,7 @@ class Spare:
 
 
 def _settle(ended_future: asyncio.Future[None]) -> None:
-    if not ended_future.done():  # else it is about to be noticed
+    if not ended_future.done():  # otherwise the waiting task has not run yet
         ended_future.set_result(None)
 
 
@@ -151,25 +154,25 @@ class Spares:
 
     @property
     def are_ready(self) -> bool:
-        """Return whether one waits that has imported everything."""
+        """Return whether a spare with complete imports waits."""
         return any(spare.ready for spare in self._waiting)
 
     @property
     def wanted(self) -> bool:
-        """Return whether there are to be spares, and nobody has said yet what they import."""
+        """Return whether spares are wanted, and their imports are still unknown."""
         return self._count > 0 and self._imports is None
 
     def begin(self, start: Callable[[], Spare], imports: Import) -> None:
-        """Keep spares from now on, which import `imports`."""
+        """Keep spares from now on, with `imports`."""
         self._start, self._imports = start, imports
         self.fill()
 
     def fill(self) -> None:
-        """Start as many as are missing: not in an incident, which they would disturb."""
+        """Start missing spares; not during an incident, which they would disturb."""
         while self._start is not None and len(self._waiting) < self._count:
             try:
                 spare = self._start()
-            except OSError as error:  # no process, no descriptor, no memory: tried again after an incident
+            except OSError as error:  # no process, descriptor or memory: tried again after an incident
                 self._tell(f"no more can be started ({error.strerror})")
                 return
             self._waiting.append(spare)
@@ -178,7 +181,7 @@ class Spares:
             task.add_done_callback(self._tasks.discard)
 
     def take(self) -> Spare | None:
-        """Return one that has imported everything; None where there is none."""
+        """Return a spare with complete imports; None without one."""
         for spare in self._waiting:
             if spare.ready:
                 self._waiting.remove(spare)
@@ -186,7 +189,7 @@ class Spares:
         return None
 
     async def end(self) -> None:
-        """The generation is over."""
+        """End the generation."""
         self._start = self._imports = None
         self._deaths, self._told = 0, ""
         for task in list(self._tasks):
@@ -196,7 +199,7 @@ class Spares:
         await asyncio.gather(*(spare.end() for spare in waiting))
 
     async def _keep(self, spare: Spare) -> None:
-        """Watch a spare from its start to its end; replace it, up to MOST_DEATHS times."""
+        """Watch a spare from its start to its end; replace the spare up to MOST_DEATHS times."""
         order = self._imports
         assert order is not None
         unfit = ""
@@ -207,12 +210,12 @@ class Spares:
             else:
                 if ready.unfit:
                     self._tell_once(partial_imports(ready))
-                if self._imports is order:  # the next spare leaves out the same modules at its first attempt
+                if self._imports is order:  # the next spare leaves the same modules out at its first attempt
                     self._imports = msgspec.structs.replace(order, stop_before=ready.stop_before)
                 await spare.ended()
         except (EOFError, OSError, msgspec.DecodeError):
             pass
-        if spare not in self._waiting:  # it is a worker
+        if spare not in self._waiting:  # the spare has become a worker
             return
         self._waiting.remove(spare)
         await spare.end()
@@ -229,13 +232,13 @@ class Spares:
             self.fill()
 
     def _stop(self, reason: str) -> None:
-        """Make no more of them."""
+        """Stop making spares."""
         if self._start is not None:
             self._start = None
             self._tell(reason)
 
     def _tell(self, reason: str) -> None:
-        """Print how many spares there are, once for each reason."""
+        """Print the number of spares, once for each reason."""
         count, condition = "no spare process waits", ""
         if self._waiting:
             count = f"only {len(self._waiting)} of {self._count} spare processes wait"
@@ -252,7 +255,7 @@ class Spares:
 
 
 def partial_imports(ready: Ready) -> str:
-    """Return the line for the user about modules that a spare does not import."""
+    """Return the line for the user about modules that a spare leaves out."""
     return (
         f"spare processes import no module from {ready.stop_before} on, so a replacement takes longer:"
         f" {ready.unfit}"
