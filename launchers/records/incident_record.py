@@ -1,6 +1,8 @@
-"""Makes the record of an incident from its end and its timeline (docs/operations.md).
+"""Makes the record of an incident from its end and its timeline, and completes the record when more is
+known.
 
-It runs in the thread that writes the file, behind the decision.
+docs/operations.md describes the record. Everything runs in the thread that writes the file, after the
+decision.
 """
 
 from __future__ import annotations
@@ -28,13 +30,13 @@ _RUNBOOK = "docs/runbook.md"
 
 
 def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_at: float) -> Incident:
-    """Return the file of the incident that has ended with `end`.
+    """Return the record of the incident that ended with `end`.
 
     Args:
         end: the verdict, or the end of an online recovery.
-        timeline: what happened.
+        timeline: the events.
         name: the id of the file.
-        ended_at: when the verdict was given, in Unix seconds.
+        ended_at: the time of the verdict, in Unix seconds.
     """
     events = sorted(map(happened, timeline.happened), key=lambda event: event.at)
     collectives_events = [event for event in events if event.what == "collectives"]
@@ -42,7 +44,7 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_a
     fault = end.fault
     blamed = next(iter(fault.ranks), -1) if isinstance(end, Recovered) else end.cause_rank
     is_hang = fault.kind == "hang"
-    # Of a hang the notice of a rank is that of its end, when others have waited for it in vain.
+    # In a hang the notice of a blamed rank is its end, after others have waited in vain.
     noticed = _noticed(-1 if is_hang else blamed, events)
     silent = _silent(events, is_hang=is_hang)
     exit_code, stop, newest, lost = None, "", None, None
@@ -89,7 +91,7 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_a
 
 
 def _newest(end: Verdict, timeline: Timeline) -> int | None:
-    """Return the newest finished step; a controller that has failed does not tell it, and boards may have."""
+    """Return the newest finished step, from the boards if the controller has failed."""
     newest = end.newest
     if end.outcome == "lost":
         newest = max(newest, timeline.newest)
@@ -97,8 +99,8 @@ def _newest(end: Verdict, timeline: Timeline) -> int | None:
 
 
 def _lost(end: Verdict, newest: int | None, timeline: Timeline) -> int | None:
-    """Return how many finished steps are not saved; None where nobody can tell."""
-    if end.outcome == "nothing":  # no step has finished, unless nobody has counted them
+    """Return the number of finished steps that are not saved; None if unknown."""
+    if end.outcome == "nothing":  # no step has finished, or nobody has counted steps
         return None if timeline.unprotected else 0
     if newest is None:
         return None
@@ -107,7 +109,7 @@ def _lost(end: Verdict, newest: int | None, timeline: Timeline) -> int | None:
 
 
 def _next(end: Verdict, timeline: Timeline) -> str:
-    """Return what comes after a verdict, as far as the verdict tells; the agent knows more later."""
+    """Return the action after a verdict, as far as the verdict tells; the agent knows more later."""
     if not end.is_requested:
         return "the workers are started again, if a restart is left"
     if len(timeline.hosts) > 1:
@@ -116,7 +118,7 @@ def _next(end: Verdict, timeline: Timeline) -> str:
 
 
 def _missing(happened: Sequence[Happened], silent: Sequence[int]) -> list[str]:
-    """Return which rank misses which collective; it is also written beside the stacks."""
+    """Return the lines about missing collectives of ranks; they are also written beside the stacks."""
     files, of_ranks = [], {}
     for event in happened:
         if event.rank is not None:
@@ -125,7 +127,7 @@ def _missing(happened: Sequence[Happened], silent: Sequence[int]) -> list[str]:
                 files.append(path)
     missing_lines = missing_collectives(of_ranks, silent)
     if missing_lines:
-        with contextlib.suppress(OSError):  # the file of the incident has it, too
+        with contextlib.suppress(OSError):  # the incident's file has the lines, too
             place = Path(files[0]).with_name("collectives.txt")
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_text("".join(f"{line}\n" for line in missing_lines))
@@ -167,7 +169,7 @@ def _signal(number: int) -> str:
 
 
 def _noticed(blamed: int, happened: Sequence[Happened]) -> Happened | None:
-    """Return the notice of the fault of the rank `blamed`; survivors may have raised before it."""
+    """Return the notice of the fault of the rank `blamed`; survivors may have raised earlier."""
     noticed = [event for event in happened if event.what == NOTICED]
     return next((event for event in noticed if event.rank == blamed), noticed[0] if noticed else None)
 
@@ -181,7 +183,7 @@ def _node(blamed: int, noticed: Happened | None, timeline: Timeline) -> int | No
 def _silent(happened: Sequence[Happened], *, is_hang: bool) -> list[int]:
     """Return the ranks that were told to stop and neither answered nor ended, in order.
 
-    In a hang a process that ends once new ones are ordered was ended for its silence.
+    In a hang, processes that end after the order of new processes were ended for their silence.
     """
     ordered = min((event.at for event in happened if event.what == "replace"), default=math.inf)
     given_up = ordered if is_hang else math.inf
@@ -211,7 +213,7 @@ def _phases(happened: Sequence[Happened], noticed: Happened | None, silent_s: fl
 
 
 def seconds_between(begin: float | None, end: float | None) -> float | None:
-    """Return the seconds from `begin` to `end`; clocks of two nodes may disagree, and it is never below 0."""
+    """Return the seconds from `begin` to `end`, at least 0, because clocks of two nodes may disagree."""
     return None if begin is None or end is None else max(0.0, end - begin)
 
 
@@ -219,11 +221,11 @@ class GoneOn(NamedTuple):
     """The times at which a job went on after an incident, in Unix seconds.
 
     Attributes:
-        ended: when the verdict was given
-        started: when the last worker had been started again; 0.0 where all but failed ones lived on
-        trained: when the last rank began to train
-        finished: when the first step was finished
-        origin: the step from which it went on
+        ended: the verdict
+        started: the last worker had been restarted; 0.0 if only failed workers were replaced
+        trained: the last rank began to train
+        finished: the first step was finished
+        origin: the step from which the job went on
     """
 
     ended: float
@@ -234,7 +236,7 @@ class GoneOn(NamedTuple):
 
 
 def with_going_on(incident: Incident, gone_on: GoneOn) -> Incident:
-    """Return the file of `incident` with how the job went on."""
+    """Return the record of `incident` with the way the job went on."""
     is_repeated = bool(gone_on.started)
     phases = msgspec.structs.replace(
         incident.phases,
@@ -249,17 +251,17 @@ def with_going_on(incident: Incident, gone_on: GoneOn) -> Incident:
 
 
 class IncidentFile:
-    """A file that is written again when more is known; the thread that writes it makes it.
+    """The file of an incident, which the writer's thread writes again when more is known.
 
     Args:
-        make: makes the file with the verdict.
-        ended_at: when that was given, in Unix seconds.
-        generation: in which the incident was.
+        make: makes the record with the verdict.
+        ended_at: the time of the verdict, in Unix seconds.
+        generation: of the incident.
         online: whether training went on in the same generation.
 
     Attributes:
-        actions: what was done after its verdict
-        gone_on: how the job went on, as soon as it has
+        actions: the actions after the verdict
+        gone_on: how the job went on; None before
     """
 
     def __init__(
@@ -278,11 +280,11 @@ class IncidentFile:
         return self._online or generation > self._generation
 
     def notice(self, at: float, gone_on: GoneOn | None) -> records.Notice:
-        """Return the notice of what is known; it is made in the threads of targets, and changes nothing here.
+        """Return the notice of the known facts; called in the threads of targets, changes nothing.
 
         Args:
-            at: when that was, in Unix seconds.
-            gone_on: how the job went on, if that was known then.
+            at: the time of the notice, in Unix seconds.
+            gone_on: how the job went on, if known at that time.
         """
         incident = self._make()
         if self.actions:
@@ -292,7 +294,7 @@ class IncidentFile:
         return notices.of_incident(incident, records.utc(at), "incident" if gone_on is None else "resumed")
 
     def again(self) -> Incident:
-        """Return what the file has now."""
+        """Return the current content of the file."""
         if self._made is None:
             self._made = self._make()
         if self.actions:

@@ -1,4 +1,6 @@
-"""The report of an incident: its timeline is collected meanwhile, and written to a file when it has ended."""
+"""The report of an incident: events are collected during the incident and written to a file after its
+end.
+"""
 
 from __future__ import annotations
 
@@ -50,8 +52,8 @@ from adaptor.protocol.messages import (
 
 _log = logging.getLogger("adaptor")
 
-# Logged at DEBUG only: a line takes longer than the decision about one rank, so with thousands of ranks these
-# would hold orders back. The report has all of them.
+# Logged at DEBUG only: a line takes longer than the decision about one rank, so with thousands of ranks
+# these lines would delay orders. The report has all events.
 _OF_EACH_RANK = {
     "calls",
     "collectives",
@@ -62,10 +64,10 @@ _OF_EACH_RANK = {
     "regroup-ordered",
     "joined",
 }
-# Of these orders nothing is worked out before the file is written, unless each is a line of the log.
+# Orders that are formatted only when the file is written, unless each order is a line of the log.
 _SEEN = frozenset({Freeze, Dump, EndScript, Exit, Regroup})
 
-# Of so many ranks the report has the calls of their exceptions: those of most only follow from another's.
+# The report has the calls of the first exceptions: most later exceptions follow from an earlier one.
 MOST_CALLS = 16
 
 
@@ -74,7 +76,7 @@ class IncidentReport:
 
     Args:
         files: the files of the job.
-        notifier: sends notices of incidents; None: there is nobody to send them to.
+        notifier: sends notices of incidents; None: no targets.
     """
 
     def __init__(self, files: JobFiles, notifier: Notifier | None = None) -> None:
@@ -91,43 +93,43 @@ class IncidentReport:
         self._still_s = 0.0
         self._checkpoint: str | None = None  # the folder that was published
         self._size: int | None = None  # of its files, in bytes
-        self._over = 0  # the newest incident that has ended without a verdict
+        self._over = 0  # the newest incident that ended without a verdict
         # The last file; of an earlier generation, until that has gone on.
         self._last: IncidentFile | None = None
         self._started = self._trained = 0.0  # when the last rank had started, and had begun to train
         self._origin = -1  # the step from which it began
         self._loaded = 0  # the step from which this generation began
-        self._finished = -1  # the newest step that a rank of this node has finished in it
+        self._finished = -1  # the newest step that a rank of this node has finished in the generation
         self._save = ""  # the folder of checkpoints
         self._unprotected = False
-        self.open_words = ""  # what happens in an incident that is not over; '' where nobody knows yet
+        self.open_words = ""  # the state of an open incident, in words; '' if unknown
         self.next_incident = 1
-        self.incidents = 0  # that have ended in this job
+        self.incidents = 0  # ended incidents of the job
         self.failed_saves = 0  # of the framework, one after the other
-        self.failed_save = ""  # the newest one, with its reason
-        self.path = ""  # the path of the last one
+        self.failed_save = ""  # the newest failed save, with its reason
+        self.path = ""  # the path of the last report
         self.last_id: str | None = None
 
     def record_message(self, node: int, message: ToController, time_now: float | None = None) -> None:
-        """Record a message of the agent of `node`, or of a worker by way of it.
+        """Record a message of the agent of `node`, or of a worker through the agent.
 
         Args:
-            node: the node that it came from.
+            node: the sending node.
             message: the message.
-            time_now: when it came, in Unix seconds; by default now.
+            time_now: the time of arrival, in Unix seconds; by default now.
         """
         time_now = time.time() if time_now is None else time_now
         if type(message) is Frozen and not _log.isEnabledFor(logging.DEBUG):
-            if message.incident > self._over:  # else it comes late: the report is written
+            if message.incident > self._over:  # the report of an ended incident is written
                 pid = message.board.pid or self._pids.get(message.rank)
                 self._happened.append(Seen(time_now, node, message.rank, message, pid))
             return
         if isinstance(message, (Dying, Died, Frozen)) and message.board.pid:
-            # Of a process that ends before its Hello nothing else names the pid.
+            # The only source of the pid of a process that ends before its Hello.
             self._pids[message.rank] = message.board.pid
         match message:
-            case AgentHello(node=there, host=host):
-                self._hosts[there] = host
+            case AgentHello(node=agent_node, host=host):
+                self._hosts[agent_node] = host
             case Layout(rank=rank, origin=origin, save=save):
                 _log.debug("rank %d: begins to train after step %d", rank, origin)
                 self._trained, self._origin = time_now, origin
@@ -154,12 +156,12 @@ class IncidentReport:
                 self._add("fault-noticed", time_now, rank, node, f"told to end by {name}")
             case AgentTerminationRequested(signal=name, error=error) if not self._ended:
                 self._add("fault-noticed", time_now, None, node, error or f"told to end by {name}")
-            case NodeStalled(seconds=seconds) if not self._happened:  # it is told again while it is handled
+            case NodeStalled(seconds=seconds) if not self._happened:  # repeated during the incident
                 self._still_s = seconds
             case AgentLost():
                 self._add("fault-noticed", time_now, None, node, "the connection to the agent is gone")
             case Frozen(incident=number) | TimelineEvent(incident=number) if number <= self._over:
-                pass  # it comes late: the report is written
+                pass  # the report is already written
             case Hello(rank=rank, pid=pid):
                 self._nodes[rank], self._pids[rank] = node, pid
                 if self._happened:
@@ -185,28 +187,28 @@ class IncidentReport:
                 self._add("failed", time_now, None, node, reason)
 
     def _record_save(self, step: int, reason: str, now: float) -> None:
-        """Record that a save of the framework has ended; those that fail, and the first one after them."""
+        """Record failed saves of the framework, and the first successful save after a failure."""
         failed = self.failed_saves
         self.failed_saves, self.failed_save = (failed + 1, f"step {step}: {reason}") if reason else (0, "")
         if reason:
             self._tell("save-failed", now, detail=reason, step=step)
         elif failed:
             self._tell("saved-again", now, step=step)
-        # One notice of a series: an operator has to act once.
+        # One notice per series: an operator has to act once.
         if (failed == 0) == bool(reason):
             job, time_ = self._files.job, records.utc(now)
             self._notifier.submit(partial(notices.of_save, job, step, reason, time_))
 
     def record_takeover(self, node: int) -> None:
-        """Record that the controller is on `node`, this one, from now on: no workers are started."""
+        """Record that the controller runs on this `node` from now on; no workers are started."""
         self._records = True
         self._add("took-over", time.time(), None, node, "the controllers of earlier terms are lost")
 
     def note_orders(self, orders: Orders, time_now: float) -> Orders:
-        """Note those of `orders` of which each rank gets one, given at `time_now`, in Unix seconds.
+        """Note the orders of which each rank gets one, given at `time_now`, in Unix seconds.
 
         Returns:
-            The others, each of which is for `record_order`.
+            The other orders, for `record_order`.
         """
         if _log.isEnabledFor(logging.DEBUG):
             return orders
@@ -217,18 +219,18 @@ class IncidentReport:
                 remaining_orders.append(addressed_order)
             elif self._happened:
                 note(Seen(time_now, node, order.rank, order.message, self._pids.get(order.rank)))
-            else:  # the first event of a timeline may need another one before it
+            else:  # the first event of a timeline may need another event before it
                 self.record_order(node, order.rank, order.message, time_now)
         return remaining_orders
 
     def record_order(self, node: int, rank: int | None, order: object, time_now: float | None = None) -> None:
-        """Record an order of the controller; a verdict ends the incident, and writes the report.
+        """Record an order of the controller; a verdict ends the incident and writes the report.
 
         Args:
-            node: the node that it goes to.
-            rank: the rank that it is for; None: for the agent itself.
+            node: the receiving node.
+            rank: the receiving rank; None: the agent itself.
             order: the order.
-            time_now: when it was given, in Unix seconds; by default now.
+            time_now: the time of the order, in Unix seconds; by default now.
         """
         time_now = time.time() if time_now is None else time_now
         if isinstance(order, Verdict):
@@ -238,7 +240,7 @@ class IncidentReport:
                 self._write(order, time_now)
             return
         if isinstance(order, Recovered):
-            if self._over < order.incident:  # once, though every agent is told
+            if self._over < order.incident:  # once, although every agent gets the order
                 self._over = order.incident
                 self._add("recovered", time_now, None, None, step=order.step)
                 self._write(order, time_now)
@@ -257,12 +259,12 @@ class IncidentReport:
             self._add(event_name, time_now, rank, node, step=getattr(order, "step", None))
 
     def record_end(self, incident: int) -> None:
-        """Note that `incident` has ended, whichever node has written its file."""
+        """Note the end of `incident`, whichever node has written its file."""
         self.next_incident = max(self.next_incident, incident + 1)
         self.incidents += 1
 
     def record_next_action(self, action: str) -> None:
-        """Add to the last file what is done after its verdict."""
+        """Add the action after the verdict to the last file."""
         if self._records:
             self._tell("next-action", time.time(), detail=action)
             if self._last is not None:
@@ -270,7 +272,7 @@ class IncidentReport:
                 self._files.write_incident(self._last.again)
 
     def record_progress(self, finished: int) -> None:
-        """Note the newest step that a rank has finished: after a fault the first one ends the recovery."""
+        """Note the newest finished step; the first finished step after a fault ends the recovery."""
         self._finished = max(self._finished, finished)
         last = self._last
         if last is not None and last.is_over(self._generation) and self._trained and finished > self._origin:
@@ -282,21 +284,21 @@ class IncidentReport:
             self._tell("gone-on", time_now, step=finished)
 
     def record_training(self, load_s: float) -> None:
-        """Record that every rank trains, and after which step it began: once in a generation of workers.
+        """Record once per generation that every rank trains, and after which step.
 
         Args:
-            load_s: seconds in which a checkpoint was loaded.
+            load_s: seconds for loading a checkpoint.
         """
         event = Happened(self._trained or time.time(), "training", None, None, "", self._origin, None)
         self._files.append(partial(self._timeline([]).event, event, None, {records.LOAD: f"{load_s:.3f}"}))
 
     def record_start(self) -> None:
-        """Record that a generation of workers is started, whose controller is on this node."""
+        """Record the start of a generation of workers whose controller runs on this node."""
         self._records = True
         self._tell("generation", time.time(), detail=f"start {self._generation} of the workers")
 
     def begin(self, generation: int) -> None:
-        """Start a new timeline, for a new generation of workers; they count from 1."""
+        """Start a new timeline for a generation of workers, counted from 1."""
         self._reset()
         self._records = False
         self._generation = generation
@@ -305,7 +307,7 @@ class IncidentReport:
         self._pids.clear()
 
     def close(self) -> None:
-        """Record that ttprun ends; wait for what is being written, for a bounded time."""
+        """Record the end of ttprun; wait for pending writes for a bounded time."""
         if self._records:
             time_now = time.time()
             self._tell("ended", time_now)
@@ -346,7 +348,7 @@ class IncidentReport:
             self._files.append(partial(self._timeline([]).event, event, self.next_incident, further_data))
 
     def _tell(self, event_name: str, at: float, *, detail: str = "", step: int | None = None) -> None:
-        """Append an event of the job that belongs to no incident."""
+        """Append an event outside of incidents."""
         event = Happened(at, event_name, None, None, detail, step, None)
         self._files.append(partial(self._timeline([]).event, event, None))
 
@@ -383,11 +385,11 @@ class IncidentReport:
 
 
 def _start_of(save: str, loaded: int) -> int | None:
-    """Return the step from which another start would train; None where the disk does not tell it in time.
+    """Return the first step of another start; None if the disk does not answer in time.
 
     Args:
         save: the folder of checkpoints.
-        loaded: the step from which the workers began: it may be in another folder.
+        loaded: the step from which the workers began, possibly in another folder.
     """
     named = TrackerReading(save).step
     return None if named is None else max(named, loaded)

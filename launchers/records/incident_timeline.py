@@ -29,7 +29,7 @@ NOTICED = "fault-noticed"
 
 
 class Happened(NamedTuple):
-    """Something that happened, `at` Unix seconds; None where rank, node, step or pid do not apply."""
+    """An event at `at` Unix seconds; None for fields that do not apply."""
 
     at: float
     what: str
@@ -37,11 +37,11 @@ class Happened(NamedTuple):
     node: int | None
     detail: str
     step: int | None
-    pid: int | None  # of the process that the rank had then
+    pid: int | None  # of the rank's process at that time
 
 
 class Seen(msgspec.Struct, frozen=True, gc=False):
-    """An order to one of many ranks, or its answer, at `at` Unix seconds; `happened` has the words."""
+    """An order to one of many ranks, or the answer, at `at` Unix seconds; `happened` formats it."""
 
     at: float
     node: int
@@ -85,16 +85,15 @@ def happened(event: Happened | Seen) -> Happened:
 
 @dataclass
 class Timeline:
-    """The events of an incident, and what is known of the job that it happened in.
+    """The events of an incident, and facts about the job.
 
     Attributes:
-        silent_s: for a hang: how long nothing had moved
-        checkpoint: the folder that was published, and `size` of its files in bytes; None where none was
+        silent_s: for a hang: the seconds without progress
+        checkpoint: the published folder, and `size` of its files in bytes; None without a checkpoint
         nodes: the node of each rank that has said hello; `hosts` of nodes
-        newest: the newest step that was seen finished in this generation; -1: none
-        again: returns the step from which another start would train; None where nobody can tell. Its disk may
-            take seconds for it
-        unprotected: whether a rank has trained what nobody could save
+        newest: the newest finished step of the generation; -1: none
+        again: returns the first step of another start; None if unknown. The disk may take seconds
+        unprotected: whether a rank has trained steps that could not be saved
     """
 
     job: str
@@ -115,9 +114,9 @@ class Timeline:
         """Return the record of a line of events.jsonl.
 
         Args:
-            happened_event: what happened.
-            incident: the number of the incident that was open; None between incidents.
-            further_data: what its data has besides the detail.
+            happened_event: the event.
+            incident: the number of the open incident; None between incidents.
+            further_data: added to the detail.
         """
         node = (
             happened_event.node

@@ -1,8 +1,8 @@
-"""Writes what operators read of a job: `status.json`, `events.jsonl` and `incidents/` (docs/operations.md).
+"""Writes the files of a job for operators: `status.json`, `events.jsonl` and `incidents/`
+(docs/operations.md).
 
-Only the ttprun with the controller writes. It does so in a thread of its own, which is there before an
-incident: a disk that is full or hangs, or a folder that is removed, costs what would have been written, and
-nothing else.
+Only the ttprun with the controller writes, in a thread that is started before an incident: a full or silent
+disk, or a removed folder, costs only the files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adaptor.launchers.records.time_uses import JobUses
 from adaptor.operations.job_folder import EVENTS_FILE, INCIDENTS, STALE_S, STATUS_FILE, name_of
 from adaptor.operations.records import Event, Incident, Status
 
-# Of so many incidents the files are written when the disk has room again.
+# The most incidents whose files are written later, when the disk has room again.
 _MOST_LATE = 16
 
 _json = msgspec.json.Encoder()
@@ -32,8 +32,8 @@ class JobFiles:
 
     Args:
         log_path: TTP_LOG_PATH.
-        job: the id that the user gave to the job; '' where there is none.
-        patience_s: seconds after which a status that is not written yet is told of.
+        job: the job id given by the user; '' without one.
+        patience_s: seconds after which the user is told about an unwritten status.
     """
 
     def __init__(self, log_path: str, job: str = "", patience_s: float = STALE_S) -> None:
@@ -43,7 +43,7 @@ class JobFiles:
         self._patience_s = patience_s
         self._status_waits = False
         self._waits_since = 0.0  # on the monotonic clock
-        self._has_gap = False  # whether the user has been told that nothing is written
+        self._has_gap = False  # whether the user was told about unwritten files
         self._late: dict[str, Callable[[], Incident]] = {}  # incidents whose files could not be written
         self._uses = JobUses()
         self.job = name_of(job or f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}")
@@ -54,26 +54,26 @@ class JobFiles:
         return self._log_path / self.job
 
     def append(self, make: Callable[[], Event]) -> None:
-        """Append the event that `make` returns, which is called in the writer's thread."""
+        """Append the event that `make` returns; `make` is called in the writer's thread."""
         self._writer.submit(partial(self._append, make))
 
     def write_incident(self, make: Callable[[], Incident]) -> None:
-        """Write, or write again, the file of the incident that `make` returns, in the writer's thread."""
+        """Write or rewrite the file of the incident that `make` returns, in the writer's thread."""
         self._writer.submit(partial(self._write_incident, make))
 
     def write_status(self, status: Status, *, always: bool = False) -> None:
-        """Replace status.json; without `always` only if none is waiting to be written."""
+        """Replace status.json; without `always` only if no status is waiting."""
         time_now = time.monotonic()
         if always or not self._status_waits:
             self._waits_since = time_now
-            self._status_waits = True  # before it is queued: the thread may have written it by then
+            self._status_waits = True  # before `submit`: the thread may write at once
             if not self._writer.submit(partial(self._write_status, status)):
                 self._status_waits = False
         elif time_now - self._waits_since >= self._patience_s:
             self._tell_gap("the disk does not answer")
 
     def calculate(self, work: Callable[[], None]) -> None:
-        """Call `work` in the writer's thread: what takes long, and is for people."""
+        """Call `work` in the writer's thread: a long calculation for people."""
         self._writer.submit(work)
 
     def incident_path(self, incident: str) -> Path:
@@ -81,11 +81,11 @@ class JobFiles:
         return self.folder / INCIDENTS / f"{incident}.json"
 
     def close(self) -> None:
-        """Wait for what is being written, for a bounded time."""
+        """Wait for pending writes for a bounded time."""
         self._writer.close()
 
     def _tell_gap(self, reason: str) -> None:
-        """Tell once that nothing is written, until something is written again."""
+        """Tell the user once about unwritten files, until a file is written again."""
         if not self._has_gap:
             self._has_gap = True
             output.tell(
@@ -98,8 +98,7 @@ class JobFiles:
 
     def _append(self, make: Callable[[], Event]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        # One write, at the end wherever that is: another node, or the job of that id that is started again,
-        # may append, too.
+        # One appending write: another node, or a restarted job with the same id, may append, too.
         with (self.folder / EVENTS_FILE).open("ab", buffering=0) as file:
             file.write(_json.encode(make()) + b"\n")
 
@@ -110,7 +109,7 @@ class JobFiles:
             name = incident.id
             _replace(self.incident_path(name), msgspec.json.format(_json.encode(incident), indent=1))
             self._late.pop(name, None)
-        except Exception as error:  # it is for people, who have been told its path
+        except Exception as error:  # the file is for people, who were told its path
             if name not in self._late:
                 output.tell(f"[ttp] the incident report cannot be written: {text.describe(error)}")
             if isinstance(error, OSError) and len(self._late) < _MOST_LATE:
@@ -134,13 +133,13 @@ class JobFiles:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Replace the file at once: a reader finds the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
+    """Replace the file atomically: a reader gets the old or the new file."""
+    path.parent.mkdir(parents=True, exist_ok=True)  # the folder may have been removed
     scratch = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         scratch.write_bytes(data)
         scratch.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
-            scratch.unlink()  # a disk that is full has the name, and none of the bytes
+            scratch.unlink()  # a full disk has the name, and none of the bytes
         raise

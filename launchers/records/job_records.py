@@ -1,4 +1,7 @@
-"""Writes what operators read of a job, on the node with the controller, and serves it from there."""
+"""Writes the files of a job for operators on the node with the controller, and serves the files.
+
+`JobRecords` is the entry; `JobStatus` makes `status.json`, the current state of the job.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +33,17 @@ from adaptor.protocol.messages import BoardRecord, Share
 class JobRecords:
     """The records of a job, on one node.
 
-    They are for people: an error in writing them is told, and ends nothing.
+    Records are for people: an error in writing is printed, and ends nothing.
 
     Args:
         config: the settings.
-        job: the id that the user gave to the job; '' where there is none.
-        max_restarts: how many restarts the job may make.
-        workers: of this node.
-        newest_copy: returns the newest step that is sure in host memory; None: there is none.
+        job: the job id given by the user; '' without one.
+        max_restarts: the number of allowed restarts.
+        workers: of the node.
+        newest_copy: returns the newest safe step in host memory; None without one.
 
     Attributes:
-        files: those of the job.
+        files: of the job.
         report: of its incidents.
         server: serves the files (TTP_SERVE).
     """
@@ -64,7 +67,7 @@ class JobRecords:
         self._status.script = script
 
     def begin(self, generation: int) -> None:
-        """A generation of workers begins, of this number."""
+        """Begin the generation of workers with the number `generation`."""
         self.report.begin(generation)
         self._status.begin()
 
@@ -76,14 +79,14 @@ class JobRecords:
         generation: int,
         spare_nodes: int,
     ) -> None:
-        """Take a reading of the boards of this node, on which the controller is; never raise.
+        """Read the boards of the node with the controller; never raise.
 
         Args:
-            boards: of the ranks of this node.
+            boards: of the ranks of the node.
             host: of the controller.
-            node: this one.
+            node: the number of the node.
             generation: of workers, from 1 on.
-            spare_nodes: how many wait here.
+            spare_nodes: the number of waiting spare nodes.
         """
         try:
             if node:
@@ -95,10 +98,11 @@ class JobRecords:
             tell_error("the status of the job is not written", error)
 
     def look_at_last_moments(self, host: ControllerHost | None) -> None:
-        """Read the last step of the workers, and the save behind it, before their boards go; never raise.
+        """Read the last step of the workers and the save after it, before the boards are closed; never
+        raise.
 
         Args:
-            host: of the controller; None: it is on another node.
+            host: of the controller; None: on another node.
         """
         if host is None:
             return
@@ -116,28 +120,28 @@ class JobRecords:
             self._status.look_at_uses(reading)
 
     def close(self) -> None:
-        """Write the last status, and close all."""
+        """Write the last status, and close all parts."""
         self._status.end()
         self.report.close()
         self.server.close()
 
 
-# How often the file is replaced.
+# Seconds between two replacements of the file.
 STATUS_S = 1.0
 
 State = Literal["starting", "training", "incident", "restarting"]
 
 
 class JobStatus:
-    """Writes the status of a job while the controller is on this node.
+    """Writes the status of a job while the controller is on the node.
 
-    Each second it reads counts only, never each rank: it runs on the thread that decides.
+    The thread of decisions calls `look` each second, so `look` reads counts only, never each rank.
 
     Args:
         files: the files of the job.
-        report: of the same job.
-        max_restarts: how many restarts the job may make.
-        newest_copy: returns the newest step that is sure in host memory; None: there is none.
+        report: of the job.
+        max_restarts: the number of allowed restarts.
+        newest_copy: returns the newest safe step in host memory; None without one.
     """
 
     def __init__(
@@ -151,25 +155,25 @@ class JobStatus:
         self._report = report
         self._max_restarts = max_restarts
         self._newest_copy = newest_copy
-        self._copy: tuple[int | None, float] = (None, 0.0)  # the step, and when it was first seen
+        self._copy: tuple[int | None, float] = (None, 0.0)  # the step, and the time of its first sight
         self._host = socket.gethostname()
         self._last: Status | None = None
-        self._written = 0.0  # when it was written last, on the monotonic clock
+        self._written = 0.0  # the last write, on the monotonic clock
         self._step = -1
         self._step_time = 0.0
         self._timer = StepTimer()
         self._uses = TimeUses()
-        self._save = ""  # the save folder; ranks that are started again say it when they begin to train
+        self._save = ""  # the save folder; restarted ranks report the folder when they begin to train
         self.script = ""
-        self._holders: tuple[object, int | None] = (None, None)  # of which members, and how many
-        self._trains = 0  # the newest generation whose ranks were all seen to train
+        self._holders: tuple[object, int | None] = (None, None)  # the members, and their holders
+        self._trains = 0  # the newest generation whose ranks all train
 
     def begin(self) -> None:
-        """A generation of workers begins."""
+        """Begin a generation of workers."""
         self._uses.begin()
 
     def look_at_uses(self, reading: Sequence[float]) -> None:
-        """Take a reading of what the first worker of this node spends its time on (`Board.spend`)."""
+        """Read the uses of time of the first worker of the node (`Board.spend`)."""
         self._uses.look(reading)
 
     def look(
@@ -181,15 +185,15 @@ class JobStatus:
         generation: int,
         spare_nodes: int,
     ) -> None:
-        """Take a reading of the boards of this node; write the status if a second is over.
+        """Read the boards of the node; write the status if a second has passed.
 
         Args:
-            boards: of the ranks of this node.
-            controller: which decides for the job.
-            node: this one.
-            nodes: how many there are.
+            boards: of the ranks of the node.
+            controller: of the job.
+            node: the number of the node.
+            nodes: the number of nodes.
             generation: of workers, from 1 on.
-            spare_nodes: how many wait here.
+            spare_nodes: the number of waiting spare nodes.
         """
         time_now = time.time()
         step = max((board.finished for board in boards), default=-1)
@@ -249,9 +253,9 @@ class JobStatus:
         self._files.write_status(self._last)
 
     def _count_holders(self, members: Membership, generation: int) -> int | None:
-        """Return the holders of the shard that has the fewest; None where that is not known yet.
+        """Return the number of holders of the least-held shard; None if not counted yet.
 
-        With many ranks it takes long: the writer's thread counts, once for each generation and incident.
+        With many ranks counting takes long: the writer's thread counts, once per generation and incident.
         """
         key = (generation, self._report.incidents)
         counted, holders = self._holders
@@ -266,12 +270,12 @@ class JobStatus:
         self._holders = (key, _fewest_holders(shares))
 
     def note_last_step(self, step: int) -> None:
-        """Note the newest step that is finished when the workers have ended; -1: none is known."""
+        """Note the newest finished step after the end of the workers; -1: unknown."""
         if step > self._step:
             self._step, self._step_time = step, time.time()
 
     def end(self) -> None:
-        """Write that ttprun ends, if this node has written the status."""
+        """Write the end of ttprun, if the node has written a status."""
         if self._last is not None:
             utc_now = utc(time.time())
             self._files.write_status(
@@ -300,6 +304,6 @@ def _state_of(controller: Controller) -> State:
 
 
 def _fewest_holders(shares: Mapping[int, tuple[Share, ...]]) -> int | None:
-    """Return how many ranks hold that shard which the fewest hold; None where there is none."""
+    """Return the number of ranks that hold the least-held shard; None without shards."""
     groups = groups_of(shares).values()
     return min((len(ranks) for group in groups for ranks in group.owners.values()), default=None)

@@ -1,6 +1,6 @@
-"""Starts and ends the process that serves the files of a job from the node with the controller (TTP_SERVE).
+"""Starts and ends the process that serves the files of a job on the node with the controller (TTP_SERVE).
 
-That process reads files and nothing else, so nothing of it reaches the job: if it fails, one line says so.
+The process only reads files, so its failures do not reach the job; one line tells the user.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from adaptor.operations import access
 from adaptor.operations.access import ServeError
 
 _NEEDS = ("jinja2", "prometheus_client")
-# After a take-over on the same machine the server of the lost ttprun still has the port for a moment.
+# After a take-over on one machine the server of the lost ttprun keeps the port for a moment.
 RETRY_S = 0.5
 _RETRIES = 120
 _END_S = 1.0
 
 
 def require(config: Config) -> None:
-    """Refuse a TTP_SERVE that cannot be served by any node.
+    """Refuse a TTP_SERVE that no node can serve.
 
     Raises:
         ConfigError: a package, a token or a certificate is missing, or cannot be used.
@@ -52,14 +52,15 @@ def require(config: Config) -> None:
 
 
 def clients_of(address: Address, token: str, certificate: str, key: str) -> access.Clients:
-    """Return who is served at an address: on loopback without TLS, for only this machine reaches it.
+    """Return the allowed clients of an address; loopback needs no TLS, because only the machine itself
+    connects.
 
     Args:
         address: to serve at.
-        token, certificate, key: the paths of files; '' where there is none.
+        token, certificate, key: the paths of files; '' without a file.
 
     Raises:
-        ServeError: other machines reach it and something is missing, or a file is not as it must be.
+        ServeError: other machines can connect and a file is missing or wrong.
     """
     certificate_files = (Path(certificate), Path(key)) if _speaks_tls(address, certificate) else None
     return access.clients(address, Path(token) if token else None, certificate_files)
@@ -70,7 +71,7 @@ def _speaks_tls(address: Address, certificate: str) -> bool:
 
 
 class JobServer:
-    """The process, while the controller is on this node.
+    """The serving process, while the controller is on the node.
 
     Args:
         config: the settings.
@@ -85,17 +86,17 @@ class JobServer:
         self._has_taken_over = False
 
     def start(self) -> None:
-        """Start it, unless it runs.
+        """Start the process, unless it runs.
 
         Raises:
-            ServeError: the address cannot be had.
+            ServeError: the address is not available.
             OSError: no process can be started.
         """
         config = self._config
         if config.serve is None or (self._process is not None and self._process.poll() is None):
             return
         with access.listen(config.serve) as listening:
-            bound = Address(*listening.getsockname()[:2])  # a name may be one of a loopback address
+            bound = Address(*listening.getsockname()[:2])  # a name may mean a loopback address
             descriptor = listening.fileno()
             arguments = (
                 str(self._folder()),
@@ -114,13 +115,11 @@ class JobServer:
         scheme = "https" if _speaks_tls(bound, config.tls_cert) else "http"
         output.tell(f"[ttp] {scheme}://{config.serve}/ serves the page, /metrics and /api/v1/ of this job")
         watcher = threading.Thread(target=self._watch, args=(process,), name="ttp-serve", daemon=True)
-        with contextlib.suppress(
-            RuntimeError
-        ):  # no more threads for this process: nothing is said of its end
+        with contextlib.suppress(RuntimeError):  # no more threads: nobody reports the end of the process
             watcher.start()
 
     def take_over(self) -> None:
-        """Serve from this node, which has the controller now; in a thread, and only the first time."""
+        """Serve from the node that has the controller now; in a thread, and only the first time."""
         if self._config.serve is None or self._has_taken_over:
             return
         self._has_taken_over = True
@@ -130,7 +129,7 @@ class JobServer:
             self._tell_why(error)
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         self._ends.set()
         if self._process is not None:
             programs.end(self._process, _END_S)

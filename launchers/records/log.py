@@ -1,4 +1,4 @@
-"""The log of the agent, with times in UTC: a file, which is made when it is needed; stdout, if asked for."""
+"""The log of the agent, with times in UTC: a file, made on demand; stdout, if requested."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _log = logging.getLogger("adaptor")
 
 
 def tell_error(subject: str, error: BaseException) -> None:
-    """Tell the user of an error of ttprun's own, with its traceback, and log it.
+    """Print an internal error of ttprun with its traceback, and log it.
 
-    It reads sources, and their disk may hang: call it behind the decision.
+    The traceback reads source files, and their disk may hang: call this after the decision.
 
     Args:
         subject: the beginning of the line.
@@ -33,7 +33,7 @@ def tell_error(subject: str, error: BaseException) -> None:
 class Log:
     """The handler of the logger `adaptor`, until it is closed.
 
-    A log file has a thread of its own: its folder may be removed while the job trains, its disk may hang.
+    A separate thread writes the log file: its folder may be removed during training, its disk may hang.
     """
 
     def __init__(self, config: Config) -> None:
@@ -50,7 +50,7 @@ class Log:
             self._logger.addHandler(handler)
 
     def close(self) -> None:
-        """Write what is left, for a bounded time."""
+        """Write the remaining records, for a bounded time."""
         for handler in self._handlers:
             self._logger.removeHandler(handler)
             handler.close()
@@ -66,7 +66,7 @@ class _Formatter(logging.Formatter):
 
 
 class _Quiet(logging.Handler):
-    """A handler that drops what cannot be formatted: logging itself would print that, where it may hang."""
+    """A handler that drops records it cannot format: logging itself would print, and might block."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         return
@@ -81,7 +81,7 @@ class _Stdout(_Quiet):
 
 
 class _WatchedFile(_Quiet, logging.handlers.WatchedFileHandler):
-    """A file that is opened again where something has moved or removed it."""
+    """A file that is opened again after it was moved or removed."""
 
 
 class _File(_Quiet):
@@ -103,7 +103,7 @@ class _File(_Quiet):
         self._writer.submit(partial(self._write, line))
 
     def _write(self, line: logging.LogRecord) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed meanwhile
+        self._path.parent.mkdir(parents=True, exist_ok=True)  # the folder may have been removed
         if self._file is None:
             self._file = _WatchedFile(self._path, encoding="utf-8", errors="backslashreplace")
         self._file.emit(line)

@@ -1,7 +1,7 @@
 """Sends notices of incidents to the targets of TTP_NOTIFY, from the node with the controller.
 
-Each target has a queue and a thread of its own, behind the verdict: one that hangs or fails costs its
-notices, and a line for each.
+Each target has a queue and a thread, after the verdict: a target that hangs or fails costs only its notices,
+with one line for each.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from adaptor.errors import AdaptorError, ConfigError
 from adaptor.operations import access, notices
 from adaptor.operations.records import Notice
 
-# A notice takes at most LIMIT_S, so these are an hour of a target that hangs.
+# A notice takes at most LIMIT_S, so a full queue is an hour of a target that hangs.
 _MOST_WAITING = 64
 
 
 def targets(config: Config) -> list[NoticeTarget]:
-    """Return where notices go; what TTP_NOTIFY names in a file is read now.
+    """Return the targets of notices; a file named by TTP_NOTIFY is read now.
 
     Raises:
-        ConfigError: the file, its content, the secret or the program makes no sense.
+        ConfigError: the file, its content, the secret or the program is wrong.
     """
     target = config.notify
     if target is None:
@@ -67,7 +67,7 @@ def _read(path: Path) -> list[NoticeTarget]:
             target = endpoints.target(line.strip())
         except ValueError:
             target = None
-        if target is None or target.kind == "file":  # without the line: it may be a secret
+        if target is None or target.kind == "file":  # the message omits the line, which may be a secret
             raise ConfigError(
                 f"TTP_NOTIFY {path}, line {number}: it must be {endpoints.TARGETS}, and no other file"
             )
@@ -76,16 +76,16 @@ def _read(path: Path) -> list[NoticeTarget]:
 
 
 def of_job(config: Config) -> Notifier:
-    """Return the notifier that the settings ask for. Raises ConfigError."""
+    """Return the notifier of the settings. Raises ConfigError."""
     return Notifier(targets(config), secret(config))
 
 
 class Notifier:
-    """Sends what it is given to each target.
+    """Sends notices to each target.
 
     Args:
         to: the targets.
-        secret: signs what goes to a target of JSON; '' for none.
+        secret: signs notices to a target of JSON; '' for none.
     """
 
     def __init__(self, to: Sequence[NoticeTarget] = (), secret: str = "") -> None:
@@ -96,7 +96,7 @@ class Notifier:
             writer.start()
 
     def submit(self, make: Callable[[], Notice]) -> None:
-        """Send what `make` returns, which is called in the thread of each target; never waits."""
+        """Send the notice that `make` returns, called in the thread of each target; never waits."""
         for target, writer in self._writers:
             if writer.waiting < _MOST_WAITING:
                 writer.submit(partial(self._send, target, make))
@@ -105,11 +105,11 @@ class Notifier:
 
     @property
     def dropped(self) -> int:
-        """Return how many notices were not queued, because too many were waiting."""
+        """Return the number of notices that were not queued, because the queue was full."""
         return sum(writer.dropped for _, writer in self._writers)
 
     def close(self) -> None:
-        """Wait for what is being sent, `output.DRAIN_S` seconds at most; the rest is not sent."""
+        """Wait for notices in progress, at most `output.DRAIN_S` seconds; the rest is not sent."""
         until = time.monotonic() + output.DRAIN_S
         for _, writer in self._writers:
             writer.close(max(0.0, until - time.monotonic()))
@@ -123,7 +123,7 @@ class Notifier:
         sends = threading.Thread(target=_try, args=(target, notice, self._secret, problems), daemon=True)
         try:
             sends.start()
-        except RuntimeError as error:  # this process may have no more threads
+        except RuntimeError as error:  # no more threads for this process
             problems = [str(error)]
         else:
             sends.join(notices.LIMIT_S)
@@ -134,7 +134,7 @@ class Notifier:
 
 
 def _try(target: NoticeTarget, notice: Notice, secret: str, problems: list[str]) -> None:
-    """Deliver a notice, and leave the reason in `problems` if that fails; nothing if it does not."""
+    """Deliver a notice; leave the reason of a failure in `problems`, nothing after success."""
     try:
         notices.deliver(target, notice, secret)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Writes a line for the operator at each fault, at each restart, and at the end of the job."""
+"""Writes a line for the operator at each fault, each restart, and the end of the job."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from adaptor import output, threads
 from adaptor.checkpoint.tracker import tracked_step
 from adaptor.protocol.messages import Fault, Recovered, Verdict
 
-# A save folder may be what hangs. The last line waits this long for what its tracker names, which is read
-# while the workers end; and ttprun waits so much longer, to tell it in a line of its own.
+# The disk of the save folder may hang. The last line waits PROMPT_S for the tracker, which is read while the
+# workers end; after that ttprun waits TRACKER_S to print the tracker in a separate line.
 PROMPT_S = 0.5
 TRACKER_S = 2.0
 
 
 class TrackerReading:
-    """The tracker of a save folder, read at once, in another thread.
+    """The tracker of a save folder, read at once in another thread, because the disk may hang.
 
     Args:
-        save: the folder; '' where there is none.
+        save: the folder; '' without one.
     """
 
     def __init__(self, save: str) -> None:
         self.save = save
         self._read: threads.Background[tuple[int | None]] | None = None
         if save:
-            with contextlib.suppress(RuntimeError):  # no thread: then without it
+            with contextlib.suppress(RuntimeError):  # no thread: no reading
                 self._read = threads.Background(lambda: (tracked_step(Path(save)),), "ttp-tracker")
 
     @property
     def answers(self) -> bool:
-        """Return whether the disk answers at once, or need not."""
+        """Return whether the disk answers at once, or no folder is set."""
         return self._read is None or self._read.within(PROMPT_S) is not None
 
     @property
     def step(self) -> int | None:
-        """Return the step that it names, 0 where there is no checkpoint; None where nobody can tell."""
+        """Return the step in the tracker, 0 without a checkpoint; None if unknown."""
         tracker_answer = self._found
         return None if tracker_answer is None else tracker_answer[0] or 0
 
     @property
     def words(self) -> str:
-        """Name the newest checkpoint; '' where the disk hangs, or there is no folder."""
+        """Name the newest checkpoint; '' if the disk hangs, or without a folder."""
         tracker_answer = self._found
         if tracker_answer is None:
             return ""
@@ -64,18 +64,18 @@ class Account:
     """The count of incidents, restarts and lost steps of an agent, from its start to its end.
 
     Args:
-        restarts: the number of restarts that the job may make (--max-restarts).
-        begun_restarts: how many it has made before this node came.
+        restarts: the number of allowed restarts (--max-restarts).
+        begun_restarts: the restarts before the node joined.
     """
 
     def __init__(self, restarts: int, begun_restarts: int = 0) -> None:
         self._restarts = restarts
         self._begun = begun_restarts  # restarts
-        self._again = ""  # the start that has been begun last, in words
-        self._last: Verdict | None = None  # since training has gone on
-        self._newest = -1  # the newest step that was finished before the faults since then
+        self._again = ""  # the last start, in words
+        self._last: Verdict | None = None  # the last verdict since training went on
+        self._newest = -1  # the newest finished step before the faults since then
         self._has_trained = False  # training that is protected has begun
-        self._origin = 0  # the step from which training has gone on last
+        self._origin = 0  # the step from which training last went on
         self._noticed = 0.0  # the first of these faults, on the monotonic clock
         self._reports = ""
         self._tracker = TrackerReading("")  # of the last incident's save folder
@@ -84,11 +84,12 @@ class Account:
         self._lost: int | None = 0  # finished steps that must be trained again; None: not known
 
     def fault(self, verdict: Verdict, noticed: float, report: str) -> None:
-        """Write the line of an incident that has ended.
+        """Write the line of an ended incident.
 
         Args:
-            noticed: when this agent learnt of the fault, in Unix seconds.
-            report: the path of the report, or the node that has it.
+            verdict: on the incident.
+            noticed: when the agent learnt of the fault, in Unix seconds.
+            report: the path of the report, or the node with the report.
         """
         self.incidents += 1
         self._tracker = TrackerReading(verdict.save)
@@ -109,7 +110,7 @@ class Account:
         say(recovered.line)
 
     def _say_incident(self, number: int, who: list[str], noticed: float, report: str) -> None:
-        """Write when an incident was noticed, who has failed, and the path of the report."""
+        """Write the time of the notice, the failed rank or agent, and the path of the report."""
         parts = [f"{_utc(noticed)} incident {number}", *who]
         if report:
             parts.append(f"report {report}")
@@ -117,7 +118,7 @@ class Account:
         say(", ".join(parts))
 
     def look_again(self) -> None:
-        """Read the tracker of the save folder again: there may be a newer checkpoint than in the incident."""
+        """Read the tracker of the save folder again, for a newer checkpoint than in the incident."""
         self._tracker = TrackerReading(self._tracker.save)
 
     def _keep(self, report: str) -> None:
@@ -125,31 +126,31 @@ class Account:
             self._reports = f"in {Path(report).parent}" if Path(report).is_absolute() else report
 
     def restart(self) -> str:
-        """Count a restart: the workers are about to be started again. Return which one it is, in words."""
+        """Count a restart that is about to begin; return its number in words."""
         self._begun += 1
         self._again = f"restart {self._begun} of {self._restarts}"
         return self._again
 
     def begin_after(self, begun_restarts: int) -> None:
-        """Take over how many restarts the job had made before this node came."""
+        """Take over the number of restarts before the node joined."""
         self._begun = begun_restarts
 
     def join(self) -> str:
-        """Note that the workers are about to be started again, on more nodes; return that, in words."""
+        """Note a start of the workers on more nodes; return the start in words."""
         self._again = "start on more nodes"
         return self._again
 
     @property
     def begun(self) -> int:
-        """Return how many restarts the job has made."""
+        """Return the number of restarts of the job."""
         return self._begun
 
     def training_began(self, origin: int, at: float) -> None:
-        """Write the line of a restart, once training goes on.
+        """Write the line of a restart, after training goes on.
 
         Args:
-            origin: the step from which it goes on.
-            at: when it began, on the monotonic clock.
+            origin: the step from which training goes on.
+            at: the beginning, on the monotonic clock.
         """
         self._origin, self._has_trained = origin, True
         last, self._last = self._last, None
@@ -164,8 +165,8 @@ class Account:
         self._lost = None if lost is None or self._lost is None else self._lost + lost
 
     def ended(self) -> None:
-        """Write the sum of all incidents, if there were any, at the end of a job."""
-        last = self._last  # nobody has told of training since then
+        """Write the sum of all incidents, if any, at the end of a job."""
+        last = self._last
         if last is not None and (
             last.outcome == "lost" or (last.outcome == "nothing" and not self._has_trained)
         ):
@@ -174,9 +175,9 @@ class Account:
             say(f"{_utc(time.time())} the job has come to its end, {self._sum}")
 
     def failed(self, line: str) -> None:
-        """Tell the `line` of the verdict that has ended the job, and all incidents before it.
+        """Print the `line` of the final verdict, and the sum of all incidents before.
 
-        Where the save folder hangs the line comes first, and what that has is told afterwards.
+        If the save folder hangs, the line comes first and the rest follows.
         """
         tell = [partial(self._tell_all, self._tracker), partial(conclude, line, tracker=self._tracker)]
         if not self._tracker.answers:
@@ -203,7 +204,9 @@ class Account:
 
 
 def conclude(line: str, save: str = "", tracker: TrackerReading | None = None) -> None:
-    """Tell the last `line` of a job, with the newest checkpoint in `save`; after it, where its disk hangs."""
+    """Print the last `line` of a job, with the newest checkpoint in `save`; in a second line if the disk
+    hangs.
+    """
     tracker = TrackerReading(save) if tracker is None else tracker
     if tracker.answers:
         say("; ".join(filter(None, [line, tracker.words])))
@@ -230,11 +233,11 @@ def _who(verdict: Verdict) -> list[str]:
 
 
 def _rank(fault: Fault, rank: int) -> list[str]:
-    """Return the rank that has failed, with its process and machine, and how far the rank had come."""
+    """Return the failed rank, with its process, machine and progress."""
     if rank < 0:
         return []
-    where = _where(fault)
-    return list(filter(None, [f"rank {rank}" + (f" ({where})" if where else ""), fault.when]))
+    location = _where(fault)
+    return list(filter(None, [f"rank {rank}" + (f" ({location})" if location else ""), fault.when]))
 
 
 def _where(fault: Fault) -> str:

@@ -1,9 +1,9 @@
-"""A process beside `ttprun` that serves the files of its job (`--ttp-serve`), and ends with it.
+"""A process beside `ttprun` that serves the files of its job (`--ttp-serve`), and ends with `ttprun`.
 
     python .../serve_main.py FOLDER SOCKET TOKEN_FILE CERTIFICATE KEY
 
-SOCKET is the descriptor of a socket that listens already; a file that there is not is ''. Stdin is a pipe
-from `ttprun`: its end means that `ttprun` has ended. It is started by its path, as `worker_main.py` is.
+SOCKET is the descriptor of a listening socket; '' stands for a missing file. Stdin is a pipe from `ttprun`:
+its end means the end of `ttprun`. The program is started by its path, as `worker_main.py` is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIRST_TO_BE_ENDED = "1000"
 
 
 def main() -> None:
-    """Serve the files of a job, until ttprun has ended."""
+    """Serve the files of a job until the end of ttprun."""
     _script.leave_own_path()
     import contextlib
     import os
@@ -32,7 +32,8 @@ def main() -> None:
     from adaptor.operations import serve
     from adaptor.protocol.environment import ending_signals
 
-    # What tells a whole job to end, as Slurm does, is for ttprun: it saves first, and is watched meanwhile.
+    # A signal to all processes of a job, as from Slurm, is for ttprun, which saves first and is watched
+    # meanwhile.
     for number in (signal.SIGHUP, *ending_signals()):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):
@@ -44,7 +45,7 @@ def main() -> None:
     server = serve.Server(Path(folder), listening, clients)
     threading.Thread(target=server.serve_forever, name="ttp-serve", daemon=True).start()
     sys.stdin.buffer.read()
-    os._exit(0)  # nothing is to be kept, and a client may be in the middle
+    os._exit(0)  # nothing to keep, and a client may still be connected
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Adds up what a job uses time for, as the first worker of the controller's node tells it."""
+"""Adds up the uses of time of a job, and measures the durations of steps, from readings of the boards.
+
+The first worker of the controller's node reports its uses of time.
+"""
 
 from __future__ import annotations
 
@@ -12,32 +15,32 @@ from adaptor.operations.job_folder import JobFolderError
 from adaptor.operations.records import StepTimes
 from adaptor.protocol.board import USES
 
-# A load is told with the event `training`, by which it is known whether it was in a start or a recovery.
+# The event `training` reports a load, because it distinguishes starts from recoveries.
 _LOAD = USES.index("load")
 _STEPS = "steps"
 
 
 class TimeUses:
-    """The seconds of the processes that this place has had one after the other, in the order of `USES`."""
+    """The seconds of the successive processes of a rank, in the order of `USES`."""
 
     def __init__(self) -> None:
-        self._before = [0.0] * len(USES)  # of processes that are gone
-        self._last = [0.0] * len(USES)  # of the present one
+        self._before = [0.0] * len(USES)  # of ended processes
+        self._last = [0.0] * len(USES)  # of the current process
 
     def look(self, reading: Sequence[float]) -> None:
-        """Take a reading of the board; one that is less than the last one is that of a new process."""
+        """Take a reading of the board; a smaller reading than before belongs to a new process."""
         if any(seconds_now < last for seconds_now, last in zip(reading, self._last, strict=True)):
             self.begin()
         self._last = list(reading)
 
     def begin(self) -> None:
-        """The next reading is that of a new process."""
+        """Expect the next reading from a new process."""
         self._before = [sum(seconds_pair) for seconds_pair in zip(self._before, self._last, strict=True)]
         self._last = [0.0] * len(USES)
 
     @property
     def load(self) -> float:
-        """Return the seconds in which the present process has loaded a checkpoint."""
+        """Return the seconds for which the current process has loaded a checkpoint."""
         return self._last[_LOAD]
 
     def totals(self) -> dict[str, float]:
@@ -47,10 +50,10 @@ class TimeUses:
 
 
 class JobUses:
-    """The sum over a whole job: what was used before this ttprun had the controller is in status.json.
+    """The sum over a whole job, including the sum in status.json before this ttprun had the controller.
 
-    Steps that are made for the first time are `productive`, those that are made again `wasted`. So no sum is
-    ever less than before. In the writer's thread.
+    Steps made for the first time are `productive`, repeated steps are `wasted`. So no sum ever decreases.
+    Used in the writer's thread.
     """
 
     def __init__(self) -> None:
@@ -66,7 +69,7 @@ class JobUses:
 
         Args:
             own_uses: of this ttprun.
-            step: the newest that is finished; None: none is known.
+            step: the newest finished step; None: unknown.
             generation: of workers; in each the controller may have come from another node.
             job: the folder of the job.
         """
@@ -87,7 +90,7 @@ class JobUses:
 
 
 class StepsMadeAgain:
-    """Divides the seconds of steps into those that were made for the first time and those made again.
+    """Divides the seconds of steps into first-time steps and repeated steps.
 
     Attributes:
         first, again: the seconds of each
@@ -98,19 +101,19 @@ class StepsMadeAgain:
         self.again = 0.0
         self._seconds = 0.0
         self._step = -1
-        self._highest = -1  # the newest step that was ever finished before the job went back
+        self._highest = -1  # the newest step finished before the job went back
 
     def look(self, seconds: float | None, step: int | None) -> None:
-        """Take a reading; several steps that end between two are taken to be equally long.
+        """Take a reading; steps that end between two readings count as equally long.
 
         Args:
-            seconds: of all steps of this ttprun; None: the step is that of another one.
-            step: the newest that is finished; None: none is known.
+            seconds: of all steps of this ttprun; None: the step belongs to another ttprun.
+            step: the newest finished step; None: unknown.
         """
         if step is None:
             return
         step_before, self._step = self._step, step
-        if step < step_before:  # it has gone back, and made the steps up to this one again
+        if step < step_before:  # the job has gone back and repeated the steps up to `step`
             self._highest = max(self._highest, step_before)
             share = 1.0
         elif step == step_before:
@@ -131,13 +134,12 @@ LIMITS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 class StepTimer:
     """The timer of the steps of a job.
 
-    Two readings are apart by more than a short step takes: the steps between them are taken to have lasted
-    equally long.
+    Two readings are further apart than a short step: the steps between two readings count as equally long.
     """
 
     def __init__(self) -> None:
-        self._last: tuple[int, float] | None = None  # a step, and when it was first seen
-        self._is_exact = False  # that time is when it ended, as far as readings tell
+        self._last: tuple[int, float] | None = None  # a step, and the time of its first sight
+        self._is_exact = False  # whether the time is the end of the step, as far as readings tell
         self._counts = [0] * (len(LIMITS_S) + 1)
         self._sum = 0.0
 
@@ -145,14 +147,14 @@ class StepTimer:
         """Take a reading.
 
         Args:
-            step: the newest finished one; -1: none.
+            step: the newest finished step; -1: none.
             time_now: on the monotonic clock.
-            counts: whether the job trains; what lies across a time in which it does not is no step's.
+            counts: whether the job trains; time without training belongs to no step.
         """
         if not counts or step < 0:
             self._last = None
         elif self._last is None or step < self._last[0]:
-            # The step may have ended long ago: the time of the next one is not known.
+            # The step may have ended long ago: the duration of the next step is unknown.
             self._last = step, time_now
             self._is_exact = False
         elif step > self._last[0]:
@@ -164,7 +166,7 @@ class StepTimer:
             self._last, self._is_exact = (step, time_now), True
 
     def times(self) -> StepTimes | None:
-        """Return the durations so far; None where there are none."""
+        """Return the durations so far; None without steps."""
         if not any(self._counts):
             return None
         return StepTimes(limits=list(LIMITS_S), counts=list(self._counts), sum=self._sum)
