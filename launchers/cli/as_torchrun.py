@@ -1,8 +1,8 @@
-"""Runs `ttprun` in the place of torchrun, where a framework starts torchrun by itself (TTP_TORCHRUN=1).
+"""Runs `ttprun` in the place of torchrun, where a framework itself starts torchrun (TTP_TORCHRUN=1).
 
 torch imports the entry points of the group `torchrun.handlers` when its launcher is imported: in the program
-`torchrun` and in `python -m torch.distributed.run`, before they read their flags. In any other process that
-imports `torch.distributed.elastic` nothing is done, and nothing else of the adaptor is imported.
+`torchrun` and in `python -m torch.distributed.run`, before they read their flags. In other processes that
+import `torch.distributed.elastic` the module does nothing, and imports nothing else of the adaptor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 VARIABLE = "TTP_TORCHRUN"
-# The working directory is not on its path, as it is not on that of the installed program.
+# The working directory is not on the path, as for the installed program.
 _PROGRAM = (
     "import sys; sys.path[:] = filter(None, sys.path)\n"
     "from adaptor.launchers.cli.entry import main; sys.exit(main())"
@@ -22,10 +22,10 @@ _PROGRAM = (
 
 
 def handler() -> Callable[[object], NoReturn]:
-    """Let `ttprun` take the place of this process if it is torchrun and TTP_TORCHRUN asks for that.
+    """Replace the process by `ttprun` if the process is torchrun and TTP_TORCHRUN is set.
 
     Returns:
-        What torch takes for the maker of a rendezvous backend; it makes none.
+        A rendezvous backend factory for torch, which makes no backend.
     """
     if VARIABLE in os.environ and _is_torchrun() and _is_wanted(os.environ[VARIABLE]):
         environment = {name: text for name, text in os.environ.items() if name != VARIABLE}

@@ -1,4 +1,4 @@
-"""`ttp completion`: prints what a shell needs to complete the flags of `ttp` and of `ttprun`."""
+"""`ttp completion`: prints the shell script that completes the flags of `ttp` and `ttprun`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _FILES = ("_file", "_cert", "_key", "_ca", "_token", "_secret", "out", "training
 
 
 def add(add_command: cli.Add, ttp: Callable[[], argparse.ArgumentParser]) -> None:
-    """Add the command to those of `ttp`.
+    """Add the command to `ttp`.
 
     Args:
-        ttp: returns the parser of `ttp`, with this command.
+        ttp: returns the parser of `ttp`, with the command.
     """
 
     def answer(parsed: argparse.Namespace) -> int:

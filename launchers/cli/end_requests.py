@@ -1,8 +1,8 @@
-"""The signals with which somebody ends a job: the first one saves it, the second one ends it at once.
+"""The signals that end a job: the first signal saves the job, the second ends the job at once.
 
-What comes after the second is ignored, and so is what comes so soon after the first that it is the same
-request. torch's handlers raise an exception wherever the main thread is. Where that loses it (a log handler
-and a destructor drop what they cannot handle), the agent raises it again when it looks at its workers.
+Signals after the second are ignored, as is a signal shortly after the first that repeats the same request.
+torch's handlers raise an exception in the main thread. If the exception is lost (log handlers and
+destructors drop exceptions), the agent raises it again when it looks at its workers.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from types import FrameType
 
 from adaptor.protocol.environment import ending_signals
 
-# These may come twice for one request. At a time limit Slurm's daemons and its srun send SIGTERM, some
-# hundredths of a second apart. When a terminal is closed its shell sends SIGHUP, and at the end of that shell
-# the kernel does; systemd sends SIGHUP after SIGTERM. A person who asks again has waited longer, or presses
+# SIGTERM and SIGHUP may come twice for one request. At a time limit Slurm's daemons and srun send SIGTERM,
+# some hundredths of a second apart. When a terminal closes, its shell sends SIGHUP, and the kernel again at
+# the end of the shell; systemd sends SIGHUP after SIGTERM. A person who asks again waits longer, or presses
 # Ctrl-C.
 SAME_REQUEST_S = 5.0
 _SENT_TWICE = {signal.SIGTERM, signal.SIGHUP}
-# A signal that the agent has not taken within this time was lost on its way to it, and the next one counts.
-# torch writes a log line in between.
+# A signal that the agent has not taken within this time was lost, and the next signal counts. torch writes a
+# log line in between.
 TAKEN_S = 1.0
 
 
 class EndRequests:
-    """Handlers before others, which raise what ends the job.
+    """Signal handlers that call torch's handlers, which raise the exception that ends the job.
 
     Args:
-        clock: seconds, which only go forward.
+        clock: seconds of a monotonic clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._handlers: dict[int, Callable[[int, FrameType | None], object]] = {}
-        self._first: tuple[int, float] | None = None  # its number, and when it came
+        self._first: tuple[int, float] | None = None  # number and time of the first signal
         self._taken = False
-        self._has_ended = False  # by the second one
+        self._has_ended = False  # by the second signal
 
     def install(self) -> None:
-        """Stand before the handlers that are set now; signals that are ignored stay so."""
+        """Wrap the current handlers; ignored signals stay ignored."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in ending_signals():
@@ -51,7 +51,7 @@ class EndRequests:
                 signal.signal(number, self.hear)
 
     def hear(self, number: int, frame: FrameType | None) -> None:
-        """Take a signal: call the handler before which this one stands, or ignore it."""
+        """Handle a signal: call the wrapped handler, or ignore the signal."""
         if self._has_ended or self._is_the_same(number):
             return
         if self._taken:
@@ -61,11 +61,11 @@ class EndRequests:
         self._call(number, frame)
 
     def take(self) -> None:
-        """Note that the agent has begun to do what the first one asks for: the next one is the second."""
+        """Note that the agent has begun to serve the first signal: the next signal is the second."""
         self._taken = True
 
     def raise_again(self) -> None:
-        """Call the handler of the first signal again, if what it raised was lost before it was taken."""
+        """Call the handler of the first signal again, if its exception was lost."""
         if self._first is not None and not self._taken:
             self._call(self._first[0], None)
 

@@ -1,14 +1,14 @@
-"""The program `ttprun`: Ctrl-C is one line from the beginning, while `ttprun.py` is being imported, too.
+"""The program `ttprun`: Ctrl-C is one line from the beginning, also during the import of `ttprun.py`.
 
-Only during Python's own start, and that of the package, Ctrl-C is Python's traceback (some hundredths of a
-second). So nothing is imported here that Python has not imported by then.
+Only during the start of Python and of the package (some hundredths of a second) Ctrl-C is Python's
+traceback. So the module imports nothing that Python has not imported by then.
 """
 
 from __future__ import annotations
 
 import os
 
-_SIGINT = 2  # `signal` may not be there yet
+_SIGINT = 2  # `signal` may not be imported yet
 
 
 def main() -> int:
@@ -17,7 +17,7 @@ def main() -> int:
         from adaptor.launchers.cli import ttprun
 
         return ttprun.main()
-    except KeyboardInterrupt:  # torch hears the signal only from the rendezvous on
+    except KeyboardInterrupt:  # torch handles the signal only from the rendezvous on
         try:
             os.write(2, b"[ttp] ended by SIGINT, before anything was started\n")
         except OSError:

@@ -1,7 +1,8 @@
-"""The flags of ttprun: `--ttp-*` and all those of the installed torch's torchrun.
+"""The flags of ttprun and their help: `--ttp-*`, and all flags of the installed torch's torchrun.
 
-Ours are taken out before torch's parser sees the rest, so that they make no abbreviation of a flag of
-torchrun ambiguous. Only those before the script are ours; where the script stands torch's parser tells.
+The adaptor's flags are removed before torch's parser sees the rest, so that they make no abbreviation of a
+torchrun flag ambiguous. Only flags before the script are the adaptor's; torch's parser finds the script.
+`--help` prints groups of flags, the most used torchrun flags and exit codes; `--help-all` prints every flag.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "Logs and recordings": ("TTP_LOG_LEVEL", "TTP_LOG_STDOUT", "TTP_PROFILE", "TTP_DUMP", "TTP_LAYOUT_ONLY"),
     "Devices and interfaces": ("TTP_DEVICE", "TTP_ENGINE", "TTP_PROVIDE_MINDIO"),
 }
-# Of torchrun's, those that a job on one node or several needs.
+# The torchrun flags that most jobs need.
 TORCHS = (
     "nnodes",
     "nproc_per_node",
@@ -95,7 +96,7 @@ exit codes:
 
 
 class Short(argparse.Action):
-    """Prints the short help and ends."""
+    """Prints the short help and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: object) -> None:
         super().__init__(
@@ -107,7 +108,7 @@ class Short(argparse.Action):
 
 
 class All(argparse.Action):
-    """Prints the help of every flag and ends."""
+    """Prints the help of every flag and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: object) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help="all flags, those of torchrun, too")
@@ -120,7 +121,7 @@ def short(torchs: argparse.ArgumentParser) -> str:
     """Return the short help.
 
     Args:
-        torchs: torch's parser, for the words of its flags.
+        torchs: torch's parser, for the help of its flags.
     """
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
     settings = {setting.variable: setting for setting in config.SETTINGS}
@@ -150,7 +151,7 @@ def short(torchs: argparse.ArgumentParser) -> str:
 
 
 def _row(flag: str, help_text: str, width: int) -> str:
-    """Return one flag with its words beside it."""
+    """Return one flag with its help."""
     indent = " " * 30
     lines = textwrap.wrap(help_text.rstrip("."), max(20, width - len(indent)))
     head = f"  {flag}".ljust(len(indent) - 1)
@@ -170,16 +171,16 @@ _COUNT = "a number of processes from 1 on, or auto, cpu, gpu and the like where 
 _NODES = "a number of nodes from 1 on, or MIN:MAX"
 _STREAMS = "0, 1, 2 or 3, or that for some of the ranks of this node, as 0:3,1:1"
 _ID = "up to 246 bytes without '/': torch names a folder by it"
-_ID_BYTES = 255 - len("_12345678")  # of a file name; torch appends what makes it unique
+_ID_BYTES = 255 - len("_12345678")  # of a file name; torch appends a unique suffix
 _SHOWN = 80  # characters of a value in a line that refuses it
 _ALL_FLAGS = "ttprun --help-all has all of them"
-_ANY = "0"  # an argument that any parser takes for a script, or for the value of a flag
+_ANY = "0"  # an argument that parsers accept as a script, or as the value of a flag
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Return what torch's parser makes of `arguments` without our flags, which go into the environment.
+    """Parse `arguments` with torch's parser; put the adaptor's flags into the environment.
 
-    There the workers find them. Raises ConfigError for a flag that does not exist, or has no value.
+    Workers read the environment. Raises ConfigError for a flag that is unknown, or has no value.
     """
     own_parser, torchs = _ours(), _torchs()
     torchs.formatter_class = argparse.RawDescriptionHelpFormatter  # the epilog has its lines already
@@ -204,7 +205,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def without(flag: str, arguments: list[str]) -> tuple[list[str], bool]:
-    """Return the arguments without `flag`, which takes no value, and whether it was among ttprun's own."""
+    """Return the arguments without `flag`, which takes no value, and whether ttprun's own flags had it."""
     torchs = _torchs()
     for place, argument in enumerate(arguments):
         if argument == "--":
@@ -220,10 +221,10 @@ def without(flag: str, arguments: list[str]) -> tuple[list[str], bool]:
 
 
 def take_hosts(arguments: list[str]) -> tuple[list[str], str | None]:
-    """Return the arguments without `--hosts FILE`, and FILE, if that was among ttprun's own.
+    """Return the arguments without `--hosts FILE`, and FILE, if among ttprun's own flags.
 
     Raises:
-        ConfigError: there is no FILE.
+        ConfigError: FILE is missing.
     """
     torchs = _torchs()
     for place, argument in enumerate(arguments):
@@ -245,7 +246,7 @@ def take_hosts(arguments: list[str]) -> tuple[list[str], str | None]:
 
 
 def given(arguments: list[str]) -> set[str]:
-    """Return the names in torch's namespace that flags among `arguments` set; a default is none."""
+    """Return the names in torch's namespace set by flags among `arguments`, without defaults."""
     torchs = _torchs()
     unset = object()
     names = [action.dest for action in torchs._actions if action.option_strings]
@@ -256,7 +257,7 @@ def given(arguments: list[str]) -> set[str]:
 
 
 def require_sense(parsed: argparse.Namespace) -> None:
-    """Refuse flags that torch would meet with a traceback. Raises ConfigError for a wrong value."""
+    """Refuse flags for which torch would print a traceback. Raises ConfigError for a wrong value."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing import Std
 
@@ -273,7 +274,7 @@ def require_sense(parsed: argparse.Namespace) -> None:
     _require("monitor-interval", parsed.monitor_interval, _is_pause, "a number of seconds above 0")
     _require("redirects", parsed.redirects, streams, _STREAMS)
     _require("tee", parsed.tee, streams, _STREAMS)
-    if not parsed.standalone:  # else torch makes one
+    if not parsed.standalone:  # otherwise torch makes an id
         _require("rdzv-id", parsed.rdzv_id, _names_a_folder, _ID)
     _, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
     if (
@@ -287,14 +288,14 @@ def _names_a_folder(text: str) -> bool:
 
 
 def _is_pause(seconds: float) -> bool:
-    """Return whether a thread may sleep so long."""
+    """Return whether a thread may sleep for `seconds`."""
     return 0 < seconds <= threading.TIMEOUT_MAX
 
 
 def _require(flag: str, value: T, makes_sense: Callable[[T], bool], allowed: str) -> None:
     try:
         sense = makes_sense(value)
-    except (ValueError, RuntimeError):  # whatever torch raises for a text
+    except (ValueError, RuntimeError):  # raised by torch for wrong text
         sense = False
     if not sense:
         raise ConfigError(f"--{flag} is {_shortened(repr(value))}: it must be {allowed}")
@@ -305,12 +306,12 @@ def _shortened(value: str) -> str:
 
 
 def _torchs() -> argparse.ArgumentParser:
-    """Return torch's parser, with help of ours."""
+    """Return torch's parser, with the adaptor's help."""
     from torch.distributed.run import get_args_parser
 
     torchs = argparse.ArgumentParser(
         prog="ttprun",
-        usage=USAGE,  # that of torch has all its flags, and comes with each line about a wrong one
+        usage=USAGE,  # torch's usage lists all flags, with each error
         description=SUMMARY,
         parents=[get_args_parser()],
         add_help=False,
@@ -322,7 +323,7 @@ def _torchs() -> argparse.ArgumentParser:
 
 
 def whole_parser() -> argparse.ArgumentParser:
-    """Return a parser that has torch's flags and ours: for what completes them, not to parse."""
+    """Return a parser with torch's flags and the adaptor's, for completion only."""
     combined_parser = argparse.ArgumentParser(
         prog="ttprun", parents=[_torchs(), _ours()], add_help=False, conflict_handler="resolve"
     )
@@ -353,7 +354,7 @@ def _ours() -> argparse.ArgumentParser:
 
 
 def _split(arguments: list[str], torchs: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Our flags before the script, each with its value, and all the rest."""
+    """Return the adaptor's flags before the script, each with its value, and all other arguments."""
     adaptor_arguments: list[str] = []
     own_arguments: list[str] = []
     remaining_arguments = list(arguments)
@@ -370,7 +371,7 @@ def _split(arguments: list[str], torchs: argparse.ArgumentParser) -> tuple[list[
 
 
 def _comes_before_the_script(arguments_before: list[str], torchs: argparse.ArgumentParser) -> bool:
-    """Return whether the next argument could still be the script, so that a flag there is for ttprun."""
+    """Return whether the next argument could still be the script, so that a flag belongs to ttprun."""
     parsed, _ = torchs.parse_known_args([*arguments_before, _ANY, _ANY])
     return [parsed.training_script, *parsed.training_script_args] == [_ANY, _ANY]
 
@@ -383,7 +384,7 @@ def _require_known(own_arguments: list[str]) -> None:
 
 
 def _no_flag(argument: str) -> ConfigError:
-    """Return the refusal of a flag that does not exist, with the flag that was meant."""
+    """Return the refusal of an unknown flag, with the likely flag."""
     flag = argument.partition("=")[0]
     known = [name for action in whole_parser()._actions for name in action.option_strings if "_" not in name]
     meant = misspelt.flag_meant(flag, known)

@@ -1,4 +1,4 @@
-"""The end of `ttprun`: its last line and its exit code, by what the run of the job returns or raises."""
+"""The end of `ttprun`: the last line and the exit code, from the result or exception of the run."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def _nothing() -> bool:
 
 @dataclass
 class RunRecord:
-    """The notes of the agent for `ttprun`, which tells the last line and the exit code of the job.
+    """The notes of the agent for `ttprun`; torch elastic itself returns only an exit code.
 
     Attributes:
-        verdict: the last one; None: there was none
-        refused_after: the one before `verdict`, where that refuses to go on after a fault
+        verdict: the last verdict; None without one
+        refused_after: the verdict before `verdict`, if `verdict` refuses to go on after a fault
         has_started: whether workers were started
-        save: the save folder of the last generation, '' where nobody trained
-        stopped: why restarts that were left are not used, as a part of the last line
+        save: the save folder of the last generation, '' without training
+        stopped: why remaining restarts are not used, as a part of the last line
         account: of incidents, restarts and lost steps
-        end_agent: ends the agent's control thread; returns whether that had failed. It keeps the agent to
-            the end: torch's rendezvous must not be dropped while a thread of its own uses it
-        facts: of this node, which must be the same on all nodes of the job
-        script: the script or module of the job, as the command names it
-        common: what a spare node must have in common with this one; None: the job takes no spare nodes
-        taken: the place that this node has taken as a spare; None: it has one of its own
+        end_agent: ends the agent's control thread; returns whether the thread had failed. The function keeps
+            the agent alive: torch's rendezvous must not be deleted while its own thread uses it
+        facts: of the node, which must be the same on all nodes of the job
+        script: the script or module of the job, as in the command
+        common: the facts that a spare node must share with this node; None: the job takes no spare nodes
+        taken: the place that this spare node has taken; None for other nodes
     """
 
     verdict: Verdict | None = None
@@ -52,7 +52,7 @@ class RunRecord:
 
     @property
     def place(self) -> TakePlace | None:
-        """Return the place that this node has taken; None: it has one of its own."""
+        """Return the place that the spare node has taken; None for other nodes."""
         return self.taken.place if self.taken is not None else None
 
 
@@ -60,12 +60,12 @@ USAGE_EXIT_CODE = 2
 
 
 def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, record: RunRecord) -> int:
-    """Run the job and tell its last line; return the exit code. What touches disks may come afterwards.
+    """Run the job and print its last line; return the exit code. Work on disks may follow.
 
     Args:
         parsed: the flags of the job.
-        engine: knows exit codes of its own.
-        record: of what the agent does meanwhile.
+        engine: knows its own exit codes.
+        record: the notes of the agent.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -129,9 +129,9 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
 
 
 def end_by(sigval: signal.Signals, record: RunRecord) -> int:
-    """Tell the last line of a job that a signal has ended; return the exit code.
+    """Print the last line of a job ended by a signal; return the exit code.
 
-    Further signals are ignored: what is left takes some seconds at most, also where the disk hangs.
+    Further signals are ignored: the remaining work takes some seconds at most, also if the disk hangs.
     """
     from adaptor.launchers.rendezvous import waiting
 
@@ -151,5 +151,5 @@ def _conclude(line: str, save: str = "") -> None:
 
 
 def _of_a_process(code: int) -> int:
-    """Return the exit code of a process as a shell has it: 128 + N after signal N."""
+    """Return the exit code of a process as in a shell: 128 + N after signal N."""
     return code if code > 0 else 128 - code

@@ -1,4 +1,4 @@
-"""`ttp plan` and `ttprun --dry-run`: what protection of a job would take and give; nothing is trained.
+"""`ttp plan` and `ttprun --dry-run`: the costs and gains of protection for a job, without training.
 
 Another process runs the script until its arguments are known (`python -m adaptor report`): the framework's
 own parser and every refusal.
@@ -19,7 +19,7 @@ from adaptor.errors import ConfigError
 from adaptor.operations import cli, terminal
 from adaptor.operations.words import FINDING, OK, USAGE, duration
 
-# A save folder on a fast file system; what all writers together reach, in bytes for each second.
+# The default bandwidth of all writers together into a save folder, in bytes per second.
 BANDWIDTH = 1e9
 
 
@@ -38,7 +38,7 @@ class ReplicaRow(msgspec.Struct):
 
 
 class JobPlan(msgspec.Struct):
-    """The plan of the report, `adaptor.protection_plan.Plan`, and how long a save would take."""
+    """The plan in the report, `adaptor.protection_plan.Plan`, and the duration of a save."""
 
     ranks: int
     nodes: int
@@ -57,7 +57,7 @@ class _Layout(msgspec.Struct):
 
 
 class Report(msgspec.Struct):
-    """The part of the report that is read."""
+    """The used part of the report."""
 
     verdict: str
     fits: bool
@@ -68,7 +68,7 @@ class Report(msgspec.Struct):
 
 
 def add(add_command: cli.Add) -> None:
-    """Add the command to those of `ttp`."""
+    """Add the command to `ttp`."""
     parser = add_command("plan", _answer, "what protection of a job would take and give; nothing is trained")
     parser.add_argument("--nnodes", type=count, default=1, help="nodes of the job (default 1)")
     parser.add_argument(
@@ -129,18 +129,18 @@ def _answer(parsed: argparse.Namespace) -> int:
 
 
 def script_of(arguments: Sequence[str]) -> list[str]:
-    """Return the script and its arguments without the `--` before them."""
+    """Return the script and its arguments without the `--` before."""
     return list(arguments[1:] if arguments[:1] == ["--"] else arguments)
 
 
 def require_ranks(nodes: int, ranks_per_node: int | None) -> None:
-    """Refuse several nodes without the number of their ranks. Raises ConfigError."""
+    """Refuse several nodes without the number of ranks per node. Raises ConfigError."""
     if ranks_per_node is None and nodes > 1:
         raise ConfigError(f"--nnodes is {nodes}: say --nproc-per-node, too")
 
 
 def require_file(script: Sequence[str]) -> None:
-    """Refuse a script that is not there. Raises ConfigError."""
+    """Refuse a script that does not exist. Raises ConfigError."""
     if not Path(script[0]).is_file():
         raise ConfigError(f"there is no script {script[0]}")
 
@@ -149,7 +149,8 @@ def racks_of(path: Path, nodes: int) -> dict[str, str]:
     """Return the rack of each host of a file, in the order of its lines.
 
     Raises:
-        ConfigError: it cannot be read, a line is not 'HOST RACK', or there are not as many as nodes.
+        ConfigError: the file cannot be read, a line is not 'HOST RACK', or the number of hosts differs from
+            `nodes`.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -183,14 +184,14 @@ def show(
     racks: Mapping[str, str] | None = None,
     as_json: bool = False,
 ) -> int:
-    """Print the plan of a job; return the exit code: 1 if it would be refused, 2 for bad usage.
+    """Print the plan of a job; return the exit code: 1 for a refused job, 2 for bad usage.
 
     Args:
-        script: and its arguments.
+        script: the script and its arguments.
         nodes: of the job.
-        ranks_per_node: None: as many as the arguments need for a second copy, on one node.
-        bandwidth: of the save folder, in bytes for each second.
-        racks: the rack of each host, in the order of the nodes; None or empty: not known.
+        ranks_per_node: None: as many as a second copy needs, on one node.
+        bandwidth: of the save folder, in bytes per second.
+        racks: the rack of each host, in the order of the nodes; None or empty: unknown.
         as_json: print one JSON object.
     """
     code, answer = _ask(script, nodes, ranks_per_node, list((racks or {}).values()))
@@ -210,12 +211,12 @@ def show(
 
 
 def report(script: Sequence[str], nodes: int, ranks_per_node: int | None) -> Report | None:
-    """Return what is found about a job; None where nothing is, and stderr has said why.
+    """Return the report about a job; None on failure, after a message on stderr.
 
     Args:
-        script: and its arguments.
+        script: the script and its arguments.
         nodes: of the job.
-        ranks_per_node: None: as many as the arguments need for a second copy, on one node.
+        ranks_per_node: None: as many as a second copy needs, on one node.
     """
     code, answer = _ask(script, nodes, ranks_per_node, [])
     return msgspec.json.decode(answer, type=Report) if code in (OK, FINDING) else None
@@ -224,7 +225,7 @@ def report(script: Sequence[str], nodes: int, ranks_per_node: int | None) -> Rep
 def _ask(
     script: Sequence[str], nodes: int, ranks_per_node: int | None, racks: Sequence[str]
 ) -> tuple[int, bytes]:
-    """Return the exit code and the JSON of the process that makes the report."""
+    """Return the exit code and the JSON of the reporting process."""
     sizes: list[str] = []
     if ranks_per_node is not None:
         sizes = ["--world-size", str(nodes * ranks_per_node), "--ranks-per-node", str(ranks_per_node)]

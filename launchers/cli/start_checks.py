@@ -1,4 +1,4 @@
-"""Checks, before anything starts, of what ttprun was given: script, folders, connections, interfaces."""
+"""Checks the input of ttprun before anything starts: script, folders, connections, interfaces."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from adaptor import config, devices
 from adaptor.errors import ConfigError
 from adaptor.launchers.control import invitation, tls
 
-# Frameworks on Megatron-LM that need torch_npu, and say so themselves.
+# Frameworks on Megatron-LM that need torch_npu, and report a missing torch_npu themselves.
 _NEED_TORCH_NPU = {"ascendspeed", "mindspeed", "mindspeed_llm", "modellink"}
 # torch's own variable: the network interfaces over which survivors bring their shards together.
 INTERFACES = "GLOO_SOCKET_IFNAME"
 
 
 def require_working_directory() -> None:
-    """Refuse a working directory that is gone: where it is, torch does not find its own libraries.
+    """Refuse a deleted working directory, in which torch does not find its own libraries.
 
     Raises:
-        ConfigError: it is gone.
+        ConfigError: the directory is gone.
     """
     try:
         Path.cwd()
@@ -37,7 +37,7 @@ def require_working_directory() -> None:
 
 
 def needs_own_agent(settings: config.Config) -> str:
-    """Return a setting for which this package's own agent and controller must run; '' where none is set."""
+    """Return a setting that needs the adaptor's own agent and controller; '' if none is set."""
     torchelastic_values = {
         "TTP_SERVE": settings.serve,
         "TTP_NOTIFY": settings.notify,
@@ -48,10 +48,10 @@ def needs_own_agent(settings: config.Config) -> str:
 
 
 def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
-    """Refuse a script that is missing, cannot be read or is not Python: ttprun starts it itself.
+    """Refuse a script that is missing, cannot be read or is not Python: ttprun itself starts the script.
 
     Raises:
-        ConfigError: names the script, and what is wrong.
+        ConfigError: names the script and the problem.
     """
     if parsed.no_python:
         raise ConfigError(
@@ -62,7 +62,7 @@ def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
             " itself: give ttprun the script without --no-python, or leave TTP_DEVICE empty"
         )
     if parsed.module:
-        return  # where it is only the worker's path tells
+        return  # only the worker's path tells where the module is
     path = Path(parsed.training_script)
     if not parsed.training_script:
         raise ConfigError("the script is '': give ttprun the path of a Python file")
@@ -85,10 +85,10 @@ def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:
 
 
 def require_accelerator(parsed: argparse.Namespace, settings: config.Config) -> None:
-    """Refuse a script of Megatron-LM on a machine without an accelerator: each of its starts would raise.
+    """Refuse a script of Megatron-LM on a machine without an accelerator, where each start would raise.
 
     Args:
-        parsed: torchrun's arguments; the script can be read.
+        parsed: torchrun's arguments; the script is readable.
         settings: the user's.
 
     Raises:
@@ -106,10 +106,10 @@ def require_accelerator(parsed: argparse.Namespace, settings: config.Config) -> 
 
 
 def _imports_megatron_lm(script: Path) -> bool:
-    """Return whether the source of `script` imports megatron.training, and nothing of MindSpeed."""
+    """Return whether `script` imports megatron.training, and nothing of MindSpeed."""
     try:
         tree = ast.parse(script.read_bytes())
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # compiled, or a worker tells of it
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # compiled, or a worker will report it
         return False
     imported: set[str] = set()
     for node in ast.walk(tree):
@@ -126,7 +126,7 @@ def require_safe_connections(parsed: argparse.Namespace, settings: config.Config
     """Refuse several machines without certificates, unless TTP_TLS is plain; check the certificates.
 
     Raises:
-        ConfigError: there are none, or one of them cannot be used.
+        ConfigError: certificates are missing, or one cannot be used.
     """
     if tls.load(settings) is not None or settings.tls == "plain" or _on_one_machine(parsed):
         return
@@ -137,7 +137,7 @@ def require_safe_connections(parsed: argparse.Namespace, settings: config.Config
 
 
 def takes_fixed_nodes(parsed: argparse.Namespace) -> str:
-    """Return the line about MIN:MAX nodes with numbers, of which torch takes MAX alone; '' for other jobs."""
+    """Return the line about MIN:MAX nodes with node ranks, where torch uses MAX alone; '' for other jobs."""
     fewest, _, most_nodes = parsed.nnodes.partition(":")
     if (
         parsed.standalone
@@ -154,13 +154,13 @@ def takes_fixed_nodes(parsed: argparse.Namespace) -> str:
 
 
 def trusts_the_network(parsed: argparse.Namespace, settings: config.Config) -> bool:
-    """Return True if agents of several nodes meet without certificates."""
+    """Return True if agents of several nodes connect without certificates."""
     several = parsed.nnodes.rpartition(":")[2].strip() != "1" and not parsed.standalone
     return several and invitation.kind_of(settings) == invitation.PLAIN
 
 
 def _on_one_machine(parsed: argparse.Namespace) -> bool:
-    """Return True if all agents are on this machine: there is one, or they meet on the loopback address."""
+    """Return True if all agents run on this machine: one agent, or a meeting on the loopback address."""
     if parsed.standalone or parsed.nnodes.rpartition(":")[2].strip() == "1":
         return True
     host = parsed.rdzv_endpoint.rpartition(":")[0] or parsed.rdzv_endpoint
@@ -173,16 +173,14 @@ def _on_one_machine(parsed: argparse.Namespace) -> bool:
 
 
 def require_interfaces(named: str) -> None:
-    """Refuse a network interface that this node lacks; each worker would raise in the middle of its start.
+    """Refuse a network interface that the node lacks: each worker would raise during its start.
 
     Raises:
-        ConfigError: names the interface, and those that are there.
+        ConfigError: names the interface, and the existing interfaces.
     """
     own_interfaces = [name for _, name in socket.if_nameindex()]
     for name in named.split(",") if named else []:
-        if (
-            name.partition(":")[0] not in own_interfaces
-        ):  # behind the colon is the label of an address (eth0:1)
+        if name.partition(":")[0] not in own_interfaces:  # the label of an address follows a colon (eth0:1)
             raise ConfigError(
                 f"{INTERFACES} is {named!r}: this node has no network interface {name!r}, it has"
                 f" {', '.join(own_interfaces)}; name the one with the address at which other nodes reach it"
@@ -190,11 +188,11 @@ def require_interfaces(named: str) -> None:
 
 
 def require_folder(path: str) -> None:
-    """Refuse a folder of logs that cannot be written. Raises ConfigError."""
+    """Refuse a log folder that cannot be written. Raises ConfigError."""
     problem = "the folder cannot be made"
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         problem = "the folder cannot be written"
-        tempfile.TemporaryFile(dir=path).close()  # permissions do not tell of file systems and quotas
+        tempfile.TemporaryFile(dir=path).close()  # permissions do not cover file systems and quotas
     except OSError as error:
         raise ConfigError(f"TTP_LOG_PATH is {path!r}: {problem} ({error.strerror})") from None

@@ -1,7 +1,7 @@
-"""The command `ttp`: the files of jobs (`adaptor.operations.cli`); doctor, plan and store beside them.
+"""The command `ttp`: the files of jobs (`adaptor.operations.cli`), doctor, plan and store.
 
-Ctrl-C ends it without a word from the beginning, while all of that is being imported, too. So nothing is
-imported here that Python has not imported by then (see `entry`).
+Ctrl-C ends the command silently from the beginning, also during its imports. So the module imports nothing
+that Python has not imported by then (see `entry`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from adaptor.operations import cli
 
-_SIGINT = 2  # `signal` may not be there yet
+_SIGINT = 2  # `signal` may not be imported yet
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Answer one question; return the exit code."""
+    """Run one command; return the exit code."""
     try:
         from adaptor.operations import cli
 

@@ -1,7 +1,7 @@
 """`ttprun`: torchrun, with an agent that saves the newest finished step when a worker dies.
 
-It takes every flag of the installed torch's torchrun, and `--ttp-*`. With ENABLE_TTP=False it hands over to
-torch's own main and nothing of the adaptor is active in a worker.
+`ttprun` takes every flag of the installed torch's torchrun, and `--ttp-*`. With ENABLE_TTP=False torch's own
+main runs, and nothing of the adaptor is active in a worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from adaptor.operations.terminal import exit_code_of
 
 # torch's own default of --rdzv-id.
 _NO_ID = "none"
-# The line about what an operator accepts with TTP_TLS=plain.
+# The warning for TTP_TLS=plain.
 TRUSTED = (
     "[ttp] TTP_TLS is plain: the network of this job is trusted; whoever reaches it can read what agents say,"
     " and act as one of them"
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    # Alone: as a flag of the parser it would make an abbreviation of a flag of torchrun ambiguous.
+    # Accepted only alone: in the parser the flag would make an abbreviation of a torchrun flag ambiguous.
     if arguments == [flags.VERSION]:
         print(f"ttprun of ttp-adaptor {metadata.version('ttp-adaptor')}, torch {metadata.version('torch')}")
         return 0
@@ -90,9 +90,10 @@ def _main(arguments: list[str]) -> int:
 
 
 def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None) -> int:
-    """Print what protection of the job would take and give, after the checks before its start but two.
+    """Print the costs and gains of protection, after the checks before a start except two.
 
-    Those two write: into the log folder, and into the store. `hosts` is the file with the racks of nodes.
+    The two checks write: into the log folder, and into the store. `hosts` is the file with the racks of
+    nodes.
     """
     from torch.distributed import run
 
@@ -114,7 +115,9 @@ def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None
 def _check(
     parsed: argparse.Namespace, settings: config.Config
 ) -> tuple[engines.Engine, store_load.Load | None]:
-    """Check what can be checked without writing anything; return the engine, and what the job pulls first."""
+    """Check everything that needs no writing; return the engine, and the checkpoint that the job pulls
+    first.
+    """
     engine = engines.find(settings.engine)
     engine.require(settings)
     misspelt.refuse(os.environ)
@@ -142,12 +145,12 @@ def _check(
 def _run(
     parsed: argparse.Namespace, settings: config.Config, ends: Callable[[int], None] = lambda code: None
 ) -> int:
-    """Check what can be checked before anything starts, and run the job.
+    """Make the checks before the start, and run the job.
 
     Args:
         parsed: torchrun's arguments.
         settings: the user's.
-        ends: is called with the exit code where this process ends without returning it.
+        ends: is called with the exit code if the process ends without returning it.
     """
     if _is_doctor(parsed):
         from adaptor.launchers.cli import ttp
@@ -175,7 +178,7 @@ def _run(
             start_checks.require_folder(settings.log_path)
             if engine.has_own_agent and start_checks.trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)
-            if settings.dump is not None:  # a worker that starts again needs no file then
+            if settings.dump is not None:  # inline, so that restarted workers need no file
                 os.environ["TTP_DUMP"] = requests.inline(os.environ["TTP_DUMP"])
             if not engine.has_own_agent:
                 os.environ.update(engine.prepare(settings))
@@ -191,7 +194,9 @@ def _run(
 
 
 def _is_doctor(parsed: argparse.Namespace) -> bool:
-    """Return whether the job is `ttp doctor`: it runs in this process, as it may find that none can start."""
+    """Return whether the job is `ttp doctor`, which runs in this process, because workers may be unable
+    to start.
+    """
     script = parsed.training_script
     is_ttp = script == "adaptor.launchers.cli.ttp" if parsed.module else Path(script).name == "ttp"
     return is_ttp and list(parsed.training_script_args[:1]) == ["doctor"]
@@ -204,19 +209,21 @@ def _run_plain(parsed: argparse.Namespace, device: str) -> int:
 
     if device:
         _insert_program(parsed, DEVICE_WORKER, device)
-    record(run.run)(parsed)  # what torch's main does with what it has parsed
+    record(run.run)(parsed)  # as torch's main
     return 0
 
 
 def _keep_ignoring_hangups(parsed: argparse.Namespace) -> None:
-    """Leave SIGHUP ignored under nohup: torch would handle it, and the job would end with the terminal."""
+    """Keep SIGHUP ignored under nohup: torch would handle SIGHUP, and the job would end with the
+    terminal.
+    """
     handled = getattr(parsed, "signals_to_handle", None)
     if handled and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         parsed.signals_to_handle = ",".join(n for n in handled.split(",") if n.strip() != "SIGHUP")
 
 
 def _insert_program(parsed: argparse.Namespace, program: Path, *arguments: str) -> None:
-    """Let each worker run `program` with `arguments`; it then runs the script."""
+    """Let each worker run `program` with `arguments`, which then runs the script."""
     marker = [_script.MODULE_FLAG] if parsed.module else []
     parsed.training_script_args = [*arguments, *marker, parsed.training_script, *parsed.training_script_args]
     parsed.training_script = str(program.absolute())
@@ -242,7 +249,7 @@ def _run_with_survivors(
     from adaptor.launchers.rendezvous.rendezvous_handler import Registry
     from adaptor.launchers.store.store_resume import StoreResume
 
-    # A pipe that nobody reads must not keep a job from starting again: what torch logs, and what it copies.
+    # A pipe without a reader must not block a restart: divert torch's log, and its copies of worker output.
     output.divert_logging()
     processes.TailLog = Tee  # type: ignore[misc]
     facts = agreement.facts_of_this_node(parsed, settings)
@@ -256,9 +263,9 @@ def _run_with_survivors(
         if load is not None:
             keeps = _may_have_spares(parsed)  # then nodes have numbers
             resume = StoreResume(load, settings.store_endpoint, keeps_ranks=keeps)
-        # torch makes its agent by this name; in this process it is ours.
+        # torch makes its agent by this name.
         api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), resume, record)  # type: ignore[misc, assignment]
-        # And its rendezvous by this one.
+        # torch makes its rendezvous by this name.
         api.rdzv_registry = Registry(api.rdzv_registry)  # type: ignore[assignment]
     code, at_once = 1, False
     try:
@@ -282,16 +289,16 @@ def _run_with_survivors(
             conclude(f"{end_text}; nothing was started")
         else:
             conclude(f"{verdict.line}; {end_text}", verdict.save)
-        code, at_once = 128 + error.sigval, True  # the thread that still waits would abort the interpreter
-    except SignalException as error:  # it came while the last line was told
+        code, at_once = 128 + error.sigval, True  # the waiting thread would abort the interpreter
+    except SignalException as error:  # the signal came during the last line
         code, at_once = last_line.end_by(error.sigval, record), True
     finally:
         try:
             waiting.hear_signals()
-            # After an error of the control thread's own its tasks would complain at the interpreter's end.
+            # After an error of the control thread its tasks would print warnings at the interpreter's end.
             at_once = record.end_agent() or at_once
             waiting.ignore_signals()
-        except SignalException:  # one more signal: at once
+        except SignalException:  # another signal: end at once
             at_once = True
         if at_once:
             ends(code)
@@ -300,7 +307,7 @@ def _run_with_survivors(
 
 
 def _may_have_spares(parsed: argparse.Namespace) -> bool:
-    """Return whether spare nodes may take places in the job: nodes have numbers, and there are several."""
+    """Return whether the job may have spare nodes: several nodes with fixed numbers."""
     from torch.distributed import run
 
     fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
@@ -308,7 +315,7 @@ def _may_have_spares(parsed: argparse.Namespace) -> bool:
 
 
 def _job(parsed: argparse.Namespace) -> str:
-    """Return the id that the user gave to the job; '' where there is none."""
+    """Return the job id given by the user; '' without one."""
     return "" if parsed.standalone or parsed.rdzv_id == _NO_ID else str(parsed.rdzv_id)
 
 

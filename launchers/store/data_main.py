@@ -1,9 +1,9 @@
-"""A process of `ttprun` that brings the data of a job from object stores, and ends with it.
+"""A process of `ttprun` that downloads the data of a job from object stores, and ends with `ttprun`.
 
     python .../data_main.py ENDPOINT URL FOLDER [URL FOLDER ...]
 
-Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. Progress goes to stderr; an error
-goes to stdout as one line, with exit code 2. It is started by its path, as `worker_main.py` is.
+Stdin is a pipe from `ttprun`: its end means the end of `ttprun`. Progress goes to stderr; an error goes to
+stdout as one line, with exit code 2. The program is started by its path, as `worker_main.py` is.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from adaptor import _script
 if TYPE_CHECKING:
     from types import FrameType
 
-# When ttprun has ended: a disk that hangs keeps this process no longer.
+# The most seconds of the process after the end of ttprun, if its disk hangs.
 _LEAVING_S = 10.0
 
 
 def main() -> None:
-    """Bring the objects below each URL to its folder."""
+    """Download the objects below each URL to its folder."""
     _script.leave_own_path()
     import os
     import signal
@@ -34,12 +34,12 @@ def main() -> None:
     from adaptor.store import data_pull
     from adaptor.store.opening import open_waiting
 
-    # Ctrl-C and what tells a whole job to end are for ttprun, which ends this process and says so.
+    # Ctrl-C and signals to all processes of a job are for ttprun, which ends this process with a line.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
     def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(1)  # removes the file that has begun to come
+        sys.exit(1)  # removes the incomplete file
 
     def tell(line: str) -> None:
         output.tell(shown(line))

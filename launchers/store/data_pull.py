@@ -1,4 +1,4 @@
-"""Brings the data of a job to this node before anything starts (TTP_PULL)."""
+"""Downloads the data of a job to the node before anything starts (TTP_PULL)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from adaptor.errors import ConfigError, StoreError
 from adaptor.launchers.agent import programs
 from adaptor.store import address
 
-# The process removes a file that is not whole, and ends: at once, or within ten seconds where its disk hangs.
+# The process removes an incomplete file and ends: at once, or within ten seconds if its disk hangs.
 _LEAVING_S = 15.0
 
 
 def require(config: Config) -> None:
-    """Refuse URLs that name no store, and folders that cannot be right; nothing is asked of a store.
+    """Refuse URLs that name no store, and impossible folders, without asking a store.
 
     Raises:
         ConfigError: names the URL, or the folder.
@@ -41,13 +41,13 @@ def require(config: Config) -> None:
 
 
 def bring(config: Config) -> int:
-    """Bring all that is named, in a process of its own; call it on the main thread.
+    """Download all data, in another process; call on the main thread.
 
     Returns:
-        0; or the exit code where a signal has ended it, which a line says.
+        0; or the exit code after a signal, with a line for the user.
 
     Raises:
-        ConfigError: it cannot be brought; names the URL or the folder.
+        ConfigError: a download failed; names the URL or the folder.
     """
     if not config.pull:
         return 0

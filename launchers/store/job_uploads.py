@@ -1,7 +1,7 @@
 """Starts and ends the processes of a node that send checkpoints (TTP_STORE) and outputs (TTP_STORE_ALSO).
 
-Such a process reads folders alone, so nothing of it reaches the job: if it ends, one line says so, and it is
-started again.
+The processes only read folders, so their failures do not reach the job: after a failure one line tells the
+user, and the process is started again.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from adaptor.launchers.agent.programs import STORE
 from adaptor.protocol.environment import ending_signals
 from adaptor.store.upload_order import End, OutputSettings, UploadSettings
 
-# Before it is started again: longer each time.
+# The first and the longest wait before another start; the wait doubles.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-# A process that was told when to end needs no longer for its last line.
+# The time of the process for its last line.
 _LAST_LINE_S = 5.0
 
 
 def require(config: Config) -> None:
-    """Refuse a store to which nothing can be written.
+    """Refuse a store that cannot be written.
 
     Raises:
-        ConfigError: the URL, the credentials, the bucket or the installation are not as they must be.
+        ConfigError: the URL, the credentials, the bucket or the installation is wrong.
     """
     if not config.store:
         if config.store_also:
@@ -60,7 +60,7 @@ def require(config: Config) -> None:
 
 
 class JobUploads:
-    """The process of this node that sends checkpoints.
+    """The process of the node that sends checkpoints.
 
     Args:
         config: the settings.
@@ -71,22 +71,22 @@ class JobUploads:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # guards the attributes below
         self._thread: threading.Thread | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._place = (0, 1)  # the number of this node, and of all
+        self._place = (0, 1)  # the number of the node, and the number of all nodes
         self._until: float | None = None  # on the monotonic clock
-        self._has_told = False  # that no thread can be had
+        self._has_told = False  # whether the user was told about a missing thread
         self._ends = threading.Event()
 
     def place(self, node: int, nodes: int) -> None:
-        """Note that this node is number `node` of `nodes` now; end a process that has another number."""
+        """Note that the node is number `node` of `nodes`; end a process with another number."""
         if (node, nodes) != self._place:
             self.stop()
             self._place = node, nodes
 
     def begin(self, save: Path) -> None:
-        """Send what is saved in `save` from now on; the process is started in a thread."""
+        """Send saves in the folder `save` from now on; a thread starts the process."""
         config = self._config
         if config.store:
             self._begin(
@@ -102,10 +102,10 @@ class JobUploads:
             )
 
     def _begin(self, make_order: Callable[[tuple[int, int]], UploadSettings | OutputSettings]) -> None:
-        """Start the process in a thread, unless it is started already.
+        """Start the process in a thread, unless it has been started.
 
         Args:
-            make_order: returns the order for the number of this node, and of all nodes.
+            make_order: returns the order for the number of the node, and of all nodes.
         """
         with self._lock:
             if self._thread is not None or self._ends.is_set():
@@ -124,11 +124,11 @@ class JobUploads:
             self._thread = thread
 
     def leave(self, grace_s: float) -> None:
-        """The job was told to end: what is not sent in so many seconds from now is said."""
+        """Limit the rest of the uploads to `grace_s` seconds; a line names unsent files."""
         self._until = time.monotonic() + grace_s
 
     def close(self) -> None:
-        """Have what is left sent, and wait for it."""
+        """Have the rest sent, and wait."""
         with self._lock:
             self._ends.set()
             self._tell_the_end()
@@ -140,7 +140,7 @@ class JobUploads:
             thread.join(remaining_s)
 
     def stop(self) -> None:
-        """End the process at once; `begin` starts it anew."""
+        """End the process at once; `begin` starts another."""
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is None:
@@ -159,12 +159,12 @@ class JobUploads:
         self, process: subprocess.Popen[bytes], message: UploadSettings | OutputSettings | End
     ) -> None:
         assert process.stdin is not None
-        with contextlib.suppress(OSError):  # it has ended, which its watcher says
+        with contextlib.suppress(OSError):  # the process has ended, and its watcher prints a line
             process.stdin.write(msgspec.json.encode(message) + b"\n")
             process.stdin.flush()
 
     def _keep_or_say(self, order: UploadSettings | OutputSettings) -> None:
-        """Do what `_keep` does; a line says so if an unexpected error ends this thread."""
+        """Call `_keep`; print a line after an unexpected error."""
         try:
             self._keep(order)
         except Exception as error:
@@ -179,8 +179,9 @@ class JobUploads:
             )
 
     def _keep(self, order: UploadSettings | OutputSettings) -> None:
-        """Run the process, again and again, until the job or this node's part in it ends."""
-        # A signal for all processes of the job may come before the new one ignores it: it inherits this mask.
+        """Run the process again and again, until the job or the node's part in the job ends."""
+        # The new process inherits the mask: a signal to all processes of the job may come before it ignores
+        # signals.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP, *ending_signals()})
         wait_s = FIRST_WAIT_S
         while True:
@@ -193,20 +194,21 @@ class JobUploads:
             )
             if not is_repeated:
                 return
-            self._ends.wait(wait_s)  # if the job ends meanwhile, another process sends the newest one
+            self._ends.wait(wait_s)  # if the job ends meanwhile, another process sends the newest checkpoint
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _run_once(self, order: UploadSettings | OutputSettings) -> tuple[str, bool]:
         """Run the process to its end.
 
         Returns:
-            How it ended, '' where it was to end; and whether another one is started, because the job had not
+            How the process ended, '' for an expected end; and whether another process is started, because
+                the job had not
             ended by then.
         """
         with self._lock:
             if threading.current_thread() is not self._thread:
                 return "", False
-        try:  # without the lock, which others take on the control thread: on a slow disk it may take long
+        try:  # without the lock, which the control thread takes: on a slow disk a start may take long
             process = subprocess.Popen(
                 [sys.executable, str(STORE), self._command],
                 stdin=subprocess.PIPE,
@@ -224,7 +226,7 @@ class JobUploads:
                     self._tell_the_end()
         status = process.wait()
         with self._lock:
-            # Under the lock, as `close`: where that finds no process to tell the end, another one is started.
+            # Under the lock, as `close`: if `close` finds no process, another process is started.
             is_repeated = not self._ends.is_set()
             expected = self._process is not process or (status == 0 and not is_repeated)
             if self._process is process:
@@ -238,7 +240,7 @@ class JobUploads:
 
 
 class OutputUploads(JobUploads):
-    """The process of this node that sends outputs, which are no checkpoints."""
+    """The process of the node that sends outputs other than checkpoints."""
 
     _command = "outputs"
     _what = "output"
@@ -255,10 +257,10 @@ class OutputUploads(JobUploads):
 
 
 def _what_is_left(order: UploadSettings | OutputSettings) -> str:
-    """Return what an uploader leaves that ends when the job has ended: nobody starts it again then."""
+    """Return the warning about unsent files if the uploader ends after the job: nobody starts it again."""
     if isinstance(order, OutputSettings):
         return f"files of {', '.join(order.folders)} may be on this machine only"
-    if order.node:  # node 0 commits, and sends what this one does not, where they share the save folder
+    if order.node:  # node 0 commits, and sends the rest if the nodes share the save folder
         return f"the part of node {order.node} of the newest one may be on this machine only"
     return (
         "the newest one may be on this machine only; this sends what the store does not have: "

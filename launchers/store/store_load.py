@@ -1,4 +1,4 @@
-"""`--load s3://bucket/run7` in the arguments of a script: what is pulled, and where to."""
+"""`--load s3://bucket/run7` in the arguments of a script: the checkpoint to pull, and the target folder."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from adaptor.errors import ConfigError, StoreError
 from adaptor.protocol.start_options import START_ONLY
 from adaptor.store import address
 
-# With these a run begins from a checkpoint, and does not go on from it. What is pulled comes to the save
-# folder, where a restart would go on from it, and a saved step with a smaller number would never be named.
-# `--ckpt-step` names what is pulled.
+# Options with which a run begins a new count of steps from a checkpoint. The pulled checkpoint comes to the
+# save folder, where a restart would go on from its step, and a saved step with a smaller number would never
+# be named. `--ckpt-step` names the pulled step.
 _BEGINS_ANEW = [f"--{name.replace('_', '-')}" for name in START_ONLY if name != "ckpt_step"]
 _SIZES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
-# With these, ranks have other numbers, or the sizes are said elsewhere.
+# Options with which ranks have other numbers, or sizes are set elsewhere.
 _NUMBERS_OTHERWISE = ("--use-tp-pp-dp-mapping", "--encoder-", "--yaml-cfg", "--use-checkpoint-args")
 
 
 @dataclass(frozen=True)
 class Load:
-    """The checkpoint that the script was to load.
+    """The checkpoint that the script is to load.
 
     Attributes:
-        step: what --ckpt-step says, None where it says nothing
-        sizes: tensor and pipeline parallel, where ranks are numbered as the framework does by default
+        step: the value of --ckpt-step, None without
+        sizes: tensor and pipeline parallel sizes, if ranks are numbered in the framework's default way
     """
 
     url: str
@@ -36,13 +36,13 @@ class Load:
 
 
 def take(parsed: argparse.Namespace) -> Load | None:
-    """Return what the script is to load from a store, and let it load from its save folder instead.
+    """Return the checkpoint to load from a store, and let the script load from its save folder instead.
 
     Args:
-        parsed: of ttprun; the arguments of the script in it are changed.
+        parsed: the arguments of ttprun; the script's arguments are changed.
 
     Raises:
-        ConfigError: the URL is none, there is no save folder, or the script is to begin from the checkpoint.
+        ConfigError: the URL is wrong, no save folder is set, or the script is to begin from the checkpoint.
     """
     arguments: list[str] = parsed.training_script_args
     url = _value(arguments, "--load")
@@ -79,7 +79,7 @@ def _sizes(arguments: Sequence[str]) -> tuple[int, int] | None:
 
 
 def _value(arguments: Sequence[str], name: str) -> str | None:
-    """Return the last value of an option, as argparse takes it."""
+    """Return the last value of an option, as argparse does."""
     value_text = None
     for number, argument in enumerate(arguments):
         if argument == name and number + 1 < len(arguments):

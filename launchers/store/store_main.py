@@ -1,14 +1,14 @@
-"""A process of `ttprun` that asks an object store, and ends with it.
+"""A process of `ttprun` that works with an object store, and ends with `ttprun`.
 
     python .../store_main.py probe URL ENDPOINT             whether the store takes an object
-    python .../store_main.py pull URL ENDPOINT SAVE STEP NODE    bring a checkpoint; STEP: null, the newest;
-                                                            NODE: null, or the ranks for which it is
-    python .../store_main.py send                           the checkpoints of the job, until it ends
-    python .../store_main.py outputs                        its other files (TTP_STORE_ALSO), until it ends
+    python .../store_main.py pull URL ENDPOINT SAVE STEP NODE    download a checkpoint; STEP: null, the newest;
+                                                            NODE: null, or the ranks of the node
+    python .../store_main.py send                           the checkpoints of the job, until its end
+    python .../store_main.py outputs                        other files (TTP_STORE_ALSO), until the end
 
-Stdin is a pipe from `ttprun`; its end means that `ttprun` has ended. To `send` and `outputs` come there the
-order, and at the end of the job how long it may still take. `pull` prints the step, or null where there is
-nothing to load. What is wrong is printed with exit code 2. It is started by its path, as `worker_main.py` is.
+Stdin is a pipe from `ttprun`: its end means the end of `ttprun`. `send` and `outputs` read their order from
+stdin, and the remaining time at the end of the job. `pull` prints the step, or null without a checkpoint.
+Errors are printed with exit code 2. The program is started by its path, as `worker_main.py` is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from adaptor import _script
 # Training goes first: for the processor, and where the memory of the machine ends.
 _NICE = 10
 _FIRST_TO_BE_ENDED = "1000"
-# For the last line, when the time is over.
+# The time for the last line after the time limit.
 _TELLING_S = 2.0
 
 
 def main() -> None:
-    """Do what the arguments say (see above)."""
+    """Run the command of the arguments (see above)."""
     _script.leave_own_path()
     import os
     import signal
@@ -34,7 +34,7 @@ def main() -> None:
     from adaptor.errors import AdaptorError
     from adaptor.protocol.environment import ending_signals
 
-    # What tells a whole job to end, as Slurm does, is for ttprun: it saves first, and that is sent.
+    # A signal to all processes of a job, as from Slurm, is for ttprun, which saves first; the save is sent.
     for number in (signal.SIGHUP, *ending_signals()):
         signal.signal(number, signal.SIG_IGN)
     task_name, *arguments = sys.argv[1:]
@@ -48,11 +48,11 @@ def main() -> None:
     except AdaptorError as error:
         print(error)
         sys.stdout.flush()
-        os._exit(2)  # a request may be on its way
+        os._exit(2)  # a request may be in progress
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # not by SIGABRT: at its end the interpreter would wait for whoever reads stdin
+        os._exit(1)  # the interpreter's end would wait for the reader of stdin, and abort
 
 
 def _probe(url: str, endpoint: str) -> None:
@@ -106,7 +106,7 @@ def _end_with_ttprun() -> None:
     import threading
 
     def hear() -> None:
-        # Past Python's own buffer: at the end of the interpreter its lock must not be held.
+        # Without Python's buffer, whose lock must not be held at the end of the interpreter.
         while os.read(0, 4096):
             pass
         os._exit(1)
@@ -139,13 +139,13 @@ def _send(what: str) -> None:
 
     def leave(reason: str) -> None:
         try:
-            # The disk of the save folder may hang, and nobody waits for it.
+            # In a thread that nobody waits for: the disk of the save folder may hang.
             telling = threading.Thread(target=sending.tell_what_is_local, args=(reason,), daemon=True)
             telling.start()
             telling.join(_TELLING_S)
             output.finish()
         finally:
-            os._exit(0)  # a request may be on its way
+            os._exit(0)  # a request may be in progress
 
     def hear() -> None:
         text = sys.stdin.buffer.readline()

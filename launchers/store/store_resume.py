@@ -1,9 +1,9 @@
 """Brings the checkpoint of a store to the nodes of a job before its workers start.
 
-Node 0 chooses the step, brings it to the save folder and tells the others. Where they see it there, the
-folder is shared; else it is one of their own, and each brings the same step to its own: what its ranks load,
-where that can be known and nodes keep their ranks when the job starts again. The script loads from its save
-folder (`store_load`), so a restart resumes from there as ever.
+Node 0 chooses the step, downloads it to the save folder and tells the other nodes. A node that sees the step
+in its folder shares the folder; another node downloads the same step to its own folder: only the part for
+its ranks, if known and if nodes keep their ranks at restarts. The script loads from its save folder
+(`store_load`), so restarts resume from the save folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StoreResume:
     """Brings the checkpoint before the workers of a generation start.
 
     Args:
-        load: what the script is to load.
+        load: the checkpoint for the script.
         endpoint: the setting TTP_STORE_ENDPOINT.
         keeps_ranks: whether each node has the same ranks at each start.
     """
@@ -41,22 +41,22 @@ class StoreResume:
         self._load = load
         self._endpoint = endpoint
         self._keeps_ranks = keeps_ranks
-        self._is_first = True  # generation of this agent
+        self._is_first = True  # whether the agent's first generation starts
 
     def prepare(
         self, node: int, nodes: int, store: Store, ranks: Sequence[int] = (), world_size: int = 0
     ) -> None:
-        """Let the save folder of this node have what its workers are to load.
+        """Bring the checkpoint for the workers of the node to its save folder.
 
         Args:
-            node: the rank of this node.
-            nodes: how many there are.
-            store: with keys of this generation alone.
-            ranks: of this node.
-            world_size: how many the job has.
+            node: the rank of the node.
+            nodes: the number of nodes.
+            store: has keys of this generation alone.
+            ranks: of the node.
+            world_size: of the job.
 
         Raises:
-            ResumeError: there is nothing that can be loaded.
+            ResumeError: nothing can be loaded.
             OSError: no process can be started.
         """
         if node == 0:
@@ -65,7 +65,7 @@ class StoreResume:
                 if self._is_first:
                     step = self._pull(self._load.step)
             except BaseException as error:
-                if nodes > 1:  # or the others wait for ever
+                if nodes > 1:  # otherwise the other nodes would wait forever
                     store.set(_KEY, f"{_REFUSED}{error or type(error).__name__}")
                 raise
             if nodes > 1:
@@ -81,16 +81,16 @@ class StoreResume:
         self._is_first = False
 
     def _pull_here(self, step: int, ranks: Sequence[int], world_size: int) -> None:
-        """Pull to a disk of this node, unless the folder is that of node 0, or has what is needed."""
+        """Download to a folder of the node, unless the folder is shared with node 0 or complete."""
         load, needs = self._load, None
         if self._keeps_ranks and ranks and load.sizes is not None:
             needs = NodeRanks(tuple(ranks), world_size, *load.sizes)
-        # A part may be that of other ranks.
+        # A part may belong to other ranks.
         if pull.is_part(load.save, step) or not saved_steps.is_complete(load.save, step):
             self._pull(step, needs)
 
     def _pull(self, step: int | None, needs: NodeRanks | None = None) -> int | None:
-        """Pull in a process of its own; return the step, None where the store is empty."""
+        """Download in another process; return the step, None if the store is empty."""
         load = self._load
         description = f"the checkpoint of {load.url}, which comes to {load.save}"
         command = [
@@ -121,7 +121,7 @@ class StoreResume:
 
 
 def _told(store: Store) -> bytes:
-    """Wait for node 0, however long it takes to pull."""
+    """Wait for node 0, however long the download takes."""
     while True:
         try:
             return store.get(_KEY)
