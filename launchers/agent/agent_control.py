@@ -73,15 +73,11 @@ class AgentControl:
     """The control of one agent, generation after generation.
 
     Args:
-        config: the settings.
         job: the job id given by the user; '' without one.
-        max_restarts: the number of allowed restarts.
         scratch: a folder of this agent.
         copies: the copies in host memory.
 
     Attributes:
-        thread: the control thread.
-        workers: of this node.
         records: the files of the job for operators.
         gate: where spare nodes wait; None on other nodes than node 0.
         keeper: gives host copies to another node; None without host copies or other nodes.

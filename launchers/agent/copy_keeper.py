@@ -44,10 +44,7 @@ class CopyKeeper:
     """The giver and the keeper of one node, in one generation.
 
     Args:
-        node: the number of the node.
         files: the files of the agent.
-        config: the settings.
-        tls: the certificates of the node; None: without TLS.
     """
 
     def __init__(self, node: int, files: CopyFiles, config: Config, tls: Tls | None) -> None:
@@ -69,7 +66,6 @@ class CopyKeeper:
         """Keep copies of other nodes from now on; return the endpoint for the rendezvous store.
 
         Args:
-            secret: the secret of this generation of the job.
             address: the address of this node for other nodes.
         """
         self._secret = secret

@@ -46,7 +46,6 @@ class SurvivorsAgent(LocalElasticAgent):
     """torch's local agent with a loop of its own: the controller decides what follows a failure.
 
     Args:
-        settings: the settings.
         job: the job id given by the user; '' without one.
         resume: brings the checkpoint of an object store to each node before workers start.
         record: notes for the last line of `ttprun`.
@@ -212,7 +211,6 @@ class SurvivorsAgent(LocalElasticAgent):
         """Give a node that joins later the number of used restarts, so that all agents decide alike.
 
         Args:
-            node: the rank of this node.
             store: has keys of this generation alone.
         """
         if not self._handler.has_met_before:
@@ -249,7 +247,6 @@ class SurvivorsAgent(LocalElasticAgent):
         lost cannot keep a place given away meanwhile.
 
         Args:
-            node: the rank of this node.
             store: has keys of this generation alone.
 
         Raises:

@@ -12,9 +12,6 @@ from adaptor.protocol.messages import Died, Dying, FromAgent, Layout, Raised, Te
 class WorkerNews:
     """The news of one generation of the workers of a node.
 
-    Args:
-        ranks: of the node.
-
     Attributes:
         noticed: when the first fault was noticed, in Unix seconds; 0: no fault.
         training_began: the first step and the time on the monotonic clock; None: some rank does not train

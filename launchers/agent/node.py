@@ -54,11 +54,7 @@ from adaptor.protocol.environment import (
     ONLY_COPIES,
     SCRATCH,
 )
-from adaptor.protocol.messages import (
-    AgentHello,
-    AgentTerminationRequested,
-    NodesWaiting,
-)
+from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, NodesWaiting
 from adaptor.protocol.spare_node_messages import MemberHello, SpareHello, TakePlace
 
 # The key of a node's keeper of host copies in the rendezvous store.
@@ -69,9 +65,7 @@ class Node:
     """The agent of a node.
 
     Args:
-        config: the settings.
         job: the job id given by the user; '' without one.
-        max_restarts: the number of allowed restarts.
         nodes: MIN:MAX, where the number of nodes may change between two starts; '' for a fixed number.
 
     Attributes:
@@ -114,9 +108,6 @@ class Node:
         Make the boards, run the controller or connect to the controller, and set the workers' environment.
 
         Args:
-            ranks: of the node.
-            node: the rank of the node.
-            nodes, world_size: the numbers of nodes and ranks of the job.
             store: the rendezvous store of all agents, with keys of this generation alone.
             host: the address of node rank 0.
             may_restart: whether a restart remains; without one only a spare replaces a rank.
@@ -228,10 +219,6 @@ class Node:
         node is lost.
 
         Args:
-            gate: the invitation.
-            host: the address of node 0.
-            node: the number of this node.
-            ranks: of the workers.
             taken: the place that this spare node has taken, with its connection; None for other nodes.
         """
         gate_invitation = Invitation.decode(gate, invitation.kind_of(self._config))

@@ -137,7 +137,6 @@ class WorkerLifelines:
     """The lifelines of the workers of one agent, on its control thread.
 
     Args:
-        loop: the event loop of the control thread.
         on_dying: is called on the thread with rank and process number of a dying worker, and the Unix time.
     """
 

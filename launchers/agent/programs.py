@@ -25,7 +25,6 @@ def end(process: subprocess.Popen[bytes], within_s: float) -> None:
     """Close the stdin of a program, which ends the program.
 
     Args:
-        process: of the program.
         within_s: the seconds after which the process is killed.
     """
     assert process.stdin is not None

@@ -74,8 +74,6 @@ class SaveFolderTasks:
         """Carry out `order` and return the answer.
 
         Args:
-            order: of the controller.
-            node: the number of the node.
             generation: of the workers of the incident, a part of folder names.
         """
         root = Path(order.save)

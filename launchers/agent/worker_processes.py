@@ -55,7 +55,6 @@ class Workers:
     """The workers of an agent; `begin`, `watch` and `end` are called in each generation.
 
     Args:
-        loop: the event loop of the control thread.
         up: is called with messages of the workers, and with reports of their deaths.
     """
 
@@ -133,7 +132,6 @@ class Workers:
         After several calls for `rank` before the old process has ended, only the last call starts a process.
 
         Args:
-            rank: of the worker.
             start: starts the process; returns None if no process is wanted any more.
         """
         boards = self.boards

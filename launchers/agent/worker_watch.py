@@ -58,7 +58,6 @@ async def clean_up(
     """Remove this generation's files from the save folder, on the node of the controller.
 
     Args:
-        folder_tasks: of the agent.
         host: of the controller; None on other nodes.
         verdict: on the generation.
         generation: a part of folder names.
@@ -121,9 +120,7 @@ async def watch(
     """Watch the boards until they are gone.
 
     Args:
-        node: of the agent.
         hang_s: see `HangDetector` (TTP_HANG).
-        workers: of the node.
         look: is called with the boards after each read.
         moved: returns the number of bytes that the agent itself has moved in the save folder.
         report: sends a message to the controller.

@@ -41,7 +41,6 @@ def script(shell: str, ttp: argparse.ArgumentParser) -> str:
 
     Args:
         shell: bash or zsh.
-        ttp: the parser of `ttp`.
 
     Raises:
         ConfigError: shtab is not installed.

@@ -63,7 +63,6 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
     """Run the job and print its last line; return the exit code. Work on disks may follow.
 
     Args:
-        parsed: the flags of the job.
         engine: knows its own exit codes.
         record: the notes of the agent.
     """

@@ -187,8 +187,6 @@ def show(
     """Print the plan of a job; return the exit code: 1 for a refused job, 2 for bad usage.
 
     Args:
-        script: the script and its arguments.
-        nodes: of the job.
         ranks_per_node: None: as many as a second copy needs, on one node.
         bandwidth: of the save folder, in bytes per second.
         racks: the rack of each host, in the order of the nodes; None or empty: unknown.
@@ -214,8 +212,6 @@ def report(script: Sequence[str], nodes: int, ranks_per_node: int | None) -> Rep
     """Return the report about a job; None on failure, after a message on stderr.
 
     Args:
-        script: the script and its arguments.
-        nodes: of the job.
         ranks_per_node: None: as many as a second copy needs, on one node.
     """
     code, answer = _ask(script, nodes, ranks_per_node, [])

@@ -89,7 +89,6 @@ def require_accelerator(parsed: argparse.Namespace, settings: config.Config) -> 
 
     Args:
         parsed: torchrun's arguments; the script is readable.
-        settings: the user's.
 
     Raises:
         ConfigError: names the script and the flag.

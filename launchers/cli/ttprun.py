@@ -148,8 +148,6 @@ def _run(
     """Make the checks before the start, and run the job.
 
     Args:
-        parsed: torchrun's arguments.
-        settings: the user's.
         ends: is called with the exit code if the process ends without returning it.
     """
     if _is_doctor(parsed):

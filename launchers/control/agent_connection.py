@@ -42,8 +42,6 @@ async def connect(
 
     Args:
         address, port: of an `Endpoint`; with port 0 `address` is the name of an abstract unix socket.
-        secret: the secret of this generation of the job.
-        tls: the certificates of this node; None: without TLS.
 
     Raises:
         StartError: no connection within `CONNECT_TIMEOUT_S`, or the certificates do not fit.

@@ -100,8 +100,6 @@ class AgentListener(Generic[T]):
 
     Args:
         secret: the secret of this generation of the job, 32 bytes or more.
-        tls: the certificates of this node; None: without TLS.
-        rejected: counts rejected connections.
         welcome: serves a connection, after its first message, until the connection ends.
         first: reads the first message.
         first_at_once: the first message has to come within the time for the proof.

@@ -29,13 +29,7 @@ from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.log import tell_error
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
-from adaptor.protocol.messages import (
-    AgentHello,
-    ControllerToAgent,
-    FromAgent,
-    Recovered,
-    Verdict,
-)
+from adaptor.protocol.messages import AgentHello, ControllerToAgent, FromAgent, Recovered, Verdict
 
 Send = Callable[[FromAgent], object]
 
@@ -46,10 +40,6 @@ class ControllerClient:
     Call `host` or `join` first, then `send` for each message, and `close` at the end.
 
     Args:
-        node: the number of the agent's node.
-        nodes, world_size: the numbers of nodes and ranks of the job.
-        config: the settings.
-        tls: the certificates of the node; None: without TLS.
         report: records messages, if the controller runs on this node.
         online_s: the time limit of an online recovery; 0: none.
         obey: is called with each order.
@@ -123,7 +113,6 @@ class ControllerClient:
         Args:
             host: the address of this node for other nodes.
             restart: True if workers ran before, in an earlier generation.
-            job: the name of the job's folder.
 
         Returns:
             The invitation, with which other nodes find the controller.
@@ -144,9 +133,7 @@ class ControllerClient:
         """Connect to the first controller, on node 0, and register.
 
         Args:
-            host: the address of node 0.
             invitation_bytes: the invitation of node 0 in the rendezvous store.
-            ranks: the ranks of this node.
             owner: as in `AgentHello`.
 
         Raises:

@@ -50,11 +50,8 @@ class ControllerHost:
 
     Args:
         term: the number of this node and of the controller's term.
-        world_size: the number of ranks.
-        nodes: the number of nodes.
         timeout_s: TTP_OT, in seconds.
         host: the address of this node for other nodes.
-        report: records messages and orders.
         rejected: counts messages that an agent may not send.
         recurrence: the faults of earlier generations.
         online_s: the time limit of a recovery without a restart; 0: none.
@@ -63,7 +60,6 @@ class ControllerHost:
     Attributes:
         controller: the pure controller
         store: the store in which the ranks of a dump find each other
-        nodes: the number of nodes
         frames: encodes orders for the connections to agents
         dismissed: the other agents may end: every rank has ended, or this node leaves
     """
@@ -149,7 +145,6 @@ class ControllerHost:
 
         Args:
             node: the node of the connection.
-            message: the message.
             send: with a hello: the function that sends orders to the agent.
 
         Returns:
@@ -305,7 +300,6 @@ class AgentRegistry:
     remains from an earlier start.
 
     Args:
-        world_size, nodes: the numbers of ranks and nodes of the job.
         lost: the nodes that the controller counts as lost.
         expected: the lost nodes whose places were given to spare nodes, with their new owners; all other
             places stay lost.

@@ -55,7 +55,6 @@ class Invitation(NamedTuple):
         Args:
             kind: of the connection.
             restart: whether workers ran before.
-            job: the name of the job's folder.
         """
         name = secrets.token_hex(32) if kind == PLAIN else _NOTHING
         return cls(kind, secrets.token_hex(8), restart, name=name, job=job)

@@ -26,11 +26,8 @@ class StandbyListener:
     """The listener of one node, in one generation.
 
     Args:
-        nodes: the number of nodes of the job.
         kind: of connections between agents (`invitation.kind_of`).
         port: where to listen, or the next free port.
-        tls: the certificates of the node; None: without TLS.
-        rejected: counts rejected connections.
 
     Attributes:
         endpoint: the address for other nodes; None: not listening.
@@ -55,7 +52,6 @@ class StandbyListener:
         """Listen from now on; return the endpoint.
 
         Args:
-            secret: the secret of this generation of the job.
             address: of this node for other nodes.
         """
         self._listener = AgentListener(

@@ -77,9 +77,6 @@ def arguments_of_job(parsed: argparse.Namespace) -> list[str]:
     """Return the arguments of `ttp` for a ttprun whose job is the doctor.
 
     Nodes, ranks and rendezvous port are taken from the flags of ttprun; the doctor's own arguments win.
-
-    Args:
-        parsed: torchrun's arguments.
     """
     from torch.distributed import run
 
@@ -154,7 +151,6 @@ def findings(save: Path | None, size: int, nodes: int, rendezvous_port: int, job
         save: the folder of checkpoints; None: skip the folder.
         size: the bytes to write in the speed test of the folder.
         nodes: the number of nodes that run the doctor at the same time.
-        rendezvous_port: the rendezvous port of node 0 of the job.
         job: the job to run on this node.
     """
     try:

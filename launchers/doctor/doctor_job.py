@@ -65,7 +65,6 @@ class Job:
 
     Args:
         script: the script and its arguments; empty: unknown.
-        nodes: the number of nodes.
         ranks_per_node: None: as many as a second copy needs, on one node.
     """
 
@@ -90,11 +89,7 @@ class Job:
             yield from memory(report.plan, settings)
 
     def save(self, folder: Path) -> Save | None:
-        """Return the size of a save of the job; None if unknown.
-
-        Args:
-            folder: the folder of checkpoints.
-        """
+        """Return the size of a save of the job; None if unknown."""
         if self._plan is not None and self._plan.save is not None:
             return Save(self._plan.save, self._plan.nodes, "by the arguments of the script")
         newest_save = newest_checkpoint.newest(folder)
@@ -110,7 +105,6 @@ def memory(of_job: plan.JobPlan, settings: Config) -> Iterator[Finding]:
 
     Args:
         of_job: the memory of each rank.
-        settings: of the job.
     """
     ranks = -(-of_job.ranks // of_job.nodes)
     row = next((row for row in of_job.replicas if row.chosen), None)
@@ -191,7 +185,6 @@ def times(speed: Speed, save: Save | None, room: int, settings: Config) -> Itera
     """Compare a save with free disk space and allowed time.
 
     Args:
-        speed: of the folder.
         save: the size of a save; None: unknown.
         room: free bytes in the folder.
         settings: TTP_OT and TTP_GRACE.

@@ -270,7 +270,6 @@ def save_folder(folder: Path, size: int, job: Job, settings: Config) -> Iterator
     All files are made in a new subfolder, removed afterwards, as is a folder that did not exist before.
 
     Args:
-        folder: the folder of checkpoints.
         size: the bytes to write in the speed test.
         job: the job to save in the folder.
         settings: with the time limits of a save.

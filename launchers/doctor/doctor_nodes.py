@@ -134,9 +134,7 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
 
     Args:
         folder: the shared folder in which nodes meet.
-        nodes: the number of nodes.
         settings: with TTP_PORT and the certificates.
-        rendezvous_port: the rendezvous port of node 0 of the job.
 
     Raises:
         ConfigError: the certificates cannot be used.
@@ -321,7 +319,6 @@ class Listening:
 
     Args:
         ports: TTP_PORT and the rendezvous port; a port of another program is left out.
-        contexts: the certificates; None: without TLS.
     """
 
     def __init__(self, ports: Sequence[int], contexts: Contexts | None) -> None:
@@ -371,12 +368,7 @@ class Listening:
 
 
 def reach(peers: Sequence[Peer], contexts: Contexts | None) -> Iterator[Finding]:
-    """Connect to all ports of all peers.
-
-    Args:
-        peers: all other nodes.
-        contexts: the certificates; None: without TLS.
-    """
+    """Connect to all ports of all peers."""
     connections_tried = [(peer, port) for peer in peers for port in peer.ports if peer.address]
     if not connections_tried:
         yield Finding("ports", "WARN", "no other node says where it listens: connections were not tried")

@@ -57,7 +57,6 @@ class Filled:
     """The result of reading a platform.
 
     Attributes:
-        line: for the user
         card: the card of this process, where the platform starts a process for each card
     """
 
@@ -77,9 +76,7 @@ def fill(
     Args:
         parsed: torchrun's arguments; flags and `PET_*` are kept.
         flags: the names of arguments from the command line.
-        environ: of this process.
         platform_setting: TTP_PLATFORM.
-        machine: this machine.
 
     Raises:
         ConfigError: the platform of this environment, or `platform_setting`, has missing or wrong values, or

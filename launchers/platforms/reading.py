@@ -41,7 +41,6 @@ class Card:
 
     Attributes:
         index: among the processes of the node, from 0; process 0 runs the agent
-        count: the number of processes on the node
         job: distinguishes the processes of this job and node from those of others
     """
 
@@ -57,10 +56,8 @@ class Reading:
     Attributes:
         platform: its name, as in TTP_PLATFORM
         nodes: the number of `ttprun` processes
-        node_rank: the number of this node
         per_node: processes on each node
         address: the meeting address: a host name or IP address of node 0
-        port: the port at `address`
         card: the card of this process, where the platform starts a process for each card
         may_come: the name `address` may be published after the processes start, as in Kubernetes
     """
@@ -160,7 +157,6 @@ class Machine:
     """This machine, and how a wait passes.
 
     Attributes:
-        hostname: its name
         owns: whether an IP address belongs to this machine
         resolves: whether a host name has an address
         now: seconds of a monotonic clock

@@ -200,7 +200,6 @@ def expand_host_list(host_list: str, source: str) -> list[str]:
     the number of the other hosts is used.
 
     Args:
-        host_list: the list.
         source: the variable with the list, for errors.
 
     Raises:

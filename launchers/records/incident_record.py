@@ -34,8 +34,6 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_a
 
     Args:
         end: the verdict, or the end of an online recovery.
-        timeline: the events.
-        name: the id of the file.
         ended_at: the time of the verdict, in Unix seconds.
     """
     events = sorted(map(happened, timeline.happened), key=lambda event: event.at)
@@ -221,7 +219,6 @@ class GoneOn(NamedTuple):
     """The times at which a job went on after an incident, in Unix seconds.
 
     Attributes:
-        ended: the verdict
         started: the last worker had been restarted; 0.0 if only failed workers were replaced
         trained: the last rank began to train
         finished: the first step was finished
@@ -256,7 +253,6 @@ class IncidentFile:
     Args:
         make: makes the record with the verdict.
         ended_at: the time of the verdict, in Unix seconds.
-        generation: of the incident.
         online: whether training went on in the same generation.
 
     Attributes:

@@ -75,7 +75,6 @@ class IncidentReport:
     """Collects messages and orders with wall-clock times; writes events, and a file for each incident.
 
     Args:
-        files: the files of the job.
         notifier: sends notices of incidents; None: no targets.
     """
 
@@ -115,7 +114,6 @@ class IncidentReport:
 
         Args:
             node: the sending node.
-            message: the message.
             time_now: the time of arrival, in Unix seconds; by default now.
         """
         time_now = time.time() if time_now is None else time_now
@@ -229,7 +227,6 @@ class IncidentReport:
         Args:
             node: the receiving node.
             rank: the receiving rank; None: the agent itself.
-            order: the order.
             time_now: the time of the order, in Unix seconds; by default now.
         """
         time_now = time.time() if time_now is None else time_now
@@ -388,7 +385,6 @@ def _start_of(save: str, loaded: int) -> int | None:
     """Return the first step of another start; None if the disk does not answer in time.
 
     Args:
-        save: the folder of checkpoints.
         loaded: the step from which the workers began, possibly in another folder.
     """
     named = TrackerReading(save).step

@@ -36,15 +36,10 @@ class JobRecords:
     Records are for people: an error in writing is printed, and ends nothing.
 
     Args:
-        config: the settings.
         job: the job id given by the user; '' without one.
-        max_restarts: the number of allowed restarts.
-        workers: of the node.
         newest_copy: returns the newest safe step in host memory; None without one.
 
     Attributes:
-        files: of the job.
-        report: of its incidents.
         server: serves the files (TTP_SERVE).
     """
 
@@ -83,8 +78,6 @@ class JobRecords:
 
         Args:
             boards: of the ranks of the node.
-            host: of the controller.
-            node: the number of the node.
             generation: of workers, from 1 on.
             spare_nodes: the number of waiting spare nodes.
         """
@@ -138,9 +131,6 @@ class JobStatus:
     The thread of decisions calls `look` each second, so `look` reads counts only, never each rank.
 
     Args:
-        files: the files of the job.
-        report: of the job.
-        max_restarts: the number of allowed restarts.
         newest_copy: returns the newest safe step in host memory; None without one.
     """
 
@@ -189,9 +179,6 @@ class JobStatus:
 
         Args:
             boards: of the ranks of the node.
-            controller: of the job.
-            node: the number of the node.
-            nodes: the number of nodes.
             generation: of workers, from 1 on.
             spare_nodes: the number of waiting spare nodes.
         """

@@ -74,7 +74,6 @@ class JobServer:
     """The serving process, while the controller is on the node.
 
     Args:
-        config: the settings.
         folder: returns the folder of the job.
     """
 

@@ -23,7 +23,6 @@ def tell_error(subject: str, error: BaseException) -> None:
 
     Args:
         subject: the beginning of the line.
-        error: the error.
     """
     page = f"{subject}: {text.trace(error)}"
     output.tell(f"[ttp] {page}")

@@ -84,7 +84,6 @@ class Notifier:
     """Sends notices to each target.
 
     Args:
-        to: the targets.
         secret: signs notices to a target of JSON; '' for none.
     """
 

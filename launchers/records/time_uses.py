@@ -71,7 +71,6 @@ class JobUses:
             own_uses: of this ttprun.
             step: the newest finished step; None: unknown.
             generation: of workers; in each the controller may have come from another node.
-            job: the folder of the job.
         """
         if generation != self._generation:
             self._generation = generation

@@ -90,9 +90,6 @@ def compare(store: Store, node: int, nodes: int, facts: Mapping[str, str], has_a
 
     Args:
         store: has keys of this generation alone.
-        node: the rank of the node.
-        nodes: the number of nodes.
-        facts: of the node.
         has_agreed: whether the node had the facts of the job in an earlier generation.
 
     Returns:
@@ -168,7 +165,6 @@ def difference_from_job(job: NodeFacts, facts: Mapping[str, str]) -> str:
 
     Args:
         job: the facts of node 0.
-        facts: of the node.
     """
     differences = [
         f"{name} is {value!r} there ({job.host}) and {facts[name]!r} here"
@@ -179,12 +175,7 @@ def difference_from_job(job: NodeFacts, facts: Mapping[str, str]) -> str:
 
 
 class Agreement:
-    """The comparison of the node with the other nodes, before workers start.
-
-    Args:
-        meeting: the rendezvous.
-        facts: of the node.
-    """
+    """The comparison of the node with the other nodes, before workers start."""
 
     def __init__(self, meeting: Rendezvous, facts: Mapping[str, str]) -> None:
         self._meeting = meeting
@@ -215,8 +206,6 @@ class Agreement:
         """Refuse the job, on every node, if its nodes have different facts.
 
         Args:
-            node: the rank of the node.
-            nodes: the number of nodes.
             store: has keys of this generation alone.
 
         Raises:

@@ -82,11 +82,7 @@ def put_in_order(handler: Any, *, has_store: bool) -> None:
     holder.sync()
     state = holder.state
     ordered = OrderedNode(
-        node.addr,
-        node.pid,
-        node.local_id,
-        since=state.round + int(state.complete),
-        is_apart=not has_store,
+        node.addr, node.pid, node.local_id, since=state.round + int(state.complete), is_apart=not has_store
     )
     handler._this_node = executor._node = ordered
 

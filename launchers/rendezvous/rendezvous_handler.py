@@ -79,7 +79,6 @@ class Rendezvous:
     """Wraps a rendezvous handler of torch, and passes on all of its methods.
 
     Args:
-        handler: torch's.
         endpoint: the meeting address of the nodes.
         most_nodes: the largest number of nodes.
         has_store: whether the store ends with this agent; a static rendezvous has the store on node 0.

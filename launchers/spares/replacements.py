@@ -59,7 +59,6 @@ class Starter:
         Arguments, environment and streams are those of the old process: output is appended.
 
         Args:
-            rank: of the worker.
             added: added to the environment.
             spare: becomes the worker, if possible.
             or_cold: whether a new process is started if the spare fails.
@@ -116,7 +115,6 @@ class Replacements:
     """The processes of one agent that were started after its workers.
 
     Args:
-        workers: of the node.
         spares: the number of spares.
     """
 
@@ -157,7 +155,6 @@ class Replacements:
         on.
 
         Args:
-            order: of the controller.
             is_wanted: whether a process is still wanted, after the old process has ended.
 
         Returns:

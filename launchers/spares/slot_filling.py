@@ -67,9 +67,6 @@ async def fill_online(
 
     Args:
         gate: where spare nodes wait; None: the job has no gate.
-        members: of the generation.
-        order: of the controller.
-        counts: of the generation.
         is_wanted: called after the answers of spare nodes: whether the places are still to be filled.
 
     Returns:
@@ -97,8 +94,6 @@ class Places:
     """The places of nodes with fixed numbers, in the rendezvous store.
 
     Args:
-        store: the rendezvous store.
-        node: the number of this node.
         place: the place that this node has taken as a spare; None: its original place.
     """
 

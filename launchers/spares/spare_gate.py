@@ -74,7 +74,6 @@ class SpareGate:
     Args:
         kind: of connections between agents (`invitation.kind_of`).
         port: where to listen, or the next free port.
-        tls: the certificates of the node; None: without TLS.
         own_hello: the facts that a spare must share with the node.
         on_gone: is called after each addition to `gone`.
 

@@ -130,7 +130,6 @@ def of_spare_node(parsed: argparse.Namespace, *, is_wanted: bool) -> WarmProcess
     """Start the processes of the spare node, on the main thread.
 
     Args:
-        parsed: torchrun's arguments.
         is_wanted: whether spares are wanted (TTP_SPARES, TTP_ONLINE).
     """
     from torch.distributed import run
@@ -175,9 +174,7 @@ def require(parsed: argparse.Namespace, flags_given: Iterable[str], settings: Co
     """Refuse `--ttp-spare` where a spare node could not take a place.
 
     Args:
-        parsed: torchrun's arguments.
         flags_given: the names of the given flags.
-        settings: the user's.
 
     Raises:
         ConfigError: a spare node could not take a place.
@@ -205,7 +202,6 @@ def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> Spa
     """Return the facts that a spare and the nodes of its job must share, before ttprun changes `parsed`.
 
     Args:
-        parsed: torchrun's arguments.
         facts: of the node, shared by all nodes of a job.
     """
     from torch.distributed import run
@@ -237,8 +233,6 @@ def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) ->
     The returned connection has to stay open for the life of the process.
 
     Args:
-        parsed: torchrun's arguments.
-        settings: the user's.
         own_hello: the facts that node 0 compares.
 
     Raises:
@@ -292,9 +286,6 @@ async def stay_at_gate(
     """Connect a node of the job to the gate; return the connection, which ends with the process.
 
     Args:
-        gate_invitation: the invitation.
-        host: the address of node 0.
-        tls: the certificates of the node; None: without TLS.
         me: the message to node 0.
 
     Returns:
@@ -328,9 +319,7 @@ class Member:
     """
 
     def __init__(
-        self,
-        come: Callable[[], Awaitable[socket.socket | None]],
-        connection: socket.socket | None = None,
+        self, come: Callable[[], Awaitable[socket.socket | None]], connection: socket.socket | None = None
     ) -> None:
         self._come = come
         self._connection = connection

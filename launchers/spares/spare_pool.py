@@ -96,7 +96,6 @@ class Spare:
         """Let the process be a worker with `environment`.
 
         Args:
-            environment: of the worker.
             stdout, stderr: of the worker; None: the streams of the agent.
 
         Raises:

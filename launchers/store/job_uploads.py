@@ -60,11 +60,7 @@ def require(config: Config) -> None:
 
 
 class JobUploads:
-    """The process of the node that sends checkpoints.
-
-    Args:
-        config: the settings.
-    """
+    """The process of the node that sends checkpoints."""
 
     _command = "send"
     _what = "checkpoint"

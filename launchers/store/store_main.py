@@ -1,7 +1,7 @@
 """A process of `ttprun` that works with an object store, and ends with `ttprun`.
 
     python .../store_main.py probe URL ENDPOINT             whether the store takes an object
-    python .../store_main.py pull URL ENDPOINT SAVE STEP NODE    download a checkpoint; STEP: null, the newest;
+    python .../store_main.py pull URL ENDPOINT SAVE STEP NODE    download a checkpoint; STEP: null: newest;
                                                             NODE: null, or the ranks of the node
     python .../store_main.py send                           the checkpoints of the job, until its end
     python .../store_main.py outputs                        other files (TTP_STORE_ALSO), until the end

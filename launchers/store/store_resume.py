@@ -49,11 +49,7 @@ class StoreResume:
         """Bring the checkpoint for the workers of the node to its save folder.
 
         Args:
-            node: the rank of the node.
-            nodes: the number of nodes.
             store: has keys of this generation alone.
-            ranks: of the node.
-            world_size: of the job.
 
         Raises:
             ResumeError: nothing can be loaded.
