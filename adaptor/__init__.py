@@ -10,9 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
+    from adaptor.checkpoint.training_state import CheckpointContents
     from adaptor.errors import (
         AdaptorError,
         CheckpointError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdaptorError",
+    "CheckpointContents",
     "CheckpointError",
     "ConfigError",
     "DriftError",
@@ -51,6 +53,7 @@ __all__ = [
     "enable",
     "format_report",
     "is_newcomer",
+    "is_restart",
     "merge_layouts",
     "protect",
     "ranks_needed",
@@ -62,6 +65,7 @@ __all__ = [
 
 # The modules of public names, which are imported when a name is first asked for.
 _MODULES = {
+    "CheckpointContents": "adaptor.checkpoint.training_state",
     "Outcome": "adaptor.patching",
     "Protection": "adaptor.library",
     **dict.fromkeys(
@@ -155,9 +159,10 @@ def protect(
     save: str | Path,
     step: int = 0,
     scheduler: Any = None,
-    samples_per_step: int = 0,
+    samples_per_step: int | Callable[[], int] = 0,
     extra: Mapping[str, Any] | None = None,
     format: str = "torch",
+    contents: CheckpointContents | None = None,
 ) -> Protection:
     """Protect a training loop of your own on Megatron-core: its state can be saved from now on.
 
@@ -175,9 +180,11 @@ def protect(
         step: the number of the last finished step, whose state was loaded; 0 at the start.
         scheduler: the `OptimizerParamScheduler`, or None without one.
         samples_per_step: the `increment` that the script gives to `scheduler.step` after each update, in
-            samples.
+            samples; or a function that returns it for the running step, called before the update.
         extra: further entries of `model_optim_rng.pt`; they are saved as they are at the moment of the save.
-        format: of the checkpoint: `torch`, or one that a plug-in brings (docs/plug_ins.md).
+        format: of the checkpoint: `torch`, `torch_dist` with `contents`, or one that a plug-in brings
+            (docs/plug_ins.md).
+        contents: what else the checkpoints of a framework contain (docs/plug_ins.md); None: nothing.
 
     Returns:
         The object that is told of steps and phases.
@@ -202,6 +209,7 @@ def protect(
         samples_per_step=samples_per_step,
         extra=extra,
         format=format,
+        contents=contents,
     )
 
 
@@ -213,6 +221,7 @@ def write_host_copies(
     scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
     format: str = "torch",
+    contents: CheckpointContents | None = None,
 ) -> int | None:
     """Make a checkpoint of the copies in host memory (TTP_HOST_COPY), where they are newer than the rest.
 
@@ -229,6 +238,7 @@ def write_host_copies(
         scheduler: or None without one.
         extra: further entries of `model_optim_rng.pt`.
         format: of the checkpoint.
+        contents: what else the checkpoints of a framework contain.
 
     Returns:
         The step that was written; None: there is nothing newer, or it could not be written, which a line
@@ -244,8 +254,27 @@ def write_host_copies(
     from adaptor import library
 
     return library.write_host_copies(
-        model=model, optimizer=optimizer, save=save, scheduler=scheduler, extra=extra, format=format
+        model=model,
+        optimizer=optimizer,
+        save=save,
+        scheduler=scheduler,
+        extra=extra,
+        format=format,
+        contents=contents,
     )
+
+
+def is_restart() -> bool:
+    """Return whether ttprun has started all workers of this job again.
+
+    A framework that would begin anew then loads from its save folder instead: the newest step is there.
+    """
+    if not _enabled:
+        return False
+    from adaptor import context
+    from adaptor.protocol.environment import Generation
+
+    return context.part(Generation).is_restart
 
 
 def is_newcomer() -> bool:

@@ -6,14 +6,17 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from adaptor.errors import StepError, UnsupportedError
 from adaptor.protocol.messages import ScriptStage
 from adaptor.worker.session import Session
 
 if TYPE_CHECKING:
+    from adaptor.checkpoint.training_state import CheckpointContents
     from adaptor.frameworks.library_loop import Recovery
+
+T = TypeVar("T")
 
 
 class Protection:
@@ -32,6 +35,7 @@ class Protection:
         self._done = steps_done
         self._recovery = recovery
         self._has_run = False
+        self._is_in_loop = False
 
     def run_steps(
         self, one_step: Callable[[int], Any], last: int, go_back: Callable[[int], Any] | None = None
@@ -56,14 +60,10 @@ class Protection:
         Raises:
             StepError: only some of the optimizers made their update; or it is called a second time.
         """
-        if self._has_run:
-            raise StepError(
-                "protection.run_steps was called a second time: a new process of a failed rank can only come "
-                "to the first call; make all steps in one call"
-            )
-        self._has_run = True
-        if self._recovery is not None and self._session is not None:
-            self._recovery.run(one_step, _whole_number(last), go_back)
+        self._require_first("run_steps")
+        if self._recovery is not None:
+            behind = None if go_back is None else lambda step, _counters: go_back(step)
+            self._recovery.run_steps(one_step, _whole_number(last), behind)
         else:
             for number in range(self._done + 1, _whole_number(last) + 1):
                 with self.step(number):
@@ -71,6 +71,47 @@ class Protection:
                         break
         if self._session is not None:
             self._session.board.reach(ScriptStage.TRAINED)
+
+    def run_loop(
+        self,
+        loop: Callable[[], T],
+        go_back: Callable[[int, Mapping[str, int | float]], Any],
+        why_not: str = "",
+    ) -> T:
+        """Call `loop`, a framework's own, whose steps are made in `with protection.step(number):`.
+
+        A plug-in calls it once, in place of the loop. After a fault (TTP_ONLINE) the survivors leave `loop`
+        by an exception, and a new process of the failed rank comes to this call and gets its state from them.
+        Then `go_back` and `loop` are called on all ranks.
+
+        Args:
+            loop: makes the steps behind the one to which the framework was set. What it changes for a while
+                it puts back in a `finally`, or `go_back` does.
+            go_back: is called with the last finished step, and the framework's counters behind it (`counters`
+                of `CheckpointContents`). It sets the framework to that step: counters, data, flags of the
+                loop. It may draw random numbers: afterwards the random states are those of the step.
+            why_not: why this job cannot call `loop` again, for a line at the start; a fault then starts all
+                ranks again. Empty: it can.
+
+        Returns:
+            What `loop` returns.
+
+        Raises:
+            StepError: it, or `run_steps`, was called before.
+        """
+        self._require_first("run_loop")
+        if self._recovery is None:
+            return loop()
+        self._is_in_loop = True
+        return self._recovery.run_loop(loop, go_back, why_not=why_not)
+
+    def _require_first(self, name: str) -> None:
+        if self._has_run:
+            raise StepError(
+                f"protection.{name} was called a second time: a new process of a failed rank can only come "
+                "to the first call; make all steps in one call"
+            )
+        self._has_run = True
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -116,7 +157,7 @@ class Protection:
 
     def _begins_by_itself(self) -> None:
         """The loop makes its steps without `run_steps`, so they cannot be made once more."""
-        if self._recovery is not None:
+        if self._recovery is not None and not self._is_in_loop:
             self._recovery.decline()
             self._recovery = None
 
@@ -204,9 +245,10 @@ def protect(
     save: str | Path,
     step: int = 0,
     scheduler: Any = None,
-    samples_per_step: int = 0,
+    samples_per_step: int | Callable[[], int] = 0,
     extra: Mapping[str, Any] | None = None,
     format: str = "torch",
+    contents: CheckpointContents | None = None,
 ) -> Protection:
     """Do what `adaptor.protect` promises, where the adaptor is enabled; the arguments are those of it.
 
@@ -222,6 +264,7 @@ def protect(
     from adaptor.checkpoint.placement import place_of
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
+    from adaptor.checkpoint.training_state import CheckpointContents
     from adaptor.diagnostics.recorder import Recorder
     from adaptor.frameworks import library_state, optimizer_instances, supported_options
     from adaptor.frameworks.library_loop import Recovery
@@ -235,6 +278,8 @@ def protect(
     supported_options.require_no_layout_only()
     supported_options.require_no_reshape()
     step = _whole_number(step)
+    contents = contents or CheckpointContents()
+    increment = samples_per_step if callable(samples_per_step) else lambda: samples_per_step
     model = _require_megatron(model, optimizer)
     optimizer_instances.require_groups()
     _claim(optimizer)
@@ -279,13 +324,13 @@ def protect(
         )
         place = place_of(optimizer, mirrors, rank_folder, everyone)
         return MegatronTrainee(
-            state=library_state.training_state(model, optimizer, scheduler, extra, place, format),
+            state=library_state.training_state(model, optimizer, scheduler, extra, place, format, contents),
             save=str(Path(save).resolve()),
             shares=place.shares,
             random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
-            counters=dict,
-            growth=dict,
-            increment=lambda: samples_per_step,
+            counters=contents.counters,
+            growth=contents.growth,
+            increment=increment,
             barrier=lambda: group.barrier(everyone),
             mirrors=mirrors,
             local_copy=local_copy_of(optimizer, mirrors, is_repeated),
@@ -315,10 +360,12 @@ def write_host_copies(
     scheduler: Any = None,
     extra: Mapping[str, Any] | None = None,
     format: str = "torch",
+    contents: CheckpointContents | None = None,
 ) -> int | None:
     """Do what `adaptor.write_host_copies` promises, where the adaptor is enabled; the arguments are those of
     it."""
     from adaptor import patching
+    from adaptor.checkpoint.training_state import CheckpointContents
     from adaptor.frameworks import library_state
     from adaptor.online import rejoin
 
@@ -327,4 +374,6 @@ def write_host_copies(
     _claim(optimizer)
     if rejoin.is_newcomer():  # its state comes from others
         return None
-    return library_state.write_host_copies(chunks, optimizer, scheduler, Path(save), extra, format)
+    return library_state.write_host_copies(
+        chunks, optimizer, scheduler, Path(save), extra, format, contents or CheckpointContents()
+    )

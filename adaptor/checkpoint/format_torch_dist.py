@@ -190,14 +190,20 @@ def make(state: TrainingState, first: int) -> CheckpointFormat:
     Versions that do not say how state is sharded get the format `torch`, which they load as well.
 
     Raises:
-        UnsupportedError: the training loop is not Megatron-LM's own.
+        UnsupportedError: nobody has said how the state is sharded.
     """
-    if state.args is None:
+    contents = state.contents
+    is_described = contents.metadata is not None and contents.random is not None
+    if state.args is None and not is_described:
         raise UnsupportedError(
-            "format is 'torch_dist': only Megatron-LM's own training loop says how state is sharded;"
-            " leave format out, or set ENABLE_TTP=False"
+            "format is 'torch_dist': adaptor.protect needs contents with metadata and random, which say how"
+            " state is sharded; give them, or leave format out"
         )
     from megatron.core import mpu
+
+    peers = mpu.get_data_parallel_group(with_context_parallel=True)
+    if contents.metadata is not None and is_described:
+        return agree(state, contents.metadata, contents.random, first, peers)
     from megatron.training import checkpointing
 
     if not hasattr(checkpointing, _METADATA):
@@ -208,7 +214,6 @@ def make(state: TrainingState, first: int) -> CheckpointFormat:
     random = checkpointing.get_rng_state(
         state.args.ckpt_format, *(groups if "tp_group" in parameters else ())
     )
-    peers = mpu.get_data_parallel_group(with_context_parallel=True)
     return agree(state, metadata, random, first, peers)
 
 

@@ -79,11 +79,10 @@ class Manifest:
 
 def _described(file: FileEntry) -> dict[str, object]:
     described_file: dict[str, object] = {"bytes": file.bytes, "xxh3_128": file.xxh3_128}
-    return (
-        described_file
-        if file.xxh3_128_blocks is None
-        else {**described_file, "xxh3_128_blocks": file.xxh3_128_blocks}
-    )
+    for name in ("xxh3_128_blocks", "tracker"):
+        if (value := getattr(file, name)) is not None:
+            described_file[name] = value
+    return described_file
 
 
 class UnreadableError(CheckpointError):
@@ -101,6 +100,7 @@ class _File(msgspec.Struct):
     bytes: _Count
     xxh3_128: str | None
     xxh3_128_blocks: str | None = None
+    tracker: str | None = None
 
 
 class _Body(msgspec.Struct):
@@ -152,6 +152,7 @@ def decode(text: bytes, path: str) -> Manifest:
                 described_file.bytes,
                 described_file.xxh3_128,
                 xxh3_128_blocks=described_file.xxh3_128_blocks,
+                tracker=described_file.tracker,
             )
             for name, described_file in body.files.items()
         )
@@ -169,15 +170,16 @@ def require_inside(files: Iterable[FileEntry]) -> None:
         ValueError: there is one.
     """
     for entry in files:
-        parts = PurePosixPath(entry.path).parts
-        if (
-            not parts
-            or parts[0] == "/"
-            or ".." in parts
-            or "\0" in entry.path
-            or not _is_encodable(entry.path)
-        ):
+        if not _is_inside(entry.path):
             raise ValueError(f"{entry.path!r} is no name of a file below the folder")
+        if entry.tracker is not None and not (_is_inside(entry.tracker) and "/" not in entry.tracker):
+            raise ValueError(f"{entry.tracker!r} is no name of a file in the save folder")
+
+
+def _is_inside(name: str) -> bool:
+    parts = PurePosixPath(name).parts
+    has_parts = bool(parts) and parts[0] != "/" and ".." not in parts
+    return has_parts and "\0" not in name and _is_encodable(name)
 
 
 def _is_encodable(name: str) -> bool:

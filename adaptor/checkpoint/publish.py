@@ -58,6 +58,10 @@ def prepare(
     return folder
 
 
+# In bytes; the file is read whole.
+_LONGEST_TRACKER = 1 << 20
+
+
 def get_ready() -> None:
     """Import what `publish` needs of torch to join parts, before there are any."""
     with contextlib.suppress(Exception):  # who publishes finds it out and says it
@@ -179,7 +183,19 @@ def _tell_tracker(root: Path, step: int, generation: str) -> None:
         raise CheckpointError(
             f"{root}: the tracker names step {named}, so step {step} would not be resumed from"
         )
+    if named is None or named < step:
+        _copy_trackers(root, step)
     tracker.advance_under_lock(root, step)
+
+
+def _copy_trackers(root: Path, step: int) -> None:
+    """Replace the further trackers of a framework by those files of the checkpoint of `step` that it reads in
+    their place."""
+    checkpoint = root / naming.final_name(step)
+    for entry in manifest.read(checkpoint).files:
+        if entry.tracker is not None:
+            tracker.remove_drafts(root, (entry.tracker,))
+            disk.replace(root, entry.tracker, disk.read(checkpoint / entry.path, _LONGEST_TRACKER))
 
 
 def _name(folder: Path, entries: tuple[FileEntry, ...], progress: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,7 +23,6 @@ from adaptor.checkpoint import finite, in_place, in_place_holder, shard_exchange
 from adaptor.checkpoint.archive_layout import FileLayout
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
-from adaptor.checkpoint.format_torch_dist import Sharding
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
 from adaptor.checkpoint.shard_exchange import Exchange
@@ -91,7 +90,7 @@ def write_files(
         ):
             return written
         files, not_finite = _contents(state, record, exchange)
-        return WrittenFiles(_write_files(files, exchange, root, attempt), not_finite)
+        return WrittenFiles(_with_trackers(state, _write_files(files, exchange, root, attempt)), not_finite)
 
 
 def _write_files(files: Files, exchange: Exchange, root: Path, attempt: int) -> tuple[FileEntry, ...]:
@@ -121,8 +120,14 @@ def _remove(drafts: Iterable[Path]) -> None:
 
 def _is_in_place(state: TrainingState, exchange: Exchange) -> bool:
     """Return whether the holders write their shards themselves: the same on all ranks of an exchange."""
-    is_known_format = type(_format(state)) in (TorchFormat, Sharding)
-    return exchange.folder is not None and is_known_format and can_be_planned(state)
+    return exchange.folder is not None and _plans_its_files(_format(state)) and can_be_planned(state)
+
+
+def _plans_its_files(own_format: CheckpointFormat) -> bool:
+    """Return whether a format can lay out the files that its method `files` would write: the class that
+    defines `files` defines `planned_files`, too."""
+    owner = next(kind for kind in type(own_format).__mro__ if "files" in vars(kind))
+    return "planned_files" in vars(owner)
 
 
 def _write_in_place(
@@ -151,11 +156,12 @@ def _write_in_place(
         raise CheckpointError(f"{error.filename or root}: {error.strerror or error}") from error
     bad_weights += _weights_among([subject for _, subject in archives.not_finite], spans)
     try:
-        entries += _write_files(small | _on_top(state), exchange, root, attempt)
+        entries += _write_files(small | _on_top(state, record), exchange, root, attempt)
     except BaseException:
         _remove(root / entry.draft for entry in entries)
         raise
-    return WrittenFiles(tuple(entries), finite.words([subject for subject, _ in bad_groups] or bad_weights))
+    described = _with_trackers(state, entries)
+    return WrittenFiles(described, finite.words([subject for subject, _ in bad_groups] or bad_weights))
 
 
 # The layouts of the large files, the writers of the others, what stands for each saved weight, and the names
@@ -257,12 +263,22 @@ def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> t
             finite.words([subject for subject, _ in bad_subjects]), [rank for _, rank in bad_subjects]
         )
     files = _format(state).files(state, body, gathered)
-    files |= _on_top(state)
+    files |= _on_top(state, record)
     return files, finite.words([subject for subject, _ in bad_subjects] or not_finite)
 
 
-def _on_top(state: TrainingState) -> Files:
-    return {name: partial(_write, content) for name, content in state.on_top.items()}
+def _on_top(state: TrainingState, record: StepRecord) -> Files:
+    """Return the small files that do not depend on the format."""
+    contents = dict(state.on_top)
+    if state.writes_common:
+        contents |= state.contents.files_of(record.step, record.counters)
+    return {name: partial(_write, content) for name, content in contents.items()}
+
+
+def _with_trackers(state: TrainingState, entries: Iterable[FileEntry]) -> tuple[FileEntry, ...]:
+    """Mark the files of which the save folder gets a copy."""
+    names = {path: name for name, path in state.contents.trackers.items()}
+    return tuple(replace(entry, tracker=names.get(entry.path)) for entry in entries)
 
 
 def _write(content: bytes, file: HashingFile) -> None:
@@ -322,6 +338,7 @@ def _body(
     if FLOPS in record.counters:
         body[FLOPS] = record.counters[FLOPS]
     body.update(state.extra)
+    body.update(state.contents.entries_of(record.step, record.counters))
     not_finite: list[str] = []
     buffers = state.buffers.copies(record.buffers)
     for key, chunk in state.chunks.items():  # now that the optimizer needs the live ones no longer

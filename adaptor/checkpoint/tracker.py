@@ -7,6 +7,7 @@ damaged or gone, or not whole on every node (`agreed_step`).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from adaptor.checkpoint import disk
@@ -60,8 +61,8 @@ def set_under_lock(root: Path, step: int) -> None:
     disk.replace(root, naming.TRACKER, str(step).encode())
 
 
-def remove_drafts(root: Path) -> None:
-    """Remove the drafts of tracker and lease that dead processes have left, under a lock that is held."""
-    for name in (naming.TRACKER, naming.LEASE):
+def remove_drafts(root: Path, names: Iterable[str] = (naming.TRACKER, naming.LEASE)) -> None:
+    """Remove the drafts of small files that dead processes have left, under a lock that is held."""
+    for name in names:
         for draft in root.glob(f"{name}.*{disk.DRAFT}"):
             disk.remove(draft)

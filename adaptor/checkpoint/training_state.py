@@ -20,6 +20,35 @@ FLOPS = "num_floating_point_operations_so_far"
 Files = dict[str, Callable[[HashingFile], Any]]
 
 
+@dataclass(frozen=True)
+class CheckpointContents:
+    """What the checkpoints of a framework contain besides model, optimizer, scheduler and random states.
+
+    `entries_of` and `files_of` are called with a finished step and its counters when last words are written,
+    in a thread beside the main thread: they read nothing that the main thread changes, and communicate with
+    no other rank.
+
+    Attributes:
+        counters: returns the framework's counters by name, as they are between two steps
+        growth: returns by how much the running step changes each counter; called before the update
+        entries_of: returns the entries of the checkpoint's common part for a step
+        files_of: returns the small files of the checkpoint for a step, by path below its folder; only the
+            files of rank 0 are written
+        trackers: by name in the save folder: the file of the checkpoint which is copied there when a
+            checkpoint is published
+        metadata: for `torch_dist`: what the framework gives to all `sharded_state_dict`
+        random: for `torch_dist`: the ShardedObject of random states which the framework saves
+    """
+
+    counters: Callable[[], Mapping[str, int | float]] = dict
+    growth: Callable[[], Mapping[str, int | float]] = dict
+    entries_of: Callable[[int, Mapping[str, int | float]], Mapping[str, Any]] = lambda step, counters: {}
+    files_of: Callable[[int, Mapping[str, int | float]], Mapping[str, bytes]] = lambda step, counters: {}
+    trackers: Mapping[str, str] = field(default_factory=dict)
+    metadata: Mapping[str, Any] | None = None
+    random: Any = None
+
+
 class FormatFactory(Protocol):
     """The function that an entry point of `ttp_adaptor.formats` names; see `formats.in_format`."""
 
@@ -107,6 +136,8 @@ class TrainingState:
         keeps: whether an entry of the model is saved, by its name; None: all are
         beside: further files of this rank's folder, by name; the framework has none of them
         on_top: further files of the checkpoint, by path below its folder, in every format
+        contents: what else the framework's checkpoints contain
+        writes_common: whether this rank writes the files that a checkpoint has once
         live: the optimizer that updates the model, where `optimizer` is a copy of it; else None
         format: the one to write; None for `torch` (`format_torch.TorchFormat`)
     """
@@ -122,6 +153,8 @@ class TrainingState:
     keeps: Callable[[str], bool] | None = None
     beside: Mapping[str, bytes] = field(default_factory=dict)
     on_top: Mapping[str, bytes] = field(default_factory=dict)
+    contents: CheckpointContents = CheckpointContents()
+    writes_common: bool = False
     live: Any = None
     format: CheckpointFormat | None = None
 

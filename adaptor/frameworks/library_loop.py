@@ -1,13 +1,13 @@
-"""A training loop of one's own on Megatron-core, which makes its steps by a function (online recovery).
+"""Online recovery of a training loop of one's own on Megatron-core.
 
-The function is called once more for a step that a fault has cut off. All else that a loop has, its script has
-made before: a new process runs the script up to the loop, and gets the state from a survivor.
+The loop is called once more behind the last finished step. All else that a loop needs was made before: a new
+process runs the script up to the loop, and gets the state from a survivor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
@@ -17,6 +17,10 @@ from adaptor.frameworks.megatron_online_support import why_not_on_core
 from adaptor.online.rejoin import Rejoin
 from adaptor.worker.runtime import UNDECIDED
 from adaptor.worker.session import Session
+
+# Is given the last finished step, and the counters behind it.
+GoBack = Callable[[int, Mapping[str, int | float]], Any]
+T = TypeVar("T")
 
 
 class LibraryLoop:
@@ -29,7 +33,7 @@ class LibraryLoop:
         describe: describes what this rank holds: collective.
         session: of this process.
         go_back: lets the script go back behind a step.
-        last: the number of the last step.
+        last: the number of the last step; None: the loop knows it.
     """
 
     def __init__(
@@ -39,8 +43,8 @@ class LibraryLoop:
         group: str,
         describe: Callable[[], MegatronTrainee],
         session: Session,
-        go_back: Callable[[int], Any] | None,
-        last: int,
+        go_back: GoBack | None,
+        last: int | None,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
@@ -84,7 +88,7 @@ class LibraryLoop:
         if record is None or self._go_back is None:
             return
         with self._session.phase("go_back"):  # to come to the place in its data may take longer than a step
-            self._go_back(record.step)
+            self._go_back(record.step, record.counters)
         trainee = self._session.trainee
         assert isinstance(trainee, MegatronTrainee)
         # A data loader of torch draws a seed when it is made, and a sampler may shuffle.
@@ -135,12 +139,15 @@ class Recovery:
             )
             self._session.tell_again()
 
-    def run(self, one_step: Callable[[int], Any], last: int, go_back: Callable[[int], Any] | None) -> None:
+    def run_steps(self, one_step: Callable[[int], Any], last: int, go_back: GoBack | None) -> None:
         """Make all steps to `last` by `one_step`, again from the last finished one after each fault.
 
         `go_back` puts the loop's own state to a step; None: it has none.
         """
         session, worker = self._session, self._worker
+        if worker.newcomer:
+            # The script may count it from the step of the checkpoint that it has loaded.
+            last = worker.ask_record().answers["last"]
 
         def train() -> None:
             for number in range(session.board.finished + 1, last + 1):
@@ -148,13 +155,25 @@ class Recovery:
                     if one_step(number) is False:
                         return
 
+        self.run_loop(train, go_back, last)
+
+    def run_loop(
+        self, train: Callable[[], T], go_back: GoBack | None, last: int | None = None, why_not: str = ""
+    ) -> T:
+        """Call `train`, and again behind the last finished step after each fault; return what it returns.
+
+        Args:
+            train: the loop.
+            go_back: see `run_steps`.
+            last: the number of the last step, for a new process; None: `train` knows it.
+            why_not: why the framework cannot call its loop again; empty: it can.
+        """
+        session, worker = self._session, self._worker
         if self._why_not and not worker.newcomer:
-            train()
-            return
-        worker.set_online_support(self._why_not)
-        if worker.newcomer:
-            # The script may count it from the step of the checkpoint that it has loaded.
-            last = worker.ask_record().answers["last"]
-        else:
+            return train()
+        worker.set_online_support(why_not)
+        if not worker.newcomer:
             session.tell_again()
-        worker.run(LibraryLoop(*self._given, session, go_back, last), train)
+            if why_not:
+                return train()
+        return worker.run(LibraryLoop(*self._given, session, go_back, last), train)

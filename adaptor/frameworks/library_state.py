@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from adaptor import context, devices
 from adaptor.checkpoint import formats, step_record
 from adaptor.checkpoint.placement import CheckpointPlacement, place_of
-from adaptor.checkpoint.training_state import TrainingState, unwrapped
+from adaptor.checkpoint.training_state import CheckpointContents, TrainingState, unwrapped
 from adaptor.context import Context
 from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError
@@ -65,6 +65,7 @@ def training_state(
     extra: Mapping[str, Any] | None,
     place: CheckpointPlacement,
     format: str,
+    contents: CheckpointContents,
 ) -> TrainingState:
     """Return what a checkpoint has of this rank.
 
@@ -75,6 +76,7 @@ def training_state(
         extra: further entries.
         place: of this rank in checkpoints.
         format: of the checkpoint.
+        contents: what else the framework's checkpoints contain.
     """
     state = TrainingState(
         model=[unwrapped(chunk) for chunk in model],
@@ -83,6 +85,8 @@ def training_state(
         folder=folder_of_rank(),
         extra=extra or {},
         stored=place.stored,
+        contents=contents,
+        writes_common=place.first == 0,
     )
     return formats.in_format(format, state, place.first, "format")
 
@@ -94,11 +98,12 @@ def write_host_copies(
     save: Path,
     extra: Mapping[str, Any] | None,
     format: str,
+    contents: CheckpointContents,
 ) -> int | None:
     """Do what `adaptor.write_host_copies` promises, in a process that trains with others.
 
     Args:
-        model, optimizer, scheduler, extra, format: see `training_state`.
+        model, optimizer, scheduler, extra, format, contents: see `training_state`.
         save: the save folder.
     """
     context.part(CopiesAsked).asked = True
@@ -117,7 +122,8 @@ def write_host_copies(
         weights = (param for chunk in model for param in chunk.parameters())
         device = devices.of(itertools.chain(mains, weights), context.get().settings.device)
         place = place_of(optimizer, none_mirrored, folder_of_rank(), everyone)
-        return training_state(model, optimizer, scheduler, extra, place, format), place, device
+        state = training_state(model, optimizer, scheduler, extra, place, format, contents)
+        return state, place, device
 
     written = rebuild.write_newest(save.resolve(), optimizer, describe)
     start.require_training()

@@ -17,6 +17,8 @@ class FileEntry:
         xxh3_128_blocks: of a large file, and of one that several ranks have written in place: the xxh3-128
             of the xxh3-128 of its blocks of 1 MiB, in order (`hashing.BlockDigest`). Without either only the
             size is known
+        tracker: the name of its copy in the save folder, which tells the framework what to load; None: it has
+            no copy
     """
 
     path: str
@@ -24,6 +26,7 @@ class FileEntry:
     xxh3_128: str | None
     attempt: int | None = None
     xxh3_128_blocks: str | None = None
+    tracker: str | None = None
 
     @property
     def draft(self) -> str:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from adaptor.checkpoint import format_torch_dist, shard_exchange
+from adaptor.checkpoint import format_torch_dist, shard_exchange, state_writer
 from adaptor.checkpoint.format_torch_dist import Sharding
 from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.trainee import MegatronTrainee
@@ -102,6 +102,36 @@ def test_what_the_framework_could_not_load_is_refused() -> None:
     metadata = {"distrib_optim_sharding_type": "dp_zero_gather_scatter"}
     with pytest.raises(UnsupportedError, match="with 2 optimizer instances; use TTP_REPLICA=mirror, or"):
         format_torch_dist.agree(state, metadata, None, 0, cast(Any, None))
+
+
+class OtherRandomStates(Sharding):
+    """Writes its large files as `Sharding` does."""
+
+    def rng(self, states: Any) -> Any:
+        return states
+
+
+class OtherFiles(Sharding):
+    """Writes a file that `planned_files` of `Sharding` does not know."""
+
+    def files(self, state: Any, body: Any, gathered: Any) -> Any:
+        return {**super().files(state, body, gathered), "further.pt": lambda file: None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_planned"), [(Sharding, True), (OtherRandomStates, True), (OtherFiles, False)]
+)
+def test_a_subclass_is_written_in_place_unless_it_has_other_files(
+    kind: type[Sharding], is_planned: bool
+) -> None:
+    assert state_writer._plans_its_files(kind(0, {}, (), ())) is is_planned
+
+
+def test_an_own_loop_that_does_not_say_how_its_state_is_sharded_is_refused() -> None:
+    state = Rank(0, 1).state
+    assert state.args is None
+    with pytest.raises(UnsupportedError, match="needs contents with metadata and random"):
+        format_torch_dist.make(state, 0)
 
 
 @pytest.mark.parametrize("own_format", [None, Sharding(0, {}, (), ())])

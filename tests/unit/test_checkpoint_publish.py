@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from adaptor.protocol.file_entry import FileEntry
 from tests.unit.threads import LONG_S, Thread
 
 STEP = 20
+FURTHER = "latest_model.pt"  # a tracker that a framework reads before the other
 OLDER = 10
 
 
@@ -175,7 +177,7 @@ def survive_every_crash(
 
 
 def left_over(root: Path) -> list[str]:
-    expected = {naming.TRACKER, naming.final_name(OLDER), naming.final_name(STEP)}
+    expected = {naming.TRACKER, FURTHER, naming.final_name(OLDER), naming.final_name(STEP)}
     return sorted(path.name for path in root.iterdir() if path.name not in expected)
 
 
@@ -255,6 +257,39 @@ def test_no_crash_breaks_a_promise(root: Path, copies: Callable[[], Path]) -> No
         copies, lambda here: publish.publish(here, STEP, entries, {}, 2), recover_by_a_new_dump
     )
     assert {"os.fsync", "os.rename", "open"} <= set(operations)
+
+
+def test_a_further_tracker_is_never_behind_the_tracker(root: Path, copies: Callable[[], Path]) -> None:
+    first, *others = write(publish.prepare(root, STEP), b"new", 3)
+    entries = [replace(first, tracker=FURTHER), *others]
+
+    def check(here: Path) -> None:
+        if tracked(here) == str(STEP):
+            assert (here / FURTHER).read_bytes() == content_of(here, STEP)
+
+    def publish_it(here: Path) -> None:
+        publish.publish(here, STEP, entries, {}, 2)
+
+    def recover(here: Path) -> None:
+        check(here)
+        publish_it(here)
+        assert tracked(here) == str(STEP)
+        check(here)
+
+    survive_every_crash(copies, publish_it, recover)
+    publish_it(root)
+    (root / naming.TRACKER).write_text("30")  # of a later step: the further tracker belongs to it
+    (root / FURTHER).write_bytes(b"of step 30")
+    with pytest.raises(CheckpointError, match="so step 20 would not be resumed from"):
+        publish_it(root)
+    assert (root / FURTHER).read_bytes() == b"of step 30"
+
+
+@pytest.mark.parametrize("name", ["../up", "folder/name", "/absolute", ""])
+def test_a_further_tracker_outside_of_the_save_folder_is_refused(root: Path, name: str) -> None:
+    first, *others = write(publish.prepare(root, STEP), b"new")
+    with pytest.raises(CheckpointError, match="is no name of a file in the save folder"):
+        publish.publish(root, STEP, [replace(first, tracker=name), *others], {}, 2)
 
 
 def test_publishing_goes_on_where_it_crashed(root: Path, copies: Callable[[], Path]) -> None:
