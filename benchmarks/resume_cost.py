@@ -26,7 +26,7 @@ from _job import new_folder, run
 
 from adaptor import context, patches, patching
 from adaptor.checkpoint import disk, hashing, publish, resume_check
-from adaptor.checkpoint.checked_files import CheckedFiles
+from adaptor.checkpoint.divided_reading import CheckedFiles
 from adaptor.protocol import naming
 
 TARGET = 1.1

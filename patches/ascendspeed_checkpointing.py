@@ -7,7 +7,7 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.checkpoint import resume_check
-from adaptor.checkpoint.checked_files import CheckedFiles
+from adaptor.checkpoint.divided_reading import CheckedFiles
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MODELLINK
 from adaptor.worker import runtime

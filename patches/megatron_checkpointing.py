@@ -13,7 +13,7 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.checkpoint import resume_check
-from adaptor.checkpoint.checked_files import CheckedFiles
+from adaptor.checkpoint.divided_reading import CheckedFiles
 from adaptor.frameworks import adapter_base, megatron_restart
 from adaptor.frameworks.failed_saves import SaveFailedError
 from adaptor.frameworks.megatron_restart import ChosenStep

@@ -1,9 +1,13 @@
-"""The layout of a file of torch before its data is there: where each tensor stands, and what is around it.
+"""The layout of a file of torch before its data exists: the place of each tensor, and the bytes around the
+tensors.
 
-torch's files are zip archives whose entries are stored as they are. So once the value is pickled, in which a
-tensor is only a reference to an entry, the place of every byte is known, and the entries may be written in
-any order, by several processes. Only the CRC-32 of each entry comes later: it stands in the headers, which
-are written last.
+torch's files are zip archives whose entries are stored uncompressed. Once the value is pickled, with a
+reference to an entry in place of each tensor, the place of every byte is known, and several processes may
+write the entries in any order. Only the CRC-32 of each entry comes later, in the headers, which are written
+last.
+
+`ArchiveLayout` lays out one archive; `SequenceLayout` a file of several contents, one behind the other, such
+as a data file of `torch.distributed.checkpoint`: archives of one tensor each, and bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +22,14 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from adaptor.checkpoint.crc32 import crc32
+from adaptor.checkpoint.hashing import crc32
 
 T = TypeVar("T")
 
-_ROOT = "archive"  # as torch names it where it is not given the name of a file
-_ALIGNMENT = 64  # of each storage, as torch has it, in bytes
-PAGE = 4096  # of storages that others write: the most that two of them have in common is what is cut there
-_LIMIT = 0xFFFFFFFF  # what does not fit below stands in a field of ZIP64
+_ROOT = "archive"  # torch's name without a file name
+_ALIGNMENT = 64  # of each storage, as torch aligns it, in bytes
+PAGE = 4096  # of storages that other ranks write: a shared storage is cut at a page at most
+_LIMIT = 0xFFFFFFFF  # a larger number stands in a field of ZIP64
 _DATE = 0x21  # 1980-01-01, the first day that a zip file knows
 _LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
 _END_64, _LOCATOR_64 = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
@@ -37,9 +41,9 @@ class Entry(Generic[T]):
     """A file in the archive; all in bytes.
 
     Attributes:
-        header: where its header starts, right behind the data of the entry before
+        header: the start of its header, right behind the data of the entry before
         begin, size: of its data
-        content: the data, of bytes; or what the caller knows of a tensor whose data others write
+        content: the data, of bytes; or the caller's description of a tensor whose data other ranks write
     """
 
     name: str
@@ -50,13 +54,12 @@ class Entry(Generic[T]):
 
 
 class FileLayout(Protocol[T]):
-    """The layout of a file: what stands where, and what is written last.
+    """The layout of a file: the place of each content, and the bytes that are written last.
 
     Attributes:
-        entries: with data that somebody has to write, in the order in which they stand
+        entries: entries with data to be written, in the order of the file
         size: of the file
-        reader: is given the content of the file front to back, once all of it is there; None: nobody asks
-            for it
+        reader: is called with the content of the complete file, front to back; None: no reader
     """
 
     entries: list[Entry[T]]
@@ -64,7 +67,7 @@ class FileLayout(Protocol[T]):
     reader: Callable[[bytes], object] | None
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield what stands around the data, with its place.
+        """Yield the bytes around the data, each with its place.
 
         Args:
             crcs: the CRC-32 of each entry, in order.
@@ -75,11 +78,10 @@ class ArchiveLayout(Generic[T]):
     """The layout of the archive that `torch.load` reads as `value`.
 
     Args:
-        value: what is saved.
-        planned: returns what is known of a storage that others write, None for one whose data is there.
+        value: the saved value.
+        planned: returns the description of a storage that other ranks write, None for a storage with data.
 
-    Attributes: see `FileLayout`; and
-        structure: the pickled value, in which tensors are references
+    Attributes: see `FileLayout`; and structure: the pickled value, with references in place of tensors
     """
 
     def __init__(self, value: Any, planned: Callable[[torch.UntypedStorage], T | None]) -> None:
@@ -89,7 +91,7 @@ class ArchiveLayout(Generic[T]):
         self.structure = pickled.getvalue()
         self.entries: list[Entry[T]] = []
         self.reader: Callable[[bytes], object] | None = None
-        # All, those of `entries` too; with its content where that is known already, and no part of `entries`.
+        # All entries, `entries` included; with the content where the layout knows the content already.
         self._all: list[tuple[Entry[Any], bytes | None]] = []
         self._end = 0
         self._fix("data.pkl", self.structure)
@@ -122,7 +124,7 @@ class ArchiveLayout(Generic[T]):
         return entry
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield what stands around the data, with its place.
+        """Yield the bytes around the data, each with its place.
 
         Args:
             crcs: the CRC-32 of each entry, in order.
@@ -208,7 +210,7 @@ def _content(storage: Any) -> torch.Tensor:
 
 
 def join_crcs(parts: Sequence[tuple[int, int]]) -> int:
-    """Return the CRC-32 of a whole from the parts' own, each with its size in bytes, in order."""
+    """Return the CRC-32 of a whole from the CRC-32 and the size in bytes of each part, in order."""
     joined = 0
     for crc, size in parts:
         joined = (_multiply(_power(size), joined) if joined else 0) ^ crc
@@ -217,7 +219,9 @@ def join_crcs(parts: Sequence[tuple[int, int]]) -> int:
 
 @functools.lru_cache(1024)
 def _power(count: int) -> int:
-    """Return x to the power of 8 * `count`, modulo the polynomial: what `count` zero bytes do to a CRC."""
+    """Return x to the power of 8 * `count`, modulo the polynomial: the effect of `count` zero bytes on a
+    CRC.
+    """
     result, square = 1 << 31, 1 << 23
     while count:
         if count & 1:
@@ -236,3 +240,112 @@ def _multiply(first: int, second: int) -> int:
         second = second >> 1 ^ (_CRC_POLYNOMIAL if second & 1 else 0)
         bit >>= 1
     return product
+
+
+class SequenceLayout(Generic[T]):
+    """The layout of a file to which contents are added.
+
+    Attributes: see `FileLayout`; an archive among the contents has several entries.
+    """
+
+    def __init__(self) -> None:
+        self.reader: Callable[[bytes], object] | None = None
+        self.entries: list[Entry[T]] = []
+        self.size = 0
+        # Each with its begin, and the number of its first entry.
+        self._archives: list[tuple[int, int, ArchiveLayout[T] | ArchiveLayout[torch.Tensor]]] = []
+        self._gaps: list[tuple[int, int]] = []  # a gap in front of each
+        self._planned: dict[tuple[torch.dtype, torch.Size, tuple[int, ...]], ArchiveLayout[T]] = {}
+
+    def add_bytes(self, content: bytes) -> tuple[int, int]:
+        """Add `content`; return its place and its size, in bytes."""
+        begin = self.size
+        data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        self.entries.append(Entry("", begin, begin, len(content), data))
+        self.size += len(content)
+        return begin, len(content)
+
+    def add_tensor(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Add a tensor in the host's memory, as torch.save writes it; return place and size, in bytes."""
+        return self._add(ArchiveLayout(tensor, lambda storage: None), self.size)
+
+    def add_part(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Add a contiguous part of a tensor in the host's memory without a copy; return place and size.
+
+        torch.save would write all memory behind the tensor.
+        """
+        # A single element may have any step, also where it is contiguous.
+        content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return self._add(ArchiveLayout(stand_in_for(tensor), lambda storage: content), self.size)
+
+    def add_planned(self, tensor: torch.Tensor, placeholder: T) -> tuple[int, int]:
+        """Add a tensor whose data other ranks write; return place and size, in bytes.
+
+        Args:
+            tensor: of the same shape and dtype, on any device.
+            placeholder: stands in the entry in place of data.
+        """
+        alike = tensor.dtype, tensor.shape, tensor.stride()
+        if alike not in self._planned:  # most layers of a model have equal tensors
+            self._planned[alike] = ArchiveLayout(stand_in_for(tensor), lambda storage: placeholder)
+        # At a page: see `PAGE`.
+        return self._add(self._planned[alike], self.size + -self.size % PAGE, placeholder)
+
+    def add_archive(self, archive: ArchiveLayout[T]) -> tuple[int, int]:
+        """Add an archive with tensors, some of which other ranks write; return place and size, in bytes."""
+        return self._add(archive, self.size + -self.size % PAGE)
+
+    def _add(
+        self,
+        archive: ArchiveLayout[T] | ArchiveLayout[torch.Tensor],
+        begin: int,
+        placeholder: T | None = None,
+    ) -> tuple[int, int]:
+        self._archives.append((begin, len(self.entries), archive))
+        for archive_entry in archive.entries:
+            content = archive_entry.content if placeholder is None else placeholder
+            self.entries.append(
+                Entry(
+                    archive_entry.name,
+                    begin + archive_entry.header,
+                    begin + archive_entry.begin,
+                    archive_entry.size,
+                    content,
+                )
+            )
+        self._gaps.append((self.size, begin - self.size))
+        self.size = begin + archive.size
+        return begin, archive.size
+
+    def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        """Yield the bytes around the data, each with its place.
+
+        Args:
+            crcs: the CRC-32 of each entry, in order.
+        """
+        at, data = 0, b""
+        for begin, piece in self._around(crcs):
+            if begin != at + len(data):  # adjacent pieces are joined
+                if data:
+                    yield at, data
+                at, data = begin, b""
+            data += piece
+        if data:
+            yield at, data
+
+    def _around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+        for (gap, count), (begin, first, archive) in zip(self._gaps, self._archives, strict=True):
+            yield gap, bytes(count)
+            for at, data in archive.around(crcs[first : first + len(archive.entries)]):
+                yield begin + at, data
+
+
+def stand_in_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape in host memory that is allocated and never written.
+
+    Args:
+        tensor: contiguous, on any device.
+    """
+    make: Any = torch.UntypedStorage  # torch.empty would fill its memory where a job is deterministic
+    storage = make(tensor.numel() * tensor.dtype.itemsize)
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())

@@ -1,7 +1,9 @@
-"""Checksums of a regular save: each rank leaves those of the files that it has written beside them.
+"""Checksums of a regular save: each rank leaves a note with the checksum beside each file that it has
+written.
 
-Rank 0, which makes the manifest, takes them from there: it need not read what others have written. A note is
-optional: where one cannot be written, read or removed, the save goes on, and its file has no checksum.
+Rank 0, which makes the manifest, takes the checksums from the notes, without reading the files of other
+ranks. A note is optional: if a note cannot be written, read or removed, the save goes on, and its file has no
+checksum.
 """
 
 from __future__ import annotations
@@ -30,37 +32,35 @@ class _Note(msgspec.Struct):
 
 
 def leave(folder: Path, entry: FileEntry) -> None:
-    """Leave the checksum of a file of the save in `folder`, which has been written; call it after that.
+    """Leave the checksum of a file of the save in `folder`; called after the file was written.
 
-    Where the disk refuses (it is full, the name with the suffix is too long), there is no note.
+    If the disk refuses (full disk, name too long), no note is left.
     """
     text = msgspec.json.encode(_Note(entry.bytes, entry.xxh3_128 or "", entry.xxh3_128_blocks))
     try:
         with os.fdopen(disk.create(folder, f"{entry.path}{_SUFFIX}"), "wb") as file:
             file.write(text)
     except OSError:
-        with contextlib.suppress(
-            OSError
-        ):  # a part of it; `entries` reads no note that is older than its file
+        with contextlib.suppress(OSError):  # a part of the note; `entries` reads no note older than its file
             (folder / f"{entry.path}{_SUFFIX}").unlink()
 
 
 def hash_and_leave(folder: Path, path: Path) -> None:
     """Hash a file of the save in `folder`, which has been written, and leave its checksum.
 
-    Where it cannot be read, there is no note.
+    If the file cannot be read, no note is left.
     """
     with contextlib.suppress(OSError):
         leave(folder, hashing.entry_of(path, path.relative_to(folder).as_posix()))
 
 
 def complete(folder: Path, files: list[Path]) -> None:
-    """Hash the files of a save in `folder` that nobody has hashed on their way, unless they are large.
+    """Hash the files of a save in `folder` without a note, unless they are large.
 
-    Large are only those that a process writes into which the adaptor cannot look.
+    Only files of a process that the adaptor cannot look into are large and without a note.
 
     Raises:
-        OSError: a file is not there.
+        OSError: a file is missing.
     """
     for path in files:
         state = path.stat()
@@ -70,20 +70,20 @@ def complete(folder: Path, files: list[Path]) -> None:
 
 
 def is_note(path: Path) -> bool:
-    """Return whether a file of a save is a note, and no part of the checkpoint."""
+    """Return True if a file of a save is a note, and not part of the checkpoint."""
     return path.name.endswith(_SUFFIX)
 
 
 def without_file(folder: Path) -> bool:
-    """Return whether there is a note of a file that is not there."""
+    """Return True if a note has no file."""
     return any(is_note(path) and not _noted(path).exists() for path in disk.files(folder))
 
 
 def require_readable(folder: Path) -> None:
-    """Read each note, which `entries` takes for none where it cannot be read.
+    """Read each note, because `entries` ignores a note that cannot be read.
 
     Raises:
-        OSError: one cannot be read, though the note may be intact.
+        OSError: a note cannot be read, though the note may be intact.
     """
     for path in disk.files(folder):
         if is_note(path):
@@ -100,10 +100,10 @@ def _noted(note: Path) -> Path:
 
 
 def entries(folder: Path, files: list[Path]) -> list[FileEntry]:
-    """Return the entries of the manifest for these files; without a checksum where nobody has left one.
+    """Return the entries of the manifest for `files`, without a checksum where no note is left.
 
     Raises:
-        OSError: a file is not there.
+        OSError: a file is missing.
     """
     earlier = _of_earlier_call(folder)
     file_entries = []
@@ -121,7 +121,7 @@ def entries(folder: Path, files: list[Path]) -> list[FileEntry]:
 
 
 def remove(folder: Path) -> None:
-    """Remove all notes; call it when the manifest has them. One that cannot be removed stays."""
+    """Remove all notes, once the manifest has the checksums. A note that cannot be removed stays."""
     with contextlib.suppress(OSError):
         for path in list(disk.files(folder)):
             if is_note(path):
@@ -130,7 +130,7 @@ def remove(folder: Path) -> None:
 
 
 def _is_newer(written: Path, state: os.stat_result) -> bool:
-    """Return whether a file with checksums was written after the file with this state."""
+    """Return True if a file with checksums was written after the file with this state."""
     try:
         return written.stat().st_mtime_ns >= state.st_mtime_ns
     except OSError:
@@ -138,7 +138,7 @@ def _is_newer(written: Path, state: os.stat_result) -> bool:
 
 
 def _read(path: Path, state: os.stat_result) -> _Note | None:
-    """Return the note of the file with this state; none of an earlier file of its name."""
+    """Return the note of the file with this state; None for a note of an earlier file of the same name."""
     note = path.with_name(f"{path.name}{_SUFFIX}")
     if not _is_newer(note, state):
         return None
@@ -150,7 +150,7 @@ def _read(path: Path, state: os.stat_result) -> _Note | None:
 
 
 def _of_earlier_call(folder: Path) -> Mapping[str, _Note]:
-    """Return what the manifest has of a call that made it, and did not come to give the folder its name."""
+    """Return the entries of a manifest whose call did not come to rename the folder."""
     if not (folder / naming.MANIFEST).exists():
         return {}
     try:

@@ -1,8 +1,8 @@
-"""A checkpoint of `torch.distributed.checkpoint` without a collective: every writer writes a part of it.
+"""A checkpoint of `torch.distributed.checkpoint` without a collective: every writer writes a part.
 
 Writer R makes a data file, `__R_0.distcp`, and its part of the metadata, `.metadata.R`: its plan and the
 place of each item. The agent that publishes joins the parts to `.metadata`, as torch's coordinator would
-after gathering them, and lets torch's planner check that nothing is missing.
+after a gather, and lets torch's planner check that nothing is missing.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RankPart:
     """The part of a checkpoint that one rank writes.
 
     Args:
-        rank: that names the files.
+        rank: names the files.
         planner: a SavePlanner, set up with the state dict of this rank.
     """
 
@@ -52,7 +52,7 @@ class RankPart:
 
     @property
     def has_data(self) -> bool:
-        """Return whether this rank has something to write."""
+        """Return True if this rank has data to write."""
         return bool(self._plan.items)
 
     def write_data(self, file: HashingFile) -> None:
@@ -74,7 +74,7 @@ class RankPart:
         return [(item, self._planner.resolve_data(item)) for item in self._plan.items]
 
     def note(self, item: Any, start: int, length: int) -> None:
-        """Note where an item stands in the data file.
+        """Note the place of an item in the data file.
 
         Args:
             item: of the plan.
@@ -107,27 +107,27 @@ def by_itself(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def import_torch() -> None:
-    """Import what `join` needs of torch: half a second of CPU time, more where the disk is slow."""
+    """Import the modules of torch for `join`: half a second of CPU time, more on a slow disk."""
     from torch.distributed.checkpoint import default_planner, filesystem  # noqa: F401
 
 
 def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
-    """Join the parts of the metadata, if there are any, and return the files of the checkpoint.
+    """Join the parts of the metadata, if any, and return the files of the checkpoint.
 
-    May be called again after a crash. A part is read only if it equals, bit for bit, its writer's report.
+    A call may be repeated after a crash. A part is read only if it equals, bit for bit, its writer's report.
 
     Raises:
-        CheckpointError: a part is not what was reported, or the parts do not make a whole.
+        CheckpointError: a part differs from its report, or the parts do not make a whole.
     """
     parts = [entry for entry in entries if entry.path.startswith(_PART)]
     if not parts:
         return tuple(entries)
     joined = folder / METADATA
-    if not joined.exists():  # it gets its name when it is complete
+    if not joined.exists():  # the file gets its name when complete
         problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
         if problems:
             raise CheckpointError(f"{problems[0]}: it was reported as written")
-        # What the ranks of this job have written a moment ago, by its checksum.
+        # Files that the ranks of this job have written a moment ago, by checksum.
         parts.sort(key=lambda part: int(part.path.removeprefix(_PART)))
         _finish(folder, [_Known(*pickle.loads((folder / part.draft).read_bytes())) for part in parts])
     joined_metadata = FileEntry(METADATA, joined.stat().st_size, hashing.hash_file(joined))
@@ -144,6 +144,6 @@ def _finish(folder: Path, parts: Sequence[_Known]) -> None:
     except ValueError as error:
         raise CheckpointError(f"{folder}: the parts do not make a whole ({error})") from error
     extras = [part.extra for part in parts if part.extra is not None]
-    if extras:  # Megatron-core up to 0.16 keeps it there
+    if extras:  # the place up to Megatron-core 0.16
         vars(metadata)["mcore_data"] = dict(chain.from_iterable(extra.items() for extra in extras))
     FileSystemWriter(str(folder)).finish(metadata, [list(part.results) for part in parts])

@@ -1,9 +1,9 @@
-"""Lays out a data file of `torch.distributed.checkpoint` before its shards have arrived (`sequence_layout`).
+"""Lays out a data file of `torch.distributed.checkpoint` before its shards have arrived (`SequenceLayout`).
 
-The tensors of the plan are stand-ins on the device `meta`, or views of them: the framework's own functions
-can slice and reshape them, but cannot read them. The content of a tensor that such a function has allocated
-itself is not known, unless it is a copy and copies are followed (`planned_tensors`): `CannotBePlanned` is
-raised for it.
+The tensors of the plan are stand-ins on the device `meta`, or views of stand-ins: the framework's own
+functions can slice and reshape stand-ins, but cannot read them. The content of a tensor that such a function
+has allocated itself is not known, unless the tensor is a copy and copies are followed (`planned_tensors`):
+`CannotBePlanned` is raised for an unknown tensor.
 """
 
 from __future__ import annotations
@@ -17,24 +17,23 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from adaptor.checkpoint.archive_layout import ArchiveLayout
+from adaptor.checkpoint.archive_layout import ArchiveLayout, SequenceLayout, stand_in_for
 from adaptor.checkpoint.dcp import RankPart, by_itself
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
-from adaptor.checkpoint.sequence_layout import SequenceLayout, stand_in_for
 
 # The keys of what an optimizer, alone or in a chain, saves in the form of its own buffers begin so.
 _FLAT = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
-# Begins what is pickled in the place of a value.
+# The beginning of the text that is pickled in place of a value.
 _TOKEN = "ttp: a value with stand-ins "
 # The function that makes a tensor of the device `meta`, in a pickle of torch.
 _WITHOUT_MEMORY = b"_rebuild_meta_tensor_no_storage"
 
 
 class PlannedObjects:
-    """The values with stand-ins in them that a framework saves as objects, which it pickles at once.
+    """The values with stand-ins that a framework saves as objects, and pickles at once.
 
     Args:
-        planned: has made the stand-ins.
+        planned: the maker of the stand-ins.
     """
 
     def __init__(self, planned: PlannedTensors) -> None:
@@ -42,7 +41,9 @@ class PlannedObjects:
         self._values: dict[str, Any] = {}
 
     def token_for(self, value: Any) -> Any:
-        """Return what the framework is given to pickle in the place of `value`: itself without stand-ins."""
+        """Return the text that the framework pickles in place of `value`; `value` itself without
+        stand-ins.
+        """
         if not any(self._planned.stands_for_state(tensor) for tensor in _tensors(value)):
             return value
         token = f"{_TOKEN}{len(self._values)}"
@@ -50,7 +51,7 @@ class PlannedObjects:
         return token
 
     def value_of(self, pickled: bytes) -> Any | None:
-        """Return what was pickled, with the values in the place of their tokens; None if there is none."""
+        """Return the pickled value, with the values in place of their tokens; None without a token."""
         if _TOKEN.encode() not in pickled:
             return None
         return _mapped(torch.load(io.BytesIO(pickled), weights_only=True), self._put_back)
@@ -62,12 +63,12 @@ class PlannedObjects:
 def lay_out(
     part: RankPart, planned: PlannedTensors, objects: PlannedObjects | None = None
 ) -> SequenceLayout[Source]:
-    """Lay out the data file of `part`, in the place of `write_data`.
+    """Lay out the data file of `part`, in place of `write_data`.
 
     Args:
         part: notes the place of each item.
-        planned: has made the stand-ins.
-        objects: that have stand-ins in them.
+        planned: the maker of the stand-ins.
+        objects: values with stand-ins.
 
     Raises:
         CannotBePlanned: the content of a tensor is not known.
@@ -98,7 +99,7 @@ def lay_out(
 def _add_value(
     layout: SequenceLayout[Source], value: Any, planned: PlannedTensors, name: str
 ) -> tuple[int, int]:
-    """Add what torch.save would have made of `value` with the tensors. Raises CannotBePlanned."""
+    """Add the archive that torch.save would make of `value` with the tensors. Raises CannotBePlanned."""
     sources_by_storage: dict[int, Source] = {}
 
     def on_host(leaf: Any) -> Any:
@@ -107,7 +108,8 @@ def _add_value(
         source = planned.range_of(leaf)
         if source is None or source.numel != leaf.numel() or not leaf.is_contiguous():
             raise CannotBePlanned(name)
-        if type(leaf) is not torch.Tensor or leaf.requires_grad:  # torch would save that as well
+        # torch would save the subclass or the flag as well
+        if type(leaf) is not torch.Tensor or leaf.requires_grad:
             raise CannotBePlanned(name)
         stand_in = stand_in_for(leaf)
         sources_by_storage[stand_in.untyped_storage()._cdata] = source
@@ -115,13 +117,14 @@ def _add_value(
 
     stand_in = _mapped(value, on_host)
     archive = ArchiveLayout(stand_in, lambda storage: sources_by_storage.get(storage._cdata))
-    # Such as a sum of stand-ins, or one in a value of another kind: nothing of it would be in the file.
+    # For example a sum of stand-ins, or a stand-in in a value of another kind: its content would not be in
+    # the file.
     require_no_stand_in(archive.structure, name)
     return layout.add_archive(archive)
 
 
 def _mapped(value: Any, act: Callable[[Any], Any]) -> Any:
-    """Return `value` with `act` of whatever stands in its dicts, lists and tuples."""
+    """Return `value` with `act` applied to all leaves of its dicts, lists and tuples."""
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _mapped(item, act)) for key, item in value.items())
     if type(value) in (list, tuple):
@@ -141,14 +144,14 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def require_no_stand_in(content: bytes, name: str) -> None:
-    """Refuse a pickle that contains a stand-in as if it were a tensor.
+    """Refuse a pickle that contains a stand-in as a tensor.
 
     Args:
-        content: what torch.save has written.
+        content: the output of torch.save.
         name: of the content, for the error.
 
     Raises:
-        CannotBePlanned: it contains one.
+        CannotBePlanned: a stand-in is in the pickle.
     """
     if _WITHOUT_MEMORY in content:
         raise CannotBePlanned(name)
@@ -164,7 +167,7 @@ def _is_part_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _sources(items: Sequence[tuple[Any, torch.Tensor]], planned: PlannedTensors) -> dict[Any, Source]:
-    """Return what stands for each of these tensors, by the index of its item. Raises CannotBePlanned."""
+    """Return the source of each of these tensors, by the index of its item. Raises CannotBePlanned."""
     sources_by_index = {item.index: planned.range_of(tensor) for item, tensor in items}
     starts = _starts(items, sources_by_index)
     sources_found: dict[Any, Source] = {}
@@ -183,14 +186,14 @@ def _sources(items: Sequence[tuple[Any, torch.Tensor]], planned: PlannedTensors)
     return sources_found
 
 
-# Where a flat tensor starts in a world tensor: its position, number, key, dtype, and the place there.
+# The start of a flat tensor in a world tensor: position, number, key, dtype, and the place there.
 _Start = tuple[int, int, str, torch.dtype, int]
 
 
 def _starts(
     items: Sequence[tuple[Any, torch.Tensor]], sources_by_index: Mapping[Any, Source | None]
 ) -> dict[str, set[_Start]]:
-    """Return where the tensor under each key starts, as its pieces tell: one place, if it is flat."""
+    """Return the starts of the tensor under each key, from its pieces: one start, if the tensor is flat."""
     starts: dict[str, set[_Start]] = defaultdict(set)
     for item, _ in items:
         source = sources_by_index[item.index]
@@ -201,10 +204,10 @@ def _starts(
 
 
 def _padding(item: Any, tensor: torch.Tensor, starts: Mapping[str, set[_Start]]) -> Source | None:
-    """Return what stands for a tensor that the framework has made to fill a bucket (`dp_reshardable`).
+    """Return the source of a tensor that the framework has made to fill a bucket (`dp_reshardable`).
 
-    What it saves of a bucket is flat, and cut in pieces: so the others tell which part of the world tensor
-    this one is. There it is zero, between two params.
+    The saved tensors of a bucket are flat, and cut in pieces: so the other pieces tell the part of the world
+    tensor for this piece. Between two params the world tensor is zero.
     """
     places = starts.get(item.index.fqn, set())
     if tensor.dim() != 1 or len(places) != 1:

@@ -1,9 +1,10 @@
-"""Files and folders on a disk: complete and synced when a function returns, whatever somebody has put beside
-them.
+"""Files and folders on a disk: complete and synced when a function returns, whatever lies beside them.
 
-Anyone who may write to a save folder can put links, FIFOs, devices and folders there. To read, only regular
-files are opened, and no open waits. To write, every file is made anew (O_EXCL) relative to a folder that is
-open, and no link is followed: nobody can divert a write to another file of the job's owner.
+Any user with write permission for a save folder can put links, FIFOs, devices and folders there. For reading,
+only regular files are opened, and no open waits. For writing, every file is made anew (O_EXCL) relative to an
+open folder, and no link is followed: no user can divert a write to another file of the job's owner.
+
+A checkpoint is made in a private folder, into which no other user can write (`make_private`, `share_folder`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import errno
 import functools
 import os
+import pwd
 import secrets
 import shutil
 import stat
@@ -22,8 +24,8 @@ from typing import ParamSpec, Protocol, TypeVar
 
 from adaptor.errors import CheckpointError
 
-_PIECE = 1 << 20  # bytes that are read in one go
-DRAFT = ".tmp"  # ends the names of what `replace` writes first
+_PIECE = 1 << 20  # bytes of one read
+DRAFT = ".tmp"  # the end of the names of drafts of `replace`
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -54,9 +56,9 @@ _WRONG = frozenset(
 
 
 def one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Let `function` raise CheckpointError where it met an OSError, or a tree that is too deep to walk.
+    """Let `function` raise CheckpointError in place of an OSError, or for a tree that is too deep to walk.
 
-    The line has its name, unless it is a private one, which tells a user nothing.
+    The error names the function, unless its name is private.
     """
     doing = "" if function.__name__.startswith("_") else f" ({function.__name__})"
 
@@ -74,7 +76,7 @@ def one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def is_wrong(error: OSError) -> bool:
-    """Return whether an error in reading tells of damage; else it tells nothing about the file."""
+    """Return True if a read error is a sign of damage; any other error says nothing about the file."""
     return error.errno in _WRONG
 
 
@@ -86,7 +88,7 @@ def files(folder: Path) -> Iterator[Path]:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether `path` is a folder, or a link to one; False where nobody can say."""
+    """Return True if `path` is a folder, or a link to a folder; False if the system cannot tell."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except (OSError, ValueError):
@@ -94,7 +96,7 @@ def is_folder(path: Path) -> bool:
 
 
 def is_same(first: Path, second: Path) -> bool:
-    """Return whether both are the same folder; False where nobody can say."""
+    """Return True if both are the same folder; False if the system cannot tell."""
     try:
         return first == second or first.samefile(second)
     except (OSError, ValueError):
@@ -102,17 +104,17 @@ def is_same(first: Path, second: Path) -> bool:
 
 
 def free_name(root: Path, name: Callable[[int], str]) -> Path:
-    """Return the first name in `root`, by number, that nothing bears yet."""
+    """Return the first unused name in `root`, by number."""
     return next(path for number in count(1) if not os.path.lexists(path := root / name(number)))
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file, or a link to one, for reading; return its descriptor.
+    """Open a regular file, or a link to a regular file, for reading; return its descriptor.
 
     Raises:
-        OSError: it is not there, or is a FIFO, a device, a socket or a folder.
+        OSError: the file is missing, or is a FIFO, a device, a socket or a folder.
     """
-    # Looked at before it is opened, because to open a device may act on it; and after, because it may have
+    # Checked before the open, because opening a device may act on it; and after, because the file may have
     # been replaced in between.
     _require_regular(path.stat(), path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -135,7 +137,7 @@ def read(path: Path, limit: int) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: as `open_regular`, or it has more than `limit` bytes.
+        OSError: as `open_regular`, or the file has more than `limit` bytes.
     """
     with os.fdopen(open_regular(path), "rb") as file:
         content = read_at_most(file, limit + 1)
@@ -145,12 +147,12 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def read_at_most(file: _Readable, count: int) -> bytes:
-    """Return the next `count` bytes of a file, fewer where it ends.
+    """Return the next `count` bytes of a file, fewer if the file ends.
 
-    `file.read(count)` takes memory for `count` bytes first, which may be far more than there are.
+    `file.read(count)` would allocate `count` bytes first, perhaps far more than the file has.
 
     Args:
-        file: is read from where it stands.
+        file: is read from its current position.
         count: in bytes.
     """
     pieces = []
@@ -163,10 +165,10 @@ def read_at_most(file: _Readable, count: int) -> bytes:
 def create(folder: Path, name: str) -> int:
     """Make the file `name` (with `/`) below `folder` anew, and the folders between; return its descriptor.
 
-    A file of this name is removed first. No link is followed below `folder`, and `folder` must not be one.
+    A file of this name is removed first. No link is followed below `folder`, and `folder` must not be a link.
 
     Raises:
-        OSError: `folder` is not there, a part of `name` is a link or a file, or the disk refuses.
+        OSError: `folder` is missing, a part of `name` is a link or a file, or the disk refuses.
     """
     *between, last = PurePosixPath(name).parts
     folder_descriptor = os.open(folder, _FOLDER)
@@ -193,12 +195,12 @@ def open_below(folder: Path, name: str, flags: int) -> int:
     """Open a regular file below a folder; return its descriptor.
 
     Args:
-        folder: no link is followed below it, and it must not be one.
+        folder: must not be a link; no link is followed below.
         name: of the file, with `/`.
         flags: of os.open, for reading or for writing.
 
     Raises:
-        OSError: it is not there, or is no regular file.
+        OSError: the file is missing, or is no regular file.
     """
     *between, last = PurePosixPath(name).parts
     folder_descriptor = os.open(folder, _FOLDER)
@@ -229,7 +231,9 @@ def write(folder: Path, name: str, content: bytes) -> None:
 
 
 def replace(folder: Path, name: str, content: bytes) -> None:
-    """Let `name` in `folder` become a file with this `content`, at once or not at all; it may be a link."""
+    """Replace the file `name` in `folder` by a file with this `content`, atomically; `folder` may be a
+    link.
+    """
     draft = f"{name}.{secrets.token_hex(4)}{DRAFT}"
     folder_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -262,13 +266,15 @@ def sync(path: Path) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """fsync of a folder and of those below it."""
+    """fsync of a folder and of the folders below."""
     for place, _, _ in os.walk(folder, topdown=False):
         sync(Path(place))
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder in which somebody may be writing: its room is free at once, not when they are done."""
+    """Remove a folder in which a process may be writing: its room is free at once, not at the end of the
+    writes.
+    """
     for path in files(folder):
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
@@ -276,9 +282,82 @@ def discard(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder and what is below it, or what has its name in its place, if it is there."""
+    """Remove a folder with its content, or the file or link of this name; nothing if missing."""
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(path.lstat().st_mode):
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+PRIVATE = 0o700  # of a folder that is being written: no other user can put anything into it
+PROBE = ".ttp-"  # the beginning of the names of short-lived files that show owner and rights
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder into which only this user can put anything, until `share_folder`."""
+    folder.mkdir(PRIVATE)
+
+
+def ensure_private(folder: Path) -> None:
+    """Make a folder as `make_private` does, unless another process of this user has made it.
+
+    Raises:
+        CheckpointError: the path is a link or a file, or belongs to another user.
+    """
+    try:
+        make_private(folder)
+        return
+    except FileExistsError:
+        status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise CheckpointError(f"{folder}: is not a folder, so nothing is written there; remove it")
+    if status.st_uid != _owner_below(folder.parent, os.geteuid()):
+        raise CheckpointError(f"{folder}: belongs to user {status.st_uid}, so nothing is written there")
+
+
+@functools.lru_cache
+def _owner_below(root: Path, user: int) -> int:
+    """Return the owner of files that a process of `user` makes in `root`; tried once, not at each save."""
+    return probe_rights(root).st_uid
+
+
+def probe_rights(folder: Path) -> os.stat_result:
+    """Return the status of a file that this process makes in `folder`: its owner and its rights.
+
+    The user number of the process does not tell: a server may give another number to root, and have no
+    rights.
+    """
+    path = folder / f"{PROBE}{secrets.token_hex(4)}"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        path.unlink()
+        return os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def name_user(number: int) -> str:
+    """Return `number` and its name on this machine, for a person."""
+    try:
+        return f"user {number} ({pwd.getpwuid(number).pw_name})"
+    except (KeyError, OSError):
+        return f"user {number}"
+
+
+def share_folder(folder: Path) -> None:
+    """Give a private folder the rights that it would have had if made without `make_private`.
+
+    An empty folder inside shows these rights: the umask alone does not, because the folder above may give
+    default rights (ACL) to everything below. On a file system without rights, or with errors, nothing
+    changes: no checkpoint is lost for its rights.
+    """
+    with contextlib.suppress(OSError):
+        sample = folder / f"{PROBE}rights"
+        with contextlib.suppress(FileExistsError):  # left by a process that died here
+            sample.mkdir(0o777)
+        try:
+            rights = sample.lstat().st_mode & 0o777
+        finally:
+            sample.rmdir()
+        folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o777 | rights)

@@ -1,25 +1,30 @@
 """Divides the files of a checkpoint among the ranks that check them.
 
-What a rank is about to load is read by the ranks of its node, and by those of other nodes that load it, too:
-it is in the memory of the node then, and the load finds it there. What nobody is known to load is divided
-among all ranks. To know better only saves reading: whoever reads, all is checked. Ranks that do not see the
-same folder, because each node has a copy of its own, divide nothing with each other: each copy is checked.
+The files that a rank is about to load are read by the ranks of its node, and by the ranks of other nodes that
+load the same files: the load then finds the files in the memory of the node. Files that no rank is known to
+load are divided among all ranks. The knowledge only saves reading: in any case all files are checked. Ranks
+that do not see the same folder, because each node has a copy of its own, divide nothing with each other: each
+copy is checked.
+
+`CheckedFiles` has the names of the intact files, which the load may map into memory.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor.checkpoint import disk, hashing
+from adaptor.context import Context
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 
-_BEGINNING = 256  # bytes of a manifest: the step and the time are among them
+_BEGINNING = 256  # bytes of a manifest, with the step and the time
 
 
 @dataclass(frozen=True)
@@ -28,10 +33,10 @@ class Reader:
 
     Attributes:
         node: the number of its node
-        loads: with what the paths of files begin, below the checkpoint, that it is about to load
-        view: what is the same for all who see the same folder
-        is_there: whether it sees the folder of the checkpoint at all
-        is_other: whether what it sees is certainly another save of the step
+        loads: the beginnings of the paths, below the checkpoint, of the files that the rank is about to load
+        view: equal for all ranks that see the same folder
+        is_there: whether the rank sees the folder of the checkpoint at all
+        is_other: whether the rank certainly sees another save of the step
         unnamed: why a save that was written on its disk cannot get its name
     """
 
@@ -44,12 +49,12 @@ class Reader:
 
     @property
     def lacks(self) -> bool:
-        """Return whether it does not see this save."""
+        """Return True if the rank does not see this save."""
         return self.is_other or not self.is_there
 
 
 def in_blocks(file: FileEntry) -> bool:
-    """Return whether a file has a checksum of its blocks, so that several ranks read a part of it each."""
+    """Return True if a file has a checksum of its blocks, so that several ranks read a part each."""
     return file.xxh3_128_blocks is not None
 
 
@@ -75,7 +80,9 @@ class Division:
         self._known: dict[frozenset[int], list[int]] = {}
 
     def whole_files(self, files: Sequence[FileEntry]) -> list[FileEntry]:
-        """Return the files that the rank compares: each has one reader, who are spread over all ranks."""
+        """Return the files that the rank compares: each file has one reader, and the readers are spread over
+        all ranks.
+        """
         whole_file_list = []
         for number, file in enumerate(files):
             ranks = self._ranks_of(file)
@@ -84,9 +91,9 @@ class Division:
         return whole_file_list
 
     def blocks(self, file: FileEntry) -> tuple[int, int]:
-        """Return the first of the blocks of a file that the rank reads, and the number behind the last one.
+        """Return the first of the blocks of a file that the rank reads, and the number behind the last block.
 
-        The ranks have them in their order; one that reads none has an empty part.
+        The ranks have the blocks in their order; a rank without blocks has an empty part.
 
         Args:
             file: with a checksum of its blocks.
@@ -99,8 +106,8 @@ class Division:
         return count * place // len(ranks), count * (place + 1) // len(ranks)
 
     def _ranks_of(self, file: FileEntry) -> list[int]:
-        """Return the ranks that read a file, in order; of those that see the same folder as this one."""
-        # By the lengths of what they begin with, for there may be as many files as ranks, and thousands.
+        """Return the ranks that read a file, in order, among the ranks that see the same folder."""
+        # By the lengths of the beginnings, because there may be as many files as ranks, and thousands.
         parts = (file.path[:length] for length in self._lengths)
         nodes = frozenset(node for part in parts for node in self._nodes.get(part, ()))
         if nodes not in self._known:
@@ -117,30 +124,30 @@ def views(readers: Sequence[Reader]) -> list[list[int]]:
 
 
 def unlike(readers: Sequence[Reader]) -> frozenset[int]:
-    """Return the ranks that do not see the checkpoint that rank 0 sees: none, or another one."""
+    """Return the ranks that do not see the checkpoint of rank 0: no checkpoint, or another checkpoint."""
     return frozenset(rank for rank, reader in enumerate(readers) if is_unlike(reader.view, readers[0].view))
 
 
 def is_unlike(first_view: tuple[int, ...], second_view: tuple[int, ...]) -> bool:
-    """Return whether two views are of different manifests, whatever inodes machines see."""
+    """Return True if two views are of different manifests, whatever inodes the machines see."""
     return first_view[:2] != second_view[:2]
 
 
 def apart(readers: Sequence[Reader]) -> frozenset[int]:
     """Return the ranks that certainly see another disk than rank 0: another manifest of the same step.
 
-    One that sees none may see the same disk, as it was some seconds ago.
+    A rank that sees no manifest may see the same disk, as the disk was some seconds ago.
     """
     return frozenset(rank for rank in unlike(readers) if readers[rank].view)
 
 
 def view(folder: Path) -> tuple[int, ...]:
-    """Return what distinguishes the copies of a checkpoint; nothing where this rank sees none.
+    """Return the identity of a copy of a checkpoint; empty if this rank sees no checkpoint.
 
-    That is the time of the last change of the manifest, its beginning, and its inode. The beginning says to
-    the microsecond when it was made: some file systems know full seconds, in which two nodes name their
-    parts. All who share a file system see the same; where it gives each machine inodes of its own (some in
-    user space do), each machine checks everything, as if it had a copy.
+    The identity is the time of the last change of the manifest, its beginning, and its inode. The beginning
+    has the time of the manifest in microseconds: some file systems know full seconds, in which two nodes name
+    their parts. All machines of a file system see the same identity; where the file system gives each machine
+    inodes of its own (some in user space do), each machine checks everything, as if it had a copy.
     """
     path = folder / naming.MANIFEST
     try:
@@ -151,9 +158,40 @@ def view(folder: Path) -> tuple[int, ...]:
 
 
 def _beginning(path: Path) -> int:
-    """Return a checksum of the first bytes; 0 where they cannot be read, which the comparison says."""
+    """Return a checksum of the first bytes; 0 if unreadable, which the comparison reports."""
     try:
         with os.fdopen(disk.open_regular(path), "rb") as file:
             return zlib.crc32(file.read(_BEGINNING))
     except OSError:
         return 0
+
+
+class CheckedFiles:
+    """The names of intact files, a part of the context: from the end of a check to the end of the load."""
+
+    def __init__(self, context: Context) -> None:
+        self._paths: set[Path] = set()
+
+    def add(self, folder: Path, files: Iterable[FileEntry]) -> None:
+        """Add compared files; a file without a checksum stays out, because only its size was compared.
+
+        Args:
+            folder: of the checkpoint.
+            files: with paths below the folder.
+        """
+        self._paths.update(
+            (folder / file.path).absolute()
+            for file in files
+            if file.xxh3_128 is not None or file.xxh3_128_blocks is not None
+        )
+
+    def __contains__(self, path: str) -> bool:
+        return Path(path).absolute() in self._paths
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Check and load in this block; afterwards no file counts as checked any more."""
+        try:
+            yield
+        finally:
+            self._paths.clear()

@@ -1,11 +1,11 @@
 """Writes parts of a file in place, hashed on the way: block by block, with the memory of a few blocks.
 
-A part is a stretch of the file of which this process has the content. Of each part the CRC-32 is told, for
-the header of its entry in the archive, and the digest of each block of the file (`hashing.BLOCK`) that lies
-in it as a whole; blocks that have bytes of several parts are hashed when the file is complete. So those go
-through the page cache, where they are found again, and whole blocks past it (`direct_writes`). They go first:
-a write through the page cache has a file for itself, so it would wait for all direct writes of all ranks that
-are under way, and they for it.
+A part is a stretch of the file whose content this process has. Each part is reported with the CRC-32, for the
+header of its entry in the archive, and with the digest of each block of the file (`hashing.BLOCK`) that lies
+wholly in the part; blocks with bytes of several parts are hashed when the file is complete. So partial blocks
+go through the page cache, for the read, and whole blocks past the cache (`page_cache`). Partial blocks go
+first: a write through the page cache locks the file, so it would wait for all direct writes of all ranks
+under way, and they for it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,18 @@ import msgspec
 import torch
 import xxhash
 
-from adaptor.checkpoint import finite, shards
-from adaptor.checkpoint.crc32 import crc32
-from adaptor.checkpoint.direct_writes import DirectWriter
-from adaptor.checkpoint.hashing import BLOCK
-from adaptor.checkpoint.paced_sync import PacedSync
+from adaptor.checkpoint import shards
+from adaptor.checkpoint.hashing import BLOCK, PacedSync, crc32
+from adaptor.checkpoint.page_cache import DirectWriter
+from adaptor.checkpoint.planned_tensors import StridedView
 from adaptor.checkpoint.shard_exchange import Exchange
-from adaptor.checkpoint.strided_parts import StridedView
 
 
 class Region(msgspec.Struct, frozen=True):
     """The place of elements [`begin`, `end`) of a world tensor: from byte `at` of the file with this number.
 
     `position`, `number` and `key` name the world tensor (`planned_tensors.Source`), `dtype` is torch's name
-    of what its numbers are written as. With a `view` they stand in another order (`Source.view`).
+    of the written dtype. With a `view` the elements stand in another order (`Source.view`).
     """
 
     file: int
@@ -52,8 +50,9 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class WrittenPart(msgspec.Struct, frozen=True):
-    """A part that is in the file: its place and size in bytes, its CRC-32, and the digests of its whole
-    blocks, one after the other, beginning with the first."""
+    """A part in the file: place and size in bytes, CRC-32, and the digests of its whole blocks, joined in
+    order.
+    """
 
     file: int
     at: int
@@ -85,12 +84,12 @@ class _Stretch:
 
     @property
     def is_whole(self) -> bool:
-        """Tell whether it consists of whole blocks."""
+        """Return True if the stretch consists of whole blocks."""
         return self.at % BLOCK == 0 == self.size % BLOCK
 
 
 def _cut(at: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield where a stretch is cut so that whole blocks are apart from all else, in bytes from its begin."""
+    """Yield the cuts of a stretch that separate whole blocks from the rest, in bytes from its begin."""
     first, last = -at % BLOCK, size - (at + size) % BLOCK
     edges = (0, first, last, size) if first < last else (0, size)
     for begin, end in itertools.pairwise(edges):
@@ -102,7 +101,7 @@ def _cut(at: int, size: int) -> Iterator[tuple[int, int]]:
 _Piece = tuple[int, int, Mapping[str, torch.Tensor]]
 
 
-# Per shard what is on the host of a param that is turned round: of which part, where it begins and ends.
+# By shard, the elements on the host of a param that is turned round: its part, begin and end.
 _Held = dict[int, tuple["_StridedPart", int, int, torch.Tensor]]
 
 
@@ -111,7 +110,7 @@ def _extent(piece: _Piece) -> tuple[int, int]:
 
 
 def _without_gaps(pieces: Sequence[_Piece], begin: int, end: int) -> list[_Piece]:
-    """Return the pieces of a shard, which are in order, and between them others that are zero."""
+    """Return the pieces of a shard, which are in order, with pieces of zeros between them."""
     zero = torch.zeros(1, device="cpu")
     edges = [begin, *itertools.chain.from_iterable(map(_extent, pieces)), end]
     gaps = [
@@ -123,7 +122,7 @@ def _without_gaps(pieces: Sequence[_Piece], begin: int, end: int) -> list[_Piece
 
 
 def _between(pieces: Sequence[_Piece], begin: int, end: int) -> Sequence[_Piece]:
-    """Return which of the pieces, which are in order, have elements in [`begin`, `end`)."""
+    """Return the pieces, which are in order, with elements in [`begin`, `end`)."""
     first = bisect.bisect_right(pieces, begin, key=lambda piece: piece[1])
     return pieces[first : bisect.bisect_left(pieces, end, key=lambda piece: piece[0])]
 
@@ -133,11 +132,11 @@ class PartWriter:
 
     Args:
         files: descriptors, by the number of the file.
-        exchange: the attempt to which it belongs.
+        exchange: the attempt of the dump.
 
     Attributes:
-        parts: that are in the files
-        not_finite: of the world tensors in them
+        parts: the written parts
+        not_finite: elements of world tensors in the parts that are not finite
     """
 
     def __init__(self, files: Sequence[int], exchange: Exchange) -> None:
@@ -145,8 +144,8 @@ class PartWriter:
         self._block = torch.empty(BLOCK // 2, dtype=torch.float32, device="cpu")  # of the smallest dtype
         self._exchange = exchange
         self._stretches: list[_Stretch] = []
-        # Not before a block is written: a sync waits for what others have written to the file meanwhile, too.
-        # And not much later: a slow disk shows no progress within a sync.
+        # Not before a block is written: a sync waits for the writes of other ranks to the file, too. And not
+        # much later: a slow disk shows no progress within a sync.
         self._sync = PacedSync(BLOCK)
         self._direct = DirectWriter(files, BLOCK)
         self._steps: Iterator[None] | None = None
@@ -171,22 +170,22 @@ class PartWriter:
             content: flat bytes in the host's memory.
         """
         view = _view(content)
-        for begin, end in _cut(at, len(view)):  # a tensor without elements has nothing to be written
+        for begin, end in _cut(at, len(view)):  # a tensor without elements has no bytes
             part = view[begin:end]
             self._stretches.append(_Stretch(file, at + begin, len(part), functools.partial(_slice, part)))
 
     def add_shards(
         self, regions: Sequence[Region], optimizers: Sequence[Any], own_shards: Sequence[Mapping[int, Any]]
     ) -> None:
-        """Add what this rank has of the `regions`.
+        """Add the elements of `regions` that this rank has.
 
         Args:
             regions: of all files.
-            optimizers: those of the chain.
+            optimizers: of the chain.
             own_shards: per optimizer, the readers of the shards that this rank gives
-            (`shard_exchange.own_shards`).
+                (`shard_exchange.own_shards`).
         """
-        # Once for each, and not for each of the regions, of which a file of one archive per tensor has many.
+        # Once for each bucket, not for each region: a file of one archive per tensor has many regions.
         buckets: dict[tuple[int, int], list[shards.Bucket]] = {}
         pieces: dict[tuple[int, int, int, int], list[_Piece]] = {}
         filled: dict[tuple[int, int, int, int], list[_Piece]] = {}
@@ -235,13 +234,13 @@ class PartWriter:
                     self._stretches.append(_Stretch(region.file, at + low, high - low, read))
 
     def write_for(self, seconds: float) -> bool:
-        """Write for a while what was added before the first call; no write is under way on return.
+        """Write for a while the parts that were added before the first call; no write is under way on return.
 
         Args:
-            seconds: after which it returns, within the time that a block takes.
+            seconds: the time limit, exceeded by the time for a block at most.
 
         Returns:
-            Whether all is on the disk.
+            True if all is on the disk.
 
         Raises:
             OSError: the disk refuses.
@@ -286,7 +285,9 @@ class PartWriter:
 
 
 class _Shard:
-    """Reads what a region has of one shard's part of a bucket; what lies between its params is zero."""
+    """Reads the elements of a region in one shard's part of a bucket; between params the elements are
+    zero.
+    """
 
     def __init__(
         self,
@@ -315,7 +316,7 @@ class _Shard:
             self._note(host_bytes, first, last)
             return _view(host_bytes.view(torch.uint8))
         block = self._block[: last - first].zero_()
-        while self._pieces and self._pieces[-1][0] < last:  # they come in order, and are read in order
+        while self._pieces and self._pieces[-1][0] < last:  # in order, and read in order
             start, stop, tensor = self._pieces[-1]
             low, high = max(start, first), min(stop, last)
             into = block[low - first : high - first]
@@ -327,9 +328,9 @@ class _Shard:
         return _view(block.to(self._dtype).view(torch.uint8))
 
     def _on_host(self, first: int, last: int) -> torch.Tensor | None:
-        """Return elements [`first`, `last`) where one tensor in the host's memory has them as they are saved.
+        """Return elements [`first`, `last`) if one tensor in the host's memory has them in the saved dtype.
 
-        It may be read in place: what is frozen does not change.
+        The tensor may be read in place: a frozen state does not change.
         """
         while self._pieces and self._pieces[-1][1] <= first:
             self._pieces.pop()
@@ -340,13 +341,13 @@ class _Shard:
         return tensor[first - start : last - start] if is_whole and tensor.device.type == "cpu" else None
 
     def _note(self, content: torch.Tensor, first: int, last: int) -> None:
-        """Note elements [`first`, `last`) where they are not finite in the dtype in which they are saved."""
-        if not finite.is_finite(content if self._dtype == torch.float32 else content.to(self._dtype)):
+        """Note elements [`first`, `last`) if they are not finite in the saved dtype."""
+        if not shards.is_finite(content if self._dtype == torch.float32 else content.to(self._dtype)):
             self._not_finite.append(_not_finite(self._region, self._index, first, last))
 
 
 class _StridedPart:
-    """Reads what a region with a view has of one param of a shard."""
+    """Reads the elements of a region with a view in one param of a shard."""
 
     def __init__(
         self,
@@ -372,21 +373,21 @@ class _StridedPart:
         first, last = (start + edge // self.itemsize for edge in (begin, end))
         low, held_part = self._on_host(first, last)
         content = held_part[self._view.places(first, last) - low].to(self._dtype)
-        if self._is_finite and not finite.is_finite(content):
+        if self._is_finite and not shards.is_finite(content):
             self._is_finite = False
             self._not_finite.append(_not_finite(self._region, self._index, self._begin, self._end))
         return _view(content.view(torch.uint8))
 
     def _on_host(self, first: int, last: int) -> tuple[int, torch.Tensor]:
-        """Return where in the world tensor the matrices with these elements begin, and them on the host."""
+        """Return the matrices with these elements on the host, and their begin in the world tensor."""
         low, high = self._view.extent(first, last)
         low, high = max(low, self._begin), min(high, self._end)
-        if 2 * (high - low) > self._end - self._begin:  # matrices that lie in each other need all, each
+        if 2 * (high - low) > self._end - self._begin:  # interleaved matrices need the whole range each
             low, high = self._begin, self._end
         held_part = self._held.get(self._index)
         if held_part is None or held_part[:3] != (self, low, high):
             held_part = None
-            self._held.pop(self._index, None)  # one of a shard at a time
+            self._held.pop(self._index, None)  # one part of a shard at a time
             device_part = self._tensor[low - self._begin : high - self._begin]
             held_part = self._held[self._index] = self, low, high, self._exchange.device.to_host(device_part)
         return low, held_part[3]
@@ -410,7 +411,7 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
 
     Args:
         descriptor: of the file.
-        data: all of it is written.
+        data: is written completely.
         at: the place in bytes.
 
     Raises:
@@ -427,7 +428,7 @@ def read_all(descriptor: int, count: int, at: int) -> bytes:
 
     Args:
         descriptor: of the file.
-        count: the number of bytes; fewer are returned where the file ends.
+        count: the number of bytes; fewer are returned if the file ends.
         at: the place in bytes.
 
     Raises:

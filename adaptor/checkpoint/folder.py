@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from adaptor import context, output
-from adaptor.checkpoint import folder_rights, saved_steps, tracker
+from adaptor.checkpoint import disk, tracker
 from adaptor.errors import ConfigError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Place
@@ -21,10 +21,10 @@ _CREDENTIALS = re.compile(r"(:/+)[^/@]*@")  # before the host
 
 
 def require_writable(save: str | Path | None) -> None:
-    """Refuse a job that has no place for its last words; the folder is made.
+    """Refuse a job without a place for its last words; the folder is made.
 
     Raises:
-        ConfigError: there is no folder, it is in an object store, or nothing can be written there.
+        ConfigError: no folder is named, the folder is in an object store, or cannot be written.
     """
     folder = _require_folder(save)
     try:
@@ -32,7 +32,7 @@ def require_writable(save: str | Path | None) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        node, user = context.part(Place).node, folder_rights.name_user(os.geteuid())
+        node, user = context.part(Place).node, disk.name_user(os.geteuid())
         raise ConfigError(
             f"--save is {save}: it cannot be written ({error.strerror}) by {user} on node {node}"
             f" ({platform.node()})"
@@ -40,10 +40,10 @@ def require_writable(save: str | Path | None) -> None:
 
 
 def require_possible(save: str | Path | None) -> None:
-    """Refuse what `require_writable` would, as far as it can be known without writing anything.
+    """Refuse a folder like `require_writable`, as far as possible without writing anything.
 
     Raises:
-        ConfigError: as it does.
+        ConfigError: as `require_writable`.
     """
     folder = _require_folder(save).absolute()
     nearest_existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -58,7 +58,7 @@ def _require_folder(save: str | Path | None) -> Path:
         raise ConfigError(
             "--save is missing: a folder for the checkpoint after a failure, e.g. --save checkpoints"
         )
-    # A framework that supports object stores would get a path of this machine instead.
+    # A framework with support for object stores would get a path of this machine instead.
     if _STORE.match(str(save)):
         shown = _CREDENTIALS.sub(r"\1...@", str(save))
         raise ConfigError(
@@ -90,8 +90,8 @@ def require_no_later_step(save: str | Path, step: int) -> None:
 def _tell_of_untracked(save: Path, step: int) -> None:
     newer = [
         later_step
-        for later_step in saved_steps.steps(save)
-        if later_step > step and saved_steps.has_manifest(save, later_step)
+        for later_step in tracker.steps(save)
+        if later_step > step and tracker.has_manifest(save, later_step)
     ]
     if newer:
         output.tell(

@@ -38,7 +38,7 @@ class TorchFormat:
         return states
 
     def archives(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> dict[str, Any]:
-        """Return what each archive of this rank holds, by path below the checkpoint; see `files`."""
+        """Return the content of each archive of this rank, by path below the checkpoint; see `files`."""
         stored = [
             _as_saved(world, optimizer) if saved and world is not None else None
             for world, (optimizer, _, saved) in zip(gathered, state.chained, strict=True)
@@ -74,7 +74,7 @@ class TorchFormat:
 
 
 def can_be_planned(state: TrainingState) -> bool:
-    """Return whether the archives can be laid out before the shards are there: none is stored with the
+    """Return True if the archives can be laid out before the shards have arrived: no optimizer stores the
     padding of its buckets, as Megatron-core did up to 0.6.
     """
     sharded = [optimizer for optimizer, _, _ in state.chained if shards.is_sharded(optimizer)]
@@ -89,7 +89,9 @@ def make(state: TrainingState, first: int) -> TorchFormat:
 
 
 def _as_saved(world: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """World tensors as the optimizer saves them: up to Megatron-core 0.6 by bucket, with its padding."""
+    """Return world tensors as the optimizer saves them: up to Megatron-core 0.6 by bucket, with the
+    padding.
+    """
     if all(hasattr(buffer, "numel_unpadded") for buffer in optimizer.buffers):
         return world
     saved: dict[Any, Any] = {
@@ -113,7 +115,9 @@ def _padded(tensor: torch.Tensor, bucket: shards.Bucket, buffer: Any) -> torch.T
 
 
 def _places(prefix: str, saved: dict[str, Any]) -> Iterator[TensorSlot]:
-    """Models from before Megatron-core save a dict of dicts, by their parts."""
+    """Yield the tensors of a saved model; models from before Megatron-core save a dict of dicts, by their
+    parts.
+    """
     for name, value in saved.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", value, partial(saved.__setitem__, name)

@@ -1,10 +1,10 @@
 """Megatron's sharded format `torch_dist`, written by one rank of each group, without a collective.
 
-What is saved is built by the framework's own `sharded_state_dict`s. They are asked in the place of the first
-rank of the group, which the framework would have let write: only its replica ids differ, which the ranks told
-each other when training began. And stand-ins for the distributed optimizers are asked: with the whole state,
-in a data-parallel group of one rank, an optimizer gathers nothing. How a checkpoint is cut does not matter to
-who loads it, so whatever layout could load the framework's can load ours.
+The framework's own `sharded_state_dict`s build the saved state. They are called as on the first rank of the
+group, which the framework would have let write: only its replica ids differ, and the ranks exchanged replica
+ids when training began. The optimizers are stand-ins: a distributed optimizer gathers nothing in a
+data-parallel group of one rank with the whole state. A loader does not depend on how a checkpoint is cut, so
+every layout that loads the framework's checkpoint loads this checkpoint.
 """
 
 from __future__ import annotations
@@ -17,30 +17,112 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from adaptor.checkpoint import dcp, dcp_layout, integrity, shards
+from adaptor.checkpoint.archive_layout import SequenceLayout
 from adaptor.checkpoint.format_torch import TorchFormat, save
-from adaptor.checkpoint.optimizer_stand_ins import (
-    REPLACED,
-    gathered_stand_in,
-    plain_stand_in,
-    state_without_memory,
-)
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
-from adaptor.checkpoint.sequence_layout import SequenceLayout
 from adaptor.checkpoint.training_state import CheckpointFormat, Files, TrainingState
 from adaptor.checkpoint.weights import TensorSlot
 from adaptor.errors import CheckpointError, UnsupportedError
+
+# The attributes that a stand-in replaces; a version without one of them would gather in another way.
+REPLACED = (
+    "_build_gbuf_range_map",
+    "_get_main_param_and_optimizer_states",
+    "distributed_optimizer_instance_id",
+    "gbuf_ranges",
+    "get_parameter_state_dp_zero",
+)
+
+# A data-parallel group of the writer alone.
+_ALONE = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+
+
+def plain_stand_in(optimizer: Any, live: Any, plain: Any) -> Any:
+    """Return a stand-in for an optimizer without shards: it saves `plain`, under the params of `live`."""
+    stand_in = copy.copy(optimizer)
+    stand_in.state_dict = lambda *_, **__: plain
+    stand_in.get_parameters = live.get_parameters
+    return stand_in
+
+
+def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], stored: bool) -> Any:
+    """Return a stand-in for a distributed optimizer with the state of all its shards.
+
+    Its buffers are the buffers of `gathered`, without padding at the end of buckets.
+
+    Args:
+        plain: the saved state besides the shards.
+        gathered: the state of the shards, as `shard_exchange.gather` returns it.
+        stored: False: another group saves the state, as the first optimizer instance does for the second.
+    """
+    stand_in = copy.copy(optimizer)
+    stand_in.buffers = [_without_padding(optimizer, buffer) for buffer in optimizer.buffers]
+    stand_in.gbuf_ranges = [stand_in._build_gbuf_range_map(buffer) for buffer in stand_in.buffers]
+    stand_in.data_parallel_group = stand_in.data_parallel_group_gloo = _ALONE
+    stand_in.distributed_optimizer_instance_id = 0 if stored else 1
+    stand_in.state_dict = lambda *_, **__: dict(plain)
+    stand_in.get_parameter_state_dp_zero = lambda *_, **__: gathered
+    whole_state = {
+        param: {key: tensor[start:end] for key, tensor in tensors.items() if key in shards.KEYS}
+        for number, buffer in enumerate(stand_in.buffers)
+        for tensors in gathered[number].values()
+        for param, (start, end, _) in buffer.param_index_map.items()
+    }
+    stand_in._get_main_param_and_optimizer_states = lambda param: dict(whole_state[param])
+    return stand_in
+
+
+def _without_padding(optimizer: Any, buffer: Any) -> SimpleNamespace:
+    """Return the attributes of a buffer that the framework reads in a save, with places as in the gathered
+    state.
+
+    Places in a live buffer count the padding at the end of buckets, which the gathered state does not have:
+    Megatron-core 0.15 and 0.16 save params behind such padding from a wrong place (fully_reshardable).
+    """
+    buckets = shards.buckets_of(optimizer, buffer)
+    return SimpleNamespace(
+        param_dtype=buffer.param_dtype,
+        grad_dtype=buffer.grad_dtype,
+        numel_unpadded=buffer.numel_unpadded,
+        data_parallel_group=_ALONE,
+        num_optimizer_shards=1,
+        buckets=[
+            SimpleNamespace(
+                offset=bucket.world,
+                numel_unpadded=bucket.unpadded,
+                grad_data=torch.empty(bucket.unpadded, device="meta"),
+            )
+            for bucket in buckets
+        ],
+        param_index_map={
+            param: (start - shift, end - shift, number)
+            for param, (start, end, number) in buffer.param_index_map.items()
+            for shift in (buckets[number].offset - buckets[number].world,)
+        },
+    )
+
+
+def state_without_memory(optimizer: Any) -> dict[Any, Any]:
+    """Return a gathered state of this optimizer whose tensors have no memory, for a rehearsal."""
+    gathered: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, buffer in enumerate(optimizer.buffers):
+        tensors = {key: torch.empty(buffer.numel_unpadded, device="meta") for key in shards.KEYS}
+        gathered[number] = {(buffer.param_dtype, buffer.grad_dtype): tensors}
+    return gathered
+
 
 # The kinds of optimizer state that stand-ins can build; None without the distributed optimizer.
 ONE_INSTANCE = "dp_zero_gather_scatter"
 KINDS = (None, "fully_reshardable", "dp_reshardable", "fully_sharded_model_space", ONE_INSTANCE)
 
-# Where a version of Megatron-LM says how its checkpoints are sharded (since 0.13).
+# The function by which Megatron-LM describes the sharding of its checkpoints (since 0.13).
 _METADATA = "_build_sharded_state_dict_metadata"
 
 
@@ -50,9 +132,9 @@ class Sharding:
 
     Attributes:
         first: the rank in whose place its group is written
-        metadata: what the framework tells all its `sharded_state_dict`s
-        marks: key and replica id of whatever `first` saves of its model, in order
-        random: ShardedObjects without data: where the random states of the group are saved
+        metadata: the framework's arguments for all its `sharded_state_dict`s
+        marks: key and replica id of each entry that `first` saves of its model, in order
+        random: ShardedObjects without data: the places of the random states of the group
     """
 
     first: int
@@ -127,19 +209,19 @@ class Sharding:
     def _part(
         self, state: TrainingState, body: dict[str, Any], saved_as: Callable[[Any], Any] = lambda value: value
     ) -> tuple[dcp.RankPart, Any, Files]:
-        """Return the part of this rank, what is common to all ranks, and the small files.
+        """Return the part of this rank, the state common to all ranks, and the small files.
 
         Args:
             state: the training state.
-            body: what is saved.
-            saved_as: returns what is pickled in the place of the value of an object.
+            body: the saved dict.
+            saved_as: returns the value that is pickled in place of the value of an object.
         """
         from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
         from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
         from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
-        # As far as it can be written: later versions put a process group there.
+        # Without values that cannot be pickled: later versions put a process group there.
         body["content_metadata"] = {
             name: value for name, value in self.metadata.items() if name != "dp_cp_group"
         }
@@ -149,7 +231,7 @@ class Sharding:
                 base.data = saved_as(base.data)
         config = dataclasses.asdict(CheckpointingConfig("torch_dist"))
         files: Files = {}
-        if "common_backend" not in config:  # later versions know one more object, in the place of a file
+        if "common_backend" not in config:  # later versions have an object in place of a file
             sharded["common_state"] = ShardedObject("common_state", common, (1,), (0,), replica_id=self.first)
         elif self.first == 0:
             files[COMMON_STATE_FNAME] = partial(save, common)
@@ -163,7 +245,7 @@ def _has_integrity(state: TrainingState) -> bool:
 
 
 def _planner(sharded: Any) -> Any:
-    """The framework's own, set up with what this rank saves."""
+    """Return the framework's own planner, set up with the state that this rank saves."""
     from megatron.core.dist_checkpointing.strategies import torch as strategy
 
     by_key, _, _ = strategy._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -185,9 +267,9 @@ def _bases(tree: Any) -> Iterator[Any]:
 
 
 def make(state: TrainingState, first: int) -> CheckpointFormat:
-    """See `training_state.FormatFactory`.
+    """Make the format; see `training_state.FormatFactory`.
 
-    Versions that do not say how state is sharded get the format `torch`, which they load as well.
+    Versions without a description of the sharding get the format `torch`, which they load as well.
 
     Raises:
         UnsupportedError: nobody has said how the state is sharded.
@@ -228,13 +310,13 @@ def agree(
 
     Args:
         state: the training state of this rank.
-        metadata: what the framework tells all its `sharded_state_dict`s.
-        random: what it saves of random states: a ShardedObject.
+        metadata: the framework's arguments for all its `sharded_state_dict`s.
+        random: the framework's saved random states: a ShardedObject.
         first: the lowest rank of this rank's group.
-        peers: the ranks that have the same model but for experts, in which all of a group are.
+        peers: the ranks with the same model but for experts, which include all ranks of a group.
 
     Raises:
-        UnsupportedError: this cannot be saved.
+        UnsupportedError: the state cannot be saved.
     """
     kind = metadata.get("distrib_optim_sharding_type")
     if kind not in KINDS:
@@ -273,7 +355,7 @@ def _instances(optimizer: Any) -> int:
 
 
 def _rehearse(sharding: Sharding, state: TrainingState) -> None:
-    """Do all but the writing, with optimizer state that takes no memory, to see now whether it works."""
+    """Do everything but the write, with optimizer state that takes no memory, to find errors early."""
     from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
     empty: dict[str, Any] = {"state": {}, "param_groups": []}

@@ -1,9 +1,14 @@
-"""Checksums of the files of a checkpoint: of one that is there, and of one while it is written."""
+"""Checksums of the files of a checkpoint, of existing files and of files that are being written, and their
+syncs.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import time
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,19 +16,19 @@ from types import TracebackType
 
 import xxhash
 
-from adaptor.checkpoint import disk
-from adaptor.checkpoint.paced_sync import PacedSync
+from adaptor.checkpoint import disk, linux_calls
 from adaptor.protocol.file_entry import FileEntry
 
-# Small enough that a slice is still in the cache when it is written after it was hashed, and that progress is
+# Small enough that a slice is still in the cache when it is written after the hash, and that progress is
 # reported several times a second on a slow disk.
 _SLICE = 4 << 20
-# A larger file has a checksum of its blocks besides: the ranks of a job divide it among them. In bytes.
+# A larger file has a checksum of its blocks besides: the ranks of a job divide the blocks among them. In
+# bytes.
 _UNDIVIDED = 4 << 20
 
 
 def hash_file(path: Path) -> str:
-    """The xxh3-128 of a file's content, in hexadecimal."""
+    """Return the xxh3-128 of a file's content, in hexadecimal."""
     digest = xxhash.xxh3_128()
     for piece in _pieces(path):
         digest.update(piece)
@@ -31,19 +36,19 @@ def hash_file(path: Path) -> str:
 
 
 def _pieces(path: Path) -> Iterator[memoryview]:
-    """Yield the content of a file; each piece is good until the next one."""
-    memory = memoryview(bytearray(BLOCK))  # it stays in the cache
+    """Yield the content of a file; each piece is valid until the next."""
+    memory = memoryview(bytearray(BLOCK))  # stays in the cache
     with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
         while count := file.readinto(memory):
             yield memory[:count]
 
 
 DIGEST_BYTES = 16
-BLOCK = 1 << 20  # bytes of each part of a file that has a digest of its own; part of the format of manifests
+BLOCK = 1 << 20  # bytes of each part of a file with a digest of its own; part of the format of manifests
 
 
 class BlockDigest:
-    """The xxh3-128 of the xxh3-128 of each block of a file: the blocks may be hashed by several processes."""
+    """The xxh3-128 of the xxh3-128 of each block of a file; several processes may hash the blocks."""
 
     def __init__(self) -> None:
         self._whole = xxhash.xxh3_128()
@@ -62,7 +67,7 @@ class BlockDigest:
                 self._end_block()
 
     def add_block(self, digest: bytes) -> None:
-        """Add a whole block of the file, or its last one, by its xxh3-128."""
+        """Add a whole block of the file, or its last block, by the xxh3-128."""
         self._whole.update(digest)
 
     def _end_block(self) -> None:
@@ -71,17 +76,17 @@ class BlockDigest:
         self._in_block = 0
 
     def hexdigest(self) -> str:
-        """Return the digest in hexadecimal; nothing is added after it."""
+        """Return the digest in hexadecimal; nothing is added afterwards."""
         if self._in_block:
             self._end_block()
         return str(self._whole.hexdigest())
 
 
 class Digests:
-    """All checksums of a file that is hashed front to back: a large one has that of its blocks, too.
+    """All checksums of a file that is hashed front to back; a large file has the checksum of its blocks, too.
 
     Attributes:
-        bytes: the number of them that were added
+        bytes: the number of added bytes
     """
 
     def __init__(self) -> None:
@@ -96,13 +101,13 @@ class Digests:
         self._blocks.update(data)
 
     def entry(self, path: str, attempt: int | None = None) -> FileEntry:
-        """Return the entry of the file under `path`; nothing is added after it."""
+        """Return the entry of the file under `path`; nothing is added afterwards."""
         blocks = self._blocks.hexdigest() if self.bytes > _UNDIVIDED else None
         return FileEntry(path, self.bytes, self._whole.hexdigest(), attempt, blocks)
 
 
 def entry_of(path: Path, name: str) -> FileEntry:
-    """Return the entry, under `name`, of a file that is there. Raises OSError."""
+    """Return the entry, under `name`, of an existing file. Raises OSError."""
     digests = Digests()
     for piece in _pieces(path):
         digests.update(piece)
@@ -110,28 +115,28 @@ def entry_of(path: Path, name: str) -> FileEntry:
 
 
 def has_content_of(path: Path, entry: FileEntry) -> bool:
-    """Return whether the file at `path` has the checksum of `entry`, which has one. Raises OSError."""
+    """Return True if the file at `path` has the checksum of `entry`. Raises OSError."""
     if entry.xxh3_128 is not None:
         return hash_file(path) == entry.xxh3_128
     return join_blocks(block_digests(path, 0, blocks_of(entry))) == entry.xxh3_128_blocks
 
 
 def blocks_of(entry: FileEntry) -> int:
-    """Return the number of blocks of a file; the last one may be shorter than the others."""
+    """Return the number of blocks of a file; the last block may be shorter than the others."""
     return -(-entry.bytes // BLOCK)
 
 
 def block_digests(path: Path, first: int, end: int, threads: int = 1) -> bytes:
-    """Return the xxh3-128 of each of the blocks [`first`, `end`) of a file, one after the other.
+    """Return the xxh3-128 of each of the blocks [`first`, `end`) of a file, joined in order.
 
     Args:
         path: of the file.
         first: the number of a block.
-        end: the number behind the last one; where the file ends before, there are fewer digests.
-        threads: that read at the same time.
+        end: the number behind the last block; if the file ends before, fewer digests are returned.
+        threads: the number of threads that read at the same time.
 
     Raises:
-        OSError: the file is not there, or cannot be read.
+        OSError: the file is missing, or cannot be read.
     """
     descriptor = disk.open_regular(path)
     try:
@@ -172,17 +177,17 @@ def _digests_in(descriptor: int, end: int, stretches: range) -> list[bytes]:
 
 
 def join_blocks(digests: bytes) -> str:
-    """Return the digest of a file, in hexadecimal, from those of all its blocks."""
+    """Return the digest of a file, in hexadecimal, from the digests of all its blocks."""
     return str(xxhash.xxh3_128_hexdigest(digests))
 
 
 class HashingFile:
-    """A write-only binary file that hashes and counts what goes through it: `torch.save(obj,
+    """A write-only binary file that hashes and counts the bytes on the way: `torch.save(obj,
     HashingFile(path))`.
 
     torch writes its archives front to back and never seeks (its writer refuses to), so one pass is enough.
-    `progress` is called with the number of bytes of each slice written; what it raises ends the write. The
-    file is made anew; `below` is the folder under which no link is followed, by default that of the file.
+    `progress` is called with the number of bytes of each written slice; an exception from `progress` ends the
+    write. The file is made anew; no link is followed below `base_folder`, by default the folder of the file.
     """
 
     def __init__(
@@ -203,11 +208,11 @@ class HashingFile:
         self._sync = PacedSync(_SLICE)
 
     def also(self, update: Callable[[memoryview], None]) -> None:
-        """Let a second digest see what is written from now on."""
+        """Pass all bytes that are written from now on to a second digest, too."""
         self._also.append(update)
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Writes all of `data`; returns its size in bytes. Raises OSError."""
+        """Write all of `data`; return its size in bytes. Raises OSError."""
         view = memoryview(data).cast("B")
         try:
             for start in range(0, len(view), _SLICE):
@@ -233,13 +238,15 @@ class HashingFile:
         """Do nothing, because nothing is buffered; torch.save calls it."""
 
     def close(self) -> None:
-        """Waits until every byte is on disk. Raises OSError."""
+        """Wait until every byte is on disk. Raises OSError."""
         if not self._file.closed:
             with self._file:
                 os.fsync(self._file.fileno())
 
     def entry(self, path: str, attempt: int | None = None) -> FileEntry:
-        """The entry for what was written, to be published under `path` relative to the checkpoint folder."""
+        """Return the entry of the written file, to be published under `path` relative to the checkpoint
+        folder.
+        """
         return self._digests.entry(path, attempt)
 
     def __enter__(self) -> HashingFile:
@@ -253,5 +260,64 @@ class HashingFile:
             return
         self._file.close()
         if self._failure is not None and self._failure is not error:
-            # torch.save tries to finish the archive all the same, and reports only that this failed.
+            # torch.save tries to finish the archive all the same, and reports only the failure of that.
             raise self._failure
+
+
+_Crc32 = Callable[[bytes | bytearray | memoryview, int], int]
+
+
+def _fastest_crc32() -> _Crc32:
+    try:
+        # The same numbers, by instructions of the processor.
+        function: _Crc32 = importlib.import_module("isal.isal_zlib").crc32
+    except ImportError:
+        return zlib.crc32
+    return function
+
+
+# Takes data and the CRC-32 of the bytes before, 0 for none; returns the CRC-32 of both together. Ten times as
+# fast where the package isal is installed.
+crc32 = _fastest_crc32()
+
+
+# The longest stretch between two syncs, in bytes.
+_LONGEST = 512 << 20
+# The next stretch is the amount that the disk takes in this time, at the speed of the last stretch; at most
+# this multiple.
+_QUICK_S = 1.0
+_GROWTH = 64
+# Between two syncs the disk is told to begin after so many bytes: the disk works while the next bytes are
+# made.
+_BEGIN = 4 << 20
+
+
+class PacedSync:
+    """Syncs files while they are written, because one long sync at the end would look like a halt.
+
+    The length of the stretches between syncs follows the speed of the disk.
+
+    Args:
+        shortest: bytes of the first and of the shortest stretch.
+    """
+
+    def __init__(self, shortest: int) -> None:
+        self._shortest = self._stretch = shortest
+        self._waiting = 0  # bytes since the last sync
+        self._idle = 0  # bytes since the disk was last told to begin
+
+    def wrote(self, descriptor: int, count: int) -> None:
+        """Note that `count` bytes were written to a file; sync the file at the end of a stretch. Raises
+        OSError.
+        """
+        self._waiting += count
+        self._idle += count
+        if self._waiting >= self._stretch:
+            began = time.monotonic()
+            os.fdatasync(descriptor)
+            growth = _QUICK_S / max(time.monotonic() - began, _QUICK_S / _GROWTH)
+            self._stretch = min(max(int(growth * self._stretch), self._shortest), _LONGEST)
+            self._waiting = self._idle = 0
+        elif self._idle >= _BEGIN:
+            linux_calls.begin_to_write(descriptor)
+            self._idle = 0

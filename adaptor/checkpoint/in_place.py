@@ -1,18 +1,18 @@
 """The archives of a group, written in place by all its holders at the same time.
 
-The writer lays the archives out, makes their files and tells the holders where their shards stand. Each
-holder opens the files by its own path, and answers with a proof that they are the same ones: it has read what
-the writer wrote there, and the writer reads what the holder wrote. Where one does not see them, all shards
-are gathered instead. What another kernel has written is read again by the writer and compared with its
-checksum, because caches of a shared file system may differ; so nothing depends on what that file system
-promises.
+The writer lays the archives out, makes their files and tells the holders the places of their shards. Each
+holder opens the files by its own path, and proves that they are the same files: the holder has read the
+writer's token, and the writer reads the holder's token. If a holder does not see the files, all shards are
+gathered instead. The writer reads the parts of another kernel again, and compares them with their checksums,
+because caches of a shared file system may differ; so nothing depends on the promises of the file system.
 
-Invariants: no two ranks write the same byte after the proof. A file is complete only when all ranks have told
-that their parts are on disk, and these parts leave no hole. A holder writes only between an order of the
-writer and its own answer; so whatever the writer does between answers and orders, it does alone.
+Invariants: no two ranks write the same byte after the proof. A file is complete only when all ranks have
+reported that their parts are on disk, and the parts leave no hole. A holder writes only between an order of
+the writer and its own answer; so between answers and orders the writer works alone.
 
-They work in rounds of a second, so that a rank that waits for another on a slow disk never waits long for its
-message; a round that does not end is a fault of that rank. Who is done is told in each round to wait.
+The ranks work in rounds of a second, so that a rank that waits for another on a slow disk never waits long
+for a message; a round without an end is a fault of the rank. A rank that is done is told in each round to
+wait.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from typing import Any
 import torch
 import xxhash
 
-from adaptor.checkpoint import disk, in_place_messages, linux_calls
+from adaptor.checkpoint import disk, in_place_holder, linux_calls
 from adaptor.checkpoint.archive_layout import FileLayout, join_crcs
-from adaptor.checkpoint.crc32 import crc32
 from adaptor.checkpoint.file_parts import (
     NotFinite,
     PartWriter,
@@ -40,9 +39,18 @@ from adaptor.checkpoint.file_parts import (
     read_all,
     write_all,
 )
-from adaptor.checkpoint.hashing import BLOCK, DIGEST_BYTES, BlockDigest
-from adaptor.checkpoint.in_place_holder import ROUND_S, own_readers
-from adaptor.checkpoint.in_place_messages import TOKEN_BYTES, Answer, Offer, Order, Report, receive, send
+from adaptor.checkpoint.hashing import BLOCK, DIGEST_BYTES, BlockDigest, crc32
+from adaptor.checkpoint.in_place_holder import (
+    ROUND_S,
+    TOKEN_BYTES,
+    Answer,
+    Offer,
+    Order,
+    Report,
+    own_readers,
+    receive,
+    send,
+)
 from adaptor.checkpoint.planned_tensors import Source
 from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
@@ -55,13 +63,13 @@ class InPlace:
     """The archives of one attempt, as their writer sees them; used as a context.
 
     Args:
-        layouts: of each file, by path below the folder, with the source of each tensor that is planned.
-        optimizers: those of the chain.
+        layouts: of each file, by path below the folder, with the source of each planned tensor.
+        optimizers: of the chain.
         exchange: with the folder.
         attempt: its number in the incident.
 
     Attributes:
-        not_finite: of what the ranks have written, with the rank of the exchange that gave it
+        not_finite: of the written elements, with the rank of the exchange that gave them
     """
 
     def __init__(
@@ -92,7 +100,7 @@ class InPlace:
             for draft, layout in zip(self._drafts, self._layouts.values(), strict=True):
                 self._files.append(disk.create(self._root, draft))
                 linux_calls.reserve(self._files[-1], layout.size)
-                # At once, for else whoever writes past the end keeps all others from the file meanwhile.
+                # At once: a write past the end would keep all other ranks from the file meanwhile.
                 os.ftruncate(self._files[-1], layout.size)
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -110,11 +118,11 @@ class InPlace:
                     (self._root / draft).unlink()
 
     def write(self) -> bool:
-        """Have all parts written. Return False where a holder does not see the files; then all send.
+        """Have all parts written; return False if a holder does not see the files: then all holders send.
 
         Raises:
             CheckpointError: a rank could not write; DumpCancelled.
-            OSError: this one could not.
+            OSError: this rank could not write.
             RuntimeError: from the process group, when a peer is gone.
         """
         regions = list(self._regions())
@@ -133,10 +141,10 @@ class InPlace:
         return is_unchanged
 
     def finish(self) -> list[FileEntry]:
-        """Write what stands around the data, and return the entries of the files, which are on disk then.
+        """Write the bytes around the data, and return the entries of the files, which are on disk afterwards.
 
         Raises:
-            CheckpointError: nobody has written some part, or the disk returns other bytes than were written.
+            CheckpointError: no rank has written some part, or the disk returns other bytes than were written.
             OSError: the disk refuses.
         """
         entries = []
@@ -170,7 +178,7 @@ class InPlace:
                     )
 
     def _is_shared(self, regions: list[Region]) -> bool:
-        """Offer the files to all other holders; return whether each of them has proved to see them."""
+        """Offer the files to all other holders; return True if each has proved to see them."""
         if not self._others:
             return True
         token = secrets.token_bytes(TOKEN_BYTES)
@@ -180,10 +188,10 @@ class InPlace:
         for rank, slot in slots.items():
             send(Offer(self._drafts, regions, token, slot), rank, self._exchange)
         answers = {rank: receive(Answer, rank, self._exchange) for rank in self._others}
-        # Opened anew: that is when a shared file system brings its cache up to date.
+        # Opened anew: at an open a shared file system brings its cache up to date.
         descriptor = disk.open_below(self._root, self._drafts[0], os.O_RDONLY)
         try:
-            own_identity = in_place_messages.seen(descriptor)
+            own_identity = in_place_holder.seen(descriptor)
             self._foreign = {
                 rank
                 for rank, answer in answers.items()
@@ -198,7 +206,7 @@ class InPlace:
             os.close(descriptor)
 
     def _in_rounds(self, writer: PartWriter) -> None:
-        """Write the own parts while the others write theirs, until all are on disk."""
+        """Write the own parts while the other ranks write theirs, until all are on disk."""
         failure, is_finished = "", False
         error: Exception | None = None
         waiting = set(self._others)
@@ -209,7 +217,7 @@ class InPlace:
                 is_finished = writer.write_for(ROUND_S)
             except DumpCancelled:
                 raise
-            except Exception as raised:  # the others, who are at work, are told behind this round
+            except Exception as raised:  # the other ranks, which are at work, are told after this round
                 error = raised
             for rank in sorted(waiting):
                 report = receive(Report, rank, self._exchange)
@@ -229,9 +237,9 @@ class InPlace:
             send(order, rank, self._exchange)
 
     def _is_there(self, part: WrittenPart) -> bool:
-        """Read a part again that another kernel has written; return whether it is what was reported.
+        """Read a part of another kernel again; return True if the part equals its report.
 
-        The others are told meanwhile to wait.
+        The other ranks are told meanwhile to wait.
         """
         descriptor = disk.open_below(self._root, self._drafts[part.file], os.O_RDONLY)
         try:
@@ -250,7 +258,7 @@ class InPlace:
     def _digest(self, draft: str, layout: FileLayout[Source], parts: Sequence[WrittenPart]) -> str:
         """Return the digest of a file; blocks with bytes of several parts are read.
 
-        For a reader all blocks are read, and compared with what was written.
+        For a reader all blocks are read, and compared with their digests.
 
         Raises:
             CheckpointError: a block has changed.
@@ -301,7 +309,7 @@ def _others(exchange: Exchange) -> list[int]:
 
 
 def _crcs(name: str, layout: FileLayout[Source], parts: Sequence[WrittenPart]) -> list[int]:
-    """Return the CRC-32 of each entry. Raises CheckpointError where its parts leave a hole, or overlap."""
+    """Return the CRC-32 of each entry. Raises CheckpointError if its parts leave a hole, or overlap."""
     inside: dict[int, list[WrittenPart]] = defaultdict(list)
     number = 0
     for part in parts:

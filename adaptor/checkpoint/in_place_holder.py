@@ -1,33 +1,128 @@
-"""The part of a holder in archives that are written in place (`in_place`), and the rounds of all."""
+"""The part of a holder in archives that are written in place (`in_place`), and the messages with the
+writer.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from adaptor.checkpoint import disk, in_place_messages, shard_exchange, shards
-from adaptor.checkpoint.file_parts import PartWriter, read_all, write_all
-from adaptor.checkpoint.in_place_messages import TOKEN_BYTES, Answer, Offer, Order, Report, receive, send
+import msgspec
+import torch
+
+from adaptor.checkpoint import disk, shard_exchange, shards
+from adaptor.checkpoint.file_parts import NotFinite, PartWriter, Region, WrittenPart, read_all, write_all
 from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
 
-ROUND_S = 1.0  # far below the time-out of a message, which is that of the group
+T = TypeVar("T")
+
+TOKEN_BYTES = 16
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Offer(msgspec.Struct):
+    """The files of the writer. `token` stands at byte 0 of the first file; the holder's token belongs at byte
+    `slot`.
+
+    Without files nothing can be laid out, and the holder sends its shards.
+    """
+
+    drafts: list[str]
+    regions: list[Region]
+    token: bytes
+    slot: int
+
+
+class Answer(msgspec.Struct):
+    """The first file as a holder sees it; `problem`: why the holder sees no file."""
+
+    kernel: str = ""
+    device: int = 0
+    inode: int = 0
+    token: bytes = b""
+    problem: str = ""
+
+
+class Order(enum.Enum):
+    """The order of the writer to a holder: to write for a round, to wait for the next order, to send its
+    shards instead, or to leave.
+    """
+
+    WRITE = "write"
+    WAIT = "wait"
+    SEND = "send"
+    END = "end"
+
+
+class Report(msgspec.Struct):
+    """The work of a holder in a round; the parts come when all are on disk."""
+
+    done: bool = False
+    failure: str = ""
+    parts: list[WrittenPart] = []
+    not_finite: list[NotFinite] = []
+
+
+def seen(descriptor: int) -> Answer:
+    """Return the identity of a file, with the kernel: on one kernel the same file has one cache."""
+    status = os.fstat(descriptor)
+    return Answer(_BOOT_ID.read_text().strip(), status.st_dev, status.st_ino)
+
+
+def send(message: Any, to: int, exchange: Exchange) -> None:
+    """Send a message to one rank.
+
+    Args:
+        message: of a class above.
+        to: the rank, in the exchange.
+        exchange: with the process group.
+
+    Raises:
+        RuntimeError: from the process group, when the rank is gone.
+    """
+    content = bytearray(msgspec.msgpack.encode(message))
+    for tensor in (torch.tensor([len(content)]), torch.frombuffer(content, dtype=torch.uint8)):
+        shard_exchange.group_of(exchange).send([tensor], to, exchange.tag).wait()
+
+
+def receive(kind: type[T], source: int, exchange: Exchange) -> T:
+    """Return the next message of one rank.
+
+    Args:
+        kind: of the message.
+        source: the rank, in the exchange.
+        exchange: with the process group.
+
+    Raises:
+        RuntimeError: from the process group, when the rank is gone.
+    """
+    length = torch.zeros(1, dtype=torch.int64)
+    shard_exchange.group_of(exchange).recv([length], source, exchange.tag).wait()
+    content = torch.zeros(int(length), dtype=torch.uint8)
+    shard_exchange.group_of(exchange).recv([content], source, exchange.tag).wait()
+    return msgspec.msgpack.decode(content.numpy().tobytes(), type=kind)
+
+
+ROUND_S = 1.0  # far below the time-out of a message, which is the time-out of the group
 
 
 def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> bool:
-    """Write the own parts of the archives of another rank, as a holder; return True if that gathers instead.
+    """Write the own parts of the archives of another rank, as a holder; return True if the writer gathers
+    instead.
 
     Args:
-        optimizers: those of the chain.
+        optimizers: of the chain.
         writer: the rank, in the exchange, that makes the archives.
         exchange: with the folder.
 
     Raises:
-        CheckpointError: nothing can be written here, of which the writer has been told; DumpCancelled.
+        CheckpointError: nothing can be written here, as the writer has been told; DumpCancelled.
         RuntimeError: from the process group, when the writer is gone.
     """
     assert exchange.folder is not None
@@ -54,11 +149,11 @@ def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[i
     """Return, per optimizer of the chain, the readers of the shards that this rank gives, by index.
 
     Args:
-        optimizers: those of the chain.
-        exchange: which names the shards.
+        optimizers: of the chain.
+        exchange: names the shards.
 
     Raises:
-        CheckpointError: it has not what it was chosen for, or no state yet.
+        CheckpointError: the rank lacks a shard that it was chosen for, or has no state yet.
     """
     readers: list[Mapping[int, Any]] = []
     for position, optimizer in enumerate(optimizers):
@@ -76,19 +171,19 @@ def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[i
 
 
 def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange: Exchange) -> Order:
-    """Write a while at each order of the writer to write, until it orders to send or to leave.
+    """Write for a round at each order to write, until the writer orders to send or to leave.
 
     Args:
         parts: of this rank.
-        add: adds them to it, before the first round.
+        add: adds the parts to `parts`, before the first round.
         writer: the rank, in the exchange.
         exchange: with the folder.
 
     Returns:
-        That order.
+        The last order.
 
     Raises:
-        CheckpointError: they cannot be written, of which the writer has been told; DumpCancelled.
+        CheckpointError: the parts cannot be written, as the writer has been told; DumpCancelled.
     """
     assert exchange.folder is not None
     failed: Exception | None = None
@@ -118,12 +213,12 @@ def _proof(offer: Offer, folder: Path, files: list[int]) -> Answer:
     """Open the files, which are appended to `files`, and leave a token. Raises OSError."""
     descriptor = disk.open_below(folder, offer.drafts[0], os.O_RDONLY)
     try:
-        answer = in_place_messages.seen(descriptor)
+        answer = seen(descriptor)
         if read_all(descriptor, TOKEN_BYTES, 0) != offer.token:
             return Answer(problem=f"{folder}: is another folder than the writer's")
     finally:
         os.close(descriptor)
-    # Not for reading as well: a client of NFS would then write pages as a whole that it has read before.
+    # Not for reading as well: a client of NFS would then write whole pages that it has read before.
     files += [disk.open_below(folder, draft, os.O_WRONLY) for draft in offer.drafts]
     answer.token = secrets.token_bytes(TOKEN_BYTES)
     write_all(files[0], answer.token, offer.slot)

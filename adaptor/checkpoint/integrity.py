@@ -1,10 +1,10 @@
 """Writes `integrity.json`, which Megatron-LM checks at a load with `--verify-integrity` (since core 0.17).
 
-It has the SHA-256 of files of a checkpoint in the format `torch_dist`. Of last words each writer hashes its
-files on their way, and reads once those that several ranks have written; it leaves the digests in a part,
-`.integrity.R`, and who publishes joins the parts. Of a regular save the framework writes the file, and what
-is removed before the checkpoint has its name is taken out of it. What `transform` writes has one where the
-source has one, or was saved with the option.
+The file has the SHA-256 of files of a checkpoint in the format `torch_dist`. For last words each writer
+hashes its files on their way, and reads once the files that several ranks have written; the digests go into a
+part, `.integrity.R`, and the agent that publishes joins the parts. For a regular save the framework writes
+the file, and files that are removed before the checkpoint has its name are taken out. `transform` writes the
+file if the source has one, or was saved with the option.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ class _Integrity(msgspec.Struct):
 
 
 def digest() -> hashlib._Hash:
-    """Return an empty digest of the kind that the file has, as `hashlib` makes it."""
+    """Return an empty digest of the kind in the file, as `hashlib` makes it."""
     return hashlib.new(_ALGORITHM)
 
 
 def with_part(
     files: Mapping[str, _Write], rank: int, other_digests: Mapping[str, Callable[[], str]] | None = None
 ) -> dict[str, _Write]:
-    """Return the files of a writer, and behind them its part: the digests of those that are not joined.
+    """Return the files of a writer, and behind them its part: the digests of all files that are not joined.
 
     Args:
-        files: that it writes, by name.
-        rank: that names the part.
-        other_digests: for each file that is there before these, what returns its digest in hexadecimal.
+        files: the files of the writer, by name.
+        rank: names the part.
+        other_digests: for each file that was written before, a function that returns its digest in
+            hexadecimal.
     """
     digests: dict[str, str] = {}
 
@@ -80,18 +81,18 @@ def with_part(
 
 
 def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
-    """Join the parts, if there are any, and return the files of the checkpoint; after `dcp.join`.
+    """Join the parts, if any, and return the files of the checkpoint; after `dcp.join`.
 
-    May be called again after a crash. A part is read only if it equals, bit for bit, its writer's report.
+    A call may be repeated after a crash. A part is read only if it equals, bit for bit, its writer's report.
 
     Raises:
-        CheckpointError: a part is not what was reported.
+        CheckpointError: a part differs from its report.
     """
     parts = [entry for entry in entries if entry.path.startswith(_PART)]
     if not parts:
         return tuple(entries)
     joined = folder / NAME
-    if not joined.exists():  # it gets its name when it is complete
+    if not joined.exists():  # the file gets its name when complete
         problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
         if problems:
             raise CheckpointError(f"{problems[0]}: it was reported as written")
@@ -106,7 +107,7 @@ def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
 
 
 def content(folder: Path, digests: Mapping[str, str], other_names: Sequence[str]) -> bytes:
-    """Return the content of the file, for a checkpoint that is complete but for it.
+    """Return the content of the file, for a checkpoint that is complete but for this file.
 
     Args:
         folder: of the checkpoint.
@@ -120,7 +121,7 @@ def content(folder: Path, digests: Mapping[str, str], other_names: Sequence[str]
 def settle(folder: Path) -> None:
     """Take notes of checksums, which are no part of the checkpoint, out of the framework's own file.
 
-    Where there is none, or it is not of the form that is known, nothing is changed. Raises OSError.
+    A missing file, or a file of unknown form, is not changed. Raises OSError.
     """
     path = folder / NAME
     if not path.exists():

@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
+import re
 import threading
 import time
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,10 +25,76 @@ import msgspec
 
 from adaptor import output
 from adaptor.checkpoint import disk
-from adaptor.checkpoint.lease_owner import Owner
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """The identity of a process, unique over time and over machines.
+
+    Attributes:
+        ticks: when it started, as the kernel counts
+        boot: of the machine, another one after each start of it
+        namespace: of process numbers: a container has its own
+        started: when it started, for people
+    """
+
+    host: str
+    pid: int
+    ticks: int
+    boot: str
+    namespace: str
+    started: str
+
+    @classmethod
+    def of(cls, pid: int) -> Owner:
+        """Describe a process of this machine. Raises OSError where there is none."""
+        ticks = _ticks(pid)
+        booted = re.search(r"^btime (\d+)$", _read(Path("/proc/stat")), re.MULTILINE)
+        since = float(booted.group(1)) if booted else 0.0
+        began = datetime.fromtimestamp(since + ticks / os.sysconf("SC_CLK_TCK"), timezone.utc)
+        return cls(
+            platform.node(), pid, ticks, _boot(), _namespace(), began.strftime("%Y-%m-%d %H:%M:%S UTC")
+        )
+
+    @property
+    def words(self) -> str:
+        """Name it for a person."""
+        return f"the job of process {self.pid} on {self.host}, started {self.started}"
+
+    def lives(self) -> bool | None:
+        """Return whether the process is there; None where this machine does not know."""
+        if not self.boot or (self.boot, self.namespace) != (_boot(), _namespace()):
+            return None
+        try:
+            return _ticks(self.pid) == self.ticks
+        except OSError:
+            return False
+
+
+def _ticks(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def _boot() -> str:
+    return _read(Path("/proc/sys/kernel/random/boot_id")).strip()
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _read(path: Path) -> str:
+    """Return what the kernel says; nothing in a sandbox that does not have it."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
 
 REFRESH_S = 5.0
 # Six refreshes: a file system of several machines may be slow, or show a change late, by some seconds.

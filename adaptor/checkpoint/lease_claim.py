@@ -15,9 +15,8 @@ from pathlib import Path
 import msgspec
 
 from adaptor import context, output
-from adaptor.checkpoint import disk, folder_rights
-from adaptor.checkpoint.lease import LARGEST, Lease, LeaseContent, decode
-from adaptor.checkpoint.lease_owner import Owner
+from adaptor.checkpoint import disk
+from adaptor.checkpoint.lease import LARGEST, Lease, LeaseContent, Owner, decode
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import GENERATION, Generation, Place
@@ -74,16 +73,16 @@ def require_same_user(save: str | Path) -> None:
         if lease_of_job is None:
             return
         theirs, written = lease_of_job
-        own_uid = folder_rights.probe(root).st_uid
+        own_uid = disk.probe_rights(root).st_uid
     except OSError:
         return
     if theirs == own_uid:
         return
     node_name = f"node {context.part(Place).node} ({platform.node()})"
     raise ConfigError(
-        f"--save is {root}: {node_name} writes there as {folder_rights.name_user(own_uid)}, node 0 "
+        f"--save is {root}: {node_name} writes there as {disk.name_user(own_uid)}, node 0 "
         f"({written.host})"
-        f" as {folder_rights.name_user(theirs)}, and neither can write into the other's checkpoints: start"
+        f" as {disk.name_user(theirs)}, and neither can write into the other's checkpoints: start"
         " ttprun as the same user on every node"
     )
 

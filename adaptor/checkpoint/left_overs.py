@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from adaptor import output
-from adaptor.checkpoint import disk, reshaped, saved_steps, tracker
+from adaptor.checkpoint import disk, reshaped, tracker
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
@@ -45,7 +45,7 @@ def clean(root: Path, term: int | None = None, generation: str = "", *, saves: b
     left_over: list[Path] = []
     removed: list[str] = []
     reshaped.restore(root)
-    for path in (root / name for name in saved_steps.names(root)):
+    for path in (root / name for name in tracker.entry_names(root)):
         if term is not None and not _is_left_by(path.name, term, generation):
             continue
         if not saves and naming.is_unfinished_save(path.name):
@@ -92,7 +92,7 @@ def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
     Under the lock, so that whoever is about to publish one has done so or finds nothing.
     """
     folders: list[Path] = []
-    for name in filter(lambda name: naming.is_regular(name, generation), saved_steps.names(root)):
+    for name in filter(lambda name: naming.is_regular(name, generation), tracker.entry_names(root)):
         with contextlib.suppress(OSError, CheckpointError), _locked_on_a_full_disk(root):
             folders += (abandoned := abandon(root / name))
             if abandoned:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from adaptor.checkpoint import dcp, disk, folder_rights, integrity, left_overs, manifest, saved_steps, tracker
+from adaptor.checkpoint import dcp, disk, integrity, left_overs, manifest, tracker
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
@@ -53,7 +53,7 @@ def prepare(
     # where it is recovered online, it makes the save again.
     if first:
         abandoned += left_overs.abandon_regular_saves(root, generation)
-    folder_rights.make_private(folder)
+    disk.make_private(folder)
     left_overs.remove_beside(abandoned, disk.discard, left_overs.ROOM_S)
     return folder
 
@@ -113,7 +113,7 @@ def publish(
     _require_names(temporary, files)
     for name in names[number if written is None else written : number]:
         _take(root / name, temporary, files)
-    if not saved_steps.is_of_generation(root, step, generation):
+    if not tracker.is_of_generation(root, step, generation):
         entries = integrity.join(temporary, dcp.join(temporary, files))
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
@@ -121,10 +121,10 @@ def publish(
         _drop_others(temporary, {entry.path for entry in entries})
         described = Manifest.now(step, entries, groups, world_size, generation)
         disk.write(temporary, naming.MANIFEST, described.encode())
-        folder_rights.share(temporary)
+        disk.share_folder(temporary)
         disk.sync_folders(temporary)
     with locked(root):
-        is_foreign = not saved_steps.is_of_generation(root, step, generation)
+        is_foreign = not tracker.is_of_generation(root, step, generation)
         if is_foreign:
             move_in(root, step, temporary, final)
         _tell_tracker(root, step, generation)
@@ -143,9 +143,9 @@ def find(root: Path, step: int, generation: str) -> int:
     Returns its step; raises CheckpointError when there is none. Whoever made it may have died before it could
     replace the tracker, or tell.
     """
-    for saved_step in reversed(saved_steps.steps(root)):
-        candidate = saved_step >= step or saved_steps.are_last_words(root, saved_step)
-        if candidate and saved_steps.is_of_generation(root, saved_step, generation):
+    for saved_step in reversed(tracker.steps(root)):
+        candidate = saved_step >= step or tracker.are_last_words(root, saved_step)
+        if candidate and tracker.is_of_generation(root, saved_step, generation):
             with locked(root):
                 _tell_tracker(root, saved_step, generation)
             return saved_step
@@ -179,7 +179,7 @@ def _tell_tracker(root: Path, step: int, generation: str) -> None:
         CheckpointError: the tracker names a later step of another run, which a restart would load.
     """
     named = tracker.tracked_step(root)
-    if named is not None and named > step and not saved_steps.is_of_generation(root, named, generation):
+    if named is not None and named > step and not tracker.is_of_generation(root, named, generation):
         raise CheckpointError(
             f"{root}: the tracker names step {named}, so step {step} would not be resumed from"
         )

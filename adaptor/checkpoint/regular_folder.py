@@ -15,13 +15,12 @@ from pathlib import Path
 from adaptor.checkpoint import (
     checksum_notes,
     disk,
-    folder_rights,
     integrity,
     left_overs,
     linux_calls,
-    node_local_manifest,
+    manifest,
     publish,
-    saved_steps,
+    tracker,
 )
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
@@ -29,7 +28,7 @@ from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 
 # Files that are no part of a save: what an NFS server keeps of a removed open file, and short-lived probes.
-_PASSING = (".nfs", folder_rights.PROBE)
+_PASSING = (".nfs", disk.PROBE)
 # A folder cannot be renamed to the name of another one, or of a file.
 _IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
@@ -42,7 +41,7 @@ def prepare_regular(root: Path, step: int, generation: str = "") -> None:
     """
     saving = root / naming.regular_name(step, generation)
     root.mkdir(parents=True, exist_ok=True)
-    folder_rights.ensure_private(saving)
+    disk.ensure_private(saving)
 
 
 @disk.one_line
@@ -138,7 +137,7 @@ def _is_noted(folder: Path, step: int, generation: str) -> bool:
         OSError: a note cannot be read.
         UnreadableError: nor can the manifest of an earlier call.
     """
-    saved_manifest = node_local_manifest.read(folder)  # there is none yet, or half of it
+    saved_manifest = manifest.read_if_intact(folder)  # there is none yet, or half of it
     if saved_manifest is not None and (saved_manifest.step, saved_manifest.generation) != (step, generation):
         return False  # an older version on its way out
     files = _written(folder)
@@ -176,7 +175,7 @@ def publish_regular(root: Path, step: int, generation: str = "", taken: Path | N
     """
     saving, final = taken or root / naming.regular_name(step, generation), root / naming.final_name(step)
     if not saving.is_dir():
-        if saved_steps.is_complete(root, step):
+        if tracker.is_complete(root, step):
             return
         raise CheckpointError(f"{saving}: missing, so the save of step {step} cannot be completed")
     files = _written(saving)
@@ -188,7 +187,7 @@ def publish_regular(root: Path, step: int, generation: str = "", taken: Path | N
     new_manifest = Manifest.now(step, entries, {}, 0, generation, part=taken is not None)
     disk.write(saving, naming.MANIFEST, new_manifest.encode())
     checksum_notes.remove(saving)
-    folder_rights.share(saving)
+    disk.share_folder(saving)
     disk.sync_folders(saving)
     with locked(root):
         older = _replace_regular(root, step, saving, final)
@@ -209,7 +208,7 @@ def _written(saving: Path) -> list[Path]:
 
 def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[Path]:
     """Under the lock: let `saving` become `final`; return where older versions of it are, to be removed."""
-    if not saved_steps.is_complete(root, step):
+    if not tracker.is_complete(root, step):
         publish.move_in(root, step, saving, final)
         return []
     if not linux_calls.exchange(saving, final):

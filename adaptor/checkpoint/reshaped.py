@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from adaptor.checkpoint import disk, linux_calls, saved_steps, tracker
+from adaptor.checkpoint import disk, linux_calls, tracker
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.protocol import naming
 
@@ -81,8 +81,8 @@ def _is_lost(root: Path) -> bool:
 
 def _beside(root: Path) -> Iterator[tuple[int, Path, int]]:
     """Yield what a crash has left in the middle of an exchange: step, place, inode of what was made."""
-    for staging in (root / name for name in saved_steps.names(root) if naming.is_reshape(name)):
-        for exchanged_match in filter(None, map(_EXCHANGED.fullmatch, saved_steps.names(staging))):
+    for staging in (root / name for name in tracker.entry_names(root) if naming.is_reshape(name)):
+        for exchanged_match in filter(None, map(_EXCHANGED.fullmatch, tracker.entry_names(staging))):
             step = naming.step_of(exchanged_match[1])
             if step is not None:
                 yield step, staging / exchanged_match[0], int(exchanged_match[2])
@@ -95,5 +95,5 @@ def _kept(root: Path, step: int) -> Path:
 
 def _numbers(root: Path, step: int) -> list[int]:
     """Return the numbers of the checkpoints of `step` that are kept."""
-    numbered = filter(None, map(naming.before_reshape, saved_steps.names(root)))
+    numbered = filter(None, map(naming.before_reshape, tracker.entry_names(root)))
     return [number for of, number in numbered if of == step]

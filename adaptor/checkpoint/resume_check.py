@@ -18,17 +18,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from adaptor import context
-from adaptor.checkpoint import (
-    disk,
-    divided_reading,
-    hashing,
-    manifest,
-    node_local_manifest,
-    tracker,
-    tracker_rollback,
-)
-from adaptor.checkpoint.checked_files import CheckedFiles
-from adaptor.checkpoint.divided_reading import Division, Reader, in_blocks
+from adaptor.checkpoint import disk, divided_reading, hashing, manifest, tracker, tracker_rollback
+from adaptor.checkpoint.divided_reading import CheckedFiles, Division, Reader, in_blocks
 from adaptor.checkpoint.manifest import Unreadable
 from adaptor.checkpoint.resume_selection import (
     ALIKE,
@@ -141,7 +132,7 @@ def _readers(order: _Told, loads: tuple[str, ...], unnamed: str = "") -> list[Re
     is_there, is_other = bool(view) or os.path.lexists(folder), False
     if view and divided_reading.is_unlike(view, order.view):
         with contextlib.suppress(manifest.UnreadableError):  # then the comparison says so
-            is_other = bool(node_local_manifest.of_another_save(folder, order.generation))
+            is_other = bool(manifest.other_save_problem(folder, order.generation))
     return _gather(Reader(context.part(Place).node, loads, view, is_there, is_other, unnamed))
 
 
@@ -293,10 +284,10 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
     try:
         division = Division(rank, readers)
         if readers[rank].view not in ((), readers[0].view):
-            compared.part = node_local_manifest.files(folder, order.files, order.generation)
+            compared.part = manifest.own_files(folder, order.files, order.generation)
         if compared.part:
             loads = readers[rank].loads
-            compared.problems += node_local_manifest.lacks(folder, compared.part, order.files, loads)
+            compared.problems += manifest.missing_from_part(folder, compared.part, order.files, loads)
         files = compared.part or order.files
         own_files = division.whole_files(files)
         compared.problems += manifest.compare(folder, [file for file in own_files if not in_blocks(file)])

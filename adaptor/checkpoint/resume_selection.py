@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor import output
-from adaptor.checkpoint import disk, left_overs, manifest, saved_steps, tracker, tracker_rollback
+from adaptor.checkpoint import disk, left_overs, manifest, tracker, tracker_rollback
 from adaptor.checkpoint.manifest import Unreadable
 from adaptor.checkpoint.tracker_rollback import Agreed
 from adaptor.errors import CheckpointError, ResumeError
@@ -112,7 +112,7 @@ def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
 
 def _replace(root: Path, named: int | None, examined: Found) -> Generator[Files | Agreed, Found, None]:
     """Find the newest checkpoint that is intact, and let it take the place of what the tracker names."""
-    steps, damaged, problem_lines = saved_steps.steps(root), dict[int, Found](), []
+    steps, damaged, problem_lines = tracker.steps(root), dict[int, Found](), []
     if named is not None and os.path.lexists(root / naming.final_name(named)):
         steps = [step for step in steps if step < named]  # newer ones: a user has gone back by hand
         damaged[named] = examined
@@ -122,7 +122,7 @@ def _replace(root: Path, named: int | None, examined: Found) -> Generator[Files 
         examined = yield from _examine(root, step)
         if examined.problems:
             damaged[step] = examined
-        elif saved_steps.has_manifest(root, step) or (
+        elif tracker.has_manifest(root, step) or (
             named is not None and step < named and _seems_whole(root, step)
         ):
             break
@@ -177,7 +177,7 @@ def _examine(root: Path, step: int) -> Generator[Files, Found, Found]:
     _require_answer(folder)
     if not disk.is_folder(folder):
         return Found([f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"])
-    if not saved_steps.has_manifest(root, step):
+    if not tracker.has_manifest(root, step):
         return Found([])
     try:
         saved_manifest = manifest.read(folder)
@@ -233,7 +233,7 @@ def _of_tracker(root: Path) -> list[str]:
         ResumeError: the tracker is not a file, so the framework could load nothing.
     """
     path = root / naming.TRACKER
-    own_steps = [step for step in saved_steps.steps(root) if saved_steps.has_manifest(root, step)]
+    own_steps = [step for step in tracker.steps(root) if tracker.has_manifest(root, step)]
     if not own_steps:
         if os.path.lexists(path) and not path.is_file():
             raise ResumeError(f"{path}: is not a file, so nothing can be loaded: remove it")
@@ -253,7 +253,7 @@ def _tell_ignored(root: Path) -> None:
     """Name what looks like a checkpoint and is none: it is left as it is."""
     ignored = [
         name
-        for name in saved_steps.names(root)
+        for name in tracker.entry_names(root)
         if (name.startswith("iter_") and naming.step_of(name) is None and not naming.is_temporary(name))
         or (naming.is_temporary(name) and not left_overs.is_left_over(root / name))
     ]

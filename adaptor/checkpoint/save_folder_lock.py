@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from adaptor.checkpoint import disk, folder_rights
+from adaptor.checkpoint import disk
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 
@@ -106,7 +106,7 @@ def _is_locked(descriptor: int) -> bool:
 
 def _is_of_this_user(root: Path, descriptor: int) -> bool:
     """Return whether the file has the owner and the rights of one that this process makes there."""
-    probe_status, lock_status = folder_rights.probe(root), os.fstat(descriptor)
+    probe_status, lock_status = disk.probe_rights(root), os.fstat(descriptor)
     return (probe_status.st_uid, probe_status.st_mode) == (lock_status.st_uid, lock_status.st_mode)
 
 

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from adaptor.checkpoint import finite, in_place, in_place_holder, shard_exchange, shards, strided_parts
+from adaptor.checkpoint import in_place, in_place_holder, planned_tensors, shard_exchange, shards
 from adaptor.checkpoint.archive_layout import FileLayout
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
@@ -149,7 +149,7 @@ def _write_in_place(
                 return None
             bad_groups = _bad_shards(optimizers, archives.not_finite)
             if bad_groups:
-                subject_list = finite.words([subject for subject, _ in bad_groups])
+                subject_list = shards.not_finite_words([subject for subject, _ in bad_groups])
                 exchange.on_not_finite(subject_list, [rank for _, rank in bad_groups])
             entries = archives.finish()
     except OSError as error:
@@ -161,7 +161,9 @@ def _write_in_place(
         _remove(root / entry.draft for entry in entries)
         raise
     described = _with_trackers(state, entries)
-    return WrittenFiles(described, finite.words([subject for subject, _ in bad_groups] or bad_weights))
+    return WrittenFiles(
+        described, shards.not_finite_words([subject for subject, _ in bad_groups] or bad_weights)
+    )
 
 
 # The layouts of the large files, the writers of the others, what stands for each saved weight, and the names
@@ -190,7 +192,7 @@ def _plan(state: TrainingState, record: StepRecord, exchange: Exchange) -> _Plan
         for entry in layout.entries
         if isinstance(entry.content, Source)
     ]
-    strided_parts.require_few_runs(sources, chain(state.optimizer))
+    planned_tensors.require_few_runs(sources, chain(state.optimizer))
     return plan
 
 
@@ -256,15 +258,16 @@ def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> t
     weights, gathered, bad_subjects = _gathered(state, exchange)
     body, not_finite = _body(state, record, weights, gathered, exchange)
     if all(world is None for world in gathered):  # else its tensors have been looked at
-        whole_subjects = [] if finite.all_finite(body.get("optimizer")) else ["the optimizer state"]
+        whole_subjects = [] if shards.all_finite(body.get("optimizer")) else ["the optimizer state"]
         bad_subjects += [(subject, exchange.rank) for subject in (*whole_subjects, *not_finite)]
     if bad_subjects:
         exchange.on_not_finite(
-            finite.words([subject for subject, _ in bad_subjects]), [rank for _, rank in bad_subjects]
+            shards.not_finite_words([subject for subject, _ in bad_subjects]),
+            [rank for _, rank in bad_subjects],
         )
     files = _format(state).files(state, body, gathered)
     files |= _on_top(state, record)
-    return files, finite.words([subject for subject, _ in bad_subjects] or not_finite)
+    return files, shards.not_finite_words([subject for subject, _ in bad_subjects] or not_finite)
 
 
 def _on_top(state: TrainingState, record: StepRecord) -> Files:
@@ -301,7 +304,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
             weights.add_sharded(optimizer, world)
             bad_subjects += [
                 (f"shard {first + index} of {total} ({', '.join(keys)})", exchange.sources[position][index])
-                for index, keys in finite.bad_shards(optimizer, world).items()
+                for index, keys in shards.bad_shards(optimizer, world).items()
             ]
             exchange.check()
         elif not shards.is_stub(optimizer):

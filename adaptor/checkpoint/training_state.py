@@ -3,16 +3,57 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
+import torch
+
+from adaptor import plug_ins
 from adaptor.checkpoint.archive_layout import FileLayout
-from adaptor.checkpoint.buffers import Buffers
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.planned_tensors import PlannedTensors, Source
 from adaptor.checkpoint.step_record import chain
 from adaptor.checkpoint.weights import TensorSlot
+
+
+class Buffers:
+    """The buffers that the chunks of a model save of themselves.
+
+    A buffer is known by its module and its name there: the framework may give it other memory.
+    """
+
+    def __init__(self, model: Sequence[torch.nn.Module]) -> None:
+        self._places = [
+            (module, name)
+            for chunk in model
+            for module in chunk.modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+
+    def take(self) -> tuple[torch.Tensor | None, ...]:
+        """Return copies of the buffers as they are now, None for one that does not exist."""
+        return tuple(None if live is None else live.detach().clone() for live in self._live())
+
+    def copies(self, taken: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """Return the copies in `taken`, by the address at which the live buffer lies now."""
+        return {
+            live.data_ptr(): copy
+            for live, copy in zip(self._live(), taken, strict=True)
+            if live is not None and copy is not None and live.numel()
+        }
+
+    @torch.no_grad()
+    def put_back(self, taken: Sequence[torch.Tensor | None]) -> None:
+        """Give the live buffers the values that `take` has copied."""
+        for live, copy in zip(self._live(), taken, strict=True):
+            if live is not None and copy is not None:
+                live.copy_(copy)
+
+    def _live(self) -> list[torch.Tensor | None]:
+        return [module._buffers[name] for module, name in self._places]
+
 
 FLOPS = "num_floating_point_operations_so_far"
 
@@ -181,3 +222,20 @@ def unwrapped(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
+
+
+def in_format(name: str, state: TrainingState, first: int, setting: str) -> TrainingState:
+    """Return `state` with the format that is chosen for last words; on every rank at the same time.
+
+    Args:
+        name: of the format.
+        state: of this rank.
+        first: the lowest rank of this rank's group, which is the one that the framework lets write.
+        setting: where the user has chosen it, for messages.
+
+    Raises:
+        ConfigError: no format of this name is installed.
+        UnsupportedError: the format cannot hold this state.
+    """
+    make = cast(FormatFactory, plug_ins.choose(plug_ins.FORMATS, name, setting, "or set ENABLE_TTP=False"))
+    return replace(state, format=make(state, first))

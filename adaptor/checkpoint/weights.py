@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adaptor.checkpoint import finite, shards
+from adaptor.checkpoint import shards
 from adaptor.errors import CheckpointError
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
@@ -59,7 +59,7 @@ class Weights:
     """
 
     def __init__(
-        self, to_host: ToHost, cast: Cast = torch.Tensor.to, is_finite: IsFinite = finite.is_finite
+        self, to_host: ToHost, cast: Cast = torch.Tensor.to, is_finite: IsFinite = shards.is_finite
     ) -> None:
         self._to_host, self._cast, self._is_finite = to_host, cast, is_finite
         self._buffers: list[_Buffer] = []

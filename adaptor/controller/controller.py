@@ -1,8 +1,8 @@
-"""The controller of a job: opens an incident at the first failure, drives it, gives the verdict.
+"""The controller of a job: opens an incident at the first failure, drives the incident, gives the verdict.
 
-It has no clock and no socket: messages and the time (monotonic seconds) come in as arguments, orders go out
-as return values. It keeps nothing that the agents could not tell it again, so the controller of a later term
-takes the place of one that is lost by listening (`succeed`).
+The controller has no clock and no socket: messages and the time (monotonic seconds) come in as arguments,
+orders go out as return values. The agents can repeat all that the controller knows, so the controller of a
+later term takes over from a lost one by listening (`succeed`).
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ class Controller:
 
     Args:
         world_size: ranks in the job.
-        timeout_s: how long an incident may last without progress (TTP_OT).
+        timeout_s: the time limit of an incident without progress (TTP_OT).
         store: host, port and secret of the store over which dump groups are formed.
-        number: the number that the next incident gets.
+        number: the number of the next incident.
         recurrence: the faults of earlier generations.
-        online_s: how long failed ranks may take to be replaced (TTP_ONLINE); 0: all ranks are started again.
-        term: 0 for the first controller; the one that takes the place of another has a larger one. No two in
-            a generation have the same.
+        online_s: the time limit for the replacement of failed ranks (TTP_ONLINE); 0: all ranks are started
+            again.
+        term: 0 for the first controller, larger for each successor. No two controllers of a generation have
+            the same term.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Controller:
     ) -> None:
         self._timeout_s = timeout_s
         self._store = store
-        # So what belongs to an incident of an earlier term is known by it.
+        # So messages of an incident of an earlier term are recognised by the number.
         self._number = number + term * (1 + (MAX_RECOVERED if online_s else 0))
         self.term = term
         self._recurrence = recurrence or Recurrence()
@@ -97,11 +98,11 @@ class Controller:
         self.verdict: Verdict | None = None
 
     def succeed(self, standby_state: Iterable[StandbyState], nodes: Iterable[int], time_now: float) -> None:
-        """Take the place of a controller that is lost; that its node is lost is told as ever, afterwards.
+        """Take the place of a lost controller; the loss of its node is reported afterwards as ever.
 
         Args:
-            standby_state: what it had passed on.
-            nodes: those that are still to say again what they know, this one's included.
+            standby_state: the messages that the lost controller had passed on.
+            nodes: the nodes that still have to repeat their reports, the node of this controller included.
         """
         for message in standby_state:
             if isinstance(message, Layout):
@@ -111,10 +112,10 @@ class Controller:
         self._awaited_nodes.begin(nodes, self.term, time_now)
 
     def handle(self, message: ToController, time_now: float) -> Orders:
-        """Take one message of an agent, or of a worker by way of its agent."""
+        """Handle one message of an agent, or of a worker by way of its agent."""
         if self.incident is not None:
             self.incident.state.now = time_now
-        if type(message) is Frozen:  # first: in each incident there is one from every rank
+        if type(message) is Frozen:  # first: every rank sends one in each incident
             return self._on_frozen(message)
         incident = self.incident if self.verdict is None else None
         if incident is not None and isinstance(message, FromNewcomer):
@@ -137,7 +138,7 @@ class Controller:
                     return self._route(self.incident.on_spare_node(node))
             case Hello(rank=rank, pid=pid):
                 if self.term and self.membership.pids.get(rank, pid) != pid:
-                    self.membership.replace(rank, pid)  # the lost controller had ordered it
+                    self.membership.replace(rank, pid)  # the lost controller had ordered the replacement
                 self.membership.connected.add(rank)
                 self.membership.pids[rank] = pid
                 node = self.membership.node_of[rank]
@@ -160,13 +161,13 @@ class Controller:
                 return self._fault(time_now, by_death=False)
             case TerminationRequested(
                 rank=rank, signal=name
-            ):  # it lives on, and may begin to train meanwhile
+            ):  # the rank lives on, and may begin to train meanwhile
                 return self._on_asked(rank, name, f"rank {rank}", time_now)
             case AgentTerminationRequested(node=node, signal=name, error=error):
                 caller = "ttprun" if len(self.membership.agents) == 1 else f"ttprun on node {node}"
                 self._failures.leaving.add(node)
                 return self._on_asked(-1, name, caller, time_now, error, node)
-            case NodesWaiting(node=0, count=count):  # no other: such restarts are not counted
+            case NodesWaiting(node=0, count=count):  # only node 0: restarts with more nodes are not counted
                 return self._on_nodes_waiting(count, time_now)
             case NodeStalled():
                 return self._look_for_a_hang(time_now) if self._stalled.take(message) else []
@@ -179,7 +180,7 @@ class Controller:
                 self.membership.boards[rank] = board
                 self._failures.explain(rank, why)
                 if board.phase == Phase.ENDED and (status or not self._scripts_end):
-                    self._failures.ended.add(rank)
+                    self._failures.ended_scripts.add(rank)
                 orders = self._on_deaths({rank: status}, time_now)
                 return orders + (self._route(self.incident.on_status(rank)) if self.incident else [])
             case ReplayComplete(node=node, verdict=verdict):
@@ -197,27 +198,28 @@ class Controller:
 
     @property
     def _scripts_end(self) -> bool:
-        """Return whether an incident is open in which ranks end their scripts as they should."""
+        """Return True while an incident is open in which ranks end their scripts as they should."""
         return self.incident is not None and self.incident.state.stage is Stage.ENDING_SCRIPTS
 
     def open_words(self) -> str:
-        """Return what happens in the open incident, in words; '' without an incident, or with nothing new."""
+        """Return the progress of the open incident in words; "" without an incident or without news."""
         if self.incident is None or self.verdict is not None:
             return ""
         return open_words(self.incident, self._failures)
 
     def tick(self, time_now: float) -> Orders:
-        """Let time pass."""
+        """Act on the limits of time that are over at `time_now`."""
         incident = self.incident
         if incident is None:
             return []
         incident.state.now = time_now
         if (
             incident.state.outcome is not None and time_now >= incident.state.deadline
-        ):  # all is done but to learn how they ended
+        ):  # only the exit statuses are missing
             return self._on_deaths(dict.fromkeys(self.membership.dying, -signal.SIGKILL), time_now)
         if overdue := self._awaited_nodes.overdue(time_now):
-            # Who has come, and has not told all in time, still hears the verdict: nobody else ends its job.
+            # An agent that has connected, but not repeated its reports in time, still gets the verdict:
+            # nothing else ends its job.
             self.membership.late |= self.membership.agents & set(overdue)
             return [order for node in overdue for order in self._on_agent_lost(node, time_now)]
         return self._route(incident.on_tick(time_now))
@@ -235,7 +237,7 @@ class Controller:
         return self._fault(time_now, by_death=True)  # nothing else explains it
 
     def _on_nodes_waiting(self, count: int, time_now: float) -> Orders:
-        """Have the newest step saved, so that all start again from it on more nodes."""
+        """Have the newest step saved, so that all workers start again on more nodes."""
         is_quiet = self.incident is None and self.verdict is None
         if not (count and is_quiet and self.membership.fits(len(self.membership.agents) + count)):
             return []
@@ -243,7 +245,7 @@ class Controller:
         return self._fault(time_now, by_death=True)
 
     def _look_for_a_hang(self, time_now: float) -> Orders:
-        """A rank that hangs makes all others wait: it is a hang when every node stands still."""
+        """Open an incident if every node stands still: a rank that hangs makes all others wait."""
         if self.incident is not None or self.verdict is not None:
             return []
         self._failures.hang_s = self._stalled.hang_s(self.membership.agents)
@@ -268,8 +270,8 @@ class Controller:
         return self._record_deaths(sudden, time_now)
 
     def _is_ended_by_order(self, rank: int) -> bool:
-        """Return whether its process is ended because another is to take its place: that is no failure."""
-        return self.incident is not None and rank in self.incident.regrouping.newcomers.ended
+        """Return True if the process of `rank` is ended for its replacement, which is no failure."""
+        return self.incident is not None and rank in self.incident.regrouping.newcomers.ended_ranks
 
     def _record_deaths(self, ranks: Set[int], time_now: float) -> Orders:
         if self.incident is None:
@@ -284,7 +286,8 @@ class Controller:
         self._awaited_nodes.lose(node)
         self._failures.lose(node, ranks, self.membership.hosts.get(node, ""))
         orders = self._on_deaths(dict.fromkeys(ranks, -signal.SIGKILL), time_now)
-        if self.incident is None:  # its workers had come to their ends; the others may have hung by then
+        # The workers of the node had ended before; the others may have hung by then.
+        if self.incident is None:
             return self._look_for_a_hang(time_now)
         orders += self._route(self.incident.on_agent_lost(node))
         orders += self._route(self.incident.on_replay_complete())
@@ -328,7 +331,7 @@ class Controller:
         return self._route(incident.handle(message, time_now)) if incident is not None else []
 
     def _route(self, orders: Orders) -> Orders:
-        """Return what the incident orders, and what follows from its end."""
+        """Return the orders of the incident, and the orders that follow from its end."""
         assert self.incident is not None
         outcome = self.incident.state.outcome
         if self.verdict is not None:
@@ -340,7 +343,7 @@ class Controller:
         return orders if self.membership.dying else orders + self._conclude()
 
     def _proceed(self, incident: Incident) -> Orders:
-        """End the incident, because all ranks have joined; the next fault opens another one."""
+        """End the incident, because all ranks have joined; the next fault opens another incident."""
         recovered = recovered_of(incident, self._failures, self.membership)
         self._recoveries.note(recovered.fault.key, recovered.step, incident.state.target.number + 1)
         for rank, newcomer in incident.regrouping.newcomers.by_rank.items():
@@ -355,7 +358,7 @@ class Controller:
         return self._broadcast_verdict(self.incident.number)
 
     def give_up(self, reason: str) -> Orders:
-        """End the job without a decision: what should decide has failed."""
+        """End the job without a decision, because the controller itself has failed."""
         if self.verdict is not None:
             return []
         number = self.incident.number if self.incident is not None else 0

@@ -1,19 +1,20 @@
-"""Decides which node runs the controller after the one of node 0 is lost; no clock, no socket.
+"""Decides which node runs the controller after the controller of node 0 is lost; no clock, no socket.
 
-The first controller is on node 0; those of later terms are on the nodes that stand by, 1 to `STANDBYS`. An
-agent tells a new controller all about its own ranks again. What it cannot tell is what the lost ranks held:
-`StandbyReplicator`, at the first controller, passes that on to the nodes that stand by beforehand.
+The first controller is on node 0; the controllers of later terms are on the standby nodes, 1 to `STANDBYS`.
+An agent repeats to a new controller all reports about its own ranks. No agent can repeat the layouts of lost
+ranks: `StandbyReplicator`, at the first controller, passes the layouts on to the standby nodes beforehand.
 
 `Succession`, at each agent, has the addresses of the controllers. When an agent has lost its controller,
 `ControllerClient` (`launchers/control/controller_client.py`) connects to the next controller and repeats all
 messages of the agent, or runs the controller itself where `is_mine` is True.
-Invariants: an agent obeys one controller at a time, and no controller of an earlier term afterwards. An agent
-obeys the first verdict that it receives, and no other. All agents go through
-the same terms in the same order: an agent that does not know yet where those are goes nowhere, and no worker
-starts before.
 
-`AwaitedNodes`, at the new controller, knows which nodes are still to come. Nothing is decided while a node is
-awaited: it may know that a rank has died, that training has begun, or the verdict, which stands.
+Invariants: an agent obeys one controller at a time, and afterwards no controller of an earlier term. An agent
+obeys the first verdict that arrives, and no other. All agents go through the same terms in the same order: an
+agent that does not know the addresses yet connects to no controller, and no worker starts before.
+
+`AwaitedNodes`, at the new controller, has the nodes that have not repeated their reports. Nothing is decided
+while a node is awaited: the node may know of a death, of the beginning of training, or of the verdict, which
+stands.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from adaptor.protocol.messages import (
     Welcome,
 )
 
-# The nodes 1 to STANDBYS. Each is told the layouts of all ranks, some 100 bytes for each; of so many that are
-# lost within one incident all would have to be among the first four.
+# The nodes 1 to STANDBYS. Each gets the layouts of all ranks, some 100 bytes for each rank. The controller is
+# lost for good only if all of the first four nodes are lost within one incident.
 STANDBYS = 3
 
 
 def stands_by(node: int) -> bool:
-    """Return whether `node` stands by for a controller on node 0."""
+    """Return True if `node` stands by for a controller on node 0."""
     return 0 < node <= STANDBYS
 
 
 class StandbyReplicator:
-    """Passes on what a next controller must know; used by the controller on node 0."""
+    """Passes the state on to standby nodes; used by the controller on node 0."""
 
     def __init__(self) -> None:
         self._here: dict[int, None] = {}
@@ -62,7 +63,7 @@ class StandbyReplicator:
         self._layouts: dict[int, Layout] = {}
 
     def replicate(self, message: ToController) -> list[tuple[int, StandbyState]]:
-        """Return what is passed on, and to which nodes, now that the controller has heard `message`."""
+        """Return the messages to pass on, each with its node, after the controller has received `message`."""
         match message:
             case AgentHello(node=node):
                 orders: list[tuple[int, StandbyState]] = [
@@ -87,13 +88,14 @@ class StandbyReplicator:
 
     def _known_to(self, newcomer: int) -> list[StandbyState]:
         if stands_by(newcomer):
-            # Not of the agent that had this place before it.
+            # Not of the agent that had this place before.
             other_hellos = [hello for node, hello in self._hellos.items() if node != newcomer]
             return [*other_hellos, *self._layouts.values()]
         return [self._hellos[node] for node in range(1, STANDBYS + 1) if node in self._hellos]
 
 
-# What is said to a new controller again: all but answers to the one that is lost, and what is said often.
+# The messages that are repeated to a new controller: all but answers to the lost controller and frequent
+# reports.
 LASTING = (
     AgentHello
     | Hello
@@ -112,10 +114,10 @@ class Succession:
     """The controllers, one after the other, as the agent of `node` of `nodes` knows them.
 
     Attributes:
-        term: of the controller that it obeys, or looks for
-        said: all that a controller must know
-        standby_state: what the first controller has passed on
-        verdict: the one that a controller has given
+        term: of the current controller
+        said: all messages that a controller must know
+        standby_state: the messages that the first controller has passed on
+        verdict: the verdict of a controller, or None
     """
 
     def __init__(self, node: int, nodes: int) -> None:
@@ -129,21 +131,23 @@ class Succession:
 
     @property
     def standby_state(self) -> list[StandbyState]:
-        """Return what a standby has to know: the newest message of each kind and rank."""
+        """Return the state of a standby: the newest message of each kind and rank."""
         return list(self._standby_state.values())
 
     def keep(self, message: FromAgent) -> None:
-        """Keep a message that is being sent, if the next controller must know it, too."""
+        """Keep a message that is being sent, if the next controller must know the message, too."""
         if isinstance(message, LASTING):
             self.said.append(message)
 
     @property
     def all_again(self) -> list[FromAgent]:
-        """Return what a new controller is told."""
+        """Return the messages for a new controller."""
         return [*self.said, ReplayComplete(self._node, self.verdict)]
 
     def accept(self, order: ControllerToAgent) -> bool:
-        """Return whether it is to be obeyed; else it was for this class, or for nobody."""
+        """Return True if the agent has to obey `order`; False if `order` was for this class, or is
+        outdated.
+        """
         match order:
             case Welcome():
                 return False
@@ -165,12 +169,16 @@ class Succession:
 
     @property
     def knows_standby_endpoints(self) -> bool:
-        """Return True if the addresses of all standbys are known; on a standby those of earlier ones, too."""
+        """Return True if the addresses of all standbys are known; on a standby the addresses of earlier
+        standbys, too.
+        """
         endpoints = all(term in self._endpoints for term in self._terms if term != self._node)
         return endpoints and (self._node not in self._terms or (AgentHello, 0) in self._standby_state)
 
     def go_on(self) -> bool:
-        """To the next term; False: there is none, or this agent does not know the way: nobody trains yet."""
+        """Go to the next term; return False where no term is left, or an address is not known: no rank trains
+        yet.
+        """
         if not self.knows_standby_endpoints or self.term + 1 not in self._terms:
             return False
         self.term += 1
@@ -178,20 +186,20 @@ class Succession:
 
     @property
     def is_mine(self) -> bool:
-        """Return whether the controller of this term is this agent's to have."""
+        """Return True if the controller of this term runs in this agent."""
         return self.term == self._node
 
     @property
     def endpoint(self) -> Endpoint | None:
-        """Return where the controller of this term would be found."""
+        """Return the address of the controller of this term."""
         return self._endpoints.get(self.term)
 
 
 def _without_what_is_over(messages: list[FromAgent], end: Recovered) -> list[FromAgent]:
-    """Return what a next controller must know after an online recovery.
+    """Return the messages that a next controller must know after an online recovery.
 
-    Of replaced ranks it is what their new processes have said, or what became of these; of others nothing of
-    the exceptions that were recovered from. What has failed since stays.
+    Of replaced ranks only the messages of their new processes stay, of other ranks all messages but the
+    recovered exceptions. Later failures stay.
     """
     hellos = {message.rank: at for at, message in enumerate(messages) if isinstance(message, Hello)}
     kept: list[FromAgent] = []
@@ -204,30 +212,30 @@ def _without_what_is_over(messages: list[FromAgent], end: Recovered) -> list[Fro
     return kept
 
 
-# So long a new controller waits for nodes while none comes, before it decides without those that have not.
-# One that lives has noticed the loss a second later at most (`wire`), and comes at once; this leaves a busy
-# machine time. Whoever is there has been told to freeze meanwhile.
+# The time for which a new controller waits for further nodes after the newest one. A live agent has noticed
+# the loss a second later at most (`wire`), and connects at once; the rest is for a busy machine. Connected
+# ranks have been told to freeze meanwhile.
 RECONNECT_S = 3.0
-# And so much longer for each node that stood by before this one: an agent tries there first, and nothing may
-# answer. Who lives answers within this time: a first packet that is lost is sent again after a second. Where
-# only the agent is gone, its kernel says so at once.
+# The further time for each standby before this node: an agent tries to connect there first, and may get no
+# answer. A live standby answers within this time: a lost first packet is sent again after a second. Where
+# only the agent is gone, the kernel of its machine refuses at once.
 TRY_CONNECT_TIMEOUT_S = 2.0
 
 
 class AwaitedNodes:
-    """The nodes that one controller awaits; the first one of a job awaits nobody."""
+    """The nodes that one controller awaits; empty for the first controller of a job."""
 
     def __init__(self) -> None:
         self.awaited: set[int] = set()
         self._until = 0.0
 
     def begin(self, nodes: Iterable[int], term: int, time_now: float) -> None:
-        """Wait for these nodes to repeat to the controller of `term` what they know."""
+        """Wait for `nodes` to repeat their reports to the controller of `term`."""
         self.awaited.update(nodes)
         self._until = time_now + RECONNECT_S + TRY_CONNECT_TIMEOUT_S * (term - 1)
 
     def has_told(self, node: int, time_now: float) -> bool:
-        """`node` has told all; whether it was awaited."""
+        """Note that `node` has repeated its reports; return True if `node` was awaited."""
         if node not in self.awaited:
             return False
         self.awaited.discard(node)
@@ -235,9 +243,9 @@ class AwaitedNodes:
         return True
 
     def lose(self, node: int) -> None:
-        """Do not wait for `node` any more: it is lost."""
+        """Do not wait for `node` any more, which is lost."""
         self.awaited.discard(node)
 
     def overdue(self, time_now: float) -> list[int]:
-        """The nodes that count as lost, because nobody has come for too long."""
+        """Return the nodes that count as lost, because no node has come for too long."""
         return sorted(self.awaited) if time_now >= self._until else []

@@ -1,4 +1,10 @@
-"""Finds the first cause of an incident; pure."""
+"""Finds the first cause of an incident, and the rank that misses a collective; pure.
+
+A rank begins the collectives of a group in the same order as every other rank of the group
+(`missing_collectives`). A rank that has begun fewer collectives than others misses a collective; a rank whose
+collective of the same number has another name has called something else. Completion is not compared, because
+gloo does not record completion.
+"""
 
 from __future__ import annotations
 
@@ -44,23 +50,23 @@ class Failures:
 
     Attributes:
         dead: the status of every process that has ended, by rank
-        why: the reasons of such ends, where they are known
-        ended: ranks whose script had come to its end before
-        unannounced: ranks that ended without announcing it: they have failed, whatever the status
-        noticed: ranks that have ended, in the order in which that was noticed; statuses come later
+        reasons: the known reasons of deaths, by rank
+        ended_scripts: ranks whose script had come to its end before
+        unannounced: ranks that ended without a notice: failed ranks, whatever the status
+        noticed: ranks that have ended, in the order of the notices; statuses come later
         lost: nodes that were lost, with their ranks
-        lost_hosts: the machines of these nodes
+        lost_hosts: the machines of lost nodes
         raised: the first exception of each rank
         asked: the cause, if the job was told to end, or to take nodes in, while nothing had failed
         told_to_end: the process that was told to end last, and the signal; also after a failure
         leaving: nodes whose agents were told to end
-        hang_s: seconds for which nothing had moved, if that was a hang; else 0
+        hang_s: seconds without any movement in a hang; else 0
         standing: the positions of the main threads in a hang
     """
 
     dead: dict[int, int] = field(default_factory=dict)
-    why: dict[int, str] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
+    reasons: dict[int, str] = field(default_factory=dict)
+    ended_scripts: set[int] = field(default_factory=set)
     unannounced: set[int] = field(default_factory=set)
     noticed: dict[int, None] = field(default_factory=dict)
     lost: dict[int, list[int]] = field(default_factory=dict)
@@ -77,19 +83,19 @@ class Failures:
         for rank in ranks:
             self.noticed.setdefault(rank)
 
-    def explain(self, rank: int, why: str) -> None:
-        """Note why a process of `rank` has ended; the first one counts."""
-        if why and rank not in self.dead:
-            self.why[rank] = why
+    def explain(self, rank: int, reason: str) -> None:
+        """Note the reason of the death of a process of `rank`; the first reason counts."""
+        if reason and rank not in self.dead:
+            self.reasons[rank] = reason
 
     def end(self, rank: int, status: int) -> None:
-        """Note the status of a process of `rank` that has ended; the first one counts."""
+        """Note the status of a process of `rank` that has ended; the first status counts."""
         self.dead.setdefault(rank, status)
 
     def lose(self, node: int, ranks: list[int], host: str) -> None:
-        """Note that `node`, on the machine `host`, is lost with those of its `ranks` that were not dead.
+        """Note that `node`, on the machine `host`, is lost with its live `ranks`.
 
-        Where a spare node in its place is lost, too, it stays the cause that it was.
+        If a spare node in the place of `node` is lost, too, the first loss stays the cause.
         """
         self.lost.setdefault(node, []).extend(ranks)
         self.lost_hosts.setdefault(node, host)
@@ -98,7 +104,7 @@ class Failures:
         """Note that `caller` was told to end by the signal `name`, or has failed by an `error` of its own.
 
         Args:
-            rank: the rank that it is; -1: the agent of `node`.
+            rank: the rank of `caller`; -1: the agent of `node`.
         """
         if error:
             self.asked = Cause(rank, 1, f"{caller} has failed: {error}", kind="error", node=node)
@@ -107,7 +113,7 @@ class Failures:
         self.asked = Cause(rank, code, f"{caller} was told to end by {name}", kind="told-to-end", node=node)
 
     def join(self, count: int) -> None:
-        """Note that `count` more nodes are there, with which all are to start again."""
+        """Note that `count` more nodes wait; all workers start again with the nodes."""
         description = f"{count} more node{' is' if count == 1 else 's are'} there"
         self.asked = Cause(-1, 1, description, kind=NODES_JOIN)
 
@@ -132,9 +138,13 @@ class Failures:
             rank, status = failed[0]
             code = status or 1 if status >= 0 else SIGNAL_BASE - status
             away = {r for ranks in self.lost.values() for r in ranks}
-            end_notes = {r: " after its script had ended" if r in self.ended else "" for r, _ in failed}
+            end_notes = {
+                r: " after its script had ended" if r in self.ended_scripts else "" for r, _ in failed
+            }
             descriptions = [
-                f"rank {r} {ending(s, self.why.get(r, ''))}{end_notes[r]}" for r, s in failed if r not in away
+                f"rank {r} {ending(s, self.reasons.get(r, ''))}{end_notes[r]}"
+                for r, s in failed
+                if r not in away
             ]
             descriptions += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
             key = "" if rank in away else _kind(status)
@@ -149,10 +159,8 @@ class Failures:
         return Cause(rank, raised.exit_code, description, known_by, (rank,), origin.mistake, kind="exception")
 
     def _hang(self, silent: list[int]) -> Cause:
-        """Return the ranks that caused a hang.
-
-        These are the ranks that do not answer, else those whose main thread is not in a collective, else
-        those that are in another collective than most.
+        """Return the cause of a hang: ranks without an answer, else ranks whose main thread is not in a
+        collective, else ranks in another collective than most.
         """
         lost = f"nothing has moved for {self.hang_s:.0f} s"
         if silent:
@@ -166,8 +174,8 @@ class Failures:
             silent_words = ranks_in_words(apart, "stands still", "stand still")
             description = f"{silent_words}, others wait; {apart[first]}"
             return Cause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
-        if self.ended:
-            return Cause(min(self.ended), 1, f"{lost}{self._before}", "a hang", kind="hang")
+        if self.ended_scripts:
+            return Cause(min(self.ended_scripts), 1, f"{lost}{self._before}", "a hang", kind="hang")
         if not apart and (elsewhere := self._elsewhere()):
             first = min(elsewhere)
             silent_words = ranks_in_words(elsewhere, "waits", "wait")
@@ -177,13 +185,17 @@ class Failures:
 
     @property
     def _before(self) -> str:
-        """Return the ranks whose script had ended before, in words: collectives of others break then."""
-        if not self.ended:
+        """Return the ranks whose script had ended before, in words: collectives of other ranks break by a
+        missing rank.
+        """
+        if not self.ended_scripts:
             return ""
-        return f"; the script of {ranks_in_words(sorted(self.ended))} had ended before"
+        return f"; the script of {ranks_in_words(sorted(self.ended_scripts))} had ended before"
 
     def _elsewhere(self) -> dict[int, str]:
-        """Return the ranks whose calls differ, from the outermost on, from those of more than half of all."""
+        """Return the ranks whose calls differ, from the outermost on, from the calls of more than half of all
+        ranks.
+        """
         stacks = {rank: standing.stack_hashes for rank, standing in sorted(self.standing.items())}
         for start in range(0, max(map(len, stacks.values()), default=0), CALL):
             calls = Counter(hashes[start : start + CALL] for hashes in stacks.values())
@@ -197,7 +209,7 @@ class Failures:
 
 
 def ending(status: int, why: str = "") -> str:
-    """Return the predicate of a sentence about a process that has ended, and `why`, if that is known."""
+    """Return the predicate of a sentence about a process that has ended, with the reason `why` if known."""
     if why:
         return f"{ending(status)} ({why})"
     if status == 0:
@@ -211,7 +223,7 @@ def ending(status: int, why: str = "") -> str:
 
 
 def _kind(status: int) -> str:
-    """Return the noun for what `ending` says in a sentence."""
+    """Return the noun for the predicate of `ending`."""
     if status == 0:
         return "exit code 0 before the end of the script"
     return f"exit code {status}" if status > 0 else ending(status).removeprefix("was ended by ")
@@ -220,13 +232,13 @@ def _kind(status: int) -> str:
 def ranks_in_words(
     ranks: Iterable[int], singular_verb: str = "", several: str = "", *, most_named: int = 4
 ) -> str:
-    """Return ranks and what they do, like `rank 1 waits` and `ranks 1, 2 and 5 more wait`.
+    """Return ranks and their verb, like `rank 1 waits` and `ranks 1, 2 and 5 more wait`.
 
     Args:
         ranks: at least one.
-        singular_verb: what is said of one rank.
-        several: the same of several.
-        most_named: how many of them are named; the rest is a number.
+        singular_verb: the verb for one rank.
+        several: the verb for several ranks.
+        most_named: how many ranks are named; the rest is a number.
     """
     named_ranks = [str(rank) for rank in ranks]
     if len(named_ranks) == 1:
@@ -244,21 +256,22 @@ _NAMED = 8
 
 
 def missing_collectives(of_ranks: Mapping[int, Collectives], silent: Iterable[int] = ()) -> list[str]:
-    """Return which rank misses which collective, one sentence for each group, the cause before what follows.
+    """Return the ranks that miss a collective, one sentence for each group, causes before consequences.
 
-    A rank that is missed in one group may only wait in another one: ranks that wait nowhere come first, alone
-    if there are any. Ranks that do not answer, `silent`, come before all: nobody knows what they have begun.
+    A rank that is missed in one group may only wait in another group: ranks that wait nowhere come first,
+    alone if any exist. Ranks that do not answer (`silent`) come before all, because their collectives are
+    unknown.
     """
     groups = sorted({group for collectives in of_ranks.values() for group in collectives})
     differences = [difference for group in groups if (difference := _compare(group, of_ranks)) is not None]
     waiting = {
         rank
         for difference in differences
-        for rank in difference.others
+        for rank in difference.other_ranks
         if _is_last(difference.group, of_ranks[rank])
     }
     causes = [difference for difference in differences if not waiting.issuperset(difference.ranks)]
-    lines = [difference.words for difference in causes or differences]
+    lines = [difference.sentence for difference in causes or differences]
     if of_ranks and (unknown := [rank for rank in silent if rank not in of_ranks]):
         waiting_words = ranks_in_words(
             unknown,
@@ -272,9 +285,9 @@ def missing_collectives(of_ranks: Mapping[int, Collectives], silent: Iterable[in
 
 class _Difference(NamedTuple):
     group: str
-    ranks: list[int]  # which are missed
-    others: list[int]
-    words: str
+    ranks: list[int]  # the missed ranks
+    other_ranks: list[int]
+    sentence: str
 
 
 def _compare(group: str, of_ranks: Mapping[int, Collectives]) -> _Difference | None:
@@ -288,16 +301,16 @@ def _compare(group: str, of_ranks: Mapping[int, Collectives]) -> _Difference | N
     ranks_behind = [rank for rank in positions if rank not in ahead]
     if ranks_behind:
         missed = ranks_in_words(ranks_behind, "misses", "miss", most_named=_NAMED)
-        begun = ranks_in_words(ahead, "has begun", "have begun", most_named=_NAMED)
-        description = f"{missed} {name} {highest_number} of {group}, which {begun}"
+        begun_words = ranks_in_words(ahead, "has begun", "have begun", most_named=_NAMED)
+        description = f"{missed} {name} {highest_number} of {group}, which {begun_words}"
         return _Difference(group, ranks_behind, list(ahead), description)
     if len(names) > 1:
         apart = [rank for rank, position in ahead.items() if position.name != name]
         agreeing_ranks = [rank for rank in ahead if rank not in apart]
         called = ", ".join(sorted({ahead[rank].name for rank in apart}))
-        begun = ranks_in_words(apart, "has begun", "have begun", most_named=_NAMED)
+        begun_words = ranks_in_words(apart, "has begun", "have begun", most_named=_NAMED)
         agreeing = ranks_in_words(agreeing_ranks, most_named=_NAMED)
-        description = f"{begun} {called} as collective {highest_number} of {group}, {agreeing} {name}"
+        description = f"{begun_words} {called} as collective {highest_number} of {group}, {agreeing} {name}"
         return _Difference(group, apart, agreeing_ranks, description)
     return None
 

@@ -1,4 +1,9 @@
-"""Decides whether a fault can be recovered online, from which step, and who gives what to whom; pure."""
+"""Decides whether a fault can be recovered online, from which step, and which ranks give the state; pure.
+
+Spare nodes take the places of lost nodes while the other nodes keep their processes (`LostPlaces`). Node 0 is
+asked for spare nodes (`FillPlaces`), once for each loss. The agent of a spare node with a place connects to
+the controller (`AgentHello`), and starts new processes for the ranks of the lost node.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ from adaptor.protocol.messages import Phase, PlacesFilled, Replacement, ShardSou
 
 @dataclass
 class LostPlaces:
-    """The places of one incident.
+    """The places of lost nodes in one incident.
 
     Attributes:
         taken: the places in which spare nodes have come
@@ -24,17 +29,17 @@ class LostPlaces:
     _refused: dict[int, str] = field(default_factory=dict)
 
     def why_not(self, lost: Iterable[int]) -> str:
-        """Return why the places of the `lost` nodes stay empty; '' while spare nodes may take them."""
+        """Return why the places of the `lost` nodes stay empty; "" while spare nodes may take the places."""
         return next((self._refused[node] for node in sorted(lost) if node in self._refused), "")
 
     def ask(self, nodes: Sequence[int]) -> tuple[int, ...]:
-        """Return those of `nodes` for which node 0 is to be asked, and note that it is."""
+        """Return the nodes among `nodes` for which node 0 has not been asked yet, and note them as asked."""
         unasked = tuple(node for node in nodes if node not in self._asked)
         self._asked.update(unasked)
         return unasked
 
     def answer(self, answer: PlacesFilled) -> str:
-        """Take the answer of node 0; return why the places stay empty, '' where spare nodes come."""
+        """Take the answer of node 0; return why the places stay empty, "" where spare nodes come."""
         if answer.owners:
             return ""
         reason = f"node {min(answer.nodes)} is lost, and {answer.reason}"
@@ -46,12 +51,12 @@ class LostPlaces:
         self.taken.add(node)
 
     def lose(self, node: int) -> None:
-        """Note that `node` is lost, or the spare node that had its place: node 0 may be asked again."""
+        """Note the loss of `node`, or of the spare node in its place: node 0 may be asked again."""
         self._asked.discard(node)
         self.taken.discard(node)
 
 
-# In one generation: each keeps the threads and descriptors of the groups of before in every survivor.
+# In one generation: each recovery leaves threads and descriptors of the former groups in every survivor.
 MAX_RECOVERED = 10
 
 
@@ -64,10 +69,10 @@ class Recoveries:
     """The online recoveries of one generation of workers.
 
     Attributes:
-        seconds: how long one may take (TTP_ONLINE); 0: there are none
-        count: so many there were
-        last: the fault of the last one (`Fault.key`), and the step that was gone on from
-        folders: the temporary folders that saves beside them have used are numbered below this
+        seconds: the time limit of a recovery (TTP_ONLINE); 0: recoveries are off
+        count: the number of recoveries
+        last: the fault of the last recovery (`Fault.key`), and the step from which training went on
+        folders: a number above all temporary folders of the saves beside recoveries
     """
 
     seconds: float
@@ -76,7 +81,7 @@ class Recoveries:
     folders: int = 0
 
     def note(self, key: str, step: int, folders: int) -> None:
-        """Note a recovery: the `key` and step of its fault, and how many `folders` it has taken."""
+        """Note a recovery: the `key` and step of its fault, and the number of its `folders`."""
         self.count += 1
         self.last = (key, step)
         self.folders = folders
@@ -87,8 +92,8 @@ class Feasibility:
     """The conditions of the online recovery of one incident.
 
     Attributes:
-        places: of lost nodes, which spare nodes may take
-        hanging: ranks that answer, and whose main threads will not come any more
+        places: of lost nodes, for spare nodes
+        hanging: ranks that answer, but whose main threads hang
     """
 
     state: IncidentState
@@ -99,14 +104,14 @@ class Feasibility:
 
     @property
     def is_armed(self) -> bool:
-        """Return whether there is online recovery at all."""
+        """Return True if online recovery is on."""
         return self.recoveries.seconds > 0
 
     def require_possible(self, step: int) -> None:
-        """Raise where the incident cannot be recovered online from `step`.
+        """Check that the incident can be recovered online from `step`.
 
         Raises:
-            CannotRegroupError: says why.
+            CannotRegroupError: the reason why not.
         """
         membership, failures = self.state.membership, self.failures
         if failures.told_to_end or failures.leaving:
@@ -115,15 +120,15 @@ class Feasibility:
             raise CannotRegroupError("the controller was lost")
         if reason := self.places.why_not(membership.lost):
             raise CannotRegroupError(reason)
-        if failures.ended:
-            raise CannotRegroupError(f"the script of rank {min(failures.ended)} had come to its end")
+        if failures.ended_scripts:
+            raise CannotRegroupError(f"the script of rank {min(failures.ended_scripts)} had come to its end")
         if trained := [rank for rank, board in self.state.boards.items() if board.stage]:
             raise CannotRegroupError(f"the training loop of rank {min(trained)} had come to its end")
         if self.recoveries.count >= MAX_RECOVERED:
             raise CannotRegroupError(f"{MAX_RECOVERED} faults were recovered online since the last start")
         for rank, layout in membership.layouts.items():
             if layout.online:
-                # What is the same on rank 0 was said at the start.
+                # The reason of rank 0 was printed at the start.
                 refusal = membership.layouts[0].online if 0 in membership.layouts else ""
                 raise CannotRegroupError("" if refusal else f"rank {rank}: {layout.online}")
         if self.state.writing.uses_script_handlers:
@@ -138,10 +143,10 @@ class Feasibility:
             raise CannotRegroupError(f"rank {rank} lives and cannot go on from step {step}")
 
     def common_step(self, newest: int) -> int:
-        """Return the step to go on from, where `newest` is the newest one that could be saved.
+        """Return the step to go on from, where `newest` is the newest step that could be saved.
 
-        With local copies some ranks may not have come to `newest`, which then no one needs to keep: all of
-        them give the one before.
+        With local copies some ranks may not have come to `newest`. If any rank lacks `newest`, every rank
+        uses the step before.
         """
         previous_step = newest - 1
         if (
@@ -154,7 +159,7 @@ class Feasibility:
         )
 
     def _behind(self, step: int, replaced: Collection[int]) -> list[int]:
-        """The survivors but for `replaced` that cannot come to `step`."""
+        """Return the survivors, without `replaced`, that cannot come to `step`."""
         boards = self.state.boards
         return sorted(
             rank
@@ -163,8 +168,9 @@ class Feasibility:
         )
 
     def _ranks_without_state(self, step: int) -> set[int]:
-        """Return the ranks that answer and hold nothing of `step`, nor of any other step, or whose main
-        threads hang."""
+        """Return the ranks that answer, but hold neither `step` nor any other step, or whose main threads
+        hang.
+        """
         hanging = self.hanging
         if self.failures.hang_s:
             hanging = hanging | {self.failures.first(self.state.silent).rank}
@@ -176,12 +182,11 @@ class Feasibility:
         }
 
     def ranks_to_replace(self, step: int) -> set[int]:
-        """Return the ranks that answer and need a new process all the same; every other one keeps its own.
+        """Return the ranks that answer and need a new process all the same; every other rank keeps its
+        process.
 
-        They hold nothing of `step`, or cannot go on from it.
-
-        An exception has left their update, or came before it while others made theirs; their device has
-        failed; or their main thread hangs.
+        A rank needs a new process if an exception has left its update, or came before the update while others
+        made theirs; if its device has failed; or if its main thread hangs.
         """
         boards = self.state.boards
         raised = self.failures.raised.keys() & boards.keys()
@@ -192,10 +197,10 @@ class Feasibility:
         return {rank for rank, board in self.state.boards.items() if steps_of(board)}
 
     def plan(self, step: int) -> tuple[Replacement, ...]:
-        """Return who has failed, and where their state comes from.
+        """Return the failed ranks, each with the ranks that give its state.
 
         Raises:
-            CannotRegroupError: nobody else has it.
+            CannotRegroupError: no other rank has the state.
         """
         survivors = self.state.nodes.keys() - self.ranks_to_replace(step)
         failed = [rank for rank in range(self.state.membership.world_size) if rank not in survivors]

@@ -1,8 +1,11 @@
-"""The freeze of an incident: which ranks are asked, and which have answered; pure, without a clock.
+"""The freeze of an incident, and the choice of the step that is saved; pure, without a clock.
 
-A step is chosen only when every live rank has answered, or has run out of time. A rank that is in an update
-of its optimizer, or publishes a regular save, answers when that is done. If training has only just begun,
-the layouts of some ranks may still be on their way, or lost with their node.
+A step is chosen only when every live rank has answered, or has run out of time. A rank in an update of its
+optimizer, or in the publication of a regular save, answers afterwards. If training has only just begun, the
+layouts of some ranks may still be on their way, or lost with their node.
+
+`choose` decides between a plan to save and an outcome. `PriorCheckpointSearch` looks for a checkpoint that a
+lost controller may have had saved.
 """
 
 from __future__ import annotations
@@ -22,15 +25,15 @@ from adaptor.controller.incident_state import (
 from adaptor.controller.plan import NoPlan, Plan, may_have_begun
 from adaptor.protocol.messages import BoardRecord, Find, Phase, ScriptStage
 
-# A process that dies closes its connections before its parent learns of it: freeing some GB takes a second.
-# Ranks that finish together differ by less.
+# A process that dies closes its connections before its parent learns of the death: freeing some GB takes a
+# second. Ranks that finish together differ by less.
 LAYOUT_WAIT_S = 2.0
-# How long a rank that others can do without has for its answer when the job is told to end: time is short.
+# The time for the answer of a dispensable rank when the job is told to end.
 ANSWER_S = 5.0
-# How long any rank has in a hang: it has stood still for long, is in no update that ends soon, and answers
-# at once or never. But before that its agent looks at its stacks (2 s, `launchers.stack_collector`), and it
+# The time for the answer of any rank in a hang: the rank has stood still for long, is in no short update, and
+# answers at once or never. Before, its agent looks at its stacks (2 s, `launchers.stack_collector`), the rank
 # looks itself (1 s, `worker.processor`) and asks its device (twice 1 s, `devices.accelerator`). On a busy
-# machine each of them takes all of its time, and a rank that is taken for silent is named as the cause.
+# machine each takes all of its time, and a rank that counts as silent is named as the cause.
 HANG_ANSWER_S = 10.0
 
 
@@ -38,20 +41,19 @@ class FreezeState:
     """The freeze of one incident.
 
     Args:
-        awaited: nodes that may yet come to a controller that has taken the place of another.
-        took_over: every agent that is there has told all that it knows.
-        hangs: the job does not move; a rank has HANG_ANSWER_S for its answer, and not half of the time for
-            the incident. Without one it is no holder of a shard (`leave_the_silent`).
+        awaited: nodes that have not yet repeated their reports to a successor of a lost controller.
+        hangs: the job does not move; a rank has HANG_ANSWER_S for its answer instead of half of the time for
+            the incident. A rank without an answer is no holder of a shard (`leave_the_silent`).
     """
 
     def __init__(self, state: IncidentState, awaited: Collection[int], *, hangs: bool) -> None:
         self._state = state
         self._membership = state.membership
         self._awaited = awaited
-        half = state.timeout_s / 2  # the other half is left for the dump
+        half = state.timeout_s / 2  # the other half is for the dump
         self._answers_by = state.opened_at + (min(half, HANG_ANSWER_S) if hangs else half)
         self._hurries_at = math.inf
-        self._explained_by = 0.0  # layouts are waited for
+        self._explained_by = 0.0  # 0: layouts are not awaited
         self._newest = -1
 
     @property
@@ -61,7 +63,7 @@ class FreezeState:
 
     @property
     def waits(self) -> bool:
-        """Return True while no rank has been asked, because layouts are waited for."""
+        """Return True while no rank has been asked, because layouts are awaited."""
         return self._explained_by > 0
 
     @property
@@ -74,7 +76,7 @@ class FreezeState:
 
     @property
     def dead_had_finished(self) -> bool:
-        """Return whether the scripts of all ranks that have died had finished."""
+        """Return True if the scripts of all dead ranks had finished."""
         membership = self._membership
         boards = [membership.boards.get(rank) for rank in (*membership.dead, *membership.dying)]
         return bool(boards) and all(
@@ -98,7 +100,7 @@ class FreezeState:
 
     @property
     def is_over(self) -> bool:
-        """Return whether every live rank has answered, and no node is awaited."""
+        """Return True if every live rank has answered, and no node is awaited."""
         nodes, boards = self._state.nodes, self._state.boards
         if len(boards) < len(nodes) or self.waits or self._awaited:
             return False
@@ -113,35 +115,35 @@ class FreezeState:
         self._explained_by = 0.0
 
     def hurry(self, time_now: float) -> None:
-        """Wait only ANSWER_S longer for ranks that others can do without."""
+        """Wait only ANSWER_S longer for dispensable ranks."""
         self._hurries_at = min(self._hurries_at, time_now + ANSWER_S)
 
     def hurries(self, time_now: float) -> bool:
-        """Return whether only those ranks are still waited for that others cannot do without."""
+        """Return True if only indispensable ranks are still awaited."""
         return time_now >= self._hurries_at
 
     def is_late(self, time_now: float) -> bool:
-        """Return whether layouts have been waited for long enough."""
+        """Return True if layouts have been awaited for long enough."""
         return self.waits and time_now >= self._explained_by
 
     def record_answer(self, rank: int, board: BoardRecord) -> None:
-        """Keep the `board` of a rank that is frozen, or that can give no more than that."""
+        """Keep the `board` of a rank that is frozen, or has nothing newer to give."""
         self._state.boards[rank] = board
         self._newest = max(self._newest, _newest(board))
 
     def is_over_time(self, time_now: float) -> bool:
-        """Return whether no answer is waited for any longer."""
+        """Return True if no answer is awaited any longer."""
         return time_now >= self._answers_by
 
     def leave_the_silent(self) -> None:
-        """Give up the ranks that have not answered: they are no holders."""
+        """Give up the ranks without an answer: silent ranks are no holders."""
         silent = [rank for rank in self._state.nodes if rank not in self._state.boards]
         self._state.silent += silent
         for rank in silent:
             self._state.leave(rank)
 
     def further(self, step: int) -> str:
-        """Return a note for the verdict if `step` is saved and a rank had finished a later one, else empty.
+        """Return a note for the verdict if `step` is saved and a rank had finished a later step, else "".
 
         Ranks of a job with local copies may have gone back, and the rank that was ahead may be dead by now.
         """
@@ -155,13 +157,15 @@ class FreezeState:
 
     @property
     def newest_begun(self) -> int:
-        """Return the newest step that any rank may have begun; a dead one may, if all were at its door."""
+        """Return the newest step that any rank may have begun; a dead rank may have, if all were at its
+        door.
+        """
         boards = [*self._state.boards.values(), *self._membership.boards.values()]
         ahead = max((board.ahead for board in boards), default=-1)
         return max(self.newest_told, ahead if may_have_begun(ahead, boards) else -1)
 
     def let_through(self, ranks: Iterable[int], step: int) -> None:
-        """Note that these ranks go through the door to `step`; without a local copy they cannot go back."""
+        """Note that `ranks` go through the door to `step`; without a local copy no rank can go back."""
         for rank in ranks:
             board = self._state.boards[rank]
             if board.finished < step:
@@ -171,7 +175,7 @@ class FreezeState:
                 )
 
     def take_back(self, ranks: Iterable[int], step: int) -> None:
-        """Note that ranks which are further put back the state of `step`, from their local copies."""
+        """Note that ranks beyond `step` put back its state from their local copies."""
         for rank in ranks:
             board = self._state.boards[rank]
             if board.finished > step or board.phase == Phase.BROKEN:
@@ -189,10 +193,7 @@ NEVER_BEGUN = IncidentOutcome("nothing", -1, "no step has finished: training had
 
 
 def choose(state: IncidentState, freeze_state: FreezeState) -> Plan | IncidentOutcome:
-    """Return the plan to save the newest possible step, or the outcome if there is none.
-
-    `state` is that of the incident.
-    """
+    """Return the plan to save the newest possible step, or the outcome if no step can be saved."""
     origin = state.writing.origin
     if not freeze_state.knows_all:
         if freeze_state.newest_begun <= origin:
@@ -218,14 +219,14 @@ def _nothing_since(origin: int) -> IncidentOutcome:
 
 
 class PriorCheckpointSearch:
-    """The search of one incident. Another agent may still publish for the lost controller: one looks again.
+    """The search for a checkpoint of a lost controller, for which another agent may still publish: the search
+    is repeated.
 
     Args:
-        took_over: there is a controller that is lost.
-        patience_s: so long, of the time of the incident, it is looked for.
+        patience_s: the duration of the search, within the time of the incident.
 
     Attributes:
-        otherwise: how the incident ends where nothing is found
+        otherwise: the outcome if the search finds nothing
     """
 
     def __init__(self, state: IncidentState, freeze_state: FreezeState, patience_s: float) -> None:
@@ -239,9 +240,9 @@ class PriorCheckpointSearch:
 
     @property
     def may_find(self) -> bool:
-        """Return True if the lost controller may have had a step saved, which its successor cannot know.
+        """Return True if the lost controller may have had a step saved, unknown to its successor.
 
-        It may have let ranks through to a step that no rank had begun.
+        The lost controller may have let ranks through to a step that no rank had begun.
         """
         return self._state.term > 0 and bool(self._writing.layouts) and not self._writing.uses_script_handlers
 
@@ -251,7 +252,9 @@ class PriorCheckpointSearch:
         return state.ask(Find(state.number, self._writing.save, step, state.target.number), state.term)
 
     def found(self, step: int) -> IncidentOutcome:
-        """Note that `step` was found on disk; last words may be of an earlier step than the newest known."""
+        """Return the outcome for `step`, found on disk; last words may be of an earlier step than the newest
+        known.
+        """
         newest_reported, newest_begun = self._freeze_state.newest_told, self._freeze_state.newest_begun
         if newest_reported > step:
             return IncidentOutcome("saved", step, f"step {newest_reported} was not finished on every rank")
@@ -260,7 +263,7 @@ class PriorCheckpointSearch:
         )
 
     def found_nothing(self) -> None:
-        """An agent has looked."""
+        """Note that an agent has looked, and found nothing."""
         self._found_nothing = True
 
     def is_over(self, time_now: float, deadline: float) -> bool:
@@ -269,6 +272,6 @@ class PriorCheckpointSearch:
         return time_now >= deadline or (self._found_nothing and time_now >= self._until)
 
     def is_due(self) -> bool:
-        """Return whether an agent is to look again: it has, and found nothing."""
+        """Return True if an agent has looked, found nothing, and is to look again."""
         is_repeated, self._found_nothing = self._found_nothing, False
         return is_repeated

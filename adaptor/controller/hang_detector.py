@@ -1,19 +1,19 @@
 """Tells a hang from a slow step, from the boards of a node's workers; pure, the time is an argument.
 
-Every agent runs `HangDetector` for its node; the controller keeps what all have reported (`StalledNodes`).
+Every agent runs `HangDetector` for its node; the controller keeps the reports of all nodes (`StalledNodes`).
 
-A job hangs when every node reports it, and no rank can be at something that takes its time: start-up,
-compilation, evaluation, a save. A rank between two steps may be at one of these, unless another rank is still
-in the middle of a step that this one has finished: then it waits for that rank. A phase between two steps
-that is marked (`Session.phase`) has a limit of its own, once one of its kind has ended: a rank that stays in
-it for longer counts as one that is in the middle of its next step. A rank at the end of its script does
-nothing any more. In the first steps of a process kernels are compiled and data is read for the first time,
-and no duration is known: they may take as long as any rank may be waited for.
+A job hangs when every node reports a stall, and no rank can be at something slow: start-up, compilation,
+evaluation, a save. A rank between two steps may be at something slow, unless another rank is still in the
+middle of a step that the rank has finished: then the rank waits. A marked phase between two steps
+(`Session.phase`) has a limit of its own, once a phase of its kind has ended: beyond the limit the rank counts
+as in the middle of its next step. A rank at the end of its script does nothing any more. In the first steps
+of a process kernels are compiled and data is read for the first time, and no duration is known: first steps
+may take as long as any rank may be waited for.
 
-Invariant: it is a hang only if some rank is in the middle of a step, or in a phase for too long, and every
-other rank is in one as well, waits for one that is, has ended, or has been waited for longer than torch's
-own default time-outs allow. A rank in the first phase of its kind, whose duration is unknown, is waited for
-without limit.
+Invariant: a stall is a hang only if some rank is in the middle of a step, or in a phase for too long, and
+every other rank is in a step as well, waits for a rank in a step, has ended, or has been waited for longer
+than torch's own default time-outs allow. A rank in the first phase of its kind, whose duration is unknown, is
+waited for without limit.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ import msgspec
 
 from adaptor.protocol.messages import BoardRecord, NodeResumed, NodeStalled, Phase
 
-# A step is a hang when it takes this many times as long as the slowest recent one.
+# A step is a hang when its duration is this multiple of the slowest recent step.
 FACTOR = 3.0
 # The same for a phase between two steps, with the slowest of its kind or the floor: a save takes much longer
-# than usual when others use the same storage. With the default floor that is 10 minutes at least, after which
-# NCCL's own watchdog would end the job.
+# than usual when others use the same storage. With the default floor the limit is 10 minutes at least, after
+# which NCCL's own watchdog would end the job.
 PHASE_FACTOR = 5.0
 # A rank is waited for this many floors at most, unless it is in the first phase of a kind: 30 minutes with
 # the default floor, torch's own default time-out of a collective on gloo.
 OVERLONG = 15.0
-# An agent that has not looked for this long was stopped or starved itself, and its workers may have been,
-# too.
+# An agent that has not looked for this time was stopped or starved itself, perhaps with its workers.
 ABSENT_S = 10.0
-# The report is repeated, for a controller that has taken over, when it has lasted longer by this part:
-# thousands of nodes of a job that evaluates for an hour must not report it all the time.
+# The report is repeated, for a successor of the controller, when the stall has lasted longer by this part:
+# thousands of nodes of a job that evaluates for an hour must not report all the time.
 AGAIN = 1 / 16
 
 
@@ -46,7 +45,7 @@ class HangDetector:
 
     Args:
         node: the number of the node.
-        floor_s: TTP_HANG in seconds: no shorter time is a hang; 0: nothing is.
+        floor_s: TTP_HANG in seconds: no shorter time is a hang; 0: nothing is a hang.
     """
 
     def __init__(self, node: int, floor_s: float) -> None:
@@ -94,17 +93,20 @@ class HangDetector:
         inside: list[int] = []
         between: list[int] = []
         for board in going:
-            step = board.inside if board.inside >= 0 else board.finished + 1  # that it is in, or comes to
+            step = board.inside if board.inside >= 0 else board.finished + 1  # the current step, or the next
             if self._may_take_its_time(board, seconds):
                 between.append(step - 1)
             else:
                 inside.append(step)
-        # One in the first phase of its kind has no measure yet, and a restart would bring it there again.
+        # A rank in the first phase of its kind has no measure yet, and a restart would bring the rank there
+        # again.
         overlong = seconds >= OVERLONG * self._floor_s and all(board.usual for board in going)
         return NodeStalled(self._node, seconds, min(inside, default=-1), min(between, default=-1), overlong)
 
     def _step_may_take(self, board: BoardRecord) -> float:
-        """Return the seconds that a step may take; the first ones of a process, without a measure, most."""
+        """Return the seconds that a step may take; the first steps of a process, without a measure, get
+        most.
+        """
         factor = FACTOR * board.slowest
         return max(self._floor_s, factor) if factor else OVERLONG * self._floor_s
 
@@ -131,7 +133,7 @@ class StalledNodes:
         self._reports: dict[int, NodeStalled] = {}
 
     def take(self, report: NodeStalled) -> bool:
-        """Return whether it is news: thousands of nodes may say so, again and again, while all evaluate."""
+        """Return True if `report` is news: thousands of nodes may repeat a report while all evaluate."""
         earlier_report = self._reports.get(report.node)
         self._reports[report.node] = report
         return (
@@ -140,7 +142,7 @@ class StalledNodes:
         )
 
     def resume(self, node: int) -> None:
-        """Something moves on `node` again."""
+        """Note that something moves on `node` again."""
         self._reports.pop(node, None)
 
     def clear(self) -> None:
@@ -148,7 +150,7 @@ class StalledNodes:
         self._reports.clear()
 
     def hang_s(self, nodes: Set[int]) -> float:
-        """Return for how many seconds nothing has moved on any of `nodes`; 0 where the job does not hang."""
+        """Return the seconds without movement on all of `nodes`; 0 if the job does not hang."""
         if not nodes or not nodes <= self._reports.keys():
             return 0.0
         reports = [self._reports[node] for node in nodes]

@@ -1,21 +1,21 @@
 """The state machine of an incident, from the first failure to the verdict; no clock, socket or torch.
 
-FREEZING   every live rank closes its door and tells where it stands
-PREPARING  an agent makes the temporary folder; where the fault can be recovered online, failed ranks get new
-           processes meanwhile
-DUMPING    the chosen holders bring themselves to the step and write
-PUBLISHING an agent checks the files, renames the folder and replaces the tracker; where handlers of the
-           script write what is saved, nothing is prepared, and one rank's handler gives it its name
-REGROUPING the step is on disk (or could not be saved): survivors and new processes come to it with new
-           process groups; whatever fails then, all are started again from it
-RECOVERED    all of them go on: the incident is over, and the job is not started again
-FINDING    nothing can be saved, but the controller that is lost may have had it saved: an agent looks
-ENDING_SCRIPTS all ranks have finished their training: nothing is saved, and live ranks may end their scripts
-ENDED      the verdict is out and every worker has been told to exit
+FREEZING        every live rank closes its door and reports its board
+PREPARING       an agent makes the temporary folder; in an online recovery failed ranks get new
+                processes meanwhile
+DUMPING         the chosen holders bring themselves to the step and write
+PUBLISHING      an agent checks the files, renames the folder and replaces the tracker; where handlers of the
+                script save, nothing is prepared, and the handler of one rank names the checkpoint
+REGROUPING      the step is on disk (or could not be saved): survivors and new processes come to the step with
+                new process groups; after any further failure all workers are started again from the step
+RECOVERED       all ranks go on: the incident is over, and the job is not started again
+FINDING         nothing can be saved, but a lost controller may have had the step saved: an agent looks
+ENDING_SCRIPTS  all ranks have finished their training: nothing is saved, and live ranks may end their scripts
+ENDED           the verdict is out and every worker has been told to exit
 
 Invariants: a step is chosen only when every live rank has answered or run out of time; a survivor is told to
-leave its loop only when the step is on disk, or the save has failed. What may follow which stage:
-`incident_state.TRANSITIONS`. The save: `Saving`; the online recovery, which begins beside it: `Regrouping`.
+leave its loop only when the step is on disk, or the save has failed. The order of the stages:
+`incident_state.TRANSITIONS`. The save: `Saving`; the online recovery, beside the save: `Regrouping`.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Incident:
     """Drives the stages of incident `number`.
 
     Args:
-        membership: who is in the job, kept by the controller.
-        failures: what the controller knows of the failure.
+        membership: the members of the job, kept by the controller.
+        failures: the failures, kept by the controller.
         opened_at, timeout_s: see `IncidentState`.
         store: host, port and secret of the store over which ranks form groups.
-        awaited: nodes that may yet come to a controller that has taken the place of another.
+        awaited: nodes that have not yet repeated their reports to a successor of a lost controller.
         term: of the controller, 0 for the first.
         recoveries: the online recoveries before this incident.
     """
@@ -115,9 +115,9 @@ class Incident:
         return self.state.writing.step
 
     def open(self, by_death: bool) -> Orders:
-        """Ask every live rank to freeze. An exception may be the echo of a death that is not known yet.
+        """Ask every live rank to freeze; an exception may be the echo of a death that is not reported yet.
 
-        Where training has only just begun, another node's word of it may still be on its way.
+        If training has only just begun, the report of another node may still be on its way.
         """
         if self.freeze_state.knows_all:
             raised = self._failures.raised.values()
@@ -145,17 +145,17 @@ class Incident:
 
     @property
     def _has_other_cause(self) -> bool:
-        """Return whether the job has not failed by a death or an exception, or has lost a node."""
+        """Return True if the cause is neither a death nor an exception, or a node is lost."""
         return bool(self._failures.asked or self._failures.lost) or self._hangs
 
     @property
     def _hangs(self) -> bool:
-        """Return whether the job hangs: ranks are to tell where they stand."""
+        """Return True if the job hangs: ranks then report the positions of their main threads."""
         return self._failures.hang_s > 0
 
     @property
     def _waits(self) -> bool:
-        """Return whether nobody has been asked to freeze yet."""
+        """Return True if no rank has been asked to freeze yet."""
         return self.freeze_state.waits and self.state.outcome is None
 
     def _freeze(self) -> Orders:
@@ -163,11 +163,11 @@ class Incident:
         return self.state.freeze(self.state.nodes, stacks=self._hangs) + self._decide_when_frozen()
 
     def _freeze_where_nobody_lives(self) -> Orders:
-        """End the wait before the freeze where no live rank is left to ask."""
+        """End the wait before the freeze if no live rank is left."""
         return self._freeze() if self.freeze_state.knows_all and not self.state.nodes else []
 
     def on_hello(self, rank: int, node: int) -> Orders:
-        """A rank that was not known to be there when others were asked to freeze."""
+        """Ask a rank to freeze that connects after the other ranks were asked."""
         if self.state.stage is not Stage.FREEZING or rank in self.state.nodes:
             return []
         self.state.nodes[rank] = node
@@ -180,17 +180,17 @@ class Incident:
         return self._decide_when_frozen()
 
     def on_frozen(self, rank: int, board: BoardRecord) -> Orders:
-        """Take the answer of a rank to `Freeze`, or to an order to come to a step, or to its end."""
+        """Take the answer of a rank to `Freeze`, to an order to come to a step, or to `EndScript`."""
         if self.state.stage is Stage.ENDING_SCRIPTS:
             if rank in self.state.nodes and board.phase == Phase.ENDED:
-                # The worker ends its leftover threads TTP_OT from now; its death is told a little later.
+                # The worker ends its leftover threads TTP_OT from now; its death is reported a little later.
                 self.state.deadline = max(
                     self.state.deadline, self.state.now + self.state.timeout_s + REPORT_S
                 )
             return []
         if self.state.stage is not Stage.FREEZING:
             if board.finished >= self.step and board.phase != Phase.UNREADABLE:
-                # Else its main thread has not come through the door, or never will.
+                # Otherwise the main thread has not come through the door, or never will.
                 self.saving.reassignment.liveness.answer(rank)
             return []
         if rank not in self.state.nodes:
@@ -199,7 +199,7 @@ class Incident:
         return self._save() if self.freeze_state.is_over else []
 
     def on_deaths(self, ranks: Collection[int]) -> Orders:
-        """Take ranks out that have died, and were not known to be dead."""
+        """Take out ranks that have died, and were not known to be dead."""
         survivors = self.state.nodes.keys() & set(ranks)
         for rank in ranks:
             self.state.leave(rank)
@@ -217,17 +217,17 @@ class Incident:
         return self.go_on(orders)
 
     def on_agent_lost(self, node: int) -> Orders:
-        """The agent of `node` is gone; the deaths of its ranks were told before."""
+        """Act on the loss of the agent of `node`; the deaths of its ranks were reported before."""
         orders = self.regrouping.on_agent_lost(node) if self.regrouping.is_pending else []
         in_save = self.state.stage in STAGES
         return self.go_on(orders + (self.saving.on_agent_lost(node) if in_save else []))
 
     def on_spare_lost(self, node: int) -> Orders:
-        """The spare node that had got the place of `node` is gone before its agent has come."""
+        """Act on the loss of a spare node, in the place of `node`, before its agent has come."""
         return self.go_on(self.regrouping.on_spare_lost(node) if self.regrouping.is_pending else [])
 
     def on_spare_node(self, node: int) -> Orders:
-        """The agent of a spare node has come in the place of `node`."""
+        """Act on the arrival of the agent of a spare node in the place of `node`."""
         return self.go_on(self.regrouping.on_spare_node(node) if self.regrouping.is_pending else [])
 
     def handle(self, message: ToController, time_now: float) -> Orders:
@@ -281,7 +281,7 @@ class Incident:
         return self.go_on(orders)
 
     def _on_publish_failed(self, reason: str, number: int) -> Orders:
-        """Ask another agent, or go on without the save; `number` is that of the attempt."""
+        """Ask another agent, or go on without the save; `number` is the number of the order."""
         if number != self.state.target.number:
             return []
         if self.state.stage is Stage.FINDING:
@@ -289,18 +289,18 @@ class Incident:
         return self.go_on(self.saving.on_publish_failed(reason))
 
     def on_newcomer(self, message: FromNewcomer) -> Orders:
-        """The new process of a rank says something, or has ended."""
+        """Take a message of the new process of a rank, or about its end."""
         return self.go_on(self.regrouping.on_newcomer(message)) if self.regrouping.is_pending else []
 
     def on_status(self, rank: int) -> Orders:
-        """Take the status of a failed process, by which a fault that comes again is recognised."""
+        """Take the exit status of a failed process, by which a repeated fault is recognised."""
         self.regrouping.newcomers.has_ended(rank)
         if self.regrouping.is_pending:
             self.regrouping.require_possible()
         return self.go_on([])
 
     def on_told_to_end(self) -> Orders:
-        """Somebody wants a rank, or an agent, to end: there is less time than was thought."""
+        """Hurry, because a rank or an agent was told to end."""
         self.freeze_state.hurry(self.state.now)
         if self.state.stage is Stage.ENDING_SCRIPTS:
             return self._end(FINISHED)
@@ -329,7 +329,7 @@ class Incident:
         return self._save() if is_frozen else []
 
     def _go_on_without_the_silent(self, time_now: float) -> Orders:
-        """Give up ranks that take too long; where time is short, only if others can do without them."""
+        """Give up ranks that take too long; where time is short, only dispensable ranks."""
         hurries = self.freeze_state.hurries(time_now)
         if not self.freeze_state.is_over_time(time_now) and (not hurries or self._needs_the_silent):
             return []
@@ -338,8 +338,10 @@ class Incident:
 
     @property
     def _needs_the_silent(self) -> bool:
-        """Return whether ranks that have not answered have what is needed for a save, and no other has it."""
-        # It is asked at each tick, and with 100,000 ranks it takes as long as a tick to find out.
+        """Return True if ranks without an answer hold state that is needed for a save and that no other rank
+        has.
+        """
+        # Called at each tick; with 100,000 ranks the answer takes as long as a tick.
         answer_counts = len(self.state.boards), len(self.state.nodes), len(self.state.membership.layouts)
         if answer_counts != self._needs_by:
             decision = choose(self.state, self.freeze_state)
@@ -351,14 +353,14 @@ class Incident:
         return self._needs
 
     def _go_on_without_layouts(self, time_now: float) -> Orders:
-        """Ask those who are there: they know whether a step has finished."""
+        """Ask the known ranks to freeze: they know whether a step has finished."""
         if self.freeze_state.never_begun or not self.state.membership.layouts:
             return self._end(NEVER_BEGUN)
         self.freeze_state.hurry(time_now)
         return self._freeze()
 
     def _save(self) -> Orders:
-        """Begin to save the newest step that there is, and to replace failed ranks where that can be."""
+        """Begin to save the newest possible step, and to replace failed ranks if possible."""
         decision = choose(self.state, self.freeze_state)
         if decision == FINISHED and self.running_scripts and not self._has_other_cause:
             self.state.move(Stage.ENDING_SCRIPTS)
@@ -374,7 +376,7 @@ class Incident:
         return self.state.stage not in (Stage.REGROUPING, Stage.FINDING) and self.saving.outcome is not None
 
     def go_on(self, orders: Orders) -> Orders:
-        """Return `orders`, and what follows where the save, or the online recovery, has come to its end."""
+        """Return `orders`, and the orders that follow from the end of the save, or of the online recovery."""
         if self.state.outcome is not None:
             return orders
         outcome = self.saving.outcome

@@ -1,4 +1,4 @@
-"""The members of a job as the controller knows them: nodes, agents, ranks, their shards, the dead; pure."""
+"""The members of a job as the controller knows them: nodes, agents, ranks, shards, dead ranks; pure."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ class Membership:
 
     Attributes:
         node_of: the node of each rank
-        agents: nodes whose agents are there
-        lost: nodes whose agents are gone, and whose places nobody has taken in this generation of workers
-        expected: of the lost, those whose places were given to spare nodes, with their new owners
-        late: of the lost, those whose agents came after all: they are told the verdict, and nothing else
+        agents: nodes whose agents are connected
+        lost: nodes whose agents are gone, and whose places are empty in this generation of workers
+        expected: the lost nodes whose places were given to spare nodes, with the new owners
+        late: the lost nodes whose agents came after all: they get the verdict, and nothing else
         connected: ranks that have said hello
-        layouts: what ranks have told that they hold
+        layouts: the reported layouts of ranks
         dead: the status of each process that has ended
         dying: ranks whose main threads are gone, and whose statuses are not known yet
-        vanished: ranks that were lost with their agents: what they had said last may not have come
-        unbegun: other ranks that ended before they had told their layout
-        unprotected: ranks that train what cannot be saved, and why
-        boards: the last ones of ranks that have ended, as far as their agents could tell
+        vanished: ranks that were lost with their agents: their last messages may be lost
+        unbegun: other ranks that ended before they had reported their layout
+        unprotected: ranks whose training cannot be saved, and why
+        boards: the last boards of ranks that have ended, as far as their agents could read them
         pids: the processes of ranks that have said hello
         hosts: the machines of nodes
         agent_pids: the processes of agents, by node
-        host_copy: after how many steps copies in host memory are made (TTP_HOST_COPY); 0: never
+        host_copy: the number of steps between copies in host memory (TTP_HOST_COPY); 0: no copies
     """
 
     def __init__(self, world_size: int) -> None:
@@ -54,13 +54,13 @@ class Membership:
         self._groups: Groups = {}
 
     def enter(self, hello: AgentHello) -> None:
-        """Note where an agent is, and which ranks it has."""
+        """Note the machine and the ranks of an agent."""
         self.node_of.update(dict.fromkeys(hello.ranks, hello.node))
         self.hosts[hello.node] = hello.host
         self.agent_pids[hello.node] = hello.pid
 
     def lose(self, node: int) -> list[int]:
-        """Note that the agent of `node` is gone; return its ranks that are not dead."""
+        """Note the loss of the agent of `node`; return its ranks that are not dead."""
         self.agents.discard(node)
         self.lost.add(node)
         ranks = [rank for rank, home in self.node_of.items() if home == node and rank not in self.dead]
@@ -68,18 +68,22 @@ class Membership:
         return ranks
 
     def expect(self, owners: Mapping[int, str]) -> None:
-        """Note that the places of lost nodes were given to spare nodes, and who has them."""
+        """Note the new owners of the places of lost nodes."""
         self.expected.update({node: owner for node, owner in owners.items() if node in self.lost})
 
     def regain(self, hello: AgentHello) -> None:
-        """Note that a spare node has the place of a lost one; its ranks stay dead until they are replaced."""
+        """Note that a spare node has the place of a lost node; its ranks stay dead until they are
+        replaced.
+        """
         self.lost.discard(hello.node)
         del self.expected[hello.node]
         self.agents.add(hello.node)
         self.enter(hello)
 
     def add(self, layout: Layout) -> str:
-        """Keep what a rank holds; if it does not fit what others do, the reason why, and it is not kept."""
+        """Keep the layout of a rank; return the reason, and keep nothing, if the layout does not fit those of
+        other ranks.
+        """
         first = next(iter(self.layouts.values()), layout)
         if first.fingerprint != layout.fingerprint:
             return f"rank {layout.rank} and rank {first.rank} do not run the same framework or patches"
@@ -90,20 +94,20 @@ class Membership:
             )
         self.layouts[layout.rank] = layout
         self.unprotected.pop(layout.rank, None)
-        if len(self.layouts) == self.world_size:  # now, where nothing waits for it
+        if len(self.layouts) == self.world_size:  # computed now, while nothing waits
             _ = self.groups
         return ""
 
     @property
     def groups(self) -> Groups:
-        """Return who holds what, as far as ranks have told it; who tells it twice says the same."""
+        """Return the holders of all shards, from the reported layouts; a repeated report is equal."""
         if len(self.layouts) != self._told:
             self._told = len(self.layouts)
             self._groups = groups_of({rank: layout.shares for rank, layout in self.layouts.items()})
         return self._groups
 
     def fits(self, nodes: int) -> bool:
-        """Return whether the job could train on so many nodes, as far as its ranks have told it."""
+        """Return True if the job could train on `nodes` nodes, as far as its ranks have reported."""
         numbers = next(iter(self.layouts.values())).nodes if self.layouts else ()
         return not numbers or nodes in numbers
 
@@ -112,7 +116,7 @@ class Membership:
 
     @property
     def alive(self) -> dict[int, int]:
-        """The nodes of the ranks that are there, in the order of ranks."""
+        """Return the nodes of the live ranks, in the order of ranks."""
         live_ranks = self.connected - self.dead.keys() - self.dying
         return {rank: self.node_of[rank] for rank in sorted(live_ranks)}
 
@@ -122,15 +126,15 @@ class Membership:
         return len(self.dead) >= self.world_size
 
     def ranks_of(self, node: int) -> tuple[int, ...]:
-        """Return the ranks of `node`, as its agent has told them."""
+        """Return the ranks of `node`, as its agent has reported."""
         return tuple(rank for rank, home in self.node_of.items() if home == node)
 
     def ends(self, ranks: Set[int]) -> None:
-        """They have ended, or are about to."""
+        """Note that `ranks` have ended, or are about to."""
         self.unbegun |= ranks - self.layouts.keys() - self.vanished
 
     def replace(self, rank: int, pid: int) -> None:
-        """`rank` has a new process, which holds what the one before did."""
+        """Note the new process of `rank`, which holds the shards of the former process."""
         self.dead.pop(rank, None)
         self.dying.discard(rank)
         self.vanished.discard(rank)
@@ -139,7 +143,7 @@ class Membership:
         self.pids[rank] = pid
 
     def begin_to_die(self, rank: int) -> bool:
-        """Return whether that is news."""
+        """Note that `rank` is dying; return True if that is news."""
         if not self.lives(rank):
             return False
         self.dying.add(rank)
@@ -147,7 +151,7 @@ class Membership:
         return True
 
     def record_deaths(self, statuses: Mapping[int, int]) -> tuple[set[int], set[int]]:
-        """Record deaths; return the ranks that are newly dead, and those of them not known to be dying."""
+        """Record deaths; return the newly dead ranks, and among them the ranks not known to be dying."""
         new = {rank: status for rank, status in statuses.items() if rank not in self.dead}
         self.dead.update(new)
         self.ends(new.keys())
@@ -157,15 +161,15 @@ class Membership:
 
     @property
     def save(self) -> str:
-        """The folder of checkpoints; empty until a rank has told it."""
+        """Return the folder of checkpoints; "" until a rank has reported the folder."""
         return self.layouts[min(self.layouts)].save if self.layouts else ""
 
     @property
     def advice(self) -> str:
-        """Return what would have helped where a shard has no live holder."""
+        """Return the setting that would have helped where a shard has no live holder."""
         owners: dict[tuple[str, int], list[Share]] = {}
-        members: dict[str, set[int]] = {}  # of each group: the ranks that have its model
-        shared: set[str] = set()  # groups of whose shards ranks with other experts hold some
+        members: dict[str, set[int]] = {}  # of each group: the ranks with its model
+        shared: set[str] = set()  # groups whose shards are partly on ranks with other experts
         for rank, layout in self.layouts.items():
             for share in layout.shares:
                 owners.setdefault((share.group, share.index), []).append(share)

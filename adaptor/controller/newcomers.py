@@ -1,4 +1,10 @@
-"""The new processes of failed ranks, from the order to start them until all go on; pure."""
+"""The new processes of failed ranks, from the order to start them until all ranks go on; pure.
+
+`PresenceCheck` asks the ranks of an online recovery again and again whether their processes run: a process
+that is stopped, or holds the interpreter lock, would otherwise be noticed only at the end of the time limit.
+The number of unanswered questions counts, not the time, so a controller that was stopped itself finds no rank
+missing.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +32,11 @@ from adaptor.protocol.messages import (
 class NewcomerStage(Enum):
     """The stages of a rank's new process."""
 
-    UNPLACED = auto()  # its node is lost, and no spare node has come in that place
-    ENDING = auto()  # the process of before has not been seen to end
-    STARTING = auto()  # it has said nothing yet
-    READY = auto()  # it has said hello
-    JOINING = auto()  # it has been told what to do
+    UNPLACED = auto()  # its node is lost, and no spare node has come in its place
+    ENDING = auto()  # the former process has not been seen to end
+    STARTING = auto()  # no message yet
+    READY = auto()  # has said hello
+    JOINING = auto()  # has got its orders
     ENDED = auto()
 
 
@@ -39,8 +45,8 @@ class Newcomer:
     """The new process of a rank.
 
     Attributes:
-        ordered: the attempt in which its agent was told to start it
-        has_failed: it has said so, or does not answer
+        ordered: the attempt in which its agent was told to start the process
+        has_failed: the process has reported a failure, or does not answer
     """
 
     stage: NewcomerStage
@@ -51,12 +57,12 @@ class Newcomer:
 
     @property
     def is_reusable(self) -> bool:
-        """Return whether another attempt can go on with it: it knows nothing of this one."""
+        """Return True if another attempt can go on with the process, which knows nothing of this attempt."""
         untold = (NewcomerStage.ENDING, NewcomerStage.STARTING, NewcomerStage.READY)
         return self.stage in untold and not self.has_failed
 
 
-# What a new process says, or its agent of it, before all go on.
+# The messages of a new process, or of its agent about the process, before all ranks go on.
 FromNewcomer = Hello | Layout | Refused | Unprotected | Raised | RegroupFailed | Dying | Died
 
 
@@ -66,19 +72,19 @@ class Newcomers:
 
     Attributes:
         by_rank: the ranks that have failed, in order
-        ended: ranks whose processes are ended for it: they hang, or hold nothing
+        ended_ranks: ranks whose processes are ended for their replacement: they hang, or hold nothing
     """
 
     membership: Membership
     by_rank: dict[int, Newcomer] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
+    ended_ranks: set[int] = field(default_factory=set)
 
     def begin_attempt(self, replaced: Iterable[Replacement], attempt: int) -> list[int]:
         """Return the ranks whose agents are to start a new process.
 
-        An agent ends the former process of the rank, if that still runs. A new process that was told nothing
-        yet in the attempt before is kept. Ranks of lost nodes are left out: the agent of a spare node starts
-        their processes when it comes.
+        An agent ends the former process of the rank, if that still runs. A new process without orders in the
+        attempt before is kept. Ranks of lost nodes are left out: the agent of a spare node starts their
+        processes when it comes.
         """
         newcomers_before, self.by_rank = self.by_rank, {}
         started: list[int] = []
@@ -91,7 +97,7 @@ class Newcomers:
             if newcomer is None:
                 has_ended = rank in self.membership.dead
                 if self.membership.lives(rank):
-                    self.ended.add(rank)
+                    self.ended_ranks.add(rank)
             elif newcomer.is_reusable:
                 newcomer.replacement = replacement
                 self.by_rank[rank] = newcomer
@@ -105,7 +111,7 @@ class Newcomers:
 
     @property
     def unplaced(self) -> list[int]:
-        """Return the nodes that are lost, and whose ranks wait for spare nodes."""
+        """Return the lost nodes whose ranks wait for spare nodes."""
         return sorted(
             {
                 self.membership.node_of[rank]
@@ -115,13 +121,15 @@ class Newcomers:
         )
 
     def place(self, node: int) -> None:
-        """The agent of a spare node has come in the place of `node`; it starts the new processes."""
+        """Note that the agent of a spare node has come in the place of `node`, and starts the new
+        processes.
+        """
         for newcomer in self._of(node):
             if newcomer.stage is NewcomerStage.UNPLACED:
                 newcomer.stage = NewcomerStage.STARTING
 
     def lose(self, node: int) -> bool:
-        """Note that `node` is lost; return whether new processes were to be started there, or were."""
+        """Note that `node` is lost; return True if new processes ran or were to be started on `node`."""
         lost = [newcomer for newcomer in self._of(node) if newcomer.stage is not NewcomerStage.UNPLACED]
         for newcomer in lost:
             newcomer.has_failed = True
@@ -132,19 +140,19 @@ class Newcomers:
 
     @property
     def are_ready(self) -> bool:
-        """Return whether all have said hello."""
+        """Return True if all have said hello."""
         return all(newcomer.stage is NewcomerStage.READY for newcomer in self.by_rank.values())
 
     @property
     def placed(self) -> list[int]:
-        """Return the ranks that have a node: their new processes have to come."""
+        """Return the ranks with a node: their new processes have to come."""
         return [
             rank for rank, newcomer in self.by_rank.items() if newcomer.stage is not NewcomerStage.UNPLACED
         ]
 
     @property
     def listening(self) -> list[int]:
-        """Return the ranks whose new processes hear what they are told."""
+        """Return the ranks whose new processes receive orders."""
         hear = (NewcomerStage.READY, NewcomerStage.JOINING)
         return [rank for rank, newcomer in self.by_rank.items() if newcomer.stage in hear]
 
@@ -154,12 +162,12 @@ class Newcomers:
         return tuple(newcomer.replacement for newcomer in self.by_rank.values())
 
     def tell(self) -> None:
-        """Note that all are told what to do."""
+        """Note that all processes have got their orders."""
         for newcomer in self.by_rank.values():
             newcomer.stage = NewcomerStage.JOINING
 
     def fail(self, ranks: Iterable[int]) -> None:
-        """Note that no attempt can go on with these."""
+        """Note that no attempt can go on with the processes of `ranks`."""
         for rank in ranks:
             self.by_rank[rank].has_failed = True
 
@@ -171,16 +179,16 @@ class Newcomers:
         return rank in self.by_rank and rank in self.membership.dead
 
     def has_ended(self, rank: int) -> None:
-        """The process of before has."""
+        """Note that the former process of `rank` has ended."""
         newcomer = self.by_rank.get(rank)
         if newcomer is not None and newcomer.stage is NewcomerStage.ENDING:
             newcomer.stage = NewcomerStage.STARTING
 
     def failure_in(self, message: FromNewcomer, attempt: int) -> str:
-        """Take what one says; return the predicate of a sentence where it has failed by that, else ''.
+        """Take a message; return the predicate of a sentence if the message is a failure, else "".
 
         Args:
-            attempt: the newest one; what is said of another one does not count.
+            attempt: the newest attempt; messages about another attempt do not count.
         """
         newcomer = self.by_rank[message.rank]
         if newcomer.stage is NewcomerStage.ENDING and isinstance(message, Died):  # of the attempt before
@@ -213,8 +221,10 @@ class Newcomers:
         return ""
 
     def _why_not(self, newcomer: Newcomer, message: RegroupFailed, attempt: int) -> str:
-        """Its agent cannot start it, which may be known before the process of before has ended; or it was
-        told to join."""
+        """Return the reason why the agent cannot start the process, or the process cannot join, else "".
+
+        The first may be known before the former process has ended.
+        """
         if newcomer.stage in (NewcomerStage.ENDING, NewcomerStage.STARTING):
             if message.attempt != newcomer.ordered:
                 return ""
@@ -233,10 +243,10 @@ class Newcomers:
         return f"cannot join: {layout.online}" if layout.online else ""
 
 
-# The thread that answers does nothing else; a machine with more work than cores lets it wait for a second.
+# The thread that answers does nothing else; on a machine with more work than cores it may wait for a second.
 ROUND_S = 5.0
 LEAST_S = 1.0
-# So often a survivor is asked in vain before it is taken for stopped.
+# The number of unanswered questions after which a survivor counts as stopped.
 ROUNDS = 2
 
 
@@ -245,8 +255,8 @@ class PresenceCheck:
 
     Args:
         time_now: monotonic seconds.
-        timeout_s: seconds that the recovery may take. A new process imports and builds, which may hold up its
-            answer: it gets half of them.
+        timeout_s: the time limit of the recovery in seconds. A new process gets half of the limit, because
+            imports may hold up its answer.
     """
 
     def __init__(self, time_now: float, timeout_s: float) -> None:
@@ -256,21 +266,21 @@ class PresenceCheck:
         self._in_vain: Counter[int] = Counter()
 
     def is_due(self, time_now: float) -> bool:
-        """Return whether it is time for a round."""
+        """Return True if a round is due."""
         return time_now >= self._due_at
 
     def answer(self, rank: int) -> None:
-        """Note that `rank` has said something."""
+        """Note a message of `rank`."""
         del self._in_vain[rank]
 
     def missing(self, survivors: Iterable[int], newcomers: Iterable[int]) -> list[int]:
-        """Return the ranks that were asked too often in vain, new processes behind the others."""
+        """Return the ranks with too many unanswered questions, new processes behind the others."""
         return [
             *(rank for rank in sorted(survivors) if self._in_vain[rank] >= ROUNDS),
             *(rank for rank in sorted(newcomers) if self._in_vain[rank] >= self._of_newcomers),
         ]
 
     def begin_round(self, ranks: Iterable[int], time_now: float) -> None:
-        """Note that these are asked, or could not be, because they have not said anything yet."""
+        """Note that `ranks` are asked, or could not be, because no message of theirs has come yet."""
         self._due_at = time_now + self._round_s
         self._in_vain.update(ranks)

@@ -1,25 +1,25 @@
-"""Chooses the step to save, who gives each shard, and who writes each group's files: a pure function.
+"""Chooses the step to save, the holder of each shard, and the writer of each group's files: a pure function.
 
-A rank has *finished* a step here when it has made the update itself (`BoardRecord.finished`); a job has
-finished it already when the first rank begins the update (docs/promises.md).
+A rank has *finished* a step here when the rank has made the update itself (`BoardRecord.finished`); a job has
+finished a step already when the first rank begins the update (docs/promises.md).
 
-Why there is such a step while every shard has a live holder. The gradients of a step are reduced over the
-whole batch, to which every rank contributes in that step, directly or through those with which it shares a
-model. So nobody comes to the door of step m before everybody has finished step m-1. Let m be the newest step
-whose update anyone has begun, the dead included.
+Why a step exists while every shard has a live holder: the gradients of a step are reduced over the whole
+batch, to which every rank contributes, directly or through the ranks of its model. So no rank comes to the
+door of step m before every rank has finished step m-1. Let m be the newest step whose update any rank has
+begun, dead ranks included.
 
-With the barrier, everyone was READY for m before: every live rank has finished m, or can be let through.
+With the barrier, every rank was READY for m before: every live rank has finished m, or can be let through.
 
-With local copies, every live rank has finished m-1. Once it is frozen, it is in one of three cases:
+With local copies, every live rank has finished m-1. A frozen rank is in one of three cases:
 
 - It has not begun the update of m: m-1 is its live state.
 - It has made that update: m-1 is in its copy, until the window of m+1 opens.
 - An exception has left that update in the middle: m-1 is in its copy, which is whole.
 
-So every live rank gives m-1. Those that have come to the door of m give m, too, unless such an exception has
-left their update: once everyone has come there, m is saved as with the barrier.
+So every live rank gives m-1. Ranks at the door of m give m, too, unless an exception has left their update:
+once every rank has come to the door, m is saved as with the barrier.
 
-A training loop whose ranks do not depend on each other like this may have no such step; the reason says so.
+A training loop whose ranks do not depend on each other may have no common step; the reason says so.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class NoPlan:
-    """The result if no step has a live holder of every shard; `reason` says which shard is missing."""
+    """The result if no step has a live holder of every shard; `reason` names the missing shard."""
 
     reason: str
 
 
 @dataclass
 class Group:
-    """The holders of a group's shards, dead ones included.
+    """The holders of a group's shards, dead ranks included.
 
     Attributes:
-        owners: of each shard (index, count), in the order of shards: the ranks that hold it, in order
+        owners: of each shard (index, count), in the order of shards: its holders, in order
         writers: the ranks that can write the group's files
     """
 
@@ -67,7 +67,7 @@ _SKIPPED = 1000
 
 
 def groups_of(shares: Mapping[int, Iterable[Share]]) -> Groups:
-    """Return who holds what, from what each rank of a job holds; sorted by name."""
+    """Return the holders of all shards, from the shares of each rank; sorted by name."""
     groups: dict[str, Group] = {}
     for rank in sorted(shares):
         for share in shares[rank]:
@@ -90,16 +90,17 @@ def plan(
     only: int | None = None,
     avoid: Collection[int] = (),
 ) -> Plan | NoPlan:
-    """The largest step of which every shard of every group has a live holder.
+    """Return the largest step whose shards all have live holders, with the order for each group.
 
-    A step that nobody has begun is taken only if there is no other. A rank that is let through to it gives up
-    the step before, which others may still be at; after one more death there could be no common step at all.
+    A step that no rank has begun is taken only if no other step is possible. A rank that is let through to
+    the step gives up the step before, at which other ranks may be; after one more death no common step might
+    be left.
 
     Args:
-        groups: what is to be saved, and who holds it.
+        groups: the groups to save, with the holders of their shards.
         alive: the boards of the ranks that can still give their state.
         only: consider this step alone.
-        avoid: ranks that are chosen only for what nobody else can give.
+        avoid: ranks that are chosen only for shards that no other rank can give.
     """
     if not groups:
         return NoPlan("no rank has told what it holds")
@@ -114,12 +115,14 @@ def plan(
     return NoPlan(_missing(groups, alive))
 
 
-# What a board says of steps; this way it costs a third of four look-ups by name, for each rank of the job.
+# The fields of a board about steps; one look-up costs a third of four by name, for each rank of the job.
 _OF_STEPS = attrgetter("phase", "oldest", "finished", "ahead")
 
 
 def _group_equal_boards(boards: Mapping[int, BoardRecord]) -> list[tuple[BoardRecord, list[int]]]:
-    """Boards that say different things of steps, and which ranks say the same: of thousands, few differ."""
+    """Return boards that differ in their steps, each with the ranks of equal boards: of thousands, few
+    differ.
+    """
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, state_of_steps in zip(boards, map(_OF_STEPS, boards.values()), strict=True):
         alike[state_of_steps].append(rank)
@@ -147,7 +150,7 @@ def _orders(groups: Groups, live_ranks: set[int], avoid: Collection[int]) -> tup
 
 
 def _first(ranks: list[int], *choices: set[int]) -> int | None:
-    """The first that is one of the first choice; of the next one if there is none."""
+    """Return the first of `ranks` in the first of `choices` that has any."""
     for choice in choices:
         for rank in ranks:
             if rank in choice:
@@ -162,17 +165,17 @@ def steps_of(board: BoardRecord) -> list[int]:
 
 
 def may_have_begun(step: int, boards: Collection[BoardRecord]) -> bool:
-    """Return True if a rank, alive or dead, may have begun `step`: no live rank was not READY for it."""
+    """Return True if a rank, alive or dead, may have begun `step`: every live rank was READY for `step`."""
     for board in boards:
         if step <= board.finished or (board.phase == Phase.UPDATING and step == board.ahead):
             return True
-    # A rank that is READY is left out: no rank can be further than the step that it is READY for.
+    # A READY rank is left out: no rank can be further than the step for which another is READY.
     alive = (Phase.RUNNING, Phase.UNREADABLE)
     return not any(board.phase in alive and board.ahead < step for board in boards)
 
 
 def _writer(holders: Collection[int], able: set[int], avoid: Collection[int]) -> int:
-    """Return the writer of a group: a rank that gives a shard anyway, if there is one."""
+    """Return the writer of a group: a rank that gives a shard anyway, if possible."""
     preferred = able.difference(avoid) or able
     return min(preferred.intersection(holders) or preferred)
 

@@ -1,9 +1,8 @@
 """Reassigns the work of a save from ranks and nodes that make no progress; pure, the time is an argument.
 
 `IoStallDetector` names the nodes whose work on the save folder stands still: a disk may hang on one node
-alone while all processes there answer. `LivenessProbe` asks the ranks of a dump that stands still
-whether they are there: one that answers is at work, or waits for another rank or for a disk; one that does
-not is stuck.
+alone while all processes of the node answer. `LivenessProbe` asks the ranks of a dump that stands still for
+an answer: a rank that answers is at work, or waits for another rank or for a disk; a silent rank is stuck.
 `Reassignment` decides which ranks and nodes are given up, and how the save goes on without them.
 """
 
@@ -25,10 +24,10 @@ class IoStallDetector:
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
-        self._since: dict[int, float | None] = {}  # None: it has moved since it was last looked at
+        self._since: dict[int, float | None] = {}  # None: moved since the last look
 
     def expect(self, nodes: Iterable[int]) -> None:
-        """Expect progress of these nodes only: they have just been given work."""
+        """Expect progress of `nodes` only, which have just been given work."""
         self._since = dict.fromkeys(nodes)
 
     def moved(self, node: int) -> None:
@@ -37,7 +36,7 @@ class IoStallDetector:
             self._since[node] = None
 
     def overdue(self, time_now: float) -> set[int]:
-        """The nodes whose work has stood still for too long."""
+        """Return the nodes whose work has stood still for too long."""
         self._since = {node: time_now if since is None else since for node, since in self._since.items()}
         latest = time_now - self._patience_s
         return {node for node, since in self._since.items() if since is not None and since <= latest}
@@ -48,14 +47,14 @@ STUCK_S = 5.0
 
 
 class LivenessProbe:
-    """Asks the ranks of a dump that stands still if they are alive.
+    """Asks the ranks of a dump that stands still for an answer.
 
     Args:
-        patience_s: seconds without progress before ranks are asked, and seconds that they have for an answer.
+        patience_s: seconds without progress before ranks are asked, and seconds for their answers.
 
     Attributes:
         unanswered: the ranks that were asked and have not answered yet
-        silent: those of them whose time is over, and that were asked once more
+        silent: the ranks whose time for an answer is over, and that were asked once more
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -70,7 +69,7 @@ class LivenessProbe:
         self._moved = True
 
     def answer(self, rank: int) -> None:
-        """Note that `rank` has answered, so that it is asked for its shards again."""
+        """Note an answer of `rank`, so that the rank is asked for its shards again."""
         self.unanswered.discard(rank)
         self.silent.discard(rank)
 
@@ -86,7 +85,7 @@ class LivenessProbe:
         return True
 
     def call(self, ranks: Iterable[int]) -> list[int]:
-        """Ask `ranks`; returns them in order."""
+        """Note that `ranks` are asked; return them in order."""
         self.silent = self.unanswered
         self.unanswered = set(ranks)
         return sorted(self.unanswered)
@@ -96,9 +95,6 @@ class Reassignment:
     """Decides which ranks and nodes are given up, and how the save goes on without them.
 
     Invariant: a step that all ranks have finished is never given up.
-
-    Args:
-        agents: the nodes with an agent; the owner removes lost ones.
     """
 
     def __init__(self, state: IncidentState) -> None:
@@ -106,20 +102,22 @@ class Reassignment:
         self._agents = state.membership.agents
         self._writing = state.writing
         self._target = state.target
-        # Some that are stuck, one after the other, still leave time for the dump.
+        # Several stuck ranks, one after the other, still leave time for the dump.
         self.liveness = LivenessProbe(min(STUCK_S, state.timeout_s / 8))
-        # Longer than whoever is stuck is waited for, and time is left for another node's disk.
+        # Longer than the patience with stuck ranks; time is left for another node's disk.
         self.io_stalls = IoStallDetector(state.timeout_s / 3)
 
     def moved(self, node: int) -> None:
-        """Something of the save has moved there."""
+        """Note progress of the save on `node`."""
         self.liveness.moved()
         self.io_stalls.moved(node)
 
     # ranks
 
     def leave_the_stuck(self) -> bool:
-        """Give up those who have not answered, where others can give what they were chosen for."""
+        """Give up the ranks without an answer if other ranks can give their shards; return True if given
+        up.
+        """
         stuck = self.liveness.unanswered
         other_ranks = self._others(stuck)
         if not stuck or (
@@ -133,7 +131,7 @@ class Reassignment:
 
     @property
     def only_the_stuck(self) -> str:
-        """Return why it is lost, where nobody else has what those who do not answer were chosen for."""
+        """Return why the state is lost if only silent ranks hold a part, else ""."""
         stuck = self.liveness.silent
         if not stuck:
             return ""
@@ -143,16 +141,18 @@ class Reassignment:
     # nodes
 
     def overdue(self, time_now: float, *, dumping: bool) -> set[int]:
-        """The nodes whose work with the save folder stands still."""
+        """Return the nodes whose work with the save folder stands still."""
         overdue = self.io_stalls.overdue(time_now)
-        if dumping:  # some may have written all that they were to write
+        if dumping:  # some nodes may have written their whole part
             overdue &= {self._state.nodes.get(order.writer, -1) for order in self._writing.pending.values()}
-        for node in overdue:  # whatever comes of it, it is not asked for again at once
+        for node in overdue:  # whatever follows, the node is not reported again at once
             self.io_stalls.moved(node)
         return overdue
 
     def may_be_held_up(self, overdue: set[int]) -> bool:
-        """Return whether a writer on an `overdue` node may wait for a holder on another, whose disk hangs."""
+        """Return True if a writer on an `overdue` node may wait for a holder on another node, whose disk
+        hangs.
+        """
         nodes = self._state.nodes
         return self._writing.is_in_place and any(
             nodes.get(order.writer, -1) in overdue and len({nodes.get(rank, -1) for rank in order.ranks}) > 1
@@ -160,7 +160,7 @@ class Reassignment:
         )
 
     def prepare(self, overdue: set[int]) -> bool:
-        """Return whether another node can make the folder; its agent has it now."""
+        """Hand the folder over to another node if possible; return True if so."""
         blocked = self._target.blocked | overdue
         if blocked.issuperset(self._agents):
             return False
@@ -171,17 +171,18 @@ class Reassignment:
         return True
 
     def dump(self, overdue: set[int]) -> Plan | None:
-        """Write on other nodes what they can write, or an older step; None where they can do neither."""
+        """Return a plan that writes on other nodes, or an older step; None if neither is possible."""
         excluded_ranks = self._there(overdue)
         boards = self._state.boards
         new_plan = self._writing.elsewhere(excluded_ranks, boards) or self._older(boards, excluded_ranks)
         return new_plan if new_plan is not None and self.prepare(overdue) else None
 
     def publish(self, overdue: set[int]) -> bool:
-        """Once: if it takes the next one as long, it is the folder, and each would begin anew for ever.
+        """Hand the publication over, once: if the next node takes as long, the folder hangs, and each would
+        begin anew.
 
-        So it goes to a node that has answered in this incident, if there is one: a spare node that has come
-        meanwhile has shown nothing yet.
+        A node that has answered in this incident is preferred: a spare node that has come meanwhile has shown
+        nothing yet.
         """
         if self._target.hung or overdue.issuperset(self._agents):
             return False
@@ -198,10 +199,11 @@ class Reassignment:
         return {rank: board for rank, board in self._state.boards.items() if rank not in ranks}
 
     def _older(self, boards: Mapping[int, BoardRecord], excluded_ranks: Collection[int] = ()) -> Plan | None:
-        """A step that these can save alone, where they cannot save the one that was chosen.
+        """Return a plan for an older step that `boards` can save alone, or None.
 
-        Those that are `excluded_ranks`, where the disk hangs, give what nobody else can, and write nothing.
-        No step that all have finished is given up for it: who has finished one can give it.
+        Ranks in `excluded_ranks`, whose disk hangs, give only shards that no other rank has, and write
+        nothing. No step that all ranks have finished is given up: a rank that has finished a step can give
+        the step.
         """
         decision = self._writing.decide(boards, excluded_ranks)
         if isinstance(decision, NoPlan) or not self._writing.origin < decision.step < self._writing.step:

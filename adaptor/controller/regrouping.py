@@ -1,12 +1,12 @@
-"""Drives the online recovery of an incident: new processes are started, all join at one step; pure.
+"""Drives the online recovery of an incident: new processes are started, all ranks join at one step; pure.
 
-It begins beside the save of that step (`Saving`): the new processes start while it is written. Only when it
-is on disk, and every new process has said hello, are survivors told to leave their loops (`Regroup`). So
-whatever fails from then on ends in a restart from that step, and needs nothing of the survivors any more.
-Where the step could not be saved, all come together all the same, and what is said of it tells so.
+The recovery begins beside the save of the step (`Saving`): the new processes start during the save. Only when
+the step is on disk, and every new process has said hello, are survivors told to leave their loops
+(`Regroup`). So any later failure ends in a restart from the step, and needs nothing of the survivors any
+more. If the step could not be saved, all ranks join all the same, and the line says so.
 
 Invariant: no process that gives a step is ended before the save is over. With local copies, a rank that is to
-be replaced may alone hold the step before, which is saved if the holders of the newest one die.
+be replaced may alone hold the step before, which is saved if the holders of the newest step die.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from adaptor.protocol.messages import (
     Replacement,
 )
 
-# The second one is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer than
-# a restart.
+# The second attempt is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer
+# than a restart.
 MAX_ATTEMPTS = 2
-# A survivor that cannot join may only be the first to notice that another node is lost: its connections end
-# at once, and a node that is silent counts as lost after 2 to 3 s.
+# A survivor that cannot join may only be the first to notice the loss of another node: its connections end at
+# once, and a silent node counts as lost after 2 to 3 s.
 ECHO_S = 3.5
 
 
@@ -40,10 +40,10 @@ class Regrouping:
 
     Attributes:
         newcomers: the new processes
-        is_pending: it was begun, and has not failed
-        why_not: why it was not tried, or has failed; empty where nobody needs to know
-        unsaved: why the step that all come to is not on disk; empty where it is
-        presence: of this attempt
+        is_pending: the recovery was begun, and has not failed
+        why_not: why the recovery was not tried, or has failed; "" where the user need not know
+        unsaved: why the step is not on disk; "" if it is
+        presence: the presence check of this attempt
     """
 
     def __init__(self, state: IncidentState, freeze_state: FreezeState, feasibility: Feasibility) -> None:
@@ -55,23 +55,23 @@ class Regrouping:
         self.is_pending = False
         self.why_not = ""
         self.unsaved = ""
-        self._planned: tuple[Replacement, ...] = ()  # of this attempt: all that are replaced, kept ones too
+        self._planned: tuple[Replacement, ...] = ()  # of this attempt: all replaced ranks, kept processes too
         self._attempts = 0
         self.begun_at = 0.0
         self._joined: dict[int, str] = {}  # the digest of each rank that has joined in this attempt
-        self._is_told = False  # survivors are, in this attempt
-        # Why a survivor cannot join, and until when a loss that is not known yet may explain it.
+        self._is_told = False  # survivors have their orders, in this attempt
+        # Why a survivor cannot join, and the time until which an unreported loss may explain the failure.
         self._unexplained: tuple[str, float] | None = None
         self.presence = PresenceCheck(state.now, self.timeout_s)
 
     @property
     def timeout_s(self) -> float:
-        """Return the seconds that it may take once the step is saved."""
+        """Return the time limit, in seconds, once the step is saved."""
         return min(self._feasibility.recoveries.seconds, self._state.timeout_s / 2)
 
     @property
     def has_begun(self) -> bool:
-        """Return whether survivors take part: the step is saved, or could not be."""
+        """Return True if survivors take part: the step is saved, or could not be."""
         return self._state.stage is Stage.REGROUPING
 
     @property
@@ -82,9 +82,10 @@ class Regrouping:
     # beside the save
 
     def start_beside_save(self, decision: Plan) -> tuple[Plan, Orders]:
-        """Have failed ranks replaced where that can be; return what is to be saved first.
+        """Begin to replace failed ranks if possible; return the plan for the step to save first, and the
+        orders.
 
-        With local copies that may be the step before the newest one.
+        With local copies that step may be the step before the newest.
         """
         if not self._feasibility.is_armed:
             return decision, []
@@ -107,7 +108,7 @@ class Regrouping:
             cold: failed ranks get a fresh process, no spare, because the last new process has failed.
 
         Raises:
-            CannotRegroupError: says why that cannot be; nothing has changed.
+            CannotRegroupError: the reason why not; nothing has changed.
         """
         self._planned = self._require_plan(step)
         self._attempts += 1
@@ -116,9 +117,9 @@ class Regrouping:
         return self._start_newcomers(step, cold=cold)
 
     def _start_newcomers(self, step: int, *, cold: bool) -> Orders:
-        """Take out the ranks that cannot come to `step`, and start new processes for all that are out.
+        """Take out the ranks that cannot come to `step`, and start new processes for all missing ranks.
 
-        While the step is being saved, ranks that give another one are kept. `cold`: as in `_replace`.
+        While the step is being saved, ranks that give another step are kept. `cold`: as in `_replace`.
         """
         kept = set() if self.has_begun else self._feasibility.giving()
         for rank in self._feasibility.ranks_to_replace(step) - kept:
@@ -132,10 +133,10 @@ class Regrouping:
         return fill + [(node_of[rank], Replace(state.number, attempt, rank, cold)) for rank in started]
 
     def _retry(self, reason: str, *, cold: bool) -> Orders:
-        """Try once more if an attempt is left, else give it up; `cold`: as in `_replace`.
+        """Try once more if an attempt is left, else give the recovery up; `cold`: as in `_replace`.
 
-        After the last attempt, too, the reason says why no other could help: a new process that gets its
-        state from a rank that dies may be heard before that death, and have used up an attempt.
+        After the last attempt, too, the reason says why another attempt could not help: a new process that
+        gets its state from a dying rank may fail before the death is reported, and have used up an attempt.
         """
         try:
             if self._attempts < MAX_ATTEMPTS:
@@ -147,34 +148,34 @@ class Regrouping:
         return self.cancel(reason)
 
     def _require_plan(self, step: int) -> tuple[Replacement, ...]:
-        """Return who is replaced to come to `step`, and by whose state.
+        """Return the replacements to come to `step`.
 
         Raises:
-            CannotRegroupError: says why that cannot be.
+            CannotRegroupError: the reason why not.
         """
         self._feasibility.require_possible(step)
         return self._feasibility.plan(step)
 
     def cancel(self, reason: str) -> Orders:
-        """Give it up; the save goes on, or is done.
+        """Give the recovery up; the save goes on, or is done.
 
         Returns:
-            No orders, always, so that a caller can return it: `Incident` orders what follows, because it sees
-            that `is_pending` is False.
+            No orders, always, for the caller to return: `Incident` sees that `is_pending` is False, and
+                orders the rest.
         """
         if self.is_pending:
             self.is_pending, self.why_not = False, reason
         return []
 
     def require_possible(self) -> None:
-        """Give it up where it has become impossible."""
+        """Give the recovery up if it has become impossible."""
         try:
             self._feasibility.require_possible(self._writing.step)
         except CannotRegroupError as error:
             self.cancel(str(error))
 
     def on_death(self, rank: int) -> Orders:
-        """A survivor has died, or a rank that was kept until the save is over."""
+        """Act on the death of a survivor, or of a rank that was kept until the save is over."""
         if (
             any(replacement.rank == rank for replacement in self._planned)
             and rank not in self.newcomers.by_rank
@@ -184,7 +185,7 @@ class Regrouping:
         return self._retry(f"rank {rank} has died, too", cold=False)
 
     def on_agent_lost(self, node: int) -> Orders:
-        """The agent of `node` is gone; the deaths of its ranks were told before."""
+        """Act on the loss of the agent of `node`; the deaths of its ranks were reported before."""
         if self.newcomers.lose(node):
             self._feasibility.places.lose(node)
             return self._retry(f"node {node} is lost", cold=False)
@@ -192,17 +193,19 @@ class Regrouping:
         return []
 
     def on_spare_lost(self, node: int) -> Orders:
-        """Retry where the spare node in the place of `node` was lost before its agent came."""
+        """Retry, because the spare node in the place of `node` was lost before its agent came."""
         self._feasibility.places.lose(node)
         return self._retry(f"the spare node in the place of node {node} is lost", cold=False)
 
     def on_places_filled(self, answer: PlacesFilled) -> Orders:
-        """Cancel the recovery where node 0 has no spare nodes for the lost places."""
+        """Cancel the recovery if node 0 has no spare nodes for the lost places."""
         reason = self._feasibility.places.answer(answer)
         return self.cancel(reason) if reason else []
 
     def on_spare_node(self, node: int) -> Orders:
-        """The agent of a spare node has come in the place of `node`, and starts the new processes."""
+        """Note that the agent of a spare node has come in the place of `node`, and starts the new
+        processes.
+        """
         self._feasibility.places.come(node)
         self.newcomers.place(node)
         return []
@@ -213,7 +216,7 @@ class Regrouping:
         return sorted(self._feasibility.places.taken)
 
     def on_newcomer(self, message: FromNewcomer) -> Orders:
-        """The new process of a rank says something, or has ended."""
+        """Act on a message of the new process of a rank, or about its end."""
         self.presence.answer(message.rank)
         reason = self.newcomers.failure_in(message, self._writing.attempt)
         if reason:
@@ -223,7 +226,9 @@ class Regrouping:
     # behind it
 
     def start_joining(self, unsaved: str) -> Orders:
-        """The step is saved: let all come to it. `unsaved` says why it is not; empty where it is."""
+        """Let all ranks come to the step, which is saved; `unsaved`: why the step could not be saved, else
+        "".
+        """
         self.unsaved = unsaved
         self._state.move(Stage.REGROUPING)
         self.begun_at = self._state.now
@@ -247,7 +252,7 @@ class Regrouping:
         self.presence = PresenceCheck(self._state.now, self.timeout_s)
 
     def _tell_when_ready(self) -> Orders:
-        """Tell all what to do, once all new processes have said hello, and the step is saved."""
+        """Order all ranks to regroup, once all new processes have said hello, and the step is saved."""
         if self._is_told or not (self.has_begun and self.newcomers.are_ready):
             return []
         self._is_told = True
@@ -270,7 +275,7 @@ class Regrouping:
         return [self._state.order(rank, order) for rank in [*nodes, *self.newcomers.by_rank]]
 
     def on_joined(self, message: Joined) -> Orders:
-        """Note that a rank has come to the step; one that came to another state ends the recovery."""
+        """Note that a rank has come to the step; a rank with another state ends the recovery."""
         self.presence.answer(message.rank)
         if not self._awaits(message):
             return []
@@ -285,7 +290,7 @@ class Regrouping:
         return []
 
     def on_regroup_failed(self, message: RegroupFailed) -> Orders:
-        """Try once more with a new process where a rank hangs; end the recovery where one has failed."""
+        """Try once more with a new process if a rank hangs; end the recovery if a rank has failed."""
         if message.rank in self.newcomers.by_rank:
             return self.on_newcomer(message)
         if not self._awaits(message):
@@ -297,7 +302,7 @@ class Regrouping:
         return self._retry(reason, cold=False)
 
     def _await_loss(self, reason: str) -> Orders:
-        """End the recovery for `reason`, unless a loss explains it that is told in time."""
+        """End the recovery for `reason`, unless a loss that is reported in time explains the failure."""
         if self._attempts == MAX_ATTEMPTS:
             return self.cancel(reason)
         if self._unexplained is None:
@@ -305,13 +310,13 @@ class Regrouping:
         return []
 
     def _awaits(self, message: Joined | RegroupFailed) -> bool:
-        """Return whether it is of this attempt, and of a process that takes part."""
+        """Return True if `message` belongs to this attempt, and to a process that takes part."""
         if message.attempt != self._writing.attempt or not self._is_told:
             return False
         return message.rank in self._state.nodes or message.rank in self.newcomers.by_rank
 
     def on_tick(self, time_now: float) -> Orders:
-        """End a recovery that takes longer than it may; ask again who is there."""
+        """End a recovery that takes too long; check the presence of all ranks."""
         if self._unexplained is not None and time_now >= self._unexplained[1]:
             return self.cancel(self._unexplained[0])
         if time_now >= self.begun_at + self.timeout_s:
@@ -319,7 +324,7 @@ class Regrouping:
         return self._check_presence(time_now) if self.presence.is_due(time_now) else []
 
     def _check_presence(self, time_now: float) -> Orders:
-        """Replace those that were asked in vain, or end without them; ask all others."""
+        """Replace ranks that do not answer, or end without them; ask all others."""
         nodes, newcomers = self._state.nodes, self.newcomers
         missing = self.presence.missing(nodes, newcomers.placed)
         survivors = [rank for rank in missing if rank in nodes]

@@ -1,6 +1,6 @@
-"""The dump of an incident: what of the step is on disk, who gives and who writes the rest; pure.
+"""The dump of an incident: the groups on disk, the writers of the rest, the folder and its publisher; pure.
 
-`NonFiniteTracker` keeps what of a saved state is not finite, and where another copy was asked for.
+`NonFiniteTracker` keeps the groups whose saved state is not finite, and asks for another copy once.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ from adaptor.protocol.messages import (
 
 @dataclass
 class NonFiniteTracker:
-    """Each group is doubted once: what other holders give then is written, whatever it is.
+    """Doubts each group once: the shards of other holders are then written, whatever they contain.
 
-    A state that is not finite can be that of a training that has diverged, and is saved as it was; but a
-    device that fails spoils only its own copy.
+    The state of a diverged training is not finite, and is saved as before; but a failing device spoils only
+    its own copy.
 
     Attributes:
-        ranks: by group, whose shards were doubted
-        said: by group that is on disk, for the verdict; empty where nothing is to be said
+        ranks: by group, the ranks whose shards were doubted
+        notes: by group that is on disk, the note for the verdict; "" without a note
     """
 
     ranks: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    said: dict[str, str] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
 
     def settle(self, group: str, holders: tuple[int, ...], not_finite: str) -> None:
-        """`group` is on disk, from `holders`; `not_finite` says what there is not, empty where all is."""
+        """Note that `group` is on disk, from `holders`; `not_finite` names the parts that are not finite, ""
+        if all are.
+        """
         spoilt = " and ".join(str(rank) for rank in self.ranks.get(group, ()) if rank not in holders)
         if not_finite:
-            self.said[group] = f"in {group} {not_finite}, as before the failure"
+            self.notes[group] = f"in {group} {not_finite}, as before the failure"
         elif spoilt:
-            self.said[group] = f"what rank {spoilt} held of {group} was not finite, so another copy is saved"
+            self.notes[group] = f"what rank {spoilt} held of {group} was not finite, so another copy is saved"
         else:
-            self.said[group] = ""
+            self.notes[group] = ""
 
     @property
     def words(self) -> str:
         """Return the whole note for the verdict."""
-        return "; ".join(filter(None, self.said.values()))
+        return "; ".join(filter(None, self.notes.values()))
 
 
-# A dump that fails this often although nobody died in between will not succeed by trying again.
+# A dump that fails this often without a death in between will not succeed by another try.
 MAX_ATTEMPTS = 5
 
 
@@ -69,10 +71,11 @@ class Writing:
     """The writing of one incident. Invariant: a group that is on disk is not written again at the same step.
 
     Attributes:
-        step, attempt: that are being written; no two attempts of an incident have the same number
-        pending: the groups that are not on disk, and who is at them
-        files: of those that are, and the `holders` who gave them
-        avoid: ranks that are chosen only for what nobody else can give, or write
+        step, attempt: the current ones; no two attempts of an incident have the same number
+        pending: the groups that are not on disk, with their orders
+        files: of the groups that are on disk
+        holders: the ranks that gave the groups on disk
+        avoid: ranks that are chosen only for shards or groups that no other rank can give or write
         failures: attempts that have failed since the last death
     """
 
@@ -88,17 +91,17 @@ class Writing:
 
     @property
     def save(self) -> str:
-        """The folder of checkpoints."""
+        """Return the folder of checkpoints."""
         return self.layouts[min(self.layouts)].save
 
     @property
     def origin(self) -> int:
-        """The step that training started from."""
+        """Return the step that training started from."""
         return max(layout.origin for layout in self.layouts.values())
 
     @property
     def uses_script_handlers(self) -> bool:
-        """Return whether handlers of the script write and name what is saved."""
+        """Return True if handlers of the script write and name the checkpoint."""
         return not self.save
 
     @property
@@ -109,25 +112,25 @@ class Writing:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether the holders of this attempt may write their shards themselves.
+        """Return True if the holders of this attempt may write their shards themselves.
 
-        Only those of the first attempt, and not where a rank takes part that is better avoided: whatever goes
-        wrong, the next attempt needs no disk but that of the writer.
+        In place is only for the first attempt, and not for ranks that are better avoided: whatever fails, the
+        next attempt needs no disk but the writer's.
         """
         return self.attempt == 1 and self.avoid.isdisjoint(self.taking_part)
 
     @property
     def layouts(self) -> Mapping[int, Layout]:
-        """Return what ranks have told that they hold."""
+        """Return the reported layouts of ranks."""
         return self.membership.layouts
 
     @property
     def groups(self) -> Groups:
-        """Return who holds what."""
+        """Return the holders of all shards."""
         return self.membership.groups
 
     def may_be_held(self, ranks: Collection[int]) -> bool:
-        """Return whether one of `ranks` may have each shard, and one may write each group."""
+        """Return True if one of `ranks` may have each shard, and one may write each group."""
         rank_sets = (
             rank_set for group in self.groups.values() for rank_set in (*group.owners.values(), group.writers)
         )
@@ -138,7 +141,7 @@ class Writing:
     ) -> Plan | NoPlan:
         """Return the plan to save the newest step that the `boards` give, or only `step`, with all groups.
 
-        The ranks that are `unable` can write nothing.
+        The ranks in `unable` can write nothing.
         """
         groups = self.groups
         if unable:
@@ -146,7 +149,7 @@ class Writing:
         return plan(groups, boards, only=step, avoid={*self.avoid, *unable})
 
     def begin(self, decision: Plan) -> None:
-        """Begin the dump of a step: none of it is on disk."""
+        """Begin the dump of a step, of which nothing is on disk."""
         self.step = decision.step
         self.pending = {order.group: order for order in decision.groups}
         self.files = {}
@@ -161,8 +164,8 @@ class Writing:
         return plan(groups, boards, only=self.step, avoid={*self.avoid, *avoid})
 
     def elsewhere(self, unreachable_ranks: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
-        """The rest with other writers for those that are `unreachable_ranks`; None where no group can have
-        another.
+        """Plan the rest with other writers for `unreachable_ranks`; return None if no group can have another
+        writer.
         """
         new_plan = self.rest(boards, avoid=unreachable_ranks)
         if isinstance(new_plan, NoPlan):
@@ -178,7 +181,7 @@ class Writing:
     def orders(
         self, incident: int, folder: str, store: tuple[str, int, bytes], timeout_s: float
     ) -> dict[int, Dump]:
-        """Return what each rank that takes part in this attempt is to do.
+        """Return the order for each rank that takes part in this attempt.
 
         Args:
             incident: its number.
@@ -192,7 +195,7 @@ class Writing:
                 names[rank] = (*names.get(rank, ()), name)
         host, port, secret = store
         in_place = self.is_in_place  # looks at all ranks
-        dumps = {  # one for all who take part in the same groups
+        dumps = {  # one for all ranks of the same groups
             groups: Dump(
                 incident,
                 self.attempt,
@@ -211,7 +214,9 @@ class Writing:
         return {rank: dumps[groups] for rank, groups in names.items()}
 
     def awaits(self, message: Written | WriteFailed) -> bool:
-        """Return whether it is of this attempt, of a group that is not on disk, and of who was asked."""
+        """Return True if `message` belongs to this attempt, to a group that is not on disk, and to a rank
+        that was asked.
+        """
         order = self.pending.get(message.group)
         if order is None or message.attempt != self.attempt:
             return False
@@ -220,26 +225,26 @@ class Writing:
         return message.rank == order.writer and all(_is_inside(entry.path) for entry in message.files)
 
     def take(self, message: Written) -> None:
-        """A group is on disk."""
+        """Note that a group is on disk."""
         holders = self.holders[message.group] = self.pending.pop(message.group).holders
         self.files[message.group] = message.files
         self.doubts.settle(message.group, holders, message.not_finite)
 
     def doubt(self, message: WriteFailed) -> None:
-        """Avoid the rank that failed, which may be alive with an unreadable state, or the doubted ranks."""
+        """Avoid the rank that failed, whose state may be unreadable, or the doubted ranks."""
         self.avoid.update(message.doubted or [message.rank])
         if message.doubted:
             self.doubts.ranks[message.group] = message.doubted
 
     def fails_for_good(self, message: WriteFailed) -> bool:
-        """Return whether this was one failure too many; a doubt is none."""
+        """Return True if this was one failure too many; a doubt does not count."""
         self.failures += not message.doubted
         return not message.doubted and self.failures >= MAX_ATTEMPTS
 
     def rename_rank(self, alive: Collection[int]) -> int:
-        """Return who calls the handler that gives it its name.
+        """Return the rank whose handler names the checkpoint.
 
-        Those of the group that came last have not died, or it would have been planned again.
+        The holders of the group that came last have not died, or the group would have been planned again.
         """
         return min(rank for group in self.holders.values() for rank in group if rank in alive)
 
@@ -250,35 +255,37 @@ class Writing:
 
 
 def _is_inside(path: str) -> bool:
-    """Return whether `path` stays below the folder that it is relative to: it is renamed there."""
+    """Return True if `path` stays below the folder that it is relative to: the file is renamed there."""
     parts = PurePosixPath(path).parts
     return bool(parts) and parts[0] != "/" and ".." not in parts and "\0" not in path
 
 
 FolderOrder = Prepare | Publish | Find
 
-# An error of one node's disk, or of its rights, is worth a try elsewhere; a third one is that of the folder.
+# An error of one node's disk, or of its rights, is worth a try elsewhere; a third error is an error of the
+# folder.
 MAX_REFUSALS = 3
 
 
 class PublishTarget:
     """The temporary folder of one incident, and its publisher.
 
-    Invariant: two agents are never at work on one folder, whether the one before is lost, cut off, stopped
-    or waits for its disk. So who makes it in the place of another makes another `number`, and who publishes
-    it in the place of another gives it a new number first. Answers count only from the node that was asked,
-    for the step and the folder that were ordered.
+    Invariant: two agents never work on one folder, whether the former agent is lost, cut off, stopped or
+    waits for its disk. So an agent that makes the folder in the place of another makes another `number`, and
+    an agent that publishes in the place of another gives the folder a new number first. Answers count only
+    from the node that was asked, for the step and the folder that were ordered.
 
     Args:
-        agents: the nodes with an agent; the owner takes out what is gone.
-        first: the number of the first order; those below are of incidents that were recovered online.
+        agents: the nodes with an agent; the owner removes lost nodes.
+        first: the number of the first order; lower numbers belong to incidents that were recovered online.
 
     Attributes:
         number: of the newest order
-        is_first: whether that is the first order of the incident
-        path: of the folder, once it is there, which was made by the order `written`
+        is_first: whether the newest order is the first of the incident
+        path: of the folder, once it exists
+        written: the number of the order that made the folder
         blocked: nodes on which the save folder does not answer
-        hung: for too long, while it was published
+        hung: whether the publication has hung for too long
     """
 
     def __init__(self, agents: Collection[int], first: int = 0) -> None:
@@ -297,31 +304,31 @@ class PublishTarget:
 
     @property
     def is_first(self) -> bool:
-        """Return whether the folder is that of the first attempt of the job's first incident."""
+        """Return True if the folder belongs to the first attempt of the job's first incident."""
         return self.number == self._first
 
     def choose(self, node: int) -> None:
-        """The agent of `node`, unless its disk is known to fail."""
+        """Choose the agent of `node`, unless its disk is known to fail."""
         self.publisher = min(
             {node, *self._agents},
             key=lambda node_number: (self._fails(node_number), node_number != node, node_number),
         )
 
     def hand_over(self, last: Collection[int] = ()) -> None:
-        """Give it to another agent: the one with it is lost, has failed or hangs.
+        """Choose another agent, because the current agent is lost, has failed or hangs.
 
         Args:
-            last: nodes whose agents get it only where there is no other.
+            last: nodes whose agents are chosen only if no other agent is left.
         """
         self.number += 1
         self.publisher = min(self._agents, key=lambda node: (node in last, self._fails(node), node))
 
     def ask(self, order: FolderOrder, node: int) -> None:
-        """Record that `order` goes to the agent of `node`: only its answer will count."""
+        """Note that `order` goes to the agent of `node`: only its answer will count."""
         self._asked[type(order), order.number] = node, order
 
     def is_from_asked_agent(self, answer: Prepared | Published | PublishFailed) -> bool:
-        """Return whether `answer` is of the node that was asked, for what was ordered."""
+        """Return True if `answer` comes from the node that was asked, for the order that was given."""
         match answer:
             case Prepared(reason=""):
                 order = self._order(Prepare, answer)
@@ -330,7 +337,7 @@ class PublishTarget:
                 return self._order(Prepare, answer) is not None
             case Published(step=step):
                 order = self._order(Publish, answer)
-                # The other side of a cut network may have saved a later one.
+                # The other side of a cut network may have saved a later step.
                 return (order is not None and step >= order.step) or self._order(Find, answer) is not None
             case PublishFailed():
                 return bool(self._order(Publish, answer) or self._order(Find, answer))
@@ -345,7 +352,7 @@ class PublishTarget:
         return node in self.blocked or node in self._refusals
 
     def refuse(self, reason: str) -> bool:
-        """The agent with it has failed, for this `reason`; whether another one has it now."""
+        """Note the failure of the current agent for this `reason`; return True if another agent is chosen."""
         self._refusals[self.publisher] = reason
         if all(map(self._fails, self._agents)) or len(self._refusals) >= MAX_REFUSALS:
             return False
@@ -354,7 +361,7 @@ class PublishTarget:
 
     @property
     def remarks(self) -> list[str]:
-        """Return what is to be said of a save that has been made."""
+        """Return the notes on a successful save."""
         blocked_nodes = ", ".join(str(node) for node in sorted(self.blocked))
         further_remarks = [
             f"node {node} could not make or publish its folder: {reason}"
@@ -366,6 +373,6 @@ class PublishTarget:
 
 
 def _is_ordered(folder: str, order: FolderOrder) -> bool:
-    """Return whether `folder` is one that the agent of any generation would make for `order`."""
+    """Return True if the agent of any generation would make `folder` for `order`."""
     path, save = PurePath(folder), PurePath(order.save)
     return path.parent == save and naming.is_temporary_of(path.name, order.step, order.term, order.number)  # type: ignore[union-attr]

@@ -1,7 +1,8 @@
 """Drives the save of an incident's step: the folder, the dump, its publication; pure.
 
 Invariants: a group that is on disk is not written again at the same step; the publish is ordered only when
-every group is on disk. Who makes and publishes the folder: `PublishTarget`; who is given up: `Reassignment`.
+every group is on disk. The agent of the folder: `PublishTarget`; ranks and nodes that are given up:
+`Reassignment`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Saving:
     """The save of one incident.
 
     Attributes:
-        outcome: how it has ended; None until then
+        outcome: the end of the save; None until then
     """
 
     def __init__(self, state: IncidentState, freeze_state: FreezeState) -> None:
@@ -48,7 +49,7 @@ class Saving:
         return [self._prepare()]
 
     def on_deaths(self, ranks: Collection[int]) -> Orders:
-        """Survivors have died, or have been taken out."""
+        """Act on survivors that have died, or have been taken out."""
         if self._stage is Stage.DUMPING and not self._writing.taking_part.isdisjoint(ranks):
             self._writing.failures = 0
             return self._dump_again()
@@ -59,7 +60,7 @@ class Saving:
         return []
 
     def on_agent_lost(self, node: int) -> Orders:
-        """The agent of `node` is gone; the deaths of its ranks were told before."""
+        """Act on the loss of the agent of `node`; the deaths of its ranks were reported before."""
         if node != self._target.publisher:
             return []
         self._target.hand_over()
@@ -68,9 +69,10 @@ class Saving:
         return [self._publish()] if self._stage is Stage.PUBLISHING else []
 
     def on_prepared(self, folder: str, reason: str, number: int) -> Orders:
-        """Order the dump into `folder`, or the folder from another agent where there is a `reason` why not.
+        """Order the dump into `folder`, or the folder from another agent if a `reason` says why the first
+        agent failed.
 
-        `number` is that of the order to prepare; answers to older ones are ignored.
+        `number` is the number of the order to prepare; answers to older orders are ignored.
         """
         if self._stage is not Stage.PREPARING or number != self._target.number:
             return []
@@ -81,13 +83,13 @@ class Saving:
         return self._dump_again()
 
     def on_written(self, message: Written, time_now: float) -> Orders:
-        """Note that a group is on disk; order the publication after the last one."""
+        """Note that a group is on disk; order the publication after the last group."""
         if self._stage is not Stage.DUMPING or not self._writing.awaits(message):
             return []
         self._writing.take(message)
         self.on_progress(
             self._state.nodes.get(message.rank, -1), time_now
-        )  # who takes no part may say so, too
+        )  # also for a rank that takes no part
         if self._writing.pending:
             return []
         self._state.move(Stage.PUBLISHING)
@@ -97,10 +99,10 @@ class Saving:
         return [self._state.order(self._rename_rank, Rename(self._state.number, self._writing.step))]
 
     def on_write_failed(self, message: WriteFailed) -> Orders:
-        """Order the dump again without what has failed, or give the save up."""
+        """Order the dump again without the failed rank, or give the save up."""
         self._writing.doubt(message)
         if message.rank in self._state.boards and not message.board.provides(self._writing.step):
-            # It will not come to that step any more; with a local copy it still gives the one before.
+            # The rank will not come to the step any more; with a local copy it still gives the step before.
             self._freeze_state.record_answer(message.rank, message.board)
         if self._stage is not Stage.DUMPING or not self._writing.awaits(message):
             return []
@@ -109,15 +111,17 @@ class Saving:
         return self._dump_again()
 
     def on_published(self, step: int) -> Orders:
-        # It may come after the time was over, and all go on from that step online.
         """Note that the checkpoint has its name."""
+        # The answer may come after the time limit, while all ranks go on from the step online.
         if self._stage in (Stage.PUBLISHING, Stage.REGROUPING):
             step = max(self._writing.step, step)
             self.outcome = IncidentOutcome("saved", step, self._freeze_state.further(step))
         return []
 
     def on_renamed(self, rank: int, reason: str) -> Orders:
-        """Note that the handler of the script on `rank` has named the checkpoint, or the `reason` why not."""
+        """Note that the handler of the script on `rank` has named the checkpoint, or failed for a
+        `reason`.
+        """
         if self._stage is not Stage.PUBLISHING or rank != self._rename_rank:
             return []
         return self._lose(reason) if reason else self.on_published(self._writing.step)
@@ -135,37 +139,37 @@ class Saving:
             self.reassignment.moved(node)
 
     def on_tick(self, time_now: float) -> Orders:
-        """Let time pass, while the time of the incident is not over."""
+        """Look for ranks and nodes without progress, within the time limit of the incident."""
         is_dumping = self._stage is Stage.DUMPING
         if is_dumping and self.reassignment.liveness.is_due(time_now):
             if self.reassignment.leave_the_stuck():
                 return self._dump_again()
-            # Nothing moves: an order that they have followed already costs nothing, and is answered.
+            # Nothing moves: a repeated order costs nothing, and is answered.
             return self._state.freeze(self.reassignment.liveness.call(self._writing.taking_part))
         overdue = self.reassignment.overdue(time_now, dumping=is_dumping)
         return self._go_on_elsewhere(overdue) if overdue else []
 
     def run_out_of_time(self) -> Orders:
-        """End it: the time of the incident is over."""
+        """End the save, because the time of the incident is over."""
         if self._stage is Stage.DUMPING and (reason := self.reassignment.only_the_stuck):
             return self._lose(reason, unheld=True)
         stage = self._stage.name.lower()
         return self._lose(f"not done after {self._state.timeout_s:g} s (TTP_OT) in state {stage}")
 
     def _go_on_elsewhere(self, overdue: set[int]) -> Orders:
-        """Have other nodes do what `overdue` ones were to do with the save folder, where they can."""
+        """Give the work of `overdue` nodes with the save folder to other nodes, if possible."""
         if self._stage is Stage.PUBLISHING:
             return [self._publish()] if self.reassignment.publish(overdue) else []
         if self._stage is Stage.PREPARING:
             return [self._prepare()] if self.reassignment.prepare(overdue) else []
         if self.reassignment.may_be_held_up(overdue):
-            return self._dump_again()  # which gathers the shards: no holder needs its disk
+            return self._dump_again()  # gathers the shards: no holder needs its disk
         if (new_plan := self.reassignment.dump(overdue)) is None:
             return []
         return self._order_dump(new_plan) if new_plan.step == self._writing.step else self.begin(new_plan)
 
     def _dump_again(self) -> Orders:
-        """Plan for the groups that are not on disk: at the same step if possible, else from the start."""
+        """Plan the groups that are not on disk: at the same step if possible, else from the start."""
         new_plan = self._writing.rest(self._state.boards)
         if not isinstance(new_plan, NoPlan):
             return self._order_dump(new_plan)

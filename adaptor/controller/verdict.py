@@ -1,4 +1,9 @@
-"""Writes the verdict of an incident, or what is said of one recovered online, and tells all; pure."""
+"""Writes the verdict of an incident, or the line of an online recovery, and the orders with it; pure.
+
+`Recurrence` counts faults that come again without progress, so that another start would only meet them again.
+Every agent keeps the verdicts of its job, and hands the verdicts to the controller in its process. The
+verdict says that the job is not started again, so all agents decide alike.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +30,18 @@ from adaptor.protocol.messages import (
 )
 
 REFUSED_EXIT_CODE = 2
-# A save that takes longer is told of before its end: most take less.
+# A longer save gets a line before its end; most take less.
 _LONG_SAVE_S = 2.0
 
 
 def verdict_of(incident: Incident, failures: Failures, membership: Membership) -> Verdict:
-    """The verdict on `incident`, which has an outcome."""
+    """Return the verdict on `incident`, which has an outcome."""
     outcome = incident.state.outcome
     assert outcome is not None
     cause = failures.first(incident.state.silent)
-    if outcome.kind == "lost" and cause.rank in failures.ended and not failures.hang_s:
-        # Others have ended well before, and their states with them; but who hangs is in the middle.
+    if outcome.kind == "lost" and cause.rank in failures.ended_scripts and not failures.hang_s:
+        # The other ranks have ended well before, and their states with them; but a rank that hangs is in the
+        # middle.
         outcome = FINISHED
     match outcome.kind:
         case "saved":
@@ -81,7 +87,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
 
 
 def _is_trained(incident: Incident, failures: Failures, cause: Cause, outcome: str) -> bool:
-    """Return whether all ranks have trained to the end, so that another start would train nothing.
+    """Return True if all ranks have trained to the end, so that another start would train nothing.
 
     Behind a training loop of one's own the script still evaluates and saves: only an exception that another
     start cannot mend ends the job there.
@@ -99,25 +105,25 @@ def _cut_off_words(ranks: Sequence[int], incident: Incident, failures: Failures)
     running = [rank for rank in ranks if rank not in failures.raised]
     raised = [rank for rank in ranks if rank in failures.raised]
     seconds, limit = incident.state.now - incident.state.opened_at, incident.state.timeout_s
-    after = f"{seconds:.0f} s later{' (TTP_OT)' if seconds >= limit else ''}"
-    words = [
-        f"{ranks_in_words(running, 'was', 'were')} cut off {after}" if running else "",
+    elapsed = f"{seconds:.0f} s later{' (TTP_OT)' if seconds >= limit else ''}"
+    phrases = [
+        f"{ranks_in_words(running, 'was', 'were')} cut off {elapsed}" if running else "",
         f"{ranks_in_words(raised, 'has', 'have')} raised, too" if raised else "",
     ]
-    return " and ".join(filter(None, words))
+    return " and ".join(filter(None, phrases))
 
 
 def open_words(incident: Incident, failures: Failures) -> str:
-    """Return what happens in an open incident, in words; '' where there is nothing yet to tell.
+    """Return the progress of an open incident in words; "" without news.
 
-    That is the step that is saved, once new processes are awaited, and before that a save that takes long; or
-    the ranks whose scripts are waited for.
+    The words name the step that is saved, once new processes are awaited, and before the end of a long save;
+    or the ranks whose scripts are awaited.
     """
     state, step, regrouping = incident.state, incident.step, incident.regrouping
     if state.stage is Stage.ENDING_SCRIPTS and failures.is_known and (running := incident.running_scripts):
-        who = ranks_in_words(running, "has", "have")
+        ranks = ranks_in_words(running, "has", "have")
         cause = failures.first(state.silent).words
-        return f"{cause}; the training was over; {who} up to {state.timeout_s:g} s to end (TTP_OT)"
+        return f"{cause}; the training was over; {ranks} up to {state.timeout_s:g} s to end (TTP_OT)"
     if step < 0 or state.outcome is not None or not failures.is_known:
         return ""
     cause = failures.first(state.silent).words
@@ -200,13 +206,13 @@ def _is_lasting_before_training(raised: Raised | None) -> bool:
 
 
 def _is_raised_on_all_ranks(failures: Failures, membership: Membership) -> bool:
-    """Return whether every rank has raised the same exception, at the same place."""
+    """Return True if every rank has raised the same exception, at the same place."""
     origins = {(raised.origin.kind, raised.origin.where) for raised in failures.raised.values()}
     return len(failures.raised) == membership.world_size and len(origins) == 1
 
 
 def refused(rank: int, reason: str) -> Verdict:
-    """Return the verdict where `rank` refuses the job."""
+    """Return the verdict if `rank` refuses the job."""
     return Verdict(
         incident=0,
         outcome="refused",
@@ -219,7 +225,7 @@ def refused(rank: int, reason: str) -> Verdict:
 
 
 def given_up(number: int, reason: str) -> Verdict:
-    """Return the verdict on incident `number` where what should decide has failed."""
+    """Return the verdict on incident `number` if the controller itself has failed."""
     return Verdict(
         incident=number,
         outcome="lost",
@@ -233,9 +239,9 @@ def given_up(number: int, reason: str) -> Verdict:
 
 
 def shown_rank(verdict: Verdict, failures: Failures) -> int:
-    """Return the rank that is blamed; where none is, the first that raised, or -1.
+    """Return the rank to blame, else the first rank that raised, or -1.
 
-    What is raised after the job was told to end is an echo of that.
+    An exception after the job was told to end is an echo of the request.
     """
     if verdict.cause_rank >= 0 or failures.asked is not None:
         return verdict.cause_rank
@@ -243,13 +249,13 @@ def shown_rank(verdict: Verdict, failures: Failures) -> int:
 
 
 def end_all(verdict: Verdict, number: int, shown: int, membership: Membership) -> Orders:
-    """Tell `verdict` to all agents, and all workers to exit.
+    """Return the orders that bring `verdict` to all agents, and let all workers exit.
 
     Args:
         number: the incident that the workers know.
         shown: the rank that shows its exception; -1: none.
     """
-    # First to the agents: no worker exits whose agent does not know the verdict, whatever dies now.
+    # First to the agents: no worker exits before its agent knows the verdict, whatever dies now.
     verdicts: Orders = [(node, verdict) for node in sorted(membership.agents | membership.late)]
     leave, blamed = Exit(number), Exit(number, blamed=True)
     return verdicts + [
@@ -260,16 +266,16 @@ def end_all(verdict: Verdict, number: int, shown: int, membership: Membership) -
 
 
 def go_on(recovered: Recovered, membership: Membership) -> Orders:
-    """Tell all that the incident is over, and that they go on."""
-    # First to the agents: a next controller must not hear of what is over.
+    """Return the orders by which all agents and ranks learn that the incident is over."""
+    # First to the agents: a next controller must not hear of the recovered failures.
     orders: Orders = [(node, recovered) for node in sorted(membership.agents)]
     proceed = Proceed(recovered.incident, recovered.step, recovered.line)
     return orders + [(node, Addressed(rank, proceed)) for rank, node in membership.node_of.items()]
 
 
-# A lasting exception (`messages.Origin`) ends the job when it comes so many times, and no start has trained.
+# A lasting exception (`messages.Origin`) ends the job after so many times, if no start has trained.
 _MOST_BEFORE_TRAINING = 2
-# Of a job that makes no progress. sysexits.h ends at 78, and signals begin at 128.
+# The exit code of a job without progress. sysexits.h ends at 78, and signals begin at 128.
 EXIT_NO_PROGRESS = 79
 
 
@@ -277,8 +283,8 @@ class Recurrence:
     """The faults of one job, from start to start.
 
     Args:
-        limit: so many times the same fault may come at the same step without a newer checkpoint
-            (TTP_NO_PROGRESS); 0: as often as there are restarts.
+        limit: the number of times that a fault may come at the same step without a newer checkpoint
+            (TTP_NO_PROGRESS); 0: as often as restarts are left.
     """
 
     def __init__(self, limit: int = 0) -> None:
@@ -296,7 +302,7 @@ class Recurrence:
         self._has_trained = self._has_trained or max(self._last[1], verdict.newest) >= 0
 
     def judge(self, verdict: Verdict) -> Verdict:
-        """Return the verdict that is about to be given, with the reason why the job ends if it does."""
+        """Return the verdict, with the reason why the job ends if the fault came too often."""
         times, limit = self._times(verdict), self._limit
         if not limit or verdict.stop:
             return verdict
@@ -320,6 +326,6 @@ class Recurrence:
 
 
 def _position(verdict: Verdict) -> tuple[str, int]:
-    """Return what failed, and the step it had come to; the job's, where no rank is known to have failed."""
+    """Return the failed part and its step; the step of the job if no rank is known to have failed."""
     finished = verdict.fault.finished
     return verdict.fault.key, verdict.newest if finished is None else finished

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from adaptor import context, devices
-from adaptor.checkpoint import formats, step_record
+from adaptor.checkpoint import step_record
 from adaptor.checkpoint.placement import CheckpointPlacement, place_of
-from adaptor.checkpoint.training_state import CheckpointContents, TrainingState, unwrapped
+from adaptor.checkpoint.training_state import CheckpointContents, TrainingState, in_format, unwrapped
 from adaptor.context import Context
 from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError
@@ -88,7 +88,7 @@ def training_state(
         contents=contents,
         writes_common=place.first == 0,
     )
-    return formats.in_format(format, state, place.first, "format")
+    return in_format(format, state, place.first, "format")
 
 
 def write_host_copies(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from adaptor import context
-from adaptor.checkpoint.checked_files import CheckedFiles
+from adaptor.checkpoint.divided_reading import CheckedFiles
 
 _SMALL = 1 << 20  # of a storage that is not mapped, in bytes
 

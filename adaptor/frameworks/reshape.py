@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from adaptor import context, output, text
-from adaptor.checkpoint import disk, left_overs, manifest, reshaped, saved_steps, tracker
+from adaptor.checkpoint import disk, left_overs, manifest, reshaped, tracker
 from adaptor.errors import AdaptorError, CheckpointError, ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
@@ -148,7 +148,7 @@ def _target(source: SourceCheckpoint, sizes: Sizes, format: str) -> TargetCheckp
 
 def _remove_staging(save: Path, keep: Path | None = None) -> None:
     """Remove what transforms have left that nobody goes on with."""
-    staging_folders = [save / name for name in saved_steps.names(save) if naming.is_reshape(name)]
+    staging_folders = [save / name for name in tracker.entry_names(save) if naming.is_reshape(name)]
     abandoned_folders = [path for path in staging_folders if path != keep and left_overs.is_left_over(path)]
     left_overs.remove_beside(abandoned_folders, disk.remove, left_overs.ROOM_S)
 
@@ -249,7 +249,7 @@ def _see(folder: Path, manifest_bytes: bytes) -> None:
     """Wait until this node sees the new checkpoint. Raises CheckpointError where it does not."""
     until = time.monotonic() + _SEEN_S
     while True:
-        saved_steps.names(folder.parent)  # a client of NFS asks the server again
+        tracker.entry_names(folder.parent)  # a client of NFS asks the server again
         try:
             if disk.read(folder / naming.MANIFEST, manifest.LARGEST) == manifest_bytes:
                 return

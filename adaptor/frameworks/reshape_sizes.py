@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adaptor import context
-from adaptor.checkpoint import saved_steps, tracker
+from adaptor.checkpoint import tracker
 from adaptor.errors import AdaptorError, ResumeError, UnsupportedError
 from adaptor.frameworks.parallel_sizes import (
     CHUNKS,
@@ -243,7 +243,7 @@ def require_sizes_of_checkpoint(args: Any) -> None:
     """
     load, save = Path(args.load), Path(args.save)
     step = getattr(args, "ckpt_step", None) or tracker.tracked_step(load)
-    if step is None or load.resolve() != save.resolve() or not saved_steps.has_manifest(load, step):
+    if step is None or load.resolve() != save.resolve() or not tracker.has_manifest(load, step):
         return
     folder = load / naming.final_name(step)
     if not any(path.name.startswith("mp_rank_") for path in folder.iterdir()):

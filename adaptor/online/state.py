@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from adaptor.checkpoint import shards, step_record
-from adaptor.checkpoint.finite import all_finite
+from adaptor.checkpoint.shards import all_finite
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.devices.device import Device

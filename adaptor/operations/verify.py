@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor.checkpoint import manifest, saved_steps, tracker
+from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError
 from adaptor.operations import job_folder
 from adaptor.operations.terminal import show
@@ -62,7 +62,7 @@ def answer(parsed: argparse.Namespace) -> int:
     """
     root: Path = parsed.save
     try:
-        is_there, steps = root.is_dir(), saved_steps.steps(root)
+        is_there, steps = root.is_dir(), tracker.steps(root)
     except OSError as error:
         raise job_folder.JobFolderError(f"{shown(str(root))}: {error.strerror or error}") from error
     if not is_there:
@@ -92,7 +92,7 @@ def answer(parsed: argparse.Namespace) -> int:
 
 def _verified(root: Path, step: int) -> _Checkpoint:
     folder = root / naming.final_name(step)
-    if not saved_steps.has_manifest(root, step):
+    if not tracker.has_manifest(root, step):
         reason = "it has no manifest: the framework wrote it without the adaptor, and nobody can tell"
         return _Checkpoint(step, "not known", [reason], [])
     try:

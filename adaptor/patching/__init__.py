@@ -47,9 +47,8 @@ from adaptor.patching._hooks import (
     target_modules,
     targets,
 )
-from adaptor.patching._table import format_outcomes
 from adaptor.patching._target import is_gone
-from adaptor.patching._unit import Outcome, Status, Unit, units
+from adaptor.patching._unit import Outcome, Status, Unit, format_outcomes, units
 
 __all__ = [
     "Outcome",

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
 import socket
+import struct
+from typing import Protocol
 
 from adaptor.protocol.wire import exactly
 
@@ -68,3 +71,20 @@ def answer_blocking(connection: socket.socket, secret: bytes) -> None:
 
 def _proof(secret: bytes, role: bytes, controllers: bytes, agents: bytes) -> bytes:
     return hmac.digest(secret, role + controllers + agents, "sha256")
+
+
+class Socket(Protocol):
+    """A socket, or the part of one that asyncio shows."""
+
+    def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
+
+
+_CREDENTIALS = "3i"  # pid, uid, gid
+
+
+def is_same_user(connection: Socket) -> bool:
+    """Return whether the process on the other side of `connection` has this process's user."""
+    peer_credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS)
+    )
+    return bool(struct.unpack(_CREDENTIALS, peer_credentials)[1] == os.getuid())

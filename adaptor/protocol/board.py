@@ -11,16 +11,89 @@ process that may take its place, written in the same way as a record.
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import mmap
 import os
 import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 from adaptor import descriptors
-from adaptor.protocol.lifeline import SIZE as LIFELINE_SIZE
-from adaptor.protocol.lifeline import Lifeline
 from adaptor.protocol.messages import BoardRecord, Phase, ScriptStage
+
+# A pthread_mutex_t has 40 to 48 bytes.
+LIFELINE_SIZE = 64
+_PTHREAD_PROCESS_SHARED = 1
+_PTHREAD_MUTEX_ROBUST = 1
+# How often somebody who waits asks whether that is still wanted.
+_PATIENCE_S = 0.5
+
+_libc = ctypes.CDLL(None)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Lifeline:
+    """A lock at `offset` of memory that both processes have mapped."""
+
+    def __init__(self, memory: mmap.mmap, offset: int) -> None:
+        self._lock = (ctypes.c_char * LIFELINE_SIZE).from_buffer(memory, offset)
+
+    def prepare(self) -> None:
+        """Initialise the lock; called by the process that will wait, before the other one is started."""
+        attributes = ctypes.create_string_buffer(LIFELINE_SIZE)
+        _call("mutexattr_init", attributes)
+        _call("mutexattr_setpshared", attributes, _PTHREAD_PROCESS_SHARED)
+        _call("mutexattr_setrobust", attributes, _PTHREAD_MUTEX_ROBUST)
+        _call("mutex_init", self._lock, attributes)
+
+    def hold(self) -> None:
+        """Take the lock for ever; called by the thread whose end is to be noticed."""
+        _call("mutex_lock", self._lock)
+        # The kernel finds the lock where it lies: the interpreter must not unmap it when it ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._lock))
+
+    def wait(self, is_wanted: Callable[[], bool]) -> bool:
+        """Wait until the thread that holds the lock has ended; other threads of this process run meanwhile.
+
+        Args:
+            is_wanted: asked every half second; the wait ends when it returns False.
+
+        Returns:
+            True if that thread has ended, False if the wait is no longer wanted.
+        """
+        while is_wanted():
+            if self._lock_within(_PATIENCE_S) == errno.EOWNERDEAD:
+                _call("mutex_unlock", self._lock)
+                return True
+        return False
+
+    def _lock_within(self, seconds: float) -> int:
+        """Try to take the lock for `seconds`; return the error number.
+
+        The wall clock is used only before glibc 2.30, which has no other; a clock that is set back makes that
+        wait longer.
+        """
+        if hasattr(_libc, "pthread_mutex_clocklock"):
+            clock = ctypes.c_int(time.CLOCK_MONOTONIC)
+            return _call("mutex_clocklock", self._lock, clock, _deadline(time.monotonic() + seconds))
+        return _call("mutex_timedlock", self._lock, _deadline(time.time() + seconds))
+
+
+def _deadline(at: float) -> object:
+    return ctypes.byref(_Timespec(int(at), int(at % 1 * 1e9)))
+
+
+def _call(name: str, *arguments: object) -> int:
+    code = int(getattr(_libc, f"pthread_{name}")(*arguments))
+    if code not in (0, errno.EOWNERDEAD, errno.ETIMEDOUT):
+        raise OSError(code, f"pthread_{name}: {os.strerror(code)}")
+    return code
+
 
 SLOT = 4096  # a page each, so that a worker maps its own alone
 # The sequence number is written through a view of 64-bit integers, at once. struct.pack_into clears its

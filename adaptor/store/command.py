@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from adaptor import config, output
-from adaptor.checkpoint import saved_steps, tracker
+from adaptor.checkpoint import tracker
 from adaptor.errors import AdaptorError, StoreError
 from adaptor.operations.cli import Add
 from adaptor.operations.terminal import exit_code_of
@@ -181,7 +181,7 @@ def _push(parsed: argparse.Namespace) -> int:
     step = tracker.tracked_step(root) if parsed.step is None else parsed.step
     if step is None:
         raise StoreError(f"{shown(str(root))}: no tracker names a step in it; choose one with --step")
-    if not saved_steps.has_manifest(root, step):
+    if not tracker.has_manifest(root, step):
         folder = root / naming.final_name(step)
         summary = (
             f"has no {naming.MANIFEST}, as what is saved without the adaptor, and is not pushed"

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from adaptor.checkpoint import disk, manifest, publish, saved_steps, tracker
+from adaptor.checkpoint import disk, manifest, publish, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, StoreError
@@ -83,7 +83,7 @@ def resume(store: Store, root: Path, step: int | None = None, node: NodeRanks | 
         CheckpointError: the disk refuses, or is too small.
     """
     local = _held(root) if step is None else step
-    if local is not None and not saved_steps.is_complete(root, local):
+    if local is not None and not tracker.is_complete(root, local):
         local = None
     if step is not None:
         is_present = local is not None and not _is_damaged(root, step)
@@ -117,7 +117,7 @@ def _pull_after(
             problems.append(str(error))
             continue
         damaged = damaged or not _has(root, wanted_checkpoint)
-        is_present = not damaged and saved_steps.is_of_generation(
+        is_present = not damaged and tracker.is_of_generation(
             root, saved_manifest.step, saved_manifest.generation
         )
         if is_present and local is not None:  # the user has gone back by hand, as far as one can tell
@@ -173,7 +173,7 @@ def is_part(root: Path, step: int) -> bool:
 
 def _has(root: Path, checkpoint: Checkpoint) -> bool:
     """Return whether the folder's checkpoint of this step, if there is one, has these files as they are."""
-    if not saved_steps.has_manifest(root, checkpoint.known.step):
+    if not tracker.has_manifest(root, checkpoint.known.step):
         return True
     local_files = {
         file.path: file for file in manifest.read(root / naming.final_name(checkpoint.known.step)).files
@@ -187,13 +187,13 @@ def _has(root: Path, checkpoint: Checkpoint) -> bool:
 def _completes(root: Path, checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint of the store has what the folder has a part of."""
     step, generation = checkpoint.known.step, checkpoint.known.generation
-    is_same = bool(generation) and saved_steps.is_of_generation(root, step, generation)
+    is_same = bool(generation) and tracker.is_of_generation(root, step, generation)
     return is_same and is_part(root, step) and not _has(root, checkpoint)
 
 
 def _is_damaged(root: Path, step: int) -> bool:
     """Return whether files of the folder's checkpoint are missing or cut short: a job would not load it."""
-    if not saved_steps.has_manifest(root, step):
+    if not tracker.has_manifest(root, step):
         return False
     return bool(manifest.defects(root / naming.final_name(step), checksums=False, step=step))
 
@@ -220,15 +220,15 @@ def _held(root: Path) -> int | None:
     named = tracker.tracked_step(root)
     if named is None or not _is_gone(root, named):
         return named
-    for step in reversed(saved_steps.steps(root)):
-        if saved_steps.is_complete(root, step) and not _is_damaged(root, step):
+    for step in reversed(tracker.steps(root)):
+        if tracker.is_complete(root, step) and not _is_damaged(root, step):
             return step
     return None
 
 
 @disk.one_line
 def _is_gone(root: Path, step: int) -> bool:
-    return naming.final_name(step) not in saved_steps.names(root)
+    return naming.final_name(step) not in tracker.entry_names(root)
 
 
 @disk.one_line

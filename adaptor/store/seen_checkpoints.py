@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from adaptor.checkpoint import manifest, saved_steps, tracker
+from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.store import layout
@@ -82,8 +82,8 @@ class SeenCheckpoints:
     def _list(self) -> list[Saved]:
         all_saved = [
             self._look_at(step)
-            for step in saved_steps.steps(self._root)
-            if saved_steps.has_manifest(self._root, step)
+            for step in tracker.steps(self._root)
+            if tracker.has_manifest(self._root, step)
         ]
         if not self._numbers:
             self._given_up = self._later_than_tracker(all_saved)

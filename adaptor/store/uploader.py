@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from adaptor.checkpoint import manifest, saved_steps
+from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.operations.words import duration, size
 from adaptor.protocol import naming
@@ -309,7 +309,7 @@ class Uploader:
         with contextlib.suppress(CheckpointError):
             files = push.read_folder(self._root, saved.step).files
             return not all(os.path.lexists(folder / file.path) for file in files)
-        return not saved_steps.has_manifest(self._root, saved.step)
+        return not tracker.has_manifest(self._root, saved.step)
 
     def _joint(self, store: Store, saved: Saved, pace: Callable[[int], None]) -> JointPush:
         return JointPush(

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from adaptor.checkpoint import disk, linux_calls
-from adaptor.checkpoint.crc32 import crc32
-from adaptor.checkpoint.hashing import Digests
+from adaptor.checkpoint.hashing import Digests, crc32
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.transform.copying import Files
 from adaptor.transform.pickles import STORAGES

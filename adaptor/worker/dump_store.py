@@ -18,9 +18,9 @@ from typing import Any
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, Store
 
 from adaptor.protocol import authentication, wire
-from adaptor.protocol.dump_messages import Ask, Keep, from_store
+from adaptor.protocol.authentication import is_same_user
 from adaptor.protocol.messages import Endpoint
-from adaptor.protocol.peer import is_same_user
+from adaptor.protocol.wire import Ask, Keep, from_store
 
 # Between two attempts, as an agent waits that was turned out.
 PAUSE_S = 0.2

@@ -24,8 +24,15 @@ from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, Re
 from adaptor.launchers.control.invitation import UNIX, kind_of
 from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import wire
-from adaptor.protocol.copy_file import CopyFile, CopyHeader
-from adaptor.protocol.copy_messages import CopyFollows, CopyHello, CopyKept, from_keeper, to_keeper
+from adaptor.protocol.copy_file import (
+    CopyFile,
+    CopyFollows,
+    CopyHeader,
+    CopyHello,
+    CopyKept,
+    from_keeper,
+    to_keeper,
+)
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Endpoint
 

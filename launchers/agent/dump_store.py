@@ -20,7 +20,7 @@ from adaptor.launchers.control.agent_listener import (
     bind_here,
 )
 from adaptor.protocol import wire
-from adaptor.protocol.dump_messages import Ask, Keep, Kept, to_store
+from adaptor.protocol.wire import Ask, Keep, Kept, to_store
 
 # An answer also contains the values that the connection will ask for next, up to this size.
 AHEAD_BYTES = 1 << 20

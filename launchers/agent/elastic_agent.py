@@ -17,7 +17,7 @@ from torch.distributed.elastic.metrics import put_metric
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from adaptor.checkpoint import read_ahead
+from adaptor.checkpoint import page_cache
 from adaptor.config import Config
 from adaptor.controller.verdict import EXIT_NO_PROGRESS
 from adaptor.launchers.agent import elastic_events
@@ -36,7 +36,7 @@ from adaptor.launchers.spares.slot_filling import Places
 from adaptor.launchers.store.store_resume import StoreResume
 from adaptor.protocol import naming
 from adaptor.protocol.messages import NODES_JOIN, Verdict
-from adaptor.protocol.spare_node_messages import TakePlace
+from adaptor.protocol.spare_messages import TakePlace
 
 # The key in the store of a generation: how many restarts the job has made.
 _RESTARTS = "ttp/restarts"
@@ -340,7 +340,7 @@ class SurvivorsAgent(LocalElasticAgent):
             say(f"{verdict.line}; all workers start again")
             action = self._account.restart()
             if verdict.save and verdict.step >= 0:
-                read_ahead.begin(Path(verdict.save) / naming.final_name(verdict.step))
+                page_cache.begin_read_ahead(Path(verdict.save) / naming.final_name(verdict.step))
         elif self._may_have_copies(verdict):
             # One more start, after which workers end before they train.
             self._remaining_restarts = 1

@@ -55,7 +55,7 @@ from adaptor.protocol.environment import (
     SCRATCH,
 )
 from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, NodesWaiting
-from adaptor.protocol.spare_node_messages import MemberHello, SpareHello, TakePlace
+from adaptor.protocol.spare_messages import MemberHello, SpareHello, TakePlace
 
 # The key of a node's keeper of host copies in the rendezvous store.
 _KEEPER = "ttp/copies/{}"

@@ -21,8 +21,7 @@ import msgspec
 
 from adaptor import text
 from adaptor.checkpoint import disk, lease_claim, left_overs, publish, tracker
-from adaptor.checkpoint.lease import Lease
-from adaptor.checkpoint.lease_owner import Owner
+from adaptor.checkpoint.lease import Lease, Owner
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.deadline import deadline

@@ -27,6 +27,7 @@ from adaptor.launchers.agent.procfs import WorkerLifelines
 from adaptor.launchers.agent.stack_collector import StackCollector
 from adaptor.launchers.control.agent_listener import RejectedConnections
 from adaptor.protocol import wire
+from adaptor.protocol.authentication import is_same_user
 from adaptor.protocol.board import BoardMemory
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import (
@@ -42,7 +43,6 @@ from adaptor.protocol.messages import (
     Phase,
     ToWorker,
 )
-from adaptor.protocol.peer import is_same_user
 
 # The time for the answer to a busy probe: a healthy worker answers at once.
 LOOKED_S = 1.0

@@ -12,7 +12,7 @@ from adaptor.errors import AdaptorError
 from adaptor.launchers.records.operator_summary import Account
 from adaptor.launchers.spares.spare_node import Taken
 from adaptor.protocol.messages import Verdict
-from adaptor.protocol.spare_node_messages import SpareHello, TakePlace
+from adaptor.protocol.spare_messages import SpareHello, TakePlace
 
 
 def _nothing() -> bool:

@@ -15,9 +15,9 @@ from adaptor.controller.failover import TRY_CONNECT_TIMEOUT_S
 from adaptor.errors import StartError
 from adaptor.launchers.control.agent_listener import PAUSE_S
 from adaptor.launchers.control.tls import Tls
-from adaptor.protocol import authentication, silence
+from adaptor.protocol import authentication, wire
+from adaptor.protocol.authentication import is_same_user
 from adaptor.protocol.deadline import deadline
-from adaptor.protocol.peer import is_same_user
 
 # The time limit for connecting. The controller listens before its address is published, so only a flood or a
 # starting network can keep the agent out.
@@ -105,7 +105,7 @@ async def _reach(address: str, port: int) -> socket.socket:
         try:
             connection.setblocking(False)
             await loop.sock_connect(connection, socket_address)
-            silence.notice(connection)
+            wire.notice_silence(connection)
         except OSError as error:
             connection.close()
             failure = failure or error

@@ -24,10 +24,10 @@ from typing import Generic, TypeVar
 import msgspec
 
 from adaptor.launchers.control.tls import Tls
-from adaptor.protocol import authentication, silence, wire
+from adaptor.protocol import authentication, wire
+from adaptor.protocol.authentication import is_same_user
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello
-from adaptor.protocol.peer import is_same_user
 
 _log = logging.getLogger("adaptor")
 
@@ -209,7 +209,7 @@ class AgentListener(Generic[T]):
         try:
             async with deadline(HANDSHAKE_S):
                 if connection.family != socket.AF_UNIX:
-                    silence.notice(connection)
+                    wire.notice_silence(connection)
                 certificates = await self._tls.newest() if self._tls is not None else None
                 reader, writer = await _streams(connection, certificates and certificates.server)
                 await authentication.challenge(reader, writer, self._secret)

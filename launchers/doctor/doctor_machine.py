@@ -23,7 +23,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from adaptor import devices, distributions, host_memory
-from adaptor.checkpoint import disk, folder_rights, linux_calls
+from adaptor.checkpoint import disk, linux_calls
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.config import Config
 from adaptor.errors import AdaptorError
@@ -290,12 +290,12 @@ def save_folder(folder: Path, size: int, job: Job, settings: Config) -> Iterator
 
 
 def _tried(folder: Path, size: int, job: Job, settings: Config) -> Iterator[Finding]:
-    status = folder_rights.probe(folder)
+    status = disk.probe_rights(folder)
     room = shutil.disk_usage(folder).free
-    owner = folder_rights.name_user(status.st_uid)
+    owner = disk.name_user(status.st_uid)
     yield Finding("save", "OK", f"{folder}: files are of {owner}; {room / 2**30:.1f} GiB free")
-    place = folder / f"{folder_rights.PROBE}doctor_{secrets.token_hex(4)}"
-    folder_rights.make_private(place)
+    place = folder / f"{disk.PROBE}doctor_{secrets.token_hex(4)}"
+    disk.make_private(place)
     try:
         yield _rename(place)
         yield _exchange(place)

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from adaptor.checkpoint import disk, folder_rights
+from adaptor.checkpoint import disk
 from adaptor.config import Config
 from adaptor.launchers.cli.start_checks import INTERFACES
 from adaptor.launchers.control import tls
@@ -141,7 +141,7 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
     """
     certificates = tls.load(settings)
     contexts = certificates.contexts if certificates is not None else None
-    place = folder / f"{folder_rights.PROBE}doctor_nodes"
+    place = folder / f"{disk.PROBE}doctor_nodes"
     folder.mkdir(parents=True, exist_ok=True)
     place.mkdir(exist_ok=True)
     meeting = _Meeting(place, nodes)

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from adaptor import output
 from adaptor.launchers.platforms.reading import Card, Machine, PlatformError
-from adaptor.protocol.peer import is_same_user
+from adaptor.protocol.authentication import is_same_user
 
 # The platform starts the processes of a node together; a process that comes late to a job that failed at once
 # still gets the exit code.

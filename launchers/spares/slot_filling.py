@@ -21,7 +21,7 @@ from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.spares.spare_gate import SpareGate
 from adaptor.launchers.spares.spare_node import GATE, PREFIX
 from adaptor.protocol.messages import FillPlaces, PlacesFilled
-from adaptor.protocol.spare_node_messages import TakePlace
+from adaptor.protocol.spare_messages import TakePlace
 
 # The time for the agent of a new owner to connect to the controller: the agent starts torch elastic, which
 # takes seconds. The other nodes wait longer (`DECIDED_S`).

@@ -28,8 +28,8 @@ from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello
-from adaptor.protocol.spare_messages import Import
-from adaptor.protocol.spare_node_messages import (
+from adaptor.protocol.spare_messages import (
+    Import,
     MemberHello,
     SpareAccepted,
     SpareAsked,

@@ -34,9 +34,10 @@ from adaptor.launchers.spares.spare_pool import Spare, partial_imports
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.environment import AGENT
-from adaptor.protocol.spare_messages import Import, Ready
-from adaptor.protocol.spare_node_messages import (
+from adaptor.protocol.spare_messages import (
+    Import,
     MemberHello,
+    Ready,
     SpareAsked,
     SpareHello,
     SpareImports,

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 from torch.distributed import DistStoreError, Store
 
-from adaptor.checkpoint import saved_steps, tracker
+from adaptor.checkpoint import tracker
 from adaptor.errors import ResumeError
 from adaptor.launchers.agent.programs import STORE
 from adaptor.launchers.rendezvous.waiting import wait_for
@@ -82,7 +82,7 @@ class StoreResume:
         if self._keeps_ranks and ranks and load.sizes is not None:
             needs = NodeRanks(tuple(ranks), world_size, *load.sizes)
         # A part may belong to other ranks.
-        if pull.is_part(load.save, step) or not saved_steps.is_complete(load.save, step):
+        if pull.is_part(load.save, step) or not tracker.is_complete(load.save, step):
             self._pull(step, needs)
 
     def _pull(self, step: int | None, needs: NodeRanks | None = None) -> int | None:

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from adaptor import _script, devices, patches, patching
-from adaptor.patching._signature import parameters_of, render
-from adaptor.patching._target import is_gone
+from adaptor.patching._target import is_gone, parameters_of, render
 
 MANAGERS = (
     ("modellink.patchs.patch_utils", "PatchManager", "_patch_info_collection"),

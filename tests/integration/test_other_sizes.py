@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from adaptor.__main__ import main
-from adaptor.checkpoint import manifest, saved_steps
+from adaptor.checkpoint import manifest, tracker
 from adaptor.protocol import naming
 from tests.faults import harness, outcome, told, warm
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout
@@ -220,7 +220,7 @@ def test_a_model_that_is_transformed_to_fit(tmp_path: Path) -> None:
     # What was saved is there, intact; made from it by the command, the checkpoint is the same.
     kept = save / naming.before_reshape_name(3, 1)
     assert manifest.defects(kept) == manifest.defects(save / folder) == []
-    assert [name for name in saved_steps.names(save) if naming.is_reshape(name)] == []
+    assert [name for name in tracker.entry_names(save) if naming.is_reshape(name)] == []
     (tmp_path / "kept").mkdir()
     shutil.copytree(kept, tmp_path / "kept" / folder)
     sizes = ("--tp", "1", "--pp", "1", "--dp", "3", "--step", "3")

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint.lease import Lease
-from adaptor.checkpoint.lease_owner import Owner
+from adaptor.checkpoint.lease import Lease, Owner
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, Job, Layout

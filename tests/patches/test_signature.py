@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.patching._signature import Expected, parameters_of, render
+from adaptor.patching._target import Expected, parameters_of, render
 
 
 def plain(a, b): ...

@@ -10,7 +10,7 @@ import pytest
 
 import adaptor.patches as patches
 from adaptor import patching
-from adaptor.patching._signature import Expected
+from adaptor.patching._target import Expected
 from adaptor.patching._unit import Patch, Unit
 from tests.patches import recorded
 from tests.patches.conftest import Run

@@ -42,7 +42,7 @@ from adaptor.protocol.messages import (
     TerminationRequested,
     Verdict,
 )
-from adaptor.protocol.spare_node_messages import TakePlace
+from adaptor.protocol.spare_messages import TakePlace
 from tests.simulation.clock import Body
 from tests.simulation.controller_client import Follower
 from tests.simulation.save_folder_tasks import SaveFolderTasks

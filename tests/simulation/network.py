@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from adaptor.controller.failover import TRY_CONNECT_TIMEOUT_S
-from adaptor.protocol import silence
+from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello, FromAgent
 from tests.simulation.clock import Body, Link, Process
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 # When a silence is noticed, after it has begun.
-SILENT_S = (2.0 * silence.ASK_S, 3.0 * silence.ASK_S + 0.1)
+SILENT_S = (2.0 * wire.ASK_S, 3.0 * wire.ASK_S + 0.1)
 
 
 class Lost:

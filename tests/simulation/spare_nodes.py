@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.spares.spare_gate import ANSWER_S, those_that_answer
 from adaptor.protocol.messages import AgentHello
-from adaptor.protocol.spare_node_messages import TakePlace
+from adaptor.protocol.spare_messages import TakePlace
 from tests.simulation.clock import Process
 from tests.simulation.network import Connection, Lost
 

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from adaptor import config
-from adaptor.checkpoint import saved_steps, tracker
+from adaptor.checkpoint import tracker
 from adaptor.controller import failover
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.node import Node
@@ -228,7 +228,7 @@ class Job:
         step = tracker.tracked_step(self.save)
         if step is None:
             return {}
-        assert saved_steps.is_complete(self.save, step)
+        assert tracker.is_complete(self.save, step)
         folder = self.save / f"iter_{step:07d}"
         return {path.name: path.read_text().strip() for path in folder.glob("*.txt")}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from adaptor.checkpoint.buffers import Buffers
+from adaptor.checkpoint.training_state import Buffers
 
 
 class _Router(torch.nn.Module):

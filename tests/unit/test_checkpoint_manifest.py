@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptor.checkpoint import hashing, linux_calls, manifest, paced_sync
+from adaptor.checkpoint import hashing, linux_calls, manifest
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
@@ -151,9 +151,9 @@ def test_a_slow_disk_is_asked_more_often(
 ) -> None:
     """In bytes, four a slice and at most sixteen: the stretches between two syncs."""
     monkeypatch.setattr(hashing, "_SLICE", 4)
-    monkeypatch.setattr(paced_sync, "_LONGEST", 16)
+    monkeypatch.setattr(hashing, "_LONGEST", 16)
     now, at = [0.0], []
-    monkeypatch.setattr(paced_sync.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hashing.time, "monotonic", lambda: now[0])
 
     def sync(descriptor: int) -> None:
         at.append(os.fstat(descriptor).st_size)
@@ -168,8 +168,8 @@ def test_a_slow_disk_is_asked_more_often(
 
 def test_the_disk_begins_between_two_syncs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashing, "_SLICE", 4)
-    monkeypatch.setattr(paced_sync, "_BEGIN", 8)
-    monkeypatch.setattr(paced_sync, "_GROWTH", 8)
+    monkeypatch.setattr(hashing, "_BEGIN", 8)
+    monkeypatch.setattr(hashing, "_GROWTH", 8)
     told: list[str] = []
     begin_to_write, fdatasync = linux_calls.begin_to_write, os.fdatasync
 
@@ -183,7 +183,7 @@ def test_the_disk_begins_between_two_syncs(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(linux_calls, "begin_to_write", begin)
     monkeypatch.setattr(os, "fdatasync", sync)
-    monkeypatch.setattr(paced_sync.time, "monotonic", lambda: 0.0)
+    monkeypatch.setattr(hashing.time, "monotonic", lambda: 0.0)
     with HashingFile(tmp_path / "file") as file:
         for _ in range(9):
             file.write(b"four")

@@ -14,16 +14,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.checkpoint import (
-    disk,
-    left_overs,
-    linux_calls,
-    manifest,
-    publish,
-    regular_folder,
-    saved_steps,
-    tracker,
-)
+from adaptor.checkpoint import disk, left_overs, linux_calls, manifest, publish, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
@@ -243,7 +234,7 @@ def recover_by_a_new_dump(root: Path) -> None:
 
 def recover_by_a_new_save(root: Path) -> None:
     left_overs.clean(root)
-    if not saved_steps.is_complete(root, STEP):
+    if not tracker.is_complete(root, STEP):
         (root / naming.regular_name(STEP)).mkdir()
         write(root / naming.regular_name(STEP), b"again")
     regular_folder.publish_regular(root, STEP)
@@ -744,7 +735,7 @@ def test_a_regular_save_knows_that_it_is_complete_before_the_tracker_says_so(roo
     regular_folder.publish_regular(root, STEP)
     regular_folder.publish_regular(root, STEP)
     assert tracked(root) == "10"
-    assert saved_steps.is_complete(root, STEP)
+    assert tracker.is_complete(root, STEP)
     assert not dump(root)
     assert content_of(root, STEP) == b"regularmp_rank_00/model.pt"
     assert manifest.read(root / naming.final_name(STEP)).files[0] == FileEntry(
@@ -875,7 +866,7 @@ def test_a_regular_save_without_a_file_is_none(root: Path) -> None:
         regular_folder.publish_regular(root, STEP)
     (root / naming.final_name(STEP)).mkdir()
     disk.write(root / naming.final_name(STEP), naming.MANIFEST, Manifest.now(STEP, [], {}, 0).encode())
-    assert not saved_steps.is_complete(root, STEP)
+    assert not tracker.is_complete(root, STEP)
 
 
 def test_what_a_server_keeps_for_a_moment_is_no_part_of_a_regular_save(root: Path) -> None:
@@ -912,4 +903,4 @@ def test_no_save_is_lost_for_its_rights(root: Path, code: int, monkeypatch: pyte
     monkeypatch.setattr(Path, "chmod", refuse)
     monkeypatch.setattr(os, "chmod", refuse)
     assert publish.publish(root, STEP, entries, {}, 2)
-    assert saved_steps.is_complete(root, STEP)
+    assert tracker.is_complete(root, STEP)

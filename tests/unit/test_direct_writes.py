@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from adaptor.checkpoint import linux_calls
-from adaptor.checkpoint.direct_writes import DirectWriter
+from adaptor.checkpoint.page_cache import DirectWriter
 from tests.waiting import LONG_S
 
 BLOCK = 64 << 10
@@ -103,7 +103,7 @@ def test_it_leaves_no_descriptor_and_no_thread(file: int) -> None:
 
 _LIMITED = """
 import os, resource, sys
-from adaptor.checkpoint.direct_writes import DirectWriter
+from adaptor.checkpoint.page_cache import DirectWriter
 resource.setrlimit(resource.RLIMIT_FSIZE, (2 * {block}, 2 * {block}))
 file = os.open(sys.argv[1], os.O_RDWR)
 with DirectWriter([file], {block}) as writer:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint import finite, shards, state_writer, training_state
+from adaptor.checkpoint import shards, state_writer, training_state
 from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import CheckpointError
@@ -27,23 +27,23 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
 @pytest.mark.parametrize("place", [0, 1, 998, 999])
 def test_any_element(dtype: torch.dtype, place: int) -> None:
     tensor = torch.linspace(-1e4, 1e4, 1000, dtype=dtype)
-    assert finite.is_finite(tensor)
+    assert shards.is_finite(tensor)
     for value in NOT_FINITE:
         tensor[place] = value
-        assert not finite.is_finite(tensor)
-        assert not finite.all_finite({"a": [torch.ones(3), {"b": tensor}], "c": 1})
+        assert not shards.is_finite(tensor)
+        assert not shards.all_finite({"a": [torch.ones(3), {"b": tensor}], "c": 1})
 
 
 def test_what_has_no_numbers_is_finite() -> None:
-    assert finite.is_finite(torch.empty(0))
-    assert finite.is_finite(torch.ones(3, dtype=torch.int64))
-    assert finite.all_finite(None)
+    assert shards.is_finite(torch.empty(0))
+    assert shards.is_finite(torch.ones(3, dtype=torch.int64))
+    assert shards.all_finite(None)
 
 
 def test_some_are_told_by_name() -> None:
-    assert finite.words([]) == ""
-    assert finite.words(["a"]) == "a is not finite"
-    assert finite.words(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more are not finite"
+    assert shards.not_finite_words([]) == ""
+    assert shards.not_finite_words(["a"]) == "a is not finite"
+    assert shards.not_finite_words(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more are not finite"
 
 
 def _spoil(rank: Rank, name: str, key: str, value: float = math.nan) -> Rank:

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaptor import output
-from adaptor.checkpoint import left_overs, manifest, publish, regular_folder, saved_steps, tracker
+from adaptor.checkpoint import left_overs, manifest, publish, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, ResumeError
@@ -227,7 +227,7 @@ def test_no_regular_file(root: Path, make: Callable[[Path], None], name: str) ->
     if change:  # the size that the system tells of it
         change_manifest(root, lambda body: body["files"][name].update(change))
     assert_goes_back(root)
-    assert not saved_steps.is_complete(root, NEWER)
+    assert not tracker.is_complete(root, NEWER)
 
 
 @pytest.mark.robustness("B3", "the folder of a checkpoint is a file, FIFO or link loop", SET_ASIDE)
@@ -308,7 +308,7 @@ def test_what_only_looks_like_a_checkpoint_is_ignored(root: Path) -> None:
 def test_a_copy_under_another_name_is_not_found(root: Path) -> None:
     shutil.copytree(root / folder(NEWER), root / folder(99))
     assert publish.find(root, NEWER, "") == NEWER
-    assert not saved_steps.is_complete(root, 99)
+    assert not tracker.is_complete(root, 99)
 
 
 @pytest.mark.robustness("B3", "a left-over folder that cannot be removed", "one line, and the job starts")

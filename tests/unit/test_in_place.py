@@ -20,14 +20,12 @@ import pytest
 import torch
 
 from adaptor.checkpoint import (
-    crc32,
     file_parts,
     format_torch,
+    hashing,
     in_place,
     in_place_holder,
-    in_place_messages,
     manifest,
-    paced_sync,
     publish,
     shards,
     state_writer,
@@ -35,7 +33,7 @@ from adaptor.checkpoint import (
 from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest
-from adaptor.checkpoint.in_place_messages import Order
+from adaptor.checkpoint.in_place_holder import Order
 from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
 from adaptor.devices.device import Host
 from adaptor.errors import CheckpointError
@@ -201,7 +199,7 @@ def test_what_another_kernel_has_written_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
     """A shared file system may lose what two clients write to one page: then all shards are gathered."""
-    seen, write_all = in_place_messages.seen, file_parts.write_all
+    seen, write_all = in_place_holder.seen, file_parts.write_all
     main = {}
 
     def of_a_kernel(descriptor: int) -> Any:
@@ -213,7 +211,7 @@ def test_what_another_kernel_has_written_is_read_again(
         is_the_holder = len(main) == 2 and next(iter(main)) == threading.get_ident()
         write_all(descriptor, bytes(len(data)) if lost and is_the_holder else data, at)
 
-    monkeypatch.setattr(in_place_messages, "seen", of_a_kernel)
+    monkeypatch.setattr(in_place_holder, "seen", of_a_kernel)
     monkeypatch.setattr(file_parts, "write_all", write)
     written, sent = _together(tmp_path)
     assert sent is None
@@ -255,14 +253,14 @@ def test_holders_hear_of_the_writer_while_it_reads_again(
 ) -> None:
     orders = _orders(monkeypatch)
     kernels = map(str, itertools.count())
-    seen = in_place_messages.seen
+    seen = in_place_holder.seen
 
     def of_a_kernel(descriptor: int) -> Any:
         answer = seen(descriptor)
         answer.kernel = next(kernels)
         return answer
 
-    monkeypatch.setattr(in_place_messages, "seen", of_a_kernel)
+    monkeypatch.setattr(in_place_holder, "seen", of_a_kernel)
     monkeypatch.setattr(in_place, "ROUND_S", 0.0)
     written, sent = _together(tmp_path)
     assert sent is None
@@ -273,14 +271,15 @@ def test_holders_hear_of_the_writer_while_it_reads_again(
 def _orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
     """Return the list of the orders that a holder receives from now on."""
     orders: list[Order] = []
+    receive = in_place_holder.receive
 
-    def receive(kind: Any, *args: Any) -> Any:
-        message = in_place_messages.receive(kind, *args)
+    def received(kind: Any, *args: Any) -> Any:
+        message = receive(kind, *args)
         if kind is Order:
             orders.append(message)
         return message
 
-    monkeypatch.setattr(in_place_holder, "receive", receive)
+    monkeypatch.setattr(in_place_holder, "receive", received)
     return orders
 
 
@@ -501,9 +500,9 @@ def test_archives_of_more_than_four_gigabytes(tmp_path: Path) -> None:
 def test_a_crc_is_that_of_zip_files_with_isal_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     data = bytes(range(251)) * 5000
     for view in (data, memoryview(data)[3:], b""):
-        assert crc32.crc32(view, 77) == zlib.crc32(view, 77)
+        assert hashing.crc32(view, 77) == zlib.crc32(view, 77)
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)  # as if it were not installed
-    assert crc32._fastest() is zlib.crc32
+    assert hashing._fastest_crc32() is zlib.crc32
 
 
 def test_checksums_of_parts_make_that_of_the_whole() -> None:
@@ -553,7 +552,7 @@ def test_a_slow_disk_shows_progress_at_least_once_a_block(
     def advance(count: int) -> None:
         written[0] += count
 
-    monkeypatch.setattr(paced_sync.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(hashing.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(os, "fdatasync", sync)
     half = BLOCK // 2
     with (

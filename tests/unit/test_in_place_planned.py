@@ -17,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptor.checkpoint import dcp, dcp_layout, shards
-from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
+from adaptor.checkpoint.archive_layout import ArchiveLayout, SequenceLayout, join_crcs
 from adaptor.checkpoint.file_parts import PartWriter, Region, WrittenPart
 from adaptor.checkpoint.in_place import InPlace
 from adaptor.checkpoint.in_place_holder import own_readers
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
-from adaptor.checkpoint.sequence_layout import SequenceLayout
 from adaptor.checkpoint.shard_exchange import Exchange
 from tests.unit.test_checkpoint_dump import Rank
 from tests.unit.test_in_place import DTYPES, half, one_param, same

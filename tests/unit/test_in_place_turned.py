@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint import dcp, dcp_layout, file_parts, shards, strided_parts
+from adaptor.checkpoint import dcp, dcp_layout, file_parts, planned_tensors, shards
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.in_place_holder import own_readers
-from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
+from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source, StridedView
 from adaptor.checkpoint.shard_exchange import Exchange
-from adaptor.checkpoint.strided_parts import StridedView
 from adaptor.devices.device import Host
 from tests.faults import sharded
 from tests.unit.test_in_place import DTYPES, half, one_param
@@ -163,11 +162,11 @@ def test_too_many_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each row, where a shard ends in the middle of the matrix."""
     optimizers = [half(0, 2, 1 << 12).optimizer]
     source = Source(0, 0, "param", 0, 1 << 12, torch.float32, ((64, 1), (64, 64)))
-    monkeypatch.setattr(strided_parts, "_MOST_RUNS", 128)
-    strided_parts.require_few_runs([source], optimizers)
-    monkeypatch.setattr(strided_parts, "_MOST_RUNS", 127)
+    monkeypatch.setattr(planned_tensors, "_MOST_RUNS", 128)
+    planned_tensors.require_few_runs([source], optimizers)
+    monkeypatch.setattr(planned_tensors, "_MOST_RUNS", 127)
     with pytest.raises(CannotBePlanned, match="128 runs"):
-        strided_parts.require_few_runs([source], optimizers)
+        planned_tensors.require_few_runs([source], optimizers)
 
 
 class _Far(Host):

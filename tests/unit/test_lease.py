@@ -16,8 +16,7 @@ import pytest
 
 from adaptor import output
 from adaptor.checkpoint import lease, lease_claim, left_overs
-from adaptor.checkpoint.lease import Lease
-from adaptor.checkpoint.lease_owner import Owner
+from adaptor.checkpoint.lease import Lease, Owner
 from adaptor.errors import ConfigError
 from adaptor.protocol import naming
 from tests import waiting

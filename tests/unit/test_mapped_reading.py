@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from adaptor import context, patches, patching
 from adaptor.checkpoint import hashing, publish, resume_check, tracker
-from adaptor.checkpoint.checked_files import CheckedFiles
+from adaptor.checkpoint.divided_reading import CheckedFiles
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 

@@ -18,8 +18,8 @@ from adaptor.checkpoint import publish
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.protocol import wire
+from adaptor.protocol.board import Lifeline
 from adaptor.protocol.environment import GENERATION
-from adaptor.protocol.lifeline import Lifeline
 from adaptor.protocol.messages import Hello, Raised, Verdict
 from adaptor.protocol.naming import temporary_name
 from adaptor.worker.processor import EXIT_SURVIVOR

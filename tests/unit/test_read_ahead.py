@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import disk, hashing, linux_calls, publish, read_ahead
+from adaptor.checkpoint import disk, hashing, linux_calls, page_cache, publish
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from tests.unit.launching import ONE, Launcher, launcher, zygote
@@ -44,7 +44,7 @@ def test_all_of_it_is_read_once_where_the_disk_is_the_machines_own(checkpoint: P
     expected = SIZE if linux_calls.is_on_own_disk(descriptor) else 0
     os.close(descriptor)
     before = _read_from_disk()
-    assert read_ahead.read_ahead(checkpoint, SIZE) == expected
+    assert page_cache.read_ahead(checkpoint, SIZE) == expected
     assert _read_from_disk() - before >= expected
     before = _read_from_disk()
     (checkpoint / "data.pt").read_bytes()
@@ -53,7 +53,7 @@ def test_all_of_it_is_read_once_where_the_disk_is_the_machines_own(checkpoint: P
 
 def test_nothing_is_read_of_one_that_is_too_large(checkpoint: Path) -> None:
     before = _read_from_disk()
-    assert read_ahead.read_ahead(checkpoint, SIZE - 1) == 0
+    assert page_cache.read_ahead(checkpoint, SIZE - 1) == 0
     assert _read_from_disk() - before < SIZE // 10
 
 
@@ -61,10 +61,10 @@ def test_a_folder_that_is_none_is_told_to_the_caller_and_stops_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(CheckpointError):
-        read_ahead.read_ahead(tmp_path / "missing", SIZE)
+        page_cache.read_ahead(tmp_path / "missing", SIZE)
     raised: list[object] = []
     monkeypatch.setattr(threading, "excepthook", raised.append)
-    read_ahead.begin(tmp_path / "missing")
+    page_cache.begin_read_ahead(tmp_path / "missing")
     for thread in threading.enumerate():
         if thread.name == "ttp-read-ahead":
             thread.join()

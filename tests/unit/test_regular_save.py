@@ -18,8 +18,7 @@ import torch
 
 from adaptor import context, patches, patching
 from adaptor.checkpoint import checksum_notes, disk, hashing, manifest, regular_folder
-from adaptor.checkpoint.lease import LeaseContent
-from adaptor.checkpoint.lease_owner import Owner
+from adaptor.checkpoint.lease import LeaseContent, Owner
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
 from adaptor.protocol.board import Board, BoardMemory

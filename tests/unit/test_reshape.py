@@ -13,7 +13,7 @@ import pytest
 
 from adaptor import context, output
 from adaptor.__main__ import main
-from adaptor.checkpoint import left_overs, linux_calls, manifest, saved_steps, tracker
+from adaptor.checkpoint import left_overs, linux_calls, manifest, tracker
 from adaptor.errors import ResumeError
 from adaptor.frameworks import reshape, reshape_sizes
 from adaptor.protocol import naming
@@ -70,7 +70,7 @@ def assert_whole(save: Path, pristine: Path, expected: dict[str, bytes]) -> None
     kept, whole = save / KEPT, pristine / FOLDER
     files = sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file())
     assert all((kept / file).read_bytes() == (whole / file).read_bytes() for file in files)
-    assert [name for name in saved_steps.names(save) if naming.is_reshape(name)] == []
+    assert [name for name in tracker.entry_names(save) if naming.is_reshape(name)] == []
 
 
 def test_a_checkpoint_of_these_sizes_stays_as_it_is(save: Path) -> None:

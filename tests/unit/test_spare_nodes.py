@@ -28,7 +28,7 @@ from adaptor.launchers.spares.spare_gate import SpareGate
 from adaptor.launchers.spares.spare_node import WarmProcesses, stay_at_gate, wait_at_gate
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
-from adaptor.protocol.spare_node_messages import (
+from adaptor.protocol.spare_messages import (
     MemberHello,
     SpareAccepted,
     SpareAsked,

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from adaptor import output
-from adaptor.checkpoint import disk, folder_rights, manifest, publish
+from adaptor.checkpoint import disk, manifest, publish
 from adaptor.errors import CheckpointError
 from adaptor.mindio.client import copies
 from adaptor.mindio.client.sdk_session import MindioSession
@@ -61,7 +61,7 @@ class Saving:
         order = copies.order(share.group, infos)
         folder = Path(trainee.save) / naming.temporary_name(step, generation=self.generation)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        folder_rights.ensure_private(folder)
+        disk.ensure_private(folder)
         run = DumpRun(
             rank=self.rank,
             folder=str(folder),

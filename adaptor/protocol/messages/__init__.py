@@ -49,21 +49,24 @@ from adaptor.protocol.messages.from_worker import (
     WriteFailed,
     Written,
 )
-from adaptor.protocol.messages.incident_end import NODES_JOIN, Fault, Recovered, Verdict
 from adaptor.protocol.messages.parts import (
     CALL,
+    NODES_JOIN,
     BoardRecord,
     Count,
     Endpoint,
+    Fault,
     Message,
     Number,
     Origin,
     Phase,
     PhaseNumber,
+    Recovered,
     ScriptStage,
     Share,
     Standing,
     Status,
+    Verdict,
 )
 from adaptor.protocol.messages.to_agent import (
     Addressed,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from adaptor.protocol.messages.from_worker import FromWorker
-from adaptor.protocol.messages.incident_end import Verdict
-from adaptor.protocol.messages.parts import BoardRecord, Endpoint, Message, Number, Status
+from adaptor.protocol.messages.parts import BoardRecord, Endpoint, Message, Number, Status, Verdict
 
 
 class AgentHello(Message, frozen=True):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages.from_agent import AgentHello
 from adaptor.protocol.messages.from_worker import Layout
-from adaptor.protocol.messages.incident_end import Recovered, Verdict
-from adaptor.protocol.messages.parts import Message
+from adaptor.protocol.messages.parts import Message, Recovered, Verdict
 from adaptor.protocol.messages.to_worker import ToWorker
 
 
