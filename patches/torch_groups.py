@@ -26,6 +26,7 @@ process_groups = patching.Unit("process-groups", framework="torch", tested=">=2.
     why="after a fault each process group gets a fresh backend, made with the same arguments",
     accepts="(...)",  # by their names: `global_ranks_in_group`, `store`, `group_name`
     optional=True,
+    replaced_by="torch_npu.distributed.distributed_c10d",  # which has a copy of it for HCCL
 )
 def groups_are_remembered(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return context.part(Groups).make(wrapped, args, kwargs)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -22,3 +24,17 @@ class Npu(Accelerator):
         """Stop the device, which drops what has not been executed, and let it go on."""
         self._module.stop_device(self._device.index)
         self._module.restart_device(self._device.index)
+
+
+def abort_communicators(group: Any) -> None:
+    """Abort the HCCL communicators of a process group, and free their buffers on the device.
+
+    The group gets a fresh backend afterwards. The groups of other backends, and those that a new process has
+    made alone, have no communicators of HCCL.
+    """
+    if any(hasattr(group._get_backend(device), "abort_hccl_comm") for device in group._device_types):
+        from torch_npu.distributed import reinit_process_group
+
+        # An error, as of a store that has ended, costs the memory of the buffers alone.
+        with contextlib.suppress(Exception):
+            reinit_process_group(group, rebuild_link=True)

@@ -19,9 +19,10 @@ from adaptor.worker.watchdogs import Watchdogs
 
 # Versions with which failed ranks were replaced.
 TESTED = SpecifierSet(tested_versions.specifier(tested_versions.ONLINE), prereleases=True)
-# Backends of process groups with which jobs have gone on bitwise; over NCCL with Megatron-LM 0.15.0rc5 alone,
-# on one GPU (docs/accelerators.md).
-EXCHANGED = frozenset({"gloo", "nccl"})
+# Backends of process groups that are exchanged. Over NCCL one version of Megatron-LM has gone on bitwise, on
+# one GPU (docs/accelerators.md); over HCCL nobody has tried it (docs/ascend.md).
+EXCHANGED = frozenset({"gloo", "nccl", "hccl"})
+_WATCHED = frozenset({"nccl", "hccl"})
 # Packages that put loops of their own in the place of Megatron-LM's, or change what it does.
 _OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
 # Of these the loop of MindSpeed-LLM was tested.
@@ -67,8 +68,8 @@ def of_process_groups() -> str:
         return reason
     if is_detailed():
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL puts a group around each process group"
-    if "nccl" in groups.backends and not context.part(Watchdogs).are_off:
-        return "the watchdog of NCCL is on, and would end the survivors"
+    if groups.backends & _WATCHED and not context.part(Watchdogs).are_off:
+        return "the watchdog of NCCL or HCCL is on, and would end the survivors"
     if groups.is_bound:
         return "process groups that are bound to a device (`device_id`) are split from each other"
     return ""
@@ -77,7 +78,7 @@ def of_process_groups() -> str:
 def of_backends(backends: Set[str]) -> str:
     """Return why groups of these backends are not exchanged; empty: they are."""
     other_backends = ", ".join(sorted(backends - EXCHANGED))
-    return other_backends and f"process groups of {other_backends} have not gone on bitwise on a device yet"
+    return other_backends and f"process groups of {other_backends} were never exchanged in a test"
 
 
 def reasons(args: Any) -> Iterator[str]:
@@ -139,16 +140,12 @@ def reasons_in_options(options: Any) -> Iterator[str]:
         ("logits_load_dir", "--logits-load-dir reads a teacher's data outside of the data loader"),
         ("perform_rl_step", "reinforcement learning has loops of its own"),
         # Of MindSpeed, and of MindSpeed-LLM.
-        ("use_ascend_mc2", "--use-ascend-mc2 names the groups of the start to its operators"),
-        ("use_ascend_coc", "--use-ascend-coc names the groups of the start to its operators"),
+        ("coc_fused_kernel", "--coc-fused-kernel has communicators of its own (LCAL), one for each process"),
         ("schedules_method", "--schedules-method keeps work of a step in schedules of its own"),
         ("moe_fb_overlap", "--moe-fb-overlap keeps work of a step in schedules of its own"),
         ("recompute_in_bubble", "--recompute-in-bubble keeps work of a step in queues of its own"),
         ("recompute_in_advance", "--recompute-in-advance keeps work of a step in queues of its own"),
         ("swap_attention", "--swap-attention keeps tensors of a step in queues of its own"),
-        ("stage", "fine-tuning (--stage) has not been tested with it"),
-        ("lora_target_modules", "fine-tuning (--lora-target-modules) has not been tested with it"),
-        ("enable_mg2hf_convert", "--enable-mg2hf-convert goes on with a checkpoint after its save"),
         ("enable_share_memory", "--enable-share-memory has all ranks meet once in each process"),
     ):
         if getattr(options, name, False) not in (False, None, "none", []):
@@ -159,6 +156,7 @@ def reasons_in_options(options: Any) -> Iterator[str]:
             "flex",
             "--moe-token-dispatcher-type flex has buffers of its own between ranks",
         ),
+        ("stage", "dpo", "--stage dpo has a reference model, which a new process would not load"),
         (
             "dataloader_type",
             "external",

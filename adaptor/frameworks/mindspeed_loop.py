@@ -54,10 +54,16 @@ class MindspeedLoop(MegatronLoop):
         from megatron.training.training import checkpoint_and_decide_exit
 
         args = get_args()
-        # It saves without a context and without the data (742), and then does one thing more.
+        # It saves without a context and without the data (742), and then does two things more.
         context = data = None
         state = (self._model, self._optimizer, self._scheduler)
         ends = bool(checkpoint_and_decide_exit(*state, step, operations, context, data))
-        if args.save and (ends or (args.save_interval and step % args.save_interval == 0)):
-            importlib.import_module(self.module).update_save_checkpoint_chmod(args.save)
+        training = importlib.import_module(self.module)
+        is_due = args.save_interval and step % args.save_interval == 0
+        if args.save and is_due and getattr(args, "enable_mg2hf_convert", False):
+            last_only = getattr(args, "only_convert_last_checkpoint", False) and step != args.train_iters
+            if training.is_distributed_ckpt_complete(args.save, step) and not last_only:
+                training._convert_weights_mg2hf(args, step)
+        if args.save and (ends or is_due):
+            training.update_save_checkpoint_chmod(args.save)
         return ends

@@ -25,13 +25,16 @@ def leave_batches() -> None:
     """Forget what an exception has left of a batch of collectives, which torch would go on collecting.
 
     Raises:
-        ExchangeError: NCCL may wait for the end of the batch, too, and would put off all that comes.
+        ExchangeError: NCCL or HCCL may wait for the end of the batch, too, and would put off all that comes.
     """
-    from adaptor.devices.cuda import nccl_of
-
     begun_batches = books().pg_coalesce_state
-    if any(not collected and nccl_of(group) is not None for group, collected in begun_batches.items()):
-        raise ExchangeError("the fault has struck in the middle of a batch of messages over NCCL")
+    for group, collected in begun_batches.items():
+        name = str(books().pg_map[group][0]) if group in books().pg_map else ""
+        for library in ("nccl", "hccl") if not collected else ():
+            if library in name:
+                raise ExchangeError(
+                    f"the fault has struck in the middle of a batch of messages over {library.upper()}"
+                )
     begun_batches.clear()
 
 

@@ -145,8 +145,8 @@ class Groups:
 
         A gloo group of this rank alone keeps its own, which has no connection that a fault could break.
 
-        NCCL makes the communicator of a group at its first collective, and one for each pair of ranks that
-        send to each other outside of a batch: so `store` has to be there until the next exchange.
+        NCCL and HCCL make the communicator of a group at its first collective, and one for each pair of ranks
+        that send to each other outside of a batch: so `store` has to be there until the next exchange.
 
         Args:
             store: where the members meet; its keys must be new.
@@ -189,7 +189,10 @@ class Groups:
     def _exchange_one(self, name: str, created: _Made, store: Any) -> None:
         from torch.distributed import PrefixStore
 
+        from adaptor.devices.npu import abort_communicators
+
         assert self._helper is not None
+        abort_communicators(created.group)
         ranks = created.arguments["global_ranks_in_group"]
         arguments = {
             **created.arguments,

@@ -83,6 +83,10 @@ def arm(group: str, *, raises: bool = True, wait_for_claim: Collection[Unit] = (
         elif name not in _watched:
             _watched.add(name)
             wrapt.register_post_import_hook(_on_import, name)
+    for name in {patch.replaced_by for unit in units(group) for patch in unit.patches} - {"", *_watched}:
+        if name not in sys.modules:
+            _watched.add(name)
+            wrapt.register_post_import_hook(_on_import, name)
 
 
 def claim(group: str) -> bool:
@@ -215,6 +219,10 @@ def _on_import(module: ModuleType) -> None:
     finally:
         sys.modules[name] = module
     _patch(module)
+    patches = (patch for group in _raises for unit in units(group) for patch in unit.patches)
+    for target in {patch.module_name for patch in patches if patch.replaced_by == name}:
+        if (replaced := sys.modules.get(target)) is not None:
+            _patch(replaced)
 
 
 def _patch(module: ModuleType) -> None:

@@ -83,6 +83,7 @@ class Patch:
         effect: Effect | None,
         make: Make | None = None,
         claims: bool = False,
+        replaced_by: str = "",
     ) -> None:
         module_name, colon, self.qualname = target.partition(":")
         if not (module_name and colon and self.qualname):
@@ -97,6 +98,7 @@ class Patch:
         self.effect = effect
         self.make = make
         self.claims = claims
+        self.replaced_by = replaced_by
         self.status = Status.OFF
         self.found: str | None = None
         self._file = ""  # in which it was found
@@ -267,6 +269,7 @@ class Unit:
         optional: bool | str = False,
         unless_imported: bool = False,
         claims: bool = False,
+        replaced_by: str = "",
     ) -> Callable[[Effect], Effect]:
         """Declare a wrapper `(wrapped, instance, args, kwargs)` on `target`: "module:name" or
         "module:Class.method". `why` is for the report.
@@ -276,13 +279,25 @@ class Unit:
         decides as ever. If it names a module, only a version without that module may. `unless_imported`: in a
         version whose module imports the function from another one, nothing is wrapped here. `claims`: the
         wrapper acts before the job is claimed, because it may claim the job; its target must fit in an
-        unclaimed job, too. Raises ValueError for a target or signature that cannot be read.
+        unclaimed job, too. `replaced_by`: a module whose import puts another function in the place of the
+        target, which is wrapped in its turn. Raises ValueError for a target or signature that cannot be read.
         """
 
         def declare(effect: Effect) -> Effect:
             alternatives = (accepts,) if isinstance(accepts, str) else accepts
             self.patches.append(
-                Patch(self, target, why, alternatives, optional, unless_imported, effect, claims=claims)
+                Patch(
+                    self,
+                    target,
+                    why,
+                    alternatives,
+                    optional,
+                    unless_imported,
+                    effect,
+                    None,
+                    claims,
+                    replaced_by,
+                )
             )
             return effect
 

@@ -1,4 +1,5 @@
-"""A loop of the shape of MindSpeed-LLM's is recovered online: a small one (tests/frameworks/small_llm).
+"""A loop of the shape of MindSpeed-LLM's is recovered online: a small one (tests/frameworks/small_llm), its
+groups those of a stand-in for HCCL.
 
 MindSpeed-LLM itself is trained by hand: `python -m tests.frameworks.by_hand`.
 """
@@ -16,14 +17,15 @@ from tests.faults.scenario import BaselineOf
 from tests.frameworks import prepare
 from tests.integration.test_online import online, trains_on
 
-SMALL = Path(__file__).resolve().parents[1] / "frameworks" / "small_llm"
+TESTS = Path(__file__).resolve().parents[1]
+SMALL, HCCL = TESTS / "frameworks" / "small_llm", TESTS / "standins" / "hccl"
 
 
 class Small:
     """A `Program` of the harness."""
 
     environment = {  # noqa: RUF012
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(SMALL), os.environ.get("PYTHONPATH")]))
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(SMALL), str(HCCL), os.environ.get("PYTHONPATH")]))
     }
 
     def __call__(self, job: Job) -> list[str]:

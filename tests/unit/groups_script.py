@@ -1,4 +1,4 @@
-"""One rank of a job whose process groups are exchanged: `groups_script.py PORT RANK SIZE NEWCOMER`.
+"""One rank of a job whose process groups are exchanged: `groups_script.py PORT RANK SIZE NEWCOMER BACKEND`.
 
 Rank 0 of a job of SIZE keeps its process through some exchanges; a newcomer (1) makes its groups alone first.
 """
@@ -27,18 +27,20 @@ def backend_of(group: Any) -> Any:
     return group._get_backend(torch.device("cpu"))
 
 
-def main(port: int, rank: int, size: int, newcomer: bool) -> None:
+def main(port: int, rank: int, size: int, newcomer: bool, backend: str) -> None:
     known = context.part(groups.Groups)
     known.remember(lone=newcomer)
     patches.load("online")
     patching.arm("online")
+    if backend == "hccl":
+        import torch_npu.distributed.distributed_c10d as hccl  # replaces torch's helper
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
     timeout = timedelta(seconds=60)
     dist.init_process_group(
-        "gloo", store=dist.PrefixStore("job", store), rank=rank, world_size=size, timeout=timeout
+        backend, store=dist.PrefixStore("job", store), rank=rank, world_size=size, timeout=timeout
     )
     made = [None, dist.new_group(list(range(size))), dist.new_group([0, size - 1])]
-    other = dist.new_group([1])
+    other = dist.new_group([1], backend="gloo")
     own = backend_of(other) if rank == 1 else None
     total = size * (size + 1) / 2
     outer = size + 1 if rank in (0, size - 1) else rank + 1  # whose collective does nothing
@@ -46,7 +48,7 @@ def main(port: int, rank: int, size: int, newcomer: bool) -> None:
         told = [None] * size
         dist.all_gather_object(told, rank)
         assert told == [rank] * size, "alone, each rank has given the same"
-        assert dist.get_backend() == "gloo", "who asks is told the backend that it will be"
+        assert dist.get_backend() == backend, "who asks is told the backend that it will be"
         if rank == 1:
             given, taken = torch.arange(3.0), torch.zeros(3)
             dist.all_to_all_single(taken, given, group=other)
@@ -67,7 +69,10 @@ def main(port: int, rank: int, size: int, newcomer: bool) -> None:
     assert (other is dist.GroupMember.NON_GROUP_MEMBER) == (rank != 1)
     if rank == 1:
         assert backend_of(other) is own, "what no other rank can break is kept"
-    assert dist.get_backend() == "gloo"
+    assert dist.get_backend() == backend
+    if backend == "hccl":
+        exchanges = 2 if newcomer else 4  # with communicators; the first of a newcomer had none
+        assert len(hccl.aborted) == exchanges * (known.known - (rank == 1)), hccl.aborted
     later = dist.new_group([0, size - 1])  # by the job's own store, under the name that all give it
     assert summed(later) == outer
     known.exchange(dist.PrefixStore("last", store), "last")
@@ -132,4 +137,4 @@ class Given:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), bool(int(sys.argv[4])))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), bool(int(sys.argv[4])), sys.argv[5])

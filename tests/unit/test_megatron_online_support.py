@@ -109,8 +109,12 @@ def test_data_that_cannot_be_read_once_more() -> None:
             {"enable_share_memory": True},
             "--enable-share-memory has all ranks meet once in each process",
         ),
-        ({"use_ascend_mc2": False, "schedules_method": None, "lora_target_modules": []}, ""),
-        ({"stage": "sft"}, "fine-tuning (--stage) has not been tested with it"),
+        ({"use_ascend_mc2": True, "use_ascend_coc": True, "schedules_method": None, "stage": "sft"}, ""),
+        ({"stage": "dpo"}, "--stage dpo has a reference model, which a new process would not load"),
+        (
+            {"use_ascend_coc": True, "coc_fused_kernel": True},
+            "--coc-fused-kernel has communicators of its own (LCAL), one for each process",
+        ),
         (
             {"schedules_method": "dualpipev"},
             "--schedules-method keeps work of a step in schedules of its own",

@@ -415,7 +415,7 @@ def test_no_watchdog_of_torch_ends_a_survivor(launcher: Launcher, value: str) ->
     ("before", "environment", "said"),
     [
         ("watchdogs.switch_off()", {"TORCH_NCCL_DESYNC_DEBUG": "1"}, "0 True\n\n"),
-        ("", {}, "None False\nthe watchdog of NCCL is on, and would end the survivors\n"),
+        ("", {}, "None False\nthe watchdog of NCCL or HCCL is on, and would end the survivors\n"),
         (
             "watchdogs.switch_off()",
             DETAIL,

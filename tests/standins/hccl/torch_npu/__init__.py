@@ -1,0 +1,1 @@
+"""Stands in for the process groups of torch_npu alone: see ../../README.md."""
