@@ -40,7 +40,7 @@ class RankPart:
 
     Args:
         rank: names the files.
-        planner: a SavePlanner, set up with the state dict of this rank.
+        planner: a SavePlanner, set up with the state dict of the rank.
     """
 
     def __init__(self, rank: int, planner: Any) -> None:
@@ -56,7 +56,7 @@ class RankPart:
         return bool(self._plan.items)
 
     def write_data(self, file: HashingFile) -> None:
-        """Write this rank's tensors and objects into `file`, one after the other."""
+        """Write the rank's tensors and objects into `file`, one after the other."""
         import torch
         from torch.distributed.checkpoint.planner import WriteItemType
 
@@ -87,7 +87,7 @@ class RankPart:
         self._results.append(WriteResult(item.index, length, _StorageInfo(self.data_file, start, length)))
 
     def write_part(self, file: HashingFile) -> None:
-        """Write this rank's part of the metadata; call it after `write_data`."""
+        """Write the rank's part of the metadata; call it after `write_data`."""
         from torch.distributed.checkpoint.planner import SavePlan
 
         # A planner's own kind of plan is unknown where the parts are joined.

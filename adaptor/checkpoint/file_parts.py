@@ -136,7 +136,7 @@ class PartWriter:
 
     Attributes:
         parts: the written parts
-        not_finite: elements of world tensors in the parts that are not finite
+        not_finite: elements of world tensors in the non-finite parts
     """
 
     def __init__(self, files: Sequence[int], exchange: Exchange) -> None:

@@ -38,7 +38,7 @@ class TorchFormat:
         return states
 
     def archives(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> dict[str, Any]:
-        """Return the content of each archive of this rank, by path below the checkpoint; see `files`."""
+        """Return the content of each archive of the rank, by path below the checkpoint; see `files`."""
         stored = [
             _as_saved(world, optimizer) if saved and world is not None else None
             for world, (optimizer, _, saved) in zip(gathered, state.chained, strict=True)

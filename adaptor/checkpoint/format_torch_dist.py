@@ -209,7 +209,7 @@ class Sharding:
     def _part(
         self, state: TrainingState, body: dict[str, Any], saved_as: Callable[[Any], Any] = lambda value: value
     ) -> tuple[dcp.RankPart, Any, Files]:
-        """Return the part of this rank, the state common to all ranks, and the small files.
+        """Return the part of the rank, the state common to all ranks, and the small files.
 
         Args:
             state: the training state.
@@ -309,10 +309,10 @@ def agree(
     """Agree on how the state is saved: collective, before the first step.
 
     Args:
-        state: the training state of this rank.
+        state: the training state of the rank.
         metadata: the framework's arguments for all its `sharded_state_dict`s.
         random: the framework's saved random states: a ShardedObject.
-        first: the lowest rank of this rank's group.
+        first: the lowest rank of the rank's group.
         peers: the ranks with the same model but for experts, which include all ranks of a group.
 
     Raises:

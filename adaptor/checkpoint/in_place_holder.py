@@ -174,7 +174,7 @@ def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange
     """Write for a round at each order to write, until the writer orders to send or to leave.
 
     Args:
-        parts: of this rank.
+        parts: of the rank.
         add: adds the parts to `parts`, before the first round.
         writer: the rank, in the exchange.
         exchange: with the folder.

@@ -1,7 +1,7 @@
-"""The layout file of a checkpoint: what each model-parallel rank has of the model and of the optimizer.
+"""The layout file of a checkpoint: the parts of the model and of the optimizer on each model-parallel rank.
 
-It lies beside the manifest, in either format. The framework has said what is in it when training began
-(`layout_of_job.py`); `python -m adaptor transform` reads it. It is JSON, compressed with gzip.
+The file lies beside the manifest, in either format. Its content comes from the framework at the begin of
+training (`layout_of_job.py`); `python -m adaptor transform` reads it. The file is JSON, compressed with gzip.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from adaptor.checkpoint import disk
 from adaptor.errors import CheckpointError
 
 FORMAT = 1
-# Arguments of the framework that say how a model is cut, beside the sizes.
+# Arguments of the framework, beside the sizes, that determine how a model is cut.
 ARGUMENTS = (
     "num_layers",
     "num_layers_per_virtual_pipeline_stage",
@@ -43,7 +43,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A stretch along the axis that is cut, in rows: where it is in the whole tensor, here, how long."""
+    """A stretch along the cut axis, in rows: its place in the whole tensor, its place here, its length."""
 
     whole: _Count
     here: _Count
@@ -54,18 +54,19 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """An entry of a chunk of the model.
 
     Attributes:
-        name: in what the chunk saves
-        dtype: by torch's name; empty for what is no tensor
-        shape: on this rank
-        key: the name of the whole tensor, as the framework's sharded format has it
-        whole: its shape, without the axes of layers and experts that the framework puts in front
-        axis: that tensor-parallel ranks cut; None: each has the whole
-        pieces: of that axis, in their order here: two in a gated MLP
+        name: in the chunk's state dict
+        dtype: by torch's name; "" if the entry is no tensor
+        shape: on the rank
+        key: the name of the whole tensor in the framework's sharded format
+        whole: the shape of the whole tensor, without the axes of layers and experts that the framework puts
+            in front
+        axis: the axis that tensor-parallel ranks cut; None: each rank has the whole
+        pieces: of the axis, in their order here: two in a gated MLP
         layer: its number in the whole model
         expert: its number in the layer
-        padded: the axis is that of the vocabulary, whose last rows may be padding
-        tied: it is a second copy of a tensor that the first stage has
-        param: an optimizer has it
+        padded: whether the axis is the vocabulary, whose last rows may be padding
+        tied: whether the entry is a second copy of a tensor of the first stage
+        param: whether an optimizer has the entry
     """
 
     name: str
@@ -103,9 +104,10 @@ class OptimizerLayout(msgspec.Struct, frozen=True):
     """An optimizer of the chain.
 
     Attributes:
-        stored: whether this rank's folder has its state: ranks of experts share the one of all else
-        groups: of params, in order: factors of weight decay and learning rate, of experts, with a rate
-            of its own
+        stored: whether the rank's folder has its state: ranks of experts share the state of the dense
+            optimizer
+        groups: of params, in order: factors of weight decay and learning rate, whether of experts, whether
+            with a rate of its own
     """
 
     stored: bool
@@ -118,12 +120,10 @@ class RankLayout(msgspec.Struct, frozen=True):
 
     Attributes:
         folder: of the rank, as the format `torch` names it
-        tp: its numbers
-        pp: its numbers
-        ep: its numbers
+        tp, pp, ep: its numbers
         sizes: parallel sizes of the job: tp, pp, vpp, ep, etp, dp, cp
         core: the version of Megatron-core
-        args: arguments of the framework that say how the model is cut
+        args: arguments of the framework that determine how the model is cut
         chunks: of the model, by their key in a checkpoint
     """
 
@@ -147,7 +147,7 @@ class JobLayout(msgspec.Struct, frozen=True):
 
 
 def encode(layout: RankLayout) -> bytes:
-    """Return the layout of a rank as a part of a file; `join` makes the file of such parts."""
+    """Return the layout of a rank as a part of a file; `join` makes the file of parts."""
     return _packed(msgspec.json.encode(layout))
 
 
@@ -165,7 +165,7 @@ def read(path: Path) -> JobLayout:
     """Read a layout file.
 
     Raises:
-        CheckpointError: it cannot be read, or is damaged; it lacks ranks, or has those of several jobs.
+        CheckpointError: the file cannot be read, is damaged, lacks ranks, or has ranks of several jobs.
     """
     ranks = read_part(path)
     require_complete(ranks, path)
@@ -173,7 +173,7 @@ def read(path: Path) -> JobLayout:
 
 
 class RankPlace(msgspec.Struct, frozen=True):
-    """The place of a model-parallel rank in the job; the attributes are those of `RankLayout`."""
+    """The place of a model-parallel rank in the job; the attributes are attributes of `RankLayout`."""
 
     folder: str
     tp: _Count = 0
@@ -195,23 +195,23 @@ def folders(path: Path) -> set[str]:
 
 
 def places(content: bytes, source_name: str) -> tuple[RankPlace, ...]:
-    """Return the places of all model-parallel ranks of the job, without what they have of the model.
+    """Return the places of all model-parallel ranks of the job, without their parts of the model.
 
     Args:
         content: of a layout file.
-        source_name: it was read, for the message.
+        source_name: the name of the file, for the message.
 
     Raises:
-        CheckpointError: it is damaged.
+        CheckpointError: the content is damaged.
     """
     return _decoded(content, source_name, _Places).ranks
 
 
 def read_part(path: Path) -> tuple[RankLayout, ...]:
-    """Read a layout file that may have some ranks of a job alone.
+    """Read a layout file that may have only some ranks of a job.
 
     Raises:
-        CheckpointError: it cannot be read, or is damaged.
+        CheckpointError: the file cannot be read, or is damaged.
     """
     layout = _decoded(_content(path), str(path), JobLayout)
     if layout.format != FORMAT:
@@ -237,7 +237,7 @@ def _decoded(packed: bytes, source_name: str, kind: type[_Kind]) -> _Kind:
 
 
 def _unpacked(packed: bytes) -> bytes:
-    """Return what a gzip file has. Raises ValueError where that is too large."""
+    """Return the content of a gzip file. Raises ValueError if too large."""
     with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
         text = disk.read_at_most(file, _LARGEST_TEXT + 1)
     if len(text) > _LARGEST_TEXT:
@@ -246,15 +246,15 @@ def _unpacked(packed: bytes) -> bytes:
 
 
 def is_of_one_job(first: RankLayout, second: RankLayout) -> bool:
-    """Return whether two ranks may be of the same job: of the same sizes, arguments and version."""
+    """Return True if two ranks may belong to the same job: equal sizes, arguments and version."""
     return (first.sizes, first.args, first.core) == (second.sizes, second.args, second.core)
 
 
 def require_complete(layouts: Iterable[RankLayout], source_path: Path) -> None:
-    """Refuse layouts that are not of one job, or not of all its stages and tensor-parallel ranks.
+    """Refuse layouts of several jobs, or without some stage or tensor-parallel rank.
 
     Raises:
-        CheckpointError: names what differs or is missing.
+        CheckpointError: names the difference, or the missing rank.
     """
     ranks = list(layouts)
     if not ranks:
@@ -279,7 +279,7 @@ def require_complete(layouts: Iterable[RankLayout], source_path: Path) -> None:
 
 
 def _require_whole(layout: RankLayout, path: Path) -> None:
-    """Refuse a layout in which pieces lie outside of tensors, or params outside of buffers."""
+    """Refuse a layout with pieces outside of tensors, or params outside of buffers."""
     for key, entries in layout.chunks.items():
         for entry in entries:
             if not _is_whole(entry):

@@ -1,8 +1,8 @@
-"""Describes what this rank has of a model and of its optimizer, from what the framework says of them.
+"""Describes the parts of a model and of its optimizer on the rank, from the framework's own descriptions.
 
-The model's `sharded_state_dict` says where each tensor lies in the whole model, the params themselves along
-which axis they are cut, and the `param_index_map` of each buffer where the optimizer keeps them. Nothing is
-guessed: where the framework does not say something, there is no layout, and checkpoints have no layout file.
+The model's `sharded_state_dict` has the place of each tensor in the whole model, the params have their cut
+axis, and the `param_index_map` of each buffer has the places in the optimizer. Nothing is guessed: without a
+description no layout is made, and checkpoints have no layout file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _EXPERT = re.compile(r".*\.experts\.local_experts\.(\d+)\..*")
 def describe(
     state: TrainingState, ranks: Mapping[str, int], sizes: Mapping[str, int], core: str
 ) -> RankLayout:
-    """Return the layout of this rank; it calls no collective.
+    """Return the layout of the rank, without a collective.
 
     Args:
         state: of the rank.
@@ -44,7 +44,7 @@ def describe(
         core: the version of Megatron-core.
 
     Raises:
-        UnsupportedError: the framework does not say where something lies.
+        UnsupportedError: the framework does not describe a place.
     """
     argument_values = {name: getattr(state.args, name, None) for name in layout_file.ARGUMENTS}
     return RankLayout(
@@ -66,7 +66,7 @@ def describe(
 
 
 def _entries(chunk: Any) -> Iterator[Entry]:
-    """Yield the entries of a chunk; what is no tensor is of the layer and expert of its neighbours."""
+    """Yield the entries of a chunk; an entry without a tensor gets the layer and expert of its neighbours."""
     entries = list(_tensors(chunk))
     numbers = {_module(entry.name): (entry.layer, entry.expert) for entry in entries if entry.dtype}
     layers = {_layer(entry.name): entry.layer for entry in entries if entry.dtype}
@@ -83,7 +83,7 @@ def _module(name: str) -> str:
 
 
 def _layer(name: str) -> str:
-    """Return the part of a name that says the layer on this rank; empty without one."""
+    """Return the part of a name up to the layer on the rank; "" without a layer."""
     match = re.match(r"(?:.*?\.)?layers\.\d+\.", name)
     return match.group() if match else ""
 
@@ -141,7 +141,7 @@ def _entry(name: str, value: torch.Tensor, sharded: Any, param: Any) -> Entry:
 
 
 def _axis(name: str, value: torch.Tensor, parts: Any, whole_shape: tuple[int, ...], param: Any) -> int | None:
-    """Return the axis that is cut: where there is one rank, the param says along which it would be."""
+    """Return the cut axis: if one rank has the whole, the param names the axis."""
     different = [axis for axis, length in enumerate(value.shape) if length != whole_shape[axis]]
     cut = [
         axis
@@ -157,8 +157,9 @@ def _axis(name: str, value: torch.Tensor, parts: Any, whole_shape: tuple[int, ..
 
 
 def _numbers(name: str, key: str, index: tuple[int, ...]) -> tuple[int | None, int | None]:
-    """Return the numbers of layer and expert in the whole model: the framework has them in its key, or as
-    places on axes in front."""
+    """Return the numbers of layer and expert in the whole model, from the framework's key or from the axes in
+    front.
+    """
     remaining = list(index)
     numbers: list[int | None] = []
     for pattern in (_LAYER, _EXPERT):
@@ -202,7 +203,7 @@ def _group(group: Mapping[str, Any]) -> tuple[float, float, bool, bool]:
 
 
 def _buffer(optimizer: Any, buffer: Any, names: Mapping[Any, tuple[str, str]]) -> BufferLayout:
-    """Describe a buffer as it is saved: without the padding at the end of its buckets."""
+    """Describe a buffer as saved: without the padding at the end of its buckets."""
     if not hasattr(buffer, "numel_unpadded"):
         raise UnsupportedError("buffers of this version are saved bucket by bucket")
     buckets = shards.buckets_of(optimizer, buffer)

@@ -1,12 +1,12 @@
-"""The lease of a save folder: one job at a time saves there.
+"""The lease of a save folder: one job at a time saves in a folder.
 
-A file in the folder names the `ttprun` whose job saves there (`lease_owner`). It is touched
-every few seconds while that process lives, and removed at its end. A second job is refused. A lease whose
-owner is gone gives way: on the same machine the kernel tells whether the process lives; from another one the
-lease is watched, and is stale when it does not change. So no clocks of two machines are compared.
+A file in the folder names the `ttprun` of the job (`Owner`). The file is touched every few seconds while the
+process lives, and removed at its end. A second job is refused. The lease of a dead owner gives way: on the
+same machine the kernel tells whether the process lives; from another machine the lease is watched, and is
+stale when it does not change. So no clocks of two machines are compared.
 
-The lease keeps two jobs apart that were started by mistake. It is no lock: where it cannot be written, a line
-says so and the job goes on; and both sides of a cut network are one job.
+The lease keeps apart two jobs that were started by mistake. The lease is no lock: if it cannot be written, a
+line says so and the job goes on; and both sides of a cut network are one job.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ from adaptor.protocol import naming
 class Owner(msgspec.Struct, frozen=True):
     """The identity of a process, unique over time and over machines.
 
+    Invariant: no two processes have the same identity. A process number that is used again, a restart of the
+    machine and a container with numbers of its own are told apart.
+
     Attributes:
-        ticks: when it started, as the kernel counts
-        boot: of the machine, another one after each start of it
+        ticks: the start of the process, in ticks of the kernel
+        boot: of the machine, another value after each start of the machine
         namespace: of process numbers: a container has its own
-        started: when it started, for people
+        started: the start of the process, for people
     """
 
     host: str
@@ -49,7 +52,7 @@ class Owner(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> Owner:
-        """Describe a process of this machine. Raises OSError where there is none."""
+        """Describe a process of this machine. Raises OSError without such a process."""
         ticks = _ticks(pid)
         booted = re.search(r"^btime (\d+)$", _read(Path("/proc/stat")), re.MULTILINE)
         since = float(booted.group(1)) if booted else 0.0
@@ -60,11 +63,11 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """Name it for a person."""
+        """Return the name for a person."""
         return f"the job of process {self.pid} on {self.host}, started {self.started}"
 
     def lives(self) -> bool | None:
-        """Return whether the process is there; None where this machine does not know."""
+        """Return True if the process runs; None if this machine cannot tell."""
         if not self.boot or (self.boot, self.namespace) != (_boot(), _namespace()):
             return None
         try:
@@ -89,7 +92,7 @@ def _namespace() -> str:
 
 
 def _read(path: Path) -> str:
-    """Return what the kernel says; nothing in a sandbox that does not have it."""
+    """Return the content of a file of the kernel; "" in a sandbox without the file."""
     try:
         return path.read_text()
     except OSError:
@@ -99,11 +102,11 @@ def _read(path: Path) -> str:
 REFRESH_S = 5.0
 # Six refreshes: a file system of several machines may be slow, or show a change late, by some seconds.
 STALE_S = 30.0
-# How often a lease of another machine, or of a job that is leaving, is looked at.
+# The pause between two looks at a lease of another machine, or of a job that is leaving.
 LOOK_S = 1.0
-# Between two lines while a job that is leaving is waited for.
+# The pause between two lines while the job waits for a leaving job.
 AGAIN_S = 10.0
-LOCK_PATIENCE_S = 10.0  # a lease is worth no longer delay of a start
+LOCK_PATIENCE_S = 10.0  # a lease is not worth a longer delay of a start
 LARGEST = 4096  # bytes; a longer file is no lease
 
 
@@ -111,10 +114,10 @@ _Owner = TypeVar("_Owner", bound="Owner")
 
 
 class LeaseContent(Owner, frozen=True):
-    """The content of the lease file: the owner, and the folder that it saves in, which tells a copy.
+    """The content of the lease file: the owner, and the leased folder, by which a copy is recognised.
 
     Attributes:
-        generation: of the workers whose rank 0 has written it; '' if the agent has
+        generation: of the workers whose rank 0 has written the lease; "" if the agent has
     """
 
     device: int = 0
@@ -124,24 +127,24 @@ class LeaseContent(Owner, frozen=True):
 
 
 class _Seen(msgspec.Struct, frozen=True):
-    """A lease as it was found; if it has changed at the next look, its owner is alive."""
+    """A lease at one look; if it has changed at the next look, its owner is alive."""
 
     text: bytes
     touched: int
 
     @property
     def owner(self) -> Owner | None:
-        """Return the owner, None if the file has another content."""
+        """Return the owner; None if the file has another content."""
         return decode(self.text, Owner)
 
     @property
     def leaving(self) -> bool:
-        """Return whether its job saves there for the last time."""
+        """Return True if the job of the lease saves in the folder for the last time."""
         written = decode(self.text, LeaseContent)
         return written is not None and written.leaving
 
     def is_copied(self, root: Path) -> bool:
-        """Return whether it was written for another folder of this machine, and `root` is a copy of that."""
+        """Return True if the lease was written for another folder of this machine, and `root` is a copy."""
         written = decode(self.text, LeaseContent)
         if written is None or not written.inode:
             return False
@@ -153,7 +156,7 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 def decode(text: bytes, kind: type[_Owner]) -> _Owner | None:
-    """Return the owner in the `text` of a lease, of this `kind`; None where it is none."""
+    """Return the owner in the `text` of a lease, of this `kind`; None if the text is no lease."""
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -168,17 +171,17 @@ def _look(root: Path) -> _Seen | None:
         return None
     except OSError as error:
         if not disk.is_wrong(error):
-            raise  # nobody can tell whose it is
-        return _Seen(b"", 0)  # a folder, a FIFO, too long: nobody's lease
+            raise  # the owner cannot be told
+        return _Seen(b"", 0)  # a folder, a FIFO, too long: no lease
 
 
 class Lease:
-    """The lease of a save folder for `owner`; a thread touches it until `release`.
+    """The lease of a save folder for `owner`; a thread touches the lease until `release`.
 
     Args:
         root: the save folder.
-        owner: the process for which it is held, which may be another one.
-        generation: of the workers, where one of them takes it.
+        owner: the leasing process, which may be another process.
+        generation: of the workers, if a worker takes the lease.
     """
 
     def __init__(self, root: Path, owner: Owner, generation: str = "") -> None:
@@ -186,19 +189,19 @@ class Lease:
         self._owner = owner
         self._generation = generation
         self._released = threading.Event()
-        # Daemon: on a disk that hangs it keeps nobody from the end.
+        # Daemon: on a disk that hangs the thread does not delay the end.
         self._thread = threading.Thread(target=self._keep, name="ttp-lease", daemon=True)
         self._marker = threading.Thread(target=self._mark, name="ttp-lease-leaving", daemon=True)
 
     def take(self, stale_s: float = STALE_S, patience_s: float = 0.0) -> None:
-        """Take the lease, in the place of one whose owner is gone, which is said.
+        """Take the lease; the lease of a dead owner is replaced, with a line.
 
         Args:
-            stale_s: how long a lease of another machine may stay the same while its owner lives.
-            patience_s: how long a job that is leaving is waited for.
+            stale_s: the time after which an unchanged lease of another machine is stale.
+            patience_s: the time for a leaving job to leave.
 
         Raises:
-            ConfigError: another job has it.
+            ConfigError: another job has the lease.
             CheckpointError: the disk refuses.
             OSError: the disk refuses.
         """
@@ -208,7 +211,7 @@ class Lease:
                 raise ConfigError(self._refusal(seen_before))
             self._say_replaced(seen_before)
             if _look(self._root) is None:
-                seen_before = None  # removed: whoever is there under our lock has taken it anew
+                seen_before = None  # removed: a lease that exists under our lock is new
         with locked(self._root, patience_s=LOCK_PATIENCE_S):
             seen_now = _look(self._root)
             is_own = seen_now is None or seen_now.owner == self._owner
@@ -217,8 +220,8 @@ class Lease:
                 and not is_own
                 and (seen_before is None or seen_now.text != seen_before.text)
             ):
-                raise ConfigError(self._refusal(seen_now))  # another one was quicker
-            if path.is_dir() and not path.is_symlink():  # no file can take its place
+                raise ConfigError(self._refusal(seen_now))  # another job was quicker
+            if path.is_dir() and not path.is_symlink():  # a file cannot replace a folder
                 disk.remove(path)
             self._write()
 
@@ -234,7 +237,7 @@ class Lease:
         disk.replace(self._root, naming.LEASE, msgspec.json.encode(written))
 
     def _after_who_is_leaving(self, stale_s: float, patience_s: float) -> _Seen | None:
-        """Return the lease as it is once nobody who is leaving has it, or after `patience_s`."""
+        """Return the lease once no leaving job has it, or after `patience_s`."""
         seen_lease = _look(self._root)
         looks, unchanged = 0, 0.0
         while seen_lease is not None and seen_lease.leaving and seen_lease.owner not in (None, self._owner):
@@ -250,14 +253,16 @@ class Lease:
                 )
             time.sleep(LOOK_S)
             looks += 1
-            with contextlib.suppress(OSError):  # a disk with troubles: it is looked at again
+            with contextlib.suppress(OSError):  # an error of the disk: the next look follows
                 previous, seen_lease = seen_lease, _look(self._root)
                 unchanged = unchanged + LOOK_S if seen_lease == previous else 0.0
         return seen_lease
 
     def leave(self) -> None:
-        """Mark it: its job saves for the last time, so one that is started again waits; in a thread."""
-        with contextlib.suppress(RuntimeError):  # no thread can be had: then that one is refused
+        """Mark the lease as leaving, in a thread: the job saves for the last time, so a restarted job
+        waits.
+        """
+        with contextlib.suppress(RuntimeError):  # no thread is available: the restarted job is refused
             self._marker.start()
 
     def _mark(self) -> None:
@@ -265,17 +270,20 @@ class Lease:
             seen_lease = _look(self._root)
             if seen_lease is not None and seen_lease.owner == self._owner and not self._released.is_set():
                 written = decode(seen_lease.text, LeaseContent)
-                # That of the workers, who save for the last time: by it nodes see that they share the folder.
+                # The generation of the workers, which save for the last time: by it nodes see that they share
+                # the folder.
                 self._generation = self._generation or (written.generation if written is not None else "")
                 self._write(leaving=True)
 
     def keep(self) -> None:
-        """Touch it from now on, in a thread; where none can be had, it holds on this machine alone."""
+        """Touch the lease from now on, in a thread; without a thread the lease holds on this machine
+        alone.
+        """
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
     def release(self, patience_s: float = 1.0) -> None:
-        """Let another job have it; a disk that hangs is waited for no longer than `patience_s`."""
+        """Free the lease for another job; wait at most `patience_s` for a disk that hangs."""
         self._released.set()
         for thread in (self._thread, self._marker):
             if thread.is_alive():
@@ -296,7 +304,7 @@ class Lease:
     def _keep(self) -> None:
         is_reported = False
         while not self._released.wait(REFRESH_S):
-            with contextlib.suppress(OSError):  # a disk with troubles; a job does not end by them
+            with contextlib.suppress(OSError):  # an error of the disk does not end a job
                 seen_lease = _look(self._root)
                 if seen_lease is None or seen_lease.owner is None:
                     continue
@@ -335,17 +343,16 @@ class Lease:
 def _is_there(root: Path, seen_lease: _Seen, stale_s: float) -> bool:
     """Return True if the owner of a lease is alive.
 
-    The kernel knows that of a process of this machine. A lease of another machine is watched for `stale_s`
-    seconds, and its owner is alive if the lease changes.
+    The kernel knows whether a process of this machine lives. A lease of another machine is watched for
+    `stale_s` seconds, and its owner is alive if the lease changes.
     """
     owner = seen_lease.owner
     lives = False if owner is None else owner.lives()
     if owner is None or lives is not None:
-        # A copied lease from another machine is not refreshed, which is noticed below; device numbers are
-        # local.
+        # A copied lease from another machine is not refreshed, as noticed below; device numbers are local.
         return bool(lives) and not seen_lease.is_copied(root)
     output.tell(f"[ttp] {root}: waiting up to {stale_s:g} s for a sign of life of {owner.words}", to="stdout")
-    # Looks are counted, not seconds: while the disk hangs for this machine, it may for the owner.
+    # Looks are counted, not seconds: while the disk hangs for this machine, it may hang for the owner.
     pause = min(LOOK_S, stale_s / 4)
     remaining_looks = failures = round(stale_s / pause)
     while remaining_looks:

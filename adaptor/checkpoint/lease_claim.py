@@ -1,7 +1,7 @@
-"""Takes the lease of the save folder in a worker, for its job, before it trains.
+"""Takes the lease of the save folder in a worker, for its job, before training.
 
-Invariant: the lease belongs to the process that the agent names, not to the worker, so it outlives a restart
-of all workers. Rank 0 takes it, and every other rank checks that it writes as the same user.
+Invariant: the lease belongs to the process that the agent names, not to the worker, so the lease outlives a
+restart of all workers. Rank 0 takes the lease, and every other rank checks that it writes as the same user.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import GENERATION, Generation, Place
 
-# Variables for workers: the owner of the lease, and the file in which to note the folder that it is of.
+# Variables for workers: the owner of the lease, and the file for the name of the leased folder.
 OWNER = "TTP_OWNER"
 NOTE = "TTP_OWNER_NOTE"
-# How many seconds a job that is leaving is waited for.
+# The seconds for which the job waits for a leaving job.
 PATIENCE = "TTP_OWNER_PATIENCE"
 
 
 def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Take the lease of the save folder for the job of this worker, and keep it while the worker lives.
+    """Take the lease of the save folder for the job of this worker, and keep the lease while the worker
+    lives.
 
     Raises:
-        ConfigError: another job saves there.
+        ConfigError: another job saves in the folder.
     """
     global _claimed
     root = Path(save).resolve()
@@ -58,13 +59,13 @@ def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def require_same_user(save: str | Path) -> None:
-    """Refuse a rank that writes as another user than rank 0 into the folder that both save to.
+    """Refuse a rank that writes into the shared folder as another user than rank 0.
 
-    Drafts are made private, so the first save would fail. Rank 0 has taken the lease by now; a folder in
-    which no lease of this generation is seen is another node's own disk, or nobody can tell.
+    Drafts are made private, so the first save would fail. Rank 0 has taken the lease by now; a folder without
+    the lease of the generation is another node's own disk, or cannot be told.
 
     Raises:
-        ConfigError: rank 0 writes there as another user.
+        ConfigError: rank 0 writes as another user.
     """
     root, lease_of_job = Path(save), None
     try:
@@ -88,9 +89,9 @@ def require_same_user(save: str | Path) -> None:
 
 
 def is_seen(root: Path) -> bool:
-    """Return whether the lease that rank 0 has taken is seen in `root`: then this node shares the folder.
+    """Return True if `root` has the lease that rank 0 has taken: then this node shares the folder.
 
-    Where it is not, the folder is on a disk of this node, or nobody can tell.
+    Without the lease the folder is on a disk of this node, or the system cannot tell.
     """
     try:
         return _lease_of_this_generation(root) is not None
@@ -99,14 +100,15 @@ def is_seen(root: Path) -> bool:
 
 
 def tell_of_own_disk(save: str | Path) -> None:
-    """Say on a node that does not see the lease of node 0 what a folder of its own means for last words.
+    """Print, on a node that does not see the lease of node 0, the effect of a folder of its own on last
+    words.
 
     Rank 0 has taken the lease by now. One line for each node, at the first start of a job.
     """
     place, generation = context.part(Place), context.part(Generation)
     if not save or not place.node or place.local_rank or generation.is_restart or not generation.name:
         return
-    with contextlib.suppress(OSError):  # nobody can tell
+    with contextlib.suppress(OSError):  # the system cannot tell
         try:
             if _lease_of_this_generation(Path(save)) is not None:
                 return
@@ -122,10 +124,10 @@ def tell_of_own_disk(save: str | Path) -> None:
 
 
 def _lease_of_this_generation(root: Path) -> tuple[int, LeaseContent] | None:
-    """Return whose the lease file is, as this machine sees it, and what is in it."""
+    """Return the owner of the lease file, as this machine sees it, and the content of the file."""
     descriptor = disk.open_regular(root / naming.LEASE)
     with os.fdopen(descriptor, "rb") as file:
-        # Of the open file: NFS may show the owner of the one before. And as this machine sees both users.
+        # Of the open file: NFS may show the owner of a former file. And as this machine sees both users.
         theirs, written = os.fstat(descriptor).st_uid, decode(file.read(LARGEST), LeaseContent)
     generation = context.part(Generation).name
     if written is None or not generation or written.generation != generation:

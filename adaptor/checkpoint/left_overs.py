@@ -1,6 +1,6 @@
-"""Removes what dead processes have left in a save folder; neither a save nor a start waits for it for long.
+"""Removes the left-overs of dead processes in a save folder; neither a save nor a start waits for long.
 
-What is large is removed in a thread: a disk may need minutes for thousands of files.
+Large folders are removed in a thread: a disk may need minutes for thousands of files.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 
 # Seconds that a save waits until useless folders are removed and their room is free. Thousands of files on a
-# slow disk take longer: a thread goes on removing them beside the save.
+# slow disk take longer: a thread goes on beside the save.
 ROOM_S = 2.0
-# A start waits as long for what earlier jobs have left to be removed. All other ranks wait for it, some of
-# them within time-outs of minutes; after this it goes on beside them.
+# Seconds that a start waits for the removal of left-overs of earlier jobs. All other ranks wait for the
+# start, some within time-outs of minutes; afterwards the removal goes on beside them.
 _LEFT_OVER_S = 60.0
 
 
 @disk.one_line
 def clean(root: Path, term: int | None = None, generation: str = "", *, saves: bool = True) -> list[str]:
-    """Remove what dead processes left behind, and return the names; only call it while no worker lives.
+    """Remove left-overs of dead processes, and return the names; only called while no worker lives.
 
-    What is large is removed in a thread that outlives this call, where it takes long: a line says so.
+    Large folders are removed in a thread that outlives this call, if they take long: a line says so.
 
     Args:
         root: the save folder.
-        term: given at the end of an incident: only what was made in this `generation` under the controller of
-            this term is removed. Workers on the other side of a cut network may live and write for another
+        term: given at the end of an incident: only folders of this `generation`, made under the controller of
+            this term, are removed. Workers on the other side of a cut network may live and write for another
             controller. The framework's own unfinished saves (`regular_folder`) count as made under term 0.
         generation: of the workers of this job.
-        saves: False: regular saves stay, for the next start. On a disk of the node's own it gives them their
-            names, if rank 0 has named them on its disk.
+        saves: False: regular saves stay, for the next start. On a disk of the node's own the start names them
+            if rank 0 has named them on its disk.
     """
     left_over: list[Path] = []
     removed: list[str] = []
@@ -68,12 +68,12 @@ def clean(root: Path, term: int | None = None, generation: str = "", *, saves: b
 
 
 def is_left_over(path: Path) -> bool:
-    """Return whether what bears the name of a folder of ours is one; a file or a link is not, and is left."""
+    """Return True if `path`, with the name of a folder of ours, is a folder; a file or a link is left."""
     return not path.is_symlink() and disk.is_folder(path)
 
 
 def abandon(folder: Path) -> list[Path]:
-    """Take its name from a temporary folder, if it is there; return what is to be removed of it."""
+    """Rename a temporary folder, if it exists; return the renamed folders, which are to be removed."""
     if not os.path.lexists(folder):
         return []
     if not is_left_over(folder):
@@ -85,11 +85,11 @@ def abandon(folder: Path) -> list[Path]:
 
 
 def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
-    """Rename the framework's own unfinished saves of this generation, which nobody can complete any more.
+    """Rename the framework's own unfinished saves of the generation, which no process can complete any more.
 
     Nothing is removed here: the caller removes the folders that are returned (`remove_beside`).
 
-    Under the lock, so that whoever is about to publish one has done so or finds nothing.
+    Under the lock, so that a process about to publish a save has published, or finds nothing.
     """
     folders: list[Path] = []
     for name in filter(lambda name: naming.is_regular(name, generation), tracker.entry_names(root)):
@@ -106,9 +106,9 @@ def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
 
 
 def remove_beside(folders: list[Path], remove: Callable[[Path], object], patience_s: float) -> bool:
-    """Call `remove` for each of `folders`, in a thread that is waited for at most `patience_s` seconds.
+    """Call `remove` for each of `folders`, in a thread; wait at most `patience_s` seconds for the thread.
 
-    What it does not come to is removed by the next start. Returns whether it has come to its end.
+    The next start removes the rest. Return True if the thread has come to its end.
     """
 
     def remove_all() -> None:
@@ -118,11 +118,11 @@ def remove_beside(folders: list[Path], remove: Callable[[Path], object], patienc
 
     if not folders:
         return True
-    # Daemon: on a disk that hangs it keeps nobody from the end.
+    # Daemon: on a disk that hangs the thread does not delay the end.
     thread = threading.Thread(target=remove_all, name="ttp-remove", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # no thread can be had
+    except RuntimeError:  # no thread is available
         remove_all()
     else:
         thread.join(patience_s)
@@ -131,7 +131,7 @@ def remove_beside(folders: list[Path], remove: Callable[[Path], object], patienc
 
 @contextlib.contextmanager
 def _locked_on_a_full_disk(root: Path) -> Iterator[None]:
-    """Hold the lock, waiting no longer than last words can; without room for its file, nobody holds it."""
+    """Hold the lock, with a short patience for last words; without room for the lock file, go on without."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked(root, patience_s=1.0))
@@ -142,7 +142,7 @@ def _locked_on_a_full_disk(root: Path) -> Iterator[None]:
 
 
 def _is_removed(path: Path) -> bool:
-    """Remove a folder; one that cannot be removed is in nobody's way."""
+    """Remove a folder; a folder that cannot be removed is harmless."""
     try:
         disk.remove(path)
     except (OSError, RecursionError) as error:
@@ -153,7 +153,7 @@ def _is_removed(path: Path) -> bool:
 
 
 def _remove_drafts(root: Path) -> None:
-    """Remove what a process has left that died with the lock; nothing while somebody holds it."""
+    """Remove the drafts of a process that died with the lock; nothing while the lock is held."""
     if any(root.glob(f"{naming.TRACKER}.*")) or any(root.glob(f"{naming.LEASE}.*")):
         with contextlib.suppress(CheckpointError), locked(root, patience_s=0):
             tracker.remove_drafts(root)

@@ -1,6 +1,6 @@
 """Calls of Linux for files that Python does not offer.
 
-Two are hints, which a file system may ignore; `exchange` returns whether the file system can do it.
+Two calls are hints, which a file system may ignore; `exchange` returns whether the file system supports it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; return False where the system or its filesystem cannot.
+    """Swap two names in one step; return False if the system or its file system cannot.
 
     Raises:
-        OSError: it can, and has not: a name is missing, or the folder may not be changed.
+        OSError: the swap is supported, and has failed: a name is missing, or the folder may not be changed.
     """
     renameat2 = getattr(_libc, "renameat2", None)
     if renameat2 is None:
@@ -37,22 +37,23 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def begin_to_write(descriptor: int, begin: int = 0, count: int = 0) -> None:
-    """Let the disk begin to write what has come to a file, without waiting for it.
+    """Let the disk begin to write the content of a file, without a wait.
 
-    This is a hint: a file system that does not know it writes at the next sync, which also tells of errors.
+    This is a hint: a file system without support writes at the next sync, which also reports errors.
 
     Args:
         descriptor: of the file.
         begin: the place of the first byte.
-        count: the number of bytes; 0 is all to the end of the file.
+        count: the number of bytes; 0: to the end of the file.
     """
     _libc.sync_file_range(descriptor, ctypes.c_int64(begin), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
 
 
 def reserve(descriptor: int, count: int) -> None:
-    """Let the filesystem find room for the first bytes of a file before they are written, all at once.
+    """Let the file system find room for the first bytes of a file before they are written, all at once.
 
-    This is a hint: one that does not know it, or has no room, finds it, or says so, at each write.
+    This is a hint: a file system without support, or without room, finds room or reports an error at each
+    write.
 
     Args:
         descriptor: of the file, whose size does not change.
@@ -62,7 +63,7 @@ def reserve(descriptor: int, count: int) -> None:
 
 
 def is_on_own_disk(descriptor: int) -> bool:
-    """Return whether a file is on a file system (ext4, xfs) that only this kernel writes to.
+    """Return True if a file is on a file system (ext4, xfs) that only this kernel writes to.
 
     Args:
         descriptor: of the file.

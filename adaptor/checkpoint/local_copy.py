@@ -1,9 +1,9 @@
-"""The local copy: the tensors that an update changes, as they were before it.
+"""The local copy: the tensors that an update changes, as they were before the update.
 
-With it no barrier is needed: a rank that is ahead of the others goes back. It is taken in the update window,
-right before the update, into memory that is allocated once. So until the next window opens it holds the state
-before the last update. A dump of such a step reads it through stand-ins for the framework's optimizers, which
-are those optimizers in all but the tensors.
+With a local copy no barrier is needed: a rank ahead of the others goes back. The copy is made in the update
+window, right before the update, into memory that is allocated once. So until the next window opens the copy
+holds the state before the last update. A dump of an earlier step reads the copy through stand-ins for the
+framework's optimizers, which equal the optimizers in all but the tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adaptor.replica.mirror import Mirror
 
 
 class _Kept:
-    """The params, state and update counts of a torch optimizer as they were before its last update."""
+    """The params, state and update counts of a torch optimizer before its last update."""
 
     def __init__(self, owner: torch.optim.Optimizer) -> None:
         self._owner = owner
@@ -51,7 +51,7 @@ class _Kept:
                     state[key] = torch.empty_like(value)
                 into.append(state[key])
                 source_tensors.append(value)
-        if source_tensors:  # a shard that is padding alone has no params, which torch takes for a mistake
+        if source_tensors:  # a shard of padding alone has no params, which torch reports as an error
             torch._foreach_copy_(into, source_tensors)
 
     @torch.no_grad()
@@ -61,7 +61,7 @@ class _Kept:
         for param, copied in self._copies.items():
             param.copy_(copied)
             entries = self.optimizer.state.get(copied, {})
-            if not entries:  # the update was the first one
+            if not entries:  # the first update
                 self._owner.state.pop(param, None)
             for key, value in entries.items():
                 if isinstance(value, torch.Tensor):
@@ -74,10 +74,11 @@ class LocalCopy:
     """The local copy of one rank of a Megatron job.
 
     Args:
-        optimizer: its chain of optimizers, or a bare one.
-        mirrors: per optimizer of the chain: the copy of a neighbour's shard, None where there is none.
+        optimizer: its chain of optimizers, or a bare optimizer.
+        mirrors: per optimizer of the chain: the copy of a neighbour's shard, or None.
 
-    optimizer and mirrors of the result are stand-ins for those, with the state before the last update.
+    Attributes:
+        optimizer, mirrors: stand-ins for the arguments, with the state before the last update
     """
 
     def __init__(self, optimizer: Any, mirrors: Sequence[Mirror | None]) -> None:
@@ -102,7 +103,7 @@ class LocalCopy:
 
     @property
     def nbytes(self) -> int:
-        """Bytes, once there is all of Adam's state."""
+        """Return the size in bytes, once all of Adam's state exists."""
         return sum(kept.nbytes for kept in self._kept)
 
     def take(self) -> None:
@@ -111,15 +112,15 @@ class LocalCopy:
             kept.take()
 
     def put_back(self) -> None:
-        """Give the live optimizers, mirrors included, the state before the last update again."""
+        """Restore the state before the last update in the live optimizers, mirrors included."""
         for kept in self._kept:
             kept.put_back()
 
 
 def _stand_in(optimizer: Any, kept: _Kept | None) -> Any:
-    """The framework's optimizer, on the tensors that were kept."""
+    """Return a copy of the framework's optimizer on the kept tensors."""
     stand_in = copy.copy(optimizer)
-    if kept is None:  # it has no params here
+    if kept is None:  # no params on this rank
         return stand_in
     stand_in.optimizer = kept.optimizer
     mains = getattr(optimizer, "fp32_from_float16_groups", None)
@@ -129,12 +130,12 @@ def _stand_in(optimizer: Any, kept: _Kept | None) -> Any:
 
 
 def _like(param: torch.Tensor) -> torch.Tensor:
-    """Return a copy of `param` with the attributes that the framework has set: they are saved with it."""
+    """Return a copy of `param` with the attributes that the framework has set, and saves."""
     param_copy = param.detach().clone()
     param_copy.__dict__.update(vars(param))
     return param_copy.requires_grad_(param.requires_grad)
 
 
 def _frozen(value: Any) -> Any:
-    """Return a copy of a count that is a tensor, because it is counted up in place."""
+    """Return a copy of a count, which may be a tensor that is counted up in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,4 +1,8 @@
-"""The manifest of a checkpoint folder: which files it has, and their checksums."""
+"""The manifest of a checkpoint folder: its files, and their checksums.
+
+A node with a disk of its own may have only a part of the checkpoint that rank 0 sees, or another save of the
+step: `read_if_intact`, `other_save_problem`, `own_files`, `missing_from_part`.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +23,17 @@ from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 
 FORMAT = 1
-# The largest manifest that is read, in bytes; that of 100,000 files has 15 MB.
+# The largest manifest that is read, in bytes; 100,000 files take 15 MB.
 LARGEST = 64 << 20
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a complete checkpoint folder, who wrote it and when (UTC, ISO 8601).
+    """The contents of a complete checkpoint folder, its writers and its time (UTC, ISO 8601).
 
     Attributes:
-        generation: of the workers that were at work then, from one start of all of them to the next; empty
-            where nobody has told it
-        part: a node has saved it on a disk of its own, where what the other nodes have saved is missing
+        generation: of the workers at that time, from one start of all workers to the next; "" if unknown
+        part: whether a node has saved the manifest on a disk of its own, without the files of other nodes
     """
 
     step: int
@@ -52,16 +55,16 @@ class Manifest:
         *,
         part: bool = False,
     ) -> Manifest:
-        """Make a manifest with the time of now; `files` are sorted by path.
+        """Return a manifest with the current time; `files` are sorted by path.
 
-        `groups`, `world_size`, `generation` and `part` are kept as they are.
+        `groups`, `world_size`, `generation` and `part` are kept.
         """
         created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         ordered = tuple(sorted(files, key=lambda f: f.path))
         return cls(step, ordered, groups, world_size, created, generation, part)
 
     def encode(self) -> bytes:
-        """The JSON text of the manifest file."""
+        """Return the JSON text of the manifest file."""
         files = {f.path: _described(f) for f in self.files}
         body = {
             "format": FORMAT,
@@ -86,11 +89,11 @@ def _described(file: FileEntry) -> dict[str, object]:
 
 
 class UnreadableError(CheckpointError):
-    """The manifest is there, but cannot be read; that says nothing about the checkpoint."""
+    """The manifest exists, but cannot be read; the error says nothing about the checkpoint."""
 
 
 class Unreadable(str):
-    """A problem that says nothing about the file: the machine or the file system does not let it be read."""
+    """A problem that says nothing about the file: the machine or the file system prevents the read."""
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -111,15 +114,16 @@ class _Body(msgspec.Struct):
     groups: dict[str, object]
     world_size: _Count
     created: str
-    generation: str = ""  # earlier versions did not write it
+    generation: str = ""  # not written by earlier versions
     part: bool = False
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of `folder`.
+    """Return the manifest of `folder`.
 
-    Raises CheckpointError when there is none, or when it cannot be understood; UnreadableError when nobody
-    can tell.
+    Raises:
+        CheckpointError: no manifest, or a damaged manifest.
+        UnreadableError: the system cannot tell.
     """
     path = folder / naming.MANIFEST
     try:
@@ -131,13 +135,13 @@ def read(folder: Path) -> Manifest:
 
 
 def decode(text: bytes, path: str) -> Manifest:
-    """Return the manifest whose file has this content.
+    """Return the manifest of a file with this content.
 
     Args:
-        path: where it was read, for the message.
+        path: of the file, for the message.
 
     Raises:
-        CheckpointError: it cannot be understood, or names a file outside of its folder.
+        CheckpointError: the content is damaged, or names a file outside of its folder.
     """
     try:
         parsed_body = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
@@ -167,7 +171,7 @@ def require_inside(files: Iterable[FileEntry]) -> None:
     """Refuse names that lead out of the checkpoint folder, or that no file can have.
 
     Raises:
-        ValueError: there is one.
+        ValueError: the first bad name.
     """
     for entry in files:
         if not _is_inside(entry.path):
@@ -191,12 +195,14 @@ def _is_encodable(name: str) -> bool:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    """JSON has neither NaN nor Infinity."""
+    """Refuse NaN and Infinity, which JSON does not have."""
     raise ValueError(f"{name} is not a number")
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuse a JSON object with a key twice: one of two files with the same name would go unchecked."""
+    """Refuse a JSON object with a repeated key: of two files with the same name only the last would be
+    checked.
+    """
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice")
     return dict(pairs)
@@ -205,11 +211,11 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def defects(folder: Path, *, checksums: bool = True, step: int | None = None) -> list[str]:
     """Compare the checkpoint in `folder` with its manifest.
 
-    Files that the manifest does not name are ignored.
+    Files that are not in the manifest are ignored.
 
     Args:
         checksums: False: compare presence and sizes only.
-        step: the step that the manifest must name, if that is known.
+        step: the expected step of the manifest, if known.
 
     Returns:
         One line for each problem; an empty list if the checkpoint is intact.
@@ -230,9 +236,9 @@ class Examined:
     """A file of a checkpoint, compared with its entry in the manifest.
 
     Attributes:
-        state: ok, or unhashed where the manifest has no checksum of it and its size is right; missing,
-            changed; unreadable where that says nothing about the file
-        problem: a line for people; empty where there is none
+        state: ok; unhashed if the manifest has no checksum and the size is right; missing; changed;
+            unreadable if the file may be intact
+        problem: a line for people; "" without a problem
     """
 
     entry: FileEntry
@@ -269,9 +275,9 @@ def examine(folder: Path, entry: FileEntry, *, checksums: bool = True) -> Examin
 
 
 def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True) -> list[str]:
-    """Return what is wrong with these `files` of the checkpoint in `folder`, like `defects`.
+    """Return the problems of these `files` of the checkpoint in `folder`, like `defects`.
 
-    Without `checksums` only presence and sizes are compared. What cannot be read, and may be intact, is
+    Without `checksums` only presence and sizes are compared. A problem with a file that may be intact is
     `Unreadable`.
     """
     examined = (examine(folder, entry, checksums=checksums) for entry in files)
@@ -283,12 +289,12 @@ def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True)
 
 
 def read_if_intact(folder: Path) -> Manifest | None:
-    """Return the folder's own manifest; None where there is none, or it is damaged.
+    """Return the folder's own manifest; None if it is missing or damaged.
 
-    The files are compared with those of rank 0 then.
+    The files are then compared with the manifest of rank 0.
 
     Raises:
-        UnreadableError: nobody can tell.
+        UnreadableError: the system cannot tell.
     """
     try:
         return read(folder)
@@ -299,17 +305,18 @@ def read_if_intact(folder: Path) -> Manifest | None:
 
 
 def other_save_problem(folder: Path, generation: str) -> str:
-    """Return that the folder's own manifest is of another save of the step than that of rank 0; '' if not.
+    """Return a problem if the folder's own manifest is of another save of the step than rank 0's manifest,
+    else "".
 
-    Each start of the workers is a generation of its own, and what it saves of a step is always the same. What
-    earlier versions have saved has no generation.
+    Each start of the workers is a generation of its own, whose saves of a step are equal. Saves of earlier
+    versions have no generation.
 
     Args:
         folder: of the checkpoint.
-        generation: of the workers that have made what rank 0 sees.
+        generation: of the workers in the manifest of rank 0.
 
     Raises:
-        UnreadableError: nobody can tell.
+        UnreadableError: the system cannot tell.
     """
     own_manifest = read_if_intact(folder)
     if (
@@ -323,18 +330,19 @@ def other_save_problem(folder: Path, generation: str) -> str:
 
 
 def own_files(folder: Path, theirs: Sequence[FileEntry], generation: str) -> tuple[FileEntry, ...]:
-    """Return the files of the folder's own manifest, where it is of the same save and has others than rank 0.
+    """Return the files of the folder's own manifest, if it is of the same save and has other files than rank
+    0.
 
-    Nothing where both have the same, or where the folder must have all, as in the format `torch_dist`, of
-    which ranks may read any: then it is compared with the files of rank 0.
+    Empty if both have the same files, or if the folder must have all files, as in the format `torch_dist`, of
+    which ranks may read any file: then the folder is compared with the files of rank 0.
 
     Args:
         folder: of the checkpoint.
-        theirs: the files in the manifest that rank 0 sees.
-        generation: in that manifest.
+        theirs: the files in the manifest of rank 0.
+        generation: in the manifest of rank 0.
 
     Raises:
-        UnreadableError: nobody can tell.
+        UnreadableError: the system cannot tell.
     """
     own_manifest, known_files = read_if_intact(folder), {file.path: file for file in theirs}
     if own_manifest is None:
@@ -357,15 +365,15 @@ def _may_be_same(first: FileEntry, second: FileEntry) -> bool:
 def missing_from_part(
     folder: Path, part: Sequence[FileEntry], theirs: Sequence[FileEntry], loads: Sequence[str]
 ) -> list[str]:
-    """Return what a part lacks, of which a rank is about to load what begins with `loads`; a line each.
+    """Return the files that a rank is about to load and that a part lacks; a line each.
 
-    An optimizer is needed where rank 0 sees one, too: a job may save none.
+    An optimizer is needed only if rank 0 sees an optimizer, too: a job may save none.
 
     Args:
         folder: of the checkpoint.
-        part: the files that are there, as `own_files` returns them.
-        theirs: the files in the manifest that rank 0 sees.
-        loads: with what the paths of files begin, below the folder.
+        part: the files in the folder, from `own_files`.
+        theirs: the files in the manifest of rank 0.
+        loads: the beginnings of the paths of the loaded files, below the folder.
     """
     have, names = {file.path for file in part}, {PurePosixPath(file.path).name for file in theirs}
     needed_paths = [

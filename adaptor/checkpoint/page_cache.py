@@ -1,10 +1,13 @@
-"""Writes whole blocks of a file to the disk past the page cache, while the caller makes the next blocks.
+"""Writes past the page cache, and reads ahead into it.
 
 In the page cache each page of a file costs a new page of memory, a copy, and CPU time of the kernel's
-writeback thread. A direct write takes its data from one of a few buffers, which are used again and again.
-Only file systems on disks of this machine are written to in this way: a shared file system gathers small
-requests in its cache, and has to tell other machines. There, and where no threads or memory can be had,
-`take` returns False, and the caller writes.
+writeback thread. A direct write (`DirectWriter`) takes its data from one of a few buffers, which are used
+again and again, while the caller makes the next blocks. Only file systems on disks of this machine are
+written to in this way: a shared file system gathers small requests in its cache, and has to inform other
+machines. Otherwise, and without threads or memory, `take` returns False, and the caller writes.
+
+So a restart has to read last words from the disk. While its workers import their modules, the disk is idle,
+and the kernel reads ahead (`begin_read_ahead`). Reading ahead is a hint: the load reads the rest.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from types import TracebackType
 
 from adaptor.checkpoint import disk, linux_calls, manifest
 
-# Two requests are at the disk, and two blocks wait for it or are made.
+# Two requests are at the disk, and two blocks wait or are being made.
 _THREADS = 2
 _SLOTS = 4
-# Of memory, and of the place and the size in the file; disks ask for 512 or 4,096 bytes.
+# Of memory, and of the place and the size in the file; disks require 512 or 4,096 bytes.
 _ALIGNMENT = 4096
 
 
@@ -39,7 +42,7 @@ class DirectWriter:
     def __init__(self, files: Sequence[int], block: int) -> None:
         self._files = files
         self._block = block
-        self._direct: dict[int, int | None] = {}  # by the number of the file, None where it takes none
+        self._direct: dict[int, int | None] = {}  # by the number of the file; None without direct writes
         self._jobs: queue.SimpleQueue[tuple[int, int, memoryview, int] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[memoryview, Exception | None]] = queue.SimpleQueue()
         self._slots: list[memoryview] = []
@@ -65,11 +68,11 @@ class DirectWriter:
         self._direct = {}
 
     def takes(self, file: int) -> bool:
-        """Return whether blocks of the file with this number are written past the page cache."""
+        """Return True if blocks of the file with this number are written past the page cache."""
         return self._is_able and self._opened(file) is not None
 
     def take(self, file: int, data: memoryview, at: int) -> bool:
-        """Copy a block and let a thread write it; return False where the caller has to write it.
+        """Copy a block and let a thread write it; return False if the caller has to write.
 
         Args:
             file: the number.
@@ -77,7 +80,7 @@ class DirectWriter:
             at: its place in bytes, a multiple of the size.
 
         Raises:
-            OSError: the disk has refused this block or one before.
+            OSError: the disk has refused this block or an earlier block.
         """
         if not self._is_able or (direct := self._opened(file)) is None or not self._prepare():
             return False
@@ -90,7 +93,7 @@ class DirectWriter:
         return True
 
     def settle(self) -> None:
-        """Wait until all blocks that were taken are in their files. Raises OSError."""
+        """Wait until all taken blocks are in their files. Raises OSError."""
         while self._at_work:
             self._wait()
 
@@ -107,7 +110,7 @@ class DirectWriter:
         return self._direct[file]
 
     def _prepare(self) -> bool:
-        """Get threads and memory for the first block; return whether there are some."""
+        """Get threads and memory for the first block; return True if available."""
         if self._threads:
             return True
         try:
@@ -130,17 +133,17 @@ class DirectWriter:
             error: Exception | None = None
             try:
                 _write(direct, through_cache, slot, at)
-            except Exception as raised:  # whatever it is: the block is waited for
+            except Exception as raised:  # of any kind: the caller waits for the block
                 error = raised
             self._done.put((slot, error))
 
 
 def _past_the_cache(descriptor: int) -> int | None:
-    """Return a descriptor of the same file that writes to the disk itself; None where there is none."""
+    """Return a descriptor of the same file for direct writes; None if not possible."""
     if not linux_calls.is_on_own_disk(descriptor):
         return None
     try:
-        # By the descriptor: it is the file that is open, whatever its name means by now.
+        # By the descriptor: the open file, whatever its name means by now.
         return os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
     except OSError:
         return None
@@ -152,18 +155,18 @@ def _write(direct: int, through_cache: int, data: memoryview, at: int) -> None:
         try:
             written += os.pwrite(direct, data[written:], at + written)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # the disk asks for larger units, or has taken a part of one
+            if error.errno != errno.EINVAL:  # the disk requires larger units, or has taken a part of a unit
                 raise
             direct = through_cache
 
 
 _MEMORY = Path("/proc/meminfo")
-# The system takes few requests at a time; it leaves out what is asked for beyond a few of these.
+# The system takes few requests at a time, and leaves out the rest.
 _PIECE = 1 << 20
 
 
 def begin_read_ahead(folder: Path) -> None:
-    """Start to read a checkpoint in a thread, for which nothing waits.
+    """Start to read a checkpoint in a thread, without a wait.
 
     Args:
         folder: of the checkpoint.
@@ -178,19 +181,19 @@ def begin_read_ahead(folder: Path) -> None:
 
 
 def read_ahead(folder: Path, limit_bytes: int) -> int:
-    """Ask the kernel to read the files of a checkpoint that is on a disk of this machine.
+    """Ask the kernel to read the files of a checkpoint on a disk of this machine.
 
-    A file system that machines share is left alone: each of them would read what others load.
+    A file system that machines share is left alone: each machine would read what others load.
 
     Args:
         folder: of the checkpoint.
-        limit_bytes: bytes; nothing of a larger one is read.
+        limit_bytes: nothing of a larger checkpoint is read.
 
     Returns:
-        The bytes that were asked for.
+        The number of requested bytes.
 
     Raises:
-        CheckpointError: it has no manifest.
+        CheckpointError: no manifest.
         OSError: a file cannot be opened.
     """
     saved_manifest = manifest.read(folder)

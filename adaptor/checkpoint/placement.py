@@ -1,6 +1,6 @@
-"""Finds the place of a rank in the checkpoints of a Megatron job: its group, and the shards that it holds.
+"""Finds the place of a rank in the checkpoints of a Megatron job: its group, and its shards.
 
-Invariant: all ranks come to the same groups and shards, because each is found from what all have told.
+Invariant: all ranks find the same groups and shards, from the gathered reports of all.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from adaptor.replica.mirror import Mirror
 
 @dataclass(frozen=True)
 class CheckpointPlacement:
-    """The place of this rank in the checkpoints of a job.
+    """The place of the rank in the checkpoints of a job.
 
     Attributes:
-        group: the name of the files that it could write: ranks of one group write the same
+        group: the name of the files that the rank could write: ranks of one group write the same files
         first: the lowest rank of the group, which the framework lets write
         stored: per optimizer of the chain: whether this group saves its state
-        shares: what this rank holds, of its own group and of others
-        survives: what of the job may be lost, in words; on rank 0
+        shares: the shards of the rank, of its own group and of others
+        survives: the possible losses that the job survives, in words; on rank 0
     """
 
     group: str
@@ -48,16 +48,16 @@ def place_of(
     *,
     copies: bool = True,
 ) -> CheckpointPlacement:
-    """Find out which shards of which groups this rank holds: collective.
+    """Find the shards and groups of the rank: collective.
 
-    The shards of a group are those of the first optimizer of the chain, then those of the second, ... With
-    experts, ranks of different groups share the state of the dense optimizer: each needs all of it to write
-    its weights.
+    The shards of a group are the shards of the first optimizer of the chain, then of the second, ... With
+    experts, ranks of different groups share the state of the dense optimizer: each group needs the whole
+    state for its weights.
 
     Args:
         optimizer: the chain.
         mirrors: one per optimizer of the chain.
-        group: the folder of this rank's files; ranks whose model is the same have the same.
+        group: the folder of the rank's files; equal on ranks with the same model.
         everyone: all ranks of the job.
         copies: whether the job may have copies in host memory (TTP_HOST_COPY).
     """
@@ -91,7 +91,7 @@ def place_of(
 def _survives(
     kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup, host_copy: int | None
 ) -> str:
-    """Return what of the job may be lost, for rank 0 to tell; called on every rank at the same time."""
+    """Return the possible losses, for rank 0 to print; called on every rank at the same time."""
     gathered: list[Any] = [None] * everyone.size()
     dist.all_gather_object(gathered, (shares, context.part(Place).node), group=everyone)
     if everyone.rank() != 0:
@@ -114,14 +114,14 @@ def state_at(
     args: Any,
     **further_fields: Any,
 ) -> TrainingState:
-    """Return the training state of a rank at `place`, from the objects of a framework that has arguments.
+    """Return the training state of a rank at `place`, from the objects of a framework with arguments.
 
     Args:
-        place: of this rank.
+        place: of the rank.
         model: its chunks, wrapped or not.
         optimizer: the chain.
         scheduler: the parameter scheduler, or None.
-        args: the framework's arguments; saved as those of the rank that the framework lets write.
+        args: the framework's arguments; saved as on the rank that the framework lets write.
         further_fields: further fields of `TrainingState`.
     """
     return TrainingState(

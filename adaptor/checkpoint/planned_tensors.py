@@ -1,9 +1,12 @@
-"""Stand-ins for the gathered state of a distributed optimizer, which is on no rank as a whole.
+"""Stand-ins for the gathered state of a distributed optimizer, which no rank has as a whole.
 
-A stand-in has the dtype, the shape and a storage of its own as the gathered tensor would have, but nobody
-writes or reads its memory, so it takes none. What a checkpoint has in its place is known: a range of a world
-tensor (`shards`), which the holders of the shards write into the file. Of a copy that somebody makes of a
-view, such as that of a weight that was turned round, it is known as well while copies are followed.
+A stand-in has the dtype, the shape and a storage of its own like the gathered tensor, but its memory is
+neither written nor read, so the stand-in takes no memory. The content in its place is known: a range of a
+world tensor (`shards`), which the holders of the shards write into the file. While copies are followed, the
+content of a copy of a view, such as a transposed weight, is known as well.
+
+A framework may save a weight transposed (`Source.view`). The elements of one rank are adjacent in the world
+tensor; in the file they are many short runs (`StridedView`), unless they are whole matrices.
 """
 
 from __future__ import annotations
@@ -27,8 +30,8 @@ class Source:
         position: of the optimizer in the chain
         number: of its buffer
         key: of `shards.KEYS`
-        view: of each dimension its size and its step in the world tensor, where these elements stand in
-            another order, from `begin` on; empty where they follow each other
+        view: size and step of each dimension in the world tensor, if the elements stand in another order,
+            from `begin` on; empty if they are adjacent
     """
 
     position: int
@@ -41,20 +44,20 @@ class Source:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return math.prod(size for size, _ in self.view) if self.view else self.end - self.begin
 
 
 class CannotBePlanned(Exception):
-    """A file cannot be laid out before its tensors have arrived: they have to be gathered."""
+    """A file cannot be laid out before its tensors have arrived: the shards have to be gathered."""
 
 
 class PlannedTensors:
-    """Makes stand-ins, and recognises them by their storage.
+    """Makes stand-ins, and recognises stand-ins by their storage.
 
     Args:
-        device: `cpu`, where a stand-in can be pickled as the tensor would be; `meta`, where no code of others
-            can read a stand-in as if it were one.
+        device: `cpu`, where a stand-in can be pickled like the tensor; `meta`, where no foreign code can read
+            a stand-in.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -62,7 +65,7 @@ class PlannedTensors:
         self._made: dict[int, _Made] = {}
 
     def state_of(self, optimizer: Any, position: int) -> dict[Any, Any]:
-        """Return what `shard_exchange.gather` returns of the optimizer at `position` of the chain."""
+        """Return the stand-in for `shard_exchange.gather` of the optimizer at `position` of the chain."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, buffer in enumerate(optimizer.buffers):
             numel = shards.numel_of(buffer)
@@ -73,10 +76,10 @@ class PlannedTensors:
         return state
 
     def source_of(self, storage: torch.UntypedStorage) -> Source | None:
-        """Return what a storage stands for, None if it is not one of these.
+        """Return the source of a storage; None if the storage is no stand-in.
 
         Raises:
-            CannotBePlanned: it is one of these, and has changed.
+            CannotBePlanned: the stand-in has changed.
         """
         source_record = self._made.get(storage._cdata)
         if source_record is None:
@@ -86,10 +89,10 @@ class PlannedTensors:
         return source
 
     def range_of(self, tensor: torch.Tensor) -> Source | None:
-        """Return the range that a tensor spans, None if it is no view of a stand-in, or not known."""
+        """Return the range that a tensor spans; None if it is no view of a stand-in, or not known."""
         source_record = self._made.get(tensor.untyped_storage()._cdata)
         source = source_record.current() if source_record is not None else None
-        if source is None or source.dtype != tensor.dtype:  # the bits of other numbers
+        if source is None or source.dtype != tensor.dtype:  # bits of another dtype
             return None
         offset = int(tensor.storage_offset())
         if source.view:
@@ -98,14 +101,14 @@ class PlannedTensors:
         return replace(source, begin=begin, end=begin + _span(_dimensions(tensor)))
 
     def follow_copies(self) -> TorchDispatchMode:
-        """Return a context in which it is noted what copies of stand-ins contain, for this thread alone.
+        """Return a context that records the content of copies of stand-ins, for this thread alone.
 
-        Of a stand-in that is changed in it nothing is known any more.
+        The content of a stand-in that is changed in the context is unknown afterwards.
         """
         return _Copies(self._note_copy, self._forget)
 
     def stands_for_state(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is a stand-in, or a view of one."""
+        """Return True if a tensor is a stand-in, or a view of a stand-in."""
         return tensor.untyped_storage()._cdata in self._made
 
     def to_host(self, tensor: torch.Tensor, bring: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
@@ -113,16 +116,16 @@ class PlannedTensors:
         return tensor if self.stands_for_state(tensor) else bring(tensor)
 
     def cast(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return `tensor.to(dtype)`, of a contiguous view of a stand-in as another one."""
+        """Return `tensor.to(dtype)`, for a contiguous view of a stand-in as a new stand-in."""
         planned_range = self.range_of(tensor)
         if planned_range is None or planned_range.dtype == dtype or not tensor.is_contiguous():
             return tensor.to(dtype)
-        if planned_range.dtype != torch.float32:  # a number would not be rounded to it
+        if planned_range.dtype != torch.float32:  # a number would be rounded twice
             return tensor.to(dtype)
         return self._make(replace(planned_range, dtype=dtype)).view(tensor.shape)
 
     def is_finite(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor is finite; of a stand-in nothing is known yet, and it counts as such."""
+        """Return True if a tensor is finite, or a stand-in, whose content is not known yet."""
         return self.stands_for_state(tensor) or shards.is_finite(tensor)
 
     def _note_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
@@ -134,10 +137,11 @@ class PlannedTensors:
             or not copy.numel()
         ):
             return
-        if planned_range.dtype not in (copy.dtype, torch.float32):  # else a number would be rounded twice
+        # otherwise a number would be rounded twice
+        if planned_range.dtype not in (copy.dtype, torch.float32):
             return
         if not tensor.is_contiguous():
-            if min(tensor.stride()) < 1:  # an element stands there more than once
+            if min(tensor.stride()) < 1:  # an element is repeated
                 return
             planned_range = _viewed(planned_range, _dimensions(tensor))
         self._made[storage._cdata] = _Made(replace(planned_range, dtype=copy.dtype), copy)
@@ -149,7 +153,7 @@ class PlannedTensors:
 
     def _make(self, source: Source) -> torch.Tensor:
         numel = source.numel
-        # Not torch.empty, which fills its memory where a job is deterministic.
+        # Not torch.empty, which fills its memory in a deterministic job.
         make: Any = torch.UntypedStorage
         storage = make(numel * source.dtype.itemsize, device=self._device)
         planned_tensor = torch.empty(0, dtype=source.dtype, device=self._device).set_(
@@ -160,10 +164,11 @@ class PlannedTensors:
 
 
 class _Made:
-    """A stand-in, or a copy of one; it is held, for else the number of its storage could become another's.
+    """A stand-in, or a copy of a stand-in; kept, because otherwise the number of its storage could be used
+    again.
 
     Args:
-        source: what it stands for; None is put there when it changes.
+        source: its content; set to None when the tensor changes.
         tensor: with the whole storage.
     """
 
@@ -173,7 +178,7 @@ class _Made:
         self._version = tensor._version
 
     def current(self) -> Source | None:
-        """Return what it stands for; None if it was changed, through a view as well."""
+        """Return the content; None if the tensor was changed, through a view as well."""
         return self.source if self._tensor._version == self._version else None
 
 
@@ -181,7 +186,7 @@ _COPYING = (torch.ops.aten.clone.default, torch.ops.aten._to_copy.default)
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Calls `copied` with each tensor that is copied, and its copy, and `changed` before a tensor changes."""
+    """Calls `copied` with each copied tensor and its copy, and `changed` before a tensor changes."""
 
     def __init__(
         self,
@@ -200,7 +205,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 schema_argument.name: value
                 for schema_argument, value in zip(func._schema.arguments, args, strict=False)
             }
-            named |= call_kwargs  # as `out` is given
+            named |= call_kwargs  # such as `out`
             for argument in func._schema.arguments:
                 if argument.alias_info is None or not argument.alias_info.is_write:
                     continue
@@ -214,7 +219,7 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return copied
 
 
-# Of each dimension of a tensor its size and its step.
+# Size and step of each dimension of a tensor.
 _Dimensions = tuple[tuple[int, int], ...]
 
 
@@ -223,14 +228,14 @@ def _dimensions(tensor: torch.Tensor) -> _Dimensions:
 
 
 def _span(dimensions: _Dimensions) -> int:
-    """Return how many elements there are from the first one of such a tensor to the last one in memory."""
+    """Return the number of elements from the first element of such a tensor to the last in memory."""
     if not all(size for size, _ in dimensions):
         return 0
     return 1 + sum((size - 1) * step for size, step in dimensions)
 
 
 def _viewed(source: Source, dimensions: _Dimensions) -> Source:
-    """Return `source` with the elements that such a view has, from its begin on."""
+    """Return `source` with the elements of such a view, from its begin on."""
     view = tuple((size, step) for size, step in dimensions if size != 1)
     following = 1
     for size, step in reversed(view):
@@ -243,7 +248,7 @@ def _viewed(source: Source, dimensions: _Dimensions) -> Source:
 
 
 def _slab(source: Source, offset: int, numel: int) -> Source | None:
-    """Return what elements [`offset`, `offset` + `numel`) of a view are; None where they are no view."""
+    """Return the source of elements [`offset`, `offset` + `numel`) of a view; None if they are no view."""
     begin, inner = source.begin, source.numel
     for number, (size, step) in enumerate(source.view):
         inner //= size
@@ -257,7 +262,7 @@ def _slab(source: Source, offset: int, numel: int) -> Source | None:
     return None
 
 
-# Of all ranks of a group: each takes some 60 µs, and a few bytes of a message.
+# Of all ranks of a group: each run takes some 60 µs, and a few bytes of a message.
 _MOST_RUNS = 100_000
 
 
@@ -278,11 +283,11 @@ class StridedView:
             self._rows = (self._rows[:, None] + places).view(-1)
 
     def runs(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Yield which of its elements lie in [`low`, `high`) of the world tensor: begins and ends of runs.
+        """Yield the runs of its elements in [`low`, `high`) of the world tensor: begin and end of each.
 
         Args:
             low: an element of the world tensor.
-            high: the one behind the last.
+            high: the element behind the last.
         """
         firsts, lasts = self._within(low, high)
         starts, ends = firsts.tolist(), lasts.tolist()
@@ -297,12 +302,12 @@ class StridedView:
         yield start, end
 
     def count_runs(self, low: int, high: int) -> int:
-        """Return how many runs there are."""
+        """Return the number of runs."""
         firsts, lasts = self._within(low, high)
         return len(firsts) - int((firsts[1:] == lasts[:-1]).sum())
 
     def places(self, first: int, last: int) -> torch.Tensor:
-        """Return where the elements [`first`, `last`) of the view stand in the world tensor."""
+        """Return the places of the elements [`first`, `last`) of the view in the world tensor."""
         numbers = torch.arange(first, last, dtype=torch.int64, device="cpu")
         rows = numbers.div(self._length, rounding_mode="floor")
         return self._rows[rows] + (numbers - rows * self._length) * self._step
@@ -314,7 +319,7 @@ class StridedView:
         return int(rows.min()), int(rows.max()) + (self._length - 1) * self._step + 1
 
     def _within(self, low: int, high: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return begins and ends of what is in the range, for each row that has something there."""
+        """Return begins and ends of the elements in the range, for each row that has some."""
         first, last = (
             (edge - self._rows + self._step - 1).div(self._step, rounding_mode="floor").clamp(0, self._length)
             for edge in (low, high)
@@ -325,14 +330,14 @@ class StridedView:
 
 
 def require_few_runs(sources: Sequence[Source], optimizers: Sequence[Any]) -> None:
-    """Refuse what the ranks of a group would have to write in too many short runs.
+    """Refuse sources that the ranks of a group would have to write in too many short runs.
 
     Args:
-        sources: that stand for tensors of the file.
-        optimizers: those of the chain.
+        sources: of tensors of the file.
+        optimizers: of the chain.
 
     Raises:
-        CannotBePlanned: there are too many.
+        CannotBePlanned: too many runs.
     """
     count = 0
     for source in sources:

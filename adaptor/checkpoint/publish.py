@@ -1,12 +1,12 @@
 """Publishes last words: renames the temporary folder, then replaces the tracker. A crash does no harm.
 
-The promises, which hold for regular saves as well (`regular_folder`): a folder `iter_N` is complete and on
-disk, or it is not there; the tracker file is replaced atomically, last, and never goes backwards but from
-what is damaged; an older checkpoint is not touched. Every function may be called again after a crash.
+The promises, for regular saves as well (`regular_folder`): a folder `iter_N` is complete and on disk, or does
+not exist; the tracker file is replaced atomically, last, and never goes backwards but from a damaged
+checkpoint; an older checkpoint is not touched. Every function may be called again after a crash.
 
-One process at a time works on a root: the agent that the controller has asked to publish, or the rank that
-saves for the framework. Two controllers may be at work, one on each side of a cut network: each writes to
-folders of its own, and the lock is held for final names and the tracker.
+One process at a time works on a save folder: the agent that the controller has asked to publish, or the rank
+that saves for the framework. Two controllers may be at work, one on each side of a cut network: each writes
+to folders of its own, and final names and the tracker are changed under the lock.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from adaptor.protocol.file_entry import FileEntry
 def prepare(
     root: Path, step: int, term: int = 0, number: int = 0, generation: str = "", *, first: bool = False
 ) -> Path:
-    """Make an empty temporary folder for the last words of `step`, and return it.
+    """Make an empty temporary folder for the last words of `step`, and return the folder.
 
-    What is useless by now is removed, so that its room is free: a stale folder of the same name and, if this
-    is the `first` order of the incident, the framework's own unfinished saves. Nobody waits for a slow disk
-    to remove them.
+    Useless folders are removed, so that their room is free: a stale folder of the same name and, for the
+    `first` order of the incident, the framework's own unfinished saves. No call waits for a slow disk.
 
     Args:
-        root: the save folder; it is made if it is missing.
+        root: the save folder; made if missing.
         step: the step that will be saved.
-        term: of the controller that has ordered it.
-        number: of the folder, from 0; nobody else may be at work in it.
+        term: of the controller that has ordered the folder.
+        number: of the folder, from 0; no other process may be at work in the folder.
         generation: of the workers.
-        first: whether it is the first order of the incident, under the controller of node 0.
+        first: whether this is the first order of the incident, under the controller of node 0.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -50,7 +49,7 @@ def prepare(
     folder = root / naming.temporary_name(step, term, number, generation)
     abandoned = left_overs.abandon(folder)
     # Rank 0, which completes regular saves, is on the controller's side of the network, and frozen or dead;
-    # where it is recovered online, it makes the save again.
+    # after an online recovery rank 0 makes the save again.
     if first:
         abandoned += left_overs.abandon_regular_saves(root, generation)
     disk.make_private(folder)
@@ -63,8 +62,8 @@ _LONGEST_TRACKER = 1 << 20
 
 
 def get_ready() -> None:
-    """Import what `publish` needs of torch to join parts, before there are any."""
-    with contextlib.suppress(Exception):  # who publishes finds it out and says it
+    """Import the modules of torch for the join of parts, before parts exist."""
+    with contextlib.suppress(Exception):  # `publish` reports the error
         dcp.import_torch()
 
 
@@ -81,28 +80,29 @@ def publish(
     written: int | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> bool:
-    """Turn the temporary folder of `step`, `term`, `number` into a checkpoint, and let the tracker name it.
+    """Turn the temporary folder of `step`, `term`, `number` into a checkpoint, and let the tracker name the
+    step.
 
-    Call it once every group has reported its files. A complete checkpoint of this step that the same
-    `generation` of workers has made stays, and ours is removed. One of another generation need not have come
-    the same way: it is moved aside. Where the tracker names a later step of the same generation, another
-    controller has saved it, and it stays.
+    Called once every group has reported its files. A complete checkpoint of this step by the same
+    `generation` of workers stays, and the temporary folder is removed. A checkpoint of another generation may
+    differ, and is moved aside. If the tracker names a later step of the same generation, another controller
+    has saved the later step, and the tracker stays.
 
     Args:
         root: the save folder.
-        step: the one that is saved.
+        step: the saved step.
         files: of all groups, with paths below the temporary folder.
-        groups: what the manifest keeps about who wrote which group.
+        groups: the writers of each group, for the manifest.
         world_size: the number of ranks.
         generation: of workers.
         term: of the controller that ordered the folder.
         number: of its order to publish.
-        written: the number of the order by which the folder was made, where it is another one; the folder is
-            taken from whoever may be at work in it.
+        written: the number of the order that made the folder, if different; the folder is taken from an agent
+            that may be at work in it.
         progress: is called for each file, of which there may be thousands.
 
     Returns:
-        False when a complete checkpoint of this step was there already and stays.
+        False if a complete checkpoint of this step existed already and stays.
 
     Raises:
         CheckpointError: a file is missing or has another size, parts make no whole, or the disk refuses.
@@ -135,13 +135,15 @@ def publish(
 
 @disk.one_line
 def find(root: Path, step: int, generation: str) -> int:
-    """Let the tracker name the newest complete checkpoint, of `step` or later, that `generation` has made.
+    """Let the tracker name the newest complete checkpoint, of `step` or later, by `generation`; return its
+    step.
 
-    Last words of an earlier step do as well: nobody trains after them, and there was no later step that the
-    survivors could give. After a regular save of one there may have been.
+    Last words of an earlier step count as well: no rank trains afterwards, and the survivors had no later
+    step. After a regular save of an earlier step a later step may exist. The process that made the checkpoint
+    may have died before the tracker was replaced, or before its report.
 
-    Returns its step; raises CheckpointError when there is none. Whoever made it may have died before it could
-    replace the tracker, or tell.
+    Raises:
+        CheckpointError: no such checkpoint.
     """
     for saved_step in reversed(tracker.steps(root)):
         candidate = saved_step >= step or tracker.are_last_words(root, saved_step)
@@ -153,7 +155,7 @@ def find(root: Path, step: int, generation: str) -> int:
 
 
 def _require_names(folder: Path, files: Iterable[FileEntry]) -> None:
-    """Refuse what was reported as written elsewhere than in `folder`. Raises CheckpointError."""
+    """Refuse files that were reported as written outside of `folder`. Raises CheckpointError."""
     try:
         manifest.require_inside(files)
     except ValueError as error:
@@ -161,8 +163,10 @@ def _require_names(folder: Path, files: Iterable[FileEntry]) -> None:
 
 
 def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
-    """Take a folder, if it is there, from an agent that may be at work in it: stopped, cut off, or on a disk
-    that hangs. By name it finds nothing any more; a file that it has open goes, and is written anew.
+    """Take a folder, if it exists, from an agent that may be at work in it: stopped, cut off, or on a hanging
+    disk.
+
+    By name the agent finds nothing any more; a file that the agent has open is removed, and written anew.
     """
     try:
         source.rename(target)
@@ -199,7 +203,7 @@ def _copy_trackers(root: Path, step: int) -> None:
 
 
 def _name(folder: Path, entries: tuple[FileEntry, ...], progress: Callable[[], None]) -> None:
-    """Give the files their names, unless an earlier call did before it crashed, and check them."""
+    """Give the files their names, unless an earlier call did before a crash, and check the files."""
     for entry in entries:
         path = folder / entry.path
         with contextlib.suppress(FileNotFoundError):
@@ -216,14 +220,14 @@ def _name(folder: Path, entries: tuple[FileEntry, ...], progress: Callable[[], N
 def _drop_others(folder: Path, keep: set[str]) -> None:
     for path in list(disk.files(folder)):
         if path.relative_to(folder).as_posix() not in keep:
-            path.unlink(missing_ok=True)  # an attempt that was given up may remove it now, too
+            path.unlink(missing_ok=True)  # an abandoned attempt may remove the file now, too
     for place, _, _ in os.walk(folder, topdown=False):
         if not any(Path(place).iterdir()):
             Path(place).rmdir()
 
 
 def move_in(root: Path, step: int, source: Path, final: Path) -> None:
-    """Rename `source` to `final`, under the lock; what bears that name is moved aside."""
+    """Rename `source` to `final`, under the lock; a folder of the final name is moved aside."""
     if os.path.lexists(final):
         final.rename(place_aside(root, step))
     source.rename(final)

@@ -1,5 +1,5 @@
-"""The folders of regular saves: the framework writes each under a temporary name, and it gets its final name
-when it is complete and on disk.
+"""The folders of regular saves: written by the framework under a temporary name, and renamed when complete
+and on disk.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 
-# Files that are no part of a save: what an NFS server keeps of a removed open file, and short-lived probes.
+# Files that are no part of a save: an NFS server's copies of removed open files, and short-lived probes.
 _PASSING = (".nfs", disk.PROBE)
 # A folder cannot be renamed to the name of another one, or of a file.
 _IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
@@ -35,9 +35,10 @@ _IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 @disk.one_line
 def prepare_regular(root: Path, step: int, generation: str = "") -> None:
-    """Make the folder that the framework writes a regular save to, on each rank.
+    """Make the folder for a regular save of the framework, on each rank.
 
-    Raises CheckpointError where another user has put a link or a folder in its place.
+    Raises:
+        CheckpointError: another user has put a link or a folder in its place.
     """
     saving = root / naming.regular_name(step, generation)
     root.mkdir(parents=True, exist_ok=True)
@@ -46,13 +47,13 @@ def prepare_regular(root: Path, step: int, generation: str = "") -> None:
 
 @disk.one_line
 def take_on_own_disk(root: Path, step: int, generation: str = "") -> Path | None:
-    """Take a regular save that rank 0 has renamed, if it has its temporary name here: on another disk.
+    """Take a regular save that rank 0 has renamed, if the save has its temporary name here: on another disk.
 
-    Only what is there can be renamed: a client of a shared file system may answer all else from a cache. Of
-    nodes that share that other disk, one takes it. A folder in which nothing was written is removed.
+    Only an existing folder can be renamed: a client of a shared file system may answer all else from a cache.
+    Of nodes that share the other disk, one takes the save. An empty folder is removed.
 
     Returns:
-        Where it is from now on; None where it is not there.
+        The new path of the save; None if missing.
     """
     saving, taken = root / naming.regular_name(step, generation), root / naming.taken_name(step, generation)
     try:
@@ -74,18 +75,18 @@ def take_on_own_disk(root: Path, step: int, generation: str = "") -> Path | None
 
 @disk.one_line
 def complete_on_own_disk(root: Path, step: int, generation: str) -> bool:
-    """Give a save its name on a disk of this node's own, where the job ended before it had one.
+    """Name a save on a disk of this node's own, if the job ended before the save was named.
 
-    Rank 0 has given it its name, so every rank had written. After a power cut some of it may be missing: it
-    is completed only where each file has the size that its note says; the check that follows reads them.
+    Rank 0 has named the save, so every rank had written. After a power cut some files may be missing: the
+    save is completed only if each file has the size in its note; the following check reads the files.
 
     Args:
         root: the save folder.
         step: of the save.
-        generation: of the workers that have made it, as the manifest of rank 0 says.
+        generation: of the workers that have made the save, from the manifest of rank 0.
 
     Returns:
-        Whether it has its name.
+        True if the save has its name.
 
     Raises:
         CheckpointError: the disk refuses.
@@ -98,7 +99,7 @@ def complete_on_own_disk(root: Path, step: int, generation: str) -> bool:
             return False
         if folder.name == naming.regular_name(step, generation):
             taken = take_on_own_disk(root, step, generation)
-            # A client of a shared file system may have shown another folder under that name.
+            # A client of a shared file system may have shown another folder under the name.
             if taken is None or not _is_noted(taken, step, generation):
                 return False
             folder = taken
@@ -110,10 +111,11 @@ def complete_on_own_disk(root: Path, step: int, generation: str) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Work on a folder that other ranks find, too; one of them does. A file system without locks lets all.
+    """Work on a folder that other ranks find, too; one rank does. A file system without locks lets all ranks
+    work.
 
     Raises:
-        FileNotFoundError: it has another name by now, or another rank is at work in it.
+        FileNotFoundError: the folder has another name by now, or another rank is at work in it.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -131,13 +133,13 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _is_noted(folder: Path, step: int, generation: str) -> bool:
-    """Return whether each file of an unfinished save is as a note says, and none of the noted is missing.
+    """Return True if each file of an unfinished save equals its note, and no noted file is missing.
 
     Raises:
         OSError: a note cannot be read.
-        UnreadableError: nor can the manifest of an earlier call.
+        UnreadableError: the manifest of an earlier call cannot be read.
     """
-    saved_manifest = manifest.read_if_intact(folder)  # there is none yet, or half of it
+    saved_manifest = manifest.read_if_intact(folder)  # none yet, or half of one
     if saved_manifest is not None and (saved_manifest.step, saved_manifest.generation) != (step, generation):
         return False  # an older version on its way out
     files = _written(folder)
@@ -152,10 +154,9 @@ def _is_noted(folder: Path, step: int, generation: str) -> bool:
 
 @disk.one_line
 def sync_regular(root: Path, step: int, generation: str = "", taken: Path | None = None) -> None:
-    """Bring a regular save to disk, which may take long, so that `publish_regular` does not.
+    """Bring a regular save to disk, which may take long, so that `publish_regular` is quick.
 
-    Files that nobody has hashed on their way get a checksum, but for large ones. `taken`: what
-    `take_on_own_disk` has returned.
+    Files without a checksum get one, except large files. `taken`: the result of `take_on_own_disk`.
     """
     saving = taken or root / naming.regular_name(step, generation)
     integrity.settle(saving)
@@ -169,9 +170,12 @@ def sync_regular(root: Path, step: int, generation: str = "", taken: Path | None
 def publish_regular(root: Path, step: int, generation: str = "", taken: Path | None = None) -> None:
     """Give a regular save, which the framework wrote to `regular_name(step, generation)`, its final name.
 
-    The tracker is not touched: the caller replaces it by `tracker.advance`. A complete checkpoint of the same
-    step is replaced by the newer one, without a moment in which neither bears the name where the filesystem
-    can exchange two names. `taken`: what `take_on_own_disk` has returned. Raises CheckpointError.
+    The tracker is not touched: the caller replaces the tracker by `tracker.advance`. A complete checkpoint of
+    the same step is replaced by the newer save, without a moment in which neither has the name if the file
+    system can exchange two names. `taken`: the result of `take_on_own_disk`.
+
+    Raises:
+        CheckpointError: the save is missing or empty, or the disk refuses.
     """
     saving, final = taken or root / naming.regular_name(step, generation), root / naming.final_name(step)
     if not saving.is_dir():
@@ -207,7 +211,7 @@ def _written(saving: Path) -> list[Path]:
 
 
 def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[Path]:
-    """Under the lock: let `saving` become `final`; return where older versions of it are, to be removed."""
+    """Rename `saving` to `final`, under the lock; return the folders of older versions, to be removed."""
     if not tracker.is_complete(root, step):
         publish.move_in(root, step, saving, final)
         return []
@@ -224,7 +228,7 @@ def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[P
         saving.rename(final)
         disk.sync(root)
         return [replaced, *older]
-    # Under that name another node would take it for a save on its own disk.
+    # Under this name another node would take the folder for a save on its own disk.
     older = left_overs.abandon(saving)
     disk.sync(root)
     return older

@@ -1,8 +1,8 @@
-"""Puts a checkpoint in other parallel sizes in the place of the one that it was made from, which is kept.
+"""Replaces a checkpoint by a checkpoint in other parallel sizes, made from the former, which is kept.
 
-Invariant: what it was made from is never removed. At any moment the final name of the step belongs to a
-complete checkpoint. Where the filesystem cannot exchange two names, it belongs to nothing for a moment; where
-a crash leaves nothing there, the next start gives the kept one its name back.
+Invariant: the former checkpoint is never removed. At any moment the final name of the step belongs to a
+complete checkpoint. Where the file system cannot exchange two names, the name is unused for a moment; after a
+crash in this moment the next start gives the name back to the kept checkpoint.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from adaptor.checkpoint import disk, linux_calls, tracker
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.protocol import naming
 
-# Beside what is made, for as long as the exchange takes: the final name, and the inode of what is made. So
-# whoever finds it after a crash knows which of the two it is.
+# The name of the new checkpoint during the exchange: the final name, and the inode of the new checkpoint. So
+# after a crash the next start knows which of the two it has.
 _EXCHANGED = re.compile(r"(iter_[0-9]{7,18})\.([0-9]{1,20})")
 
 
 @disk.one_line
 def put_in_place(root: Path, step: int, complete_folder: Path) -> Path:
-    """Give `complete_folder` the final name of `step`, and return where the checkpoint that had it is kept.
+    """Give `complete_folder` the final name of `step`, and return the new path of the former checkpoint.
 
     Args:
         root: the save folder.
         step: of both checkpoints.
         complete_folder: a complete checkpoint below `reshape_name(step)`, under the final name; all of it is
-        on disk.
+            on disk.
 
     Raises:
         CheckpointError: the disk refuses, or another process holds the lock.
@@ -50,9 +50,9 @@ def put_in_place(root: Path, step: int, complete_folder: Path) -> Path:
 
 
 def restore(root: Path) -> None:
-    """Bring to an end what a crash has left between two names.
+    """Finish an exchange that a crash has interrupted.
 
-    What was exchanged is kept; what the tracker names gets its name back.
+    The former checkpoint is kept; the checkpoint that the tracker names gets its name back.
 
     Raises:
         OSError: the disk refuses.
@@ -74,13 +74,13 @@ def restore(root: Path) -> None:
 
 
 def _is_lost(root: Path) -> bool:
-    """Return whether the checkpoint that the tracker names is not there, and one that was kept is."""
+    """Return True if the checkpoint that the tracker names is missing, and a kept one exists."""
     step = tracker.tracked_step(root)
     return step is not None and not (root / naming.final_name(step)).exists() and bool(_numbers(root, step))
 
 
 def _beside(root: Path) -> Iterator[tuple[int, Path, int]]:
-    """Yield what a crash has left in the middle of an exchange: step, place, inode of what was made."""
+    """Yield interrupted exchanges: step, path, inode of the new checkpoint."""
     for staging in (root / name for name in tracker.entry_names(root) if naming.is_reshape(name)):
         for exchanged_match in filter(None, map(_EXCHANGED.fullmatch, tracker.entry_names(staging))):
             step = naming.step_of(exchanged_match[1])
@@ -89,11 +89,11 @@ def _beside(root: Path) -> Iterator[tuple[int, Path, int]]:
 
 
 def _kept(root: Path, step: int) -> Path:
-    """Return the name of what is kept next."""
+    """Return the next free name for a kept checkpoint."""
     return root / naming.before_reshape_name(step, max(_numbers(root, step), default=0) + 1)
 
 
 def _numbers(root: Path, step: int) -> list[int]:
-    """Return the numbers of the checkpoints of `step` that are kept."""
+    """Return the numbers of the kept checkpoints of `step`."""
     numbered = filter(None, map(naming.before_reshape, tracker.entry_names(root)))
     return [number for of, number in numbered if of == step]

@@ -1,11 +1,12 @@
 """Checks, before a resume and by all ranks together, the checkpoint that the tracker names.
 
-Rank 0 decides what is checked and what is done (`resume_judgement`), and tells the others, who might see an
-older state of a shared file system; the ranks divide the files among them, and the blocks of a file that has
-a checksum of blocks, since a checksum reads everything (`divided_reading`). So all ranks go on, or all raise
-the same. A node with a disk of its own may have nothing but what its ranks load, of the same save; what is
-agreed on is done there, too (`agreed_step`), and at the end all trackers lead the framework to the same step.
-What is not of the adaptor, a folder without a manifest, is left to the framework.
+Rank 0 decides on checks and actions (`resume_selection`), and sends its decisions to the other ranks, which
+might see an older state of a shared file system; the ranks divide the files among them, and the blocks of a
+file with a checksum of blocks, because a checksum reads everything (`divided_reading`). So all ranks go on,
+or all raise the same error. A node with a disk of its own may have only the files that its ranks load, of the
+same save; the agreed actions are done on its disk, too (`tracker_rollback`), and at the end all trackers lead
+the framework to the same step. A folder without a manifest, which the adaptor has not made, is left to the
+framework.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class _Told:
-    """The message of rank 0: files to check, or that all is done; `refusal`: why nothing can be loaded.
+    """The message of rank 0: files to check, or the end of the check; `refusal`: why nothing can be loaded.
 
     Attributes:
-        generation: of the checkpoint that they are of
-        view: what rank 0 sees of it (`divided_reading`)
-        is_regular: whether the framework has saved it, so every rank had written when it got its name
-        agreed: what is to be done on the disks that rank 0 does not see
-        is_empty: rank 0 sees no checkpoint
-        by_tracker: trackers name the step; a rank that knows of no restart yet may have a chosen one
+        generation: of the checkpoint with the files
+        view: rank 0's view of the checkpoint (`divided_reading`)
+        is_regular: whether the framework has saved the checkpoint, so every rank had written before the
+            rename
+        agreed: the actions on the disks that rank 0 does not see
+        is_empty: whether rank 0 sees no checkpoint
+        by_tracker: whether trackers name the step; a rank without knowledge of a restart may have a chosen
+            step
     """
 
     folder: str = ""
@@ -68,20 +71,20 @@ class _Told:
 def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tuple[str, ...] = ()) -> None:
     """Make sure that the checkpoint which the framework is about to read is intact.
 
-    All ranks call it at the same time: the files are divided among those that see the same folder. Files that
-    are intact are `CheckedFiles` afterwards, so the framework need not read them once more.
+    All ranks call this at the same time: the files are divided among the ranks that see the same folder.
+    Intact files are `CheckedFiles` afterwards, so the framework need not read them once more.
 
     Args:
         load: the folder that the framework loads from.
-        save: the folder that this job saves to; if it is the same, another checkpoint may take the place of a
-            damaged one, or of one that is not whole on every node.
-        chosen: the step that the user named, None for that of the tracker.
-        loads: with what the paths of files begin, below the checkpoint, that this rank is about to load; they
-            are read on its node then.
+        save: the folder that this job saves to; if equal, another checkpoint may replace a damaged
+            checkpoint, or a checkpoint that is not whole on every node.
+        chosen: the step that the user named, None for the step of the tracker.
+        loads: the beginnings of the paths, below the checkpoint, of the files that this rank is about to
+            load; the files are read on its node then.
 
     Raises:
-        ResumeError: a checkpoint is damaged, and no other may take its place; or it cannot be read; or nodes
-            do not see the same folder, and no checkpoint is whole on all of them.
+        ResumeError: a checkpoint is damaged, and no other may replace it; or cannot be read; or nodes do not
+            see the same folder, and no checkpoint is whole on all nodes.
     """
     import torch.distributed as dist
 
@@ -112,7 +115,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
             unnamed = ""
             if order.is_regular and readers[rank].lacks and disk.is_same(root, save):
                 unnamed = tracker_rollback.complete(root, folder.name, order.generation)
-            _gather(None)  # one rank of a disk is at work there, and the others look when it is done
+            _gather(None)  # one rank of a disk works, and the others look afterwards
             readers = _readers(order, loads, unnamed)
         examined, part = _examine(order, readers)
         if not examined.problems:
@@ -120,7 +123,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
 
 
 def _readers(order: _Told, loads: tuple[str, ...], unnamed: str = "") -> list[Reader]:
-    """Return what every rank sees of a checkpoint.
+    """Return every rank's view of a checkpoint.
 
     Args:
         order: of rank 0.
@@ -131,13 +134,13 @@ def _readers(order: _Told, loads: tuple[str, ...], unnamed: str = "") -> list[Re
     view = divided_reading.view(folder)
     is_there, is_other = bool(view) or os.path.lexists(folder), False
     if view and divided_reading.is_unlike(view, order.view):
-        with contextlib.suppress(manifest.UnreadableError):  # then the comparison says so
+        with contextlib.suppress(manifest.UnreadableError):  # the comparison reports the error
             is_other = bool(manifest.other_save_problem(folder, order.generation))
     return _gather(Reader(context.part(Place).node, loads, view, is_there, is_other, unnamed))
 
 
 def _gather(own_value: _T) -> list[_T]:
-    """Return what each rank has given, by rank."""
+    """Return the value of each rank, by rank."""
     import torch.distributed as dist
 
     values_by_rank = [own_value] * dist.get_world_size()
@@ -146,7 +149,9 @@ def _gather(own_value: _T) -> list[_T]:
 
 
 def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
-    """Do what is agreed on, on each disk that rank 0 does not see by one rank that does; return problems."""
+    """Do the agreed actions, on each disk that rank 0 does not see by one rank of the disk; return
+    problems.
+    """
     import torch.distributed as dist
 
     rank, problem = dist.get_rank(), ""
@@ -162,7 +167,8 @@ def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
 
 
 def _require_nothing(load: Path) -> None:
-    """Refuse a folder in which rank 0 sees no checkpoint, and another rank sees one: they would load apart.
+    """Refuse a folder if rank 0 sees no checkpoint, and another rank sees one: they would load different
+    steps.
 
     Raises:
         ResumeError: on all ranks.
@@ -183,12 +189,13 @@ def _word(named: str | int | None) -> str:
 
 
 def _require_one_step(root: Path, save: Path) -> None:
-    """Make sure that the framework takes the step of rank 0's tracker: the largest that any rank reads.
+    """Make sure that the framework takes the step of rank 0's tracker: the framework takes the largest of all
+    ranks.
 
-    A rank whose tracker names none would not load at all. Trackers are set in the folder that is saved to.
+    A rank whose tracker names no step would not load at all. Trackers are set in the save folder.
 
     Raises:
-        ResumeError: on all ranks; one cannot be set.
+        ResumeError: on all ranks; a tracker cannot be set.
     """
     import torch.distributed as dist
 
@@ -220,12 +227,13 @@ def _examine(order: _Told, readers: Sequence[Reader]) -> tuple[Found, tuple[File
     """Compare a checkpoint with its manifest, together with all other ranks.
 
     Returns:
-        What was found, and the files of this node, where it has only a part of them.
+        The findings, and the files of this node, if it has only a part of the checkpoint.
     """
     import torch.distributed as dist
 
     unlike, apart = divided_reading.unlike(readers), divided_reading.apart(readers)
-    if any(reader.lacks for reader in readers):  # so nothing need be read to know that it is not whole
+    # no file need be read to know that the checkpoint is not whole
+    if any(reader.lacks for reader in readers):
         return Found(_lacking(order.folder, readers), unlike, apart), ()
     views = divided_reading.views(readers)
     compared = _compare(order, dist.get_rank(), readers)
@@ -244,9 +252,9 @@ def _examine(order: _Told, readers: Sequence[Reader]) -> tuple[Found, tuple[File
 
 
 def _lacking(folder: str, readers: Sequence[Reader]) -> list[str]:
-    """Return which nodes do not see a save, and why.
+    """Return the nodes that do not see a save, and why.
 
-    Where it was written and cannot get its name, that says nothing about it: it may get it at the next start.
+    A save that was written and cannot get its name is unreadable, not missing: the next start may name it.
     """
     unnamed_by_node = {
         reader.node: f"node {reader.node}: {reader.unnamed}" for reader in readers if reader.unnamed
@@ -270,7 +278,7 @@ class _Compared:
     Attributes:
         problems: with the files
         digests: by path, of the blocks that this rank has read
-        part: the files, where this node has only a part of the checkpoint
+        part: the files, if this node has only a part of the checkpoint
     """
 
     problems: list[str] = field(default_factory=list)
@@ -279,7 +287,7 @@ class _Compared:
 
 
 def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
-    """Compare the part of `rank`; never raise, for the other ranks wait for the answer."""
+    """Compare the part of `rank`; never raise, because the other ranks wait for the answer."""
     compared, folder = _Compared(), Path(order.folder)
     try:
         division = Division(rank, readers)
@@ -297,7 +305,7 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
             first, end = division.blocks(file)
             if first < end:
                 compared.digests[file.path] = _digests(folder / file.path, first, end, threads, compared)
-    except manifest.UnreadableError as error:  # this copy's own
+    except manifest.UnreadableError as error:  # the manifest of this copy
         compared.problems.append(Unreadable(error))
     except Exception as error:
         compared.problems.append(
@@ -314,13 +322,13 @@ def _digests(path: Path, first: int, end: int, threads: int, compared: _Compared
     try:
         return hashing.block_digests(path, first, end, threads)
     except OSError as error:
-        if not disk.is_wrong(error):  # else the rank that compares its size says so
+        if not disk.is_wrong(error):  # otherwise the rank that compares the size reports the error
             compared.problems.append(Unreadable(f"{path}: cannot be read ({error.strerror or error})"))
         return b""
 
 
 def _of_view(order: _Told, compared_parts: Sequence[_Compared]) -> list[str]:
-    """Return all problems of the files that some ranks see alike; of many a file each has read a part."""
+    """Return all problems of the files of one view; of many files each rank has read a part."""
     part_problems = [problem for part in compared_parts for problem in part.problems]
     problems = list(dict.fromkeys(part_problems))
     files = next((part.part for part in compared_parts if part.part), order.files)
@@ -336,14 +344,14 @@ def _of_view(order: _Told, compared_parts: Sequence[_Compared]) -> list[str]:
 
 
 def _nodes(numbers: Iterable[int]) -> str:
-    """Return the words for nodes that see the same folder, or none."""
+    """Return the words for nodes with the same view."""
     nodes = sorted(set(numbers))
     omitted = f" and {len(nodes) - TOLD} more" if len(nodes) > TOLD else ""
     return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes[:TOLD]))}{omitted}"
 
 
 def _of_nodes(nodes: str, problems: list[str]) -> str:
-    """Return the problems of the copy of some nodes in a line; damage before what cannot be read."""
+    """Return the problems of the copy of some nodes in a line; damage before unreadable files."""
     if all(isinstance(problem, Unreadable) for problem in problems):
         return Unreadable(first_of(problems))
     return f"{nodes}: {first_of(sorted(problems, key=lambda problem: isinstance(problem, Unreadable)))}"
@@ -364,5 +372,5 @@ def _next(judgement: Judgement, examined: Found | None, chosen: int | None) -> _
         return _Told(is_empty=not end.value, by_tracker=chosen is None)
     except (CheckpointError, ResumeError) as error:
         return _Told(refusal=str(error))
-    except Exception as error:  # whatever it is, the other ranks wait for word of it
+    except Exception as error:  # of any kind: the other ranks wait for a message
         return _Told(refusal=line_of(f"the checkpoint cannot be checked: {type(error).__name__}: {error}"))

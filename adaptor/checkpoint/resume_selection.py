@@ -1,14 +1,15 @@
-"""Decides on rank 0, before a resume, which checkpoint is loaded: the tracker's, or another in its place.
+"""Decides on rank 0, before a resume, which checkpoint is loaded: the tracker's checkpoint, or another in its
+place.
 
-It asks for files to be compared with their manifest (`Files`) and is told what was found; all ranks make
-these comparisons (`resume_check`). A checkpoint that cannot be read, because a disk or a machine is in
-trouble, may be intact: the job is refused then, and nothing is changed. In the folder that the job itself
-saves to, a damaged checkpoint is moved aside, and the newest intact one takes its place. A folder that the
-job only loads from is not changed: there damage ends the job.
+Rank 0 asks for comparisons of files with their manifest (`Files`) and gets the findings (`Found`); all ranks
+make the comparisons (`resume_check`). A checkpoint that cannot be read, because of an error of a disk or a
+machine, may be intact: the job is refused then, and nothing is changed. In the save folder of the job a
+damaged checkpoint is moved aside, and the newest intact checkpoint replaces it. A folder that the job only
+loads from is not changed: its damage ends the job.
 
-Where nodes have disks of their own, a checkpoint is intact if it is on each of them. A node that lacks one
-may only see a shared folder late: so another one takes its place only where that node certainly has another
-disk.
+Where nodes have disks of their own, a checkpoint is intact if it is intact on each disk. A node without the
+checkpoint may only see a shared folder late: so another checkpoint is taken only if the node certainly has
+another disk.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ class Found:
     """The findings of all ranks about a checkpoint.
 
     Attributes:
-        problems: a line each; where nodes have copies of their own, one of each node that has any
-        unlike: the ranks that do not see the checkpoint that rank 0 sees
-        apart: those of them that certainly have another disk
+        problems: a line each; if nodes have copies of their own, one line of each node with problems
+        unlike: the ranks that do not see the checkpoint of rank 0
+        apart: the ranks that certainly have another disk
     """
 
     problems: list[str]
@@ -63,33 +64,33 @@ class Found:
         return "; ".join(map(line_of, self.problems[:TOLD])) if self.unlike else first_of(self.problems)
 
     def of_step(self, step: int) -> str:
-        """Return what is wrong with the checkpoint of `step`."""
+        """Return the problem with the checkpoint of `step`."""
         return f"step {step} is not whole on every node ({self.words})" if self.unlike else self.words
 
 
-# The next question of rank 0: the files of a folder, to be compared with their manifest, or what is to be
-# done on the disks of other nodes. The answer to that has the problems with it.
+# The next question of rank 0: the files of a folder, to be compared with their manifest, or actions on the
+# disks of other nodes, whose answer has the problems.
 Files = tuple[Path, tuple[FileEntry, ...]]
 Judgement = Generator[Files | Agreed, Found, bool]
 
 
 def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
-    """Decide what the framework loads; ask for comparisons on the way, until what it names is intact.
+    """Decide on the checkpoint for the framework; ask for comparisons until the named checkpoint is intact.
 
     Args:
         load: the folder that the framework loads from.
         save: the folder that this job saves to.
-        chosen: the step that the user named, None for that of the tracker.
+        chosen: the step that the user named, None for the step of the tracker.
 
     Returns:
-        Whether there is a checkpoint to load, as far as rank 0 sees.
+        True if rank 0 sees a checkpoint to load.
 
     Raises:
-        ResumeError: a checkpoint is damaged, and no other may take its place; or it cannot be read.
+        ResumeError: a checkpoint is damaged, and no other may replace it; or it cannot be read.
     """
     _require_readable(load)
     named = tracker.tracked_step(load) if chosen is None else chosen
-    with contextlib.suppress(Exception):  # it only prints
+    with contextlib.suppress(Exception):  # only prints
         _tell_ignored(load)
     examined = Found(_of_tracker(load)) if named is None else (yield from _examine(load, named))
     is_saved_to = load.resolve() == save.resolve()
@@ -111,10 +112,10 @@ def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
 
 
 def _replace(root: Path, named: int | None, examined: Found) -> Generator[Files | Agreed, Found, None]:
-    """Find the newest checkpoint that is intact, and let it take the place of what the tracker names."""
+    """Find the newest intact checkpoint, and let the tracker name it."""
     steps, damaged, problem_lines = tracker.steps(root), dict[int, Found](), []
     if named is not None and os.path.lexists(root / naming.final_name(named)):
-        steps = [step for step in steps if step < named]  # newer ones: a user has gone back by hand
+        steps = [step for step in steps if step < named]  # newer steps: a user has gone back by hand
         damaged[named] = examined
     else:
         problem_lines.append(examined.words)
@@ -132,9 +133,7 @@ def _replace(root: Path, named: int | None, examined: Found) -> Generator[Files 
     if unlike - examined.apart:
         raise ResumeError(f"{next(damage for damage in damaged.values() if damage.unlike).words}; {COPIES}")
     aside = tracker_rollback.names_aside(root, damaged)
-    if (
-        examined.apart
-    ):  # before rank 0: after a crash in between, the next start finds what this one has found
+    if examined.apart:  # before rank 0: after a crash in between, the next start has the same findings
         gone = () if named is None or named in damaged else (named,)
         yield from _agree(Agreed(step, (*gone, *damaged)))
     problem_lines += [
@@ -156,10 +155,10 @@ def _of_none(root: Path, problem_lines: list[str], damaged: dict[int, Found]) ->
 
 
 def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
-    """Have it done on the disks that rank 0 does not see.
+    """Have actions done on the disks that rank 0 does not see.
 
     Raises:
-        ResumeError: it cannot be done.
+        ResumeError: an action fails.
     """
     examined = yield agreed
     if examined.problems:
@@ -168,7 +167,7 @@ def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
 
 
 def _examine(root: Path, step: int) -> Generator[Files, Found, Found]:
-    """Return what is wrong with a checkpoint; nothing if it has no manifest to compare it with.
+    """Return the problems of a checkpoint; none if it has no manifest to compare with.
 
     Raises:
         ResumeError: a file cannot be read, and no other is damaged.
@@ -195,7 +194,7 @@ def _examine(root: Path, step: int) -> Generator[Files, Found, Found]:
 
 
 def _require_readable(root: Path) -> None:
-    """Refuse a folder, or a tracker, of which nobody can tell what it says. Raises ResumeError."""
+    """Refuse a folder, or a tracker, whose content cannot be told. Raises ResumeError."""
     _require_answer(root)
     path = root / naming.TRACKER
     _require_answer(path)
@@ -207,7 +206,7 @@ def _require_readable(root: Path) -> None:
 
 
 def _require_answer(path: Path) -> None:
-    """Refuse a path of which the system does not say whether it exists. Raises ResumeError."""
+    """Refuse a path of which the system cannot tell whether it exists. Raises ResumeError."""
     try:
         path.stat()
     except OSError as error:
@@ -224,10 +223,10 @@ def _refusal(unreadable: Sequence[str]) -> str:
 
 
 def _of_tracker(root: Path) -> list[str]:
-    """Return the problem of a tracker that names no step; no problem if there is no checkpoint to name.
+    """Return the problem of a tracker that names no step; no problem if no checkpoint exists.
 
-    If it says `release`, the framework begins from a converted model, as the user wanted; a line then tells
-    of the newer checkpoints beside it.
+    If the tracker says `release`, the framework begins from a converted model, as the user wanted; a line
+    names the newer checkpoints.
 
     Raises:
         ResumeError: the tracker is not a file, so the framework could load nothing.
@@ -250,7 +249,7 @@ def _of_tracker(root: Path) -> list[str]:
 
 
 def _tell_ignored(root: Path) -> None:
-    """Name what looks like a checkpoint and is none: it is left as it is."""
+    """Name entries that look like a checkpoint and are none; they are left as they are."""
     ignored = [
         name
         for name in tracker.entry_names(root)

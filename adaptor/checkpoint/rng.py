@@ -1,4 +1,6 @@
-"""The random states of a step: this rank's own and, where the framework saves them, those of other ranks."""
+"""The random states of a step: the rank's own and, if the framework saves them, the states of other
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +19,22 @@ from numpy.random import mtrand
 # numpy's mt19937_state: 624 words and a position. CPython's RandomObject: the position, then the words.
 _WORD = 4
 _MT19937_BYTES = 625 * _WORD
-# A view that is kept: a call of `ctypes.string_at` takes 20 microseconds in the middle of a training.
+# A kept view: a call of `ctypes.string_at` takes 20 microseconds in the middle of a training.
 _Memory = ctypes.c_char * _MT19937_BYTES
 
 
 class RandomStates:
     """The random states that the framework saves.
 
-    Without a group that is what one rank has: all data-parallel ranks have the same. With
-    `--data-parallel-random-init` each has its own, and the framework saves all of them, in the order of their
-    ranks. So that no death loses any, they are told to all at the door.
+    Without a group these are the states of one rank: all data-parallel ranks have the same states. With
+    `--data-parallel-random-init` each rank has its own, and the framework saves all states, in the order of
+    ranks. All ranks exchange their states at the door, so that no death loses any.
     """
 
     def __init__(self, tracker: Any, group: dist.ProcessGroup | None = None) -> None:
-        """
-        Args:
-            tracker: the framework's CUDA RNG tracker.
-            group: data-parallel ranks with states of their own; all of them make this object together.
+        """Args:
+        tracker: the framework's CUDA RNG tracker.
+        group: data-parallel ranks with states of their own; all make this object together.
         """
         self._tracker = tracker
         self._group = group
@@ -41,7 +42,7 @@ class RandomStates:
         self.exchange()
 
     def take(self) -> list[Mapping[str, Any]]:
-        """Return the states as they are now; those of other ranks as they were at the last exchange."""
+        """Return the current states; of other ranks the states at the last exchange."""
         own_states = take(self._tracker)
         if self._group is None:
             return [own_states]
@@ -62,8 +63,9 @@ class RandomStates:
         return states_by_rank
 
     def put_back(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Give this process the random states of a step again, as `take` returned them here or on a rank
-        with the same part of the model."""
+        """Restore the random states of a step, as `take` returned them here or on a rank with the same part
+        of the model.
+        """
         own_states = states[0 if self._group is None else self._group.rank()]
         put_back(self._tracker, own_states)
         self._told = list(states)
@@ -106,7 +108,7 @@ def put_back(tracker: Any, states: Mapping[str, Any]) -> None:
 
 
 class _NumpyState:
-    """Takes numpy's global random state, which costs it 150 microseconds, only when it has changed."""
+    """Reads numpy's global random state, which takes 150 microseconds, only when it has changed."""
 
     def __init__(self) -> None:
         self._generator: Any = None
@@ -123,23 +125,24 @@ class _NumpyState:
             self._generator, self._memory = generator, _Memory.from_address(generator.ctypes.state_address)
             self._seen = b""
         raw_state = self._memory.raw
-        # The compared memory lacks the spare normal deviate: making one draws numbers, using it does not.
+        # The compared memory lacks the spare normal deviate: making a deviate draws numbers, using it does
+        # not.
         if raw_state != self._seen or self._taken[3]:
             self._seen, self._taken = raw_state, numpy.random.get_state()
         return self._taken
 
 
 class _PythonState:
-    """Takes the state of `random`, whose tuple of 625 numbers costs tens of microseconds, only when it has
+    """Reads the state of `random`, whose tuple of 625 numbers takes tens of microseconds, only when it has
     changed.
 
-    Invariant: the memory that is compared is the generator's own. It is taken for that only where it has been
-    found to hold the 625 numbers of `getstate()`, in CPython's order; else the state is taken each time.
+    Invariant: the compared memory is the generator's own. Memory is only trusted if it holds the 625 numbers
+    of `getstate()`, in CPython's order; otherwise the state is read each time.
     """
 
     def __init__(self) -> None:
         self._generator: random.Random | None = None
-        self._memory: Any = None  # None: where it is, is not known
+        self._memory: Any = None  # None: the place is not known
         self._seen = b""
         self._taken: Any = None
 

@@ -1,6 +1,6 @@
 """Moves shards of Megatron's distributed optimizer to the rank that writes them: point to point over gloo.
 
-The group was made for the dump; no process group of the framework is used. The writer receives each buffer as
+The group is made for the dump; no process group of the framework is used. The writer receives each buffer as
 a whole (`gather`), unless the holders write their shards into its files (`in_place.py`).
 """
 
@@ -24,26 +24,25 @@ _MESSAGE = 1 << 23
 
 
 class DumpCancelled(CheckpointError):
-    """The dump was abandoned by the one who ordered it."""
+    """The dump was abandoned by its controller."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """An attempt to write a checkpoint, seen from one rank of the process group that was made for it.
+    """An attempt to write a checkpoint, seen from one rank of the process group for the attempt.
 
     Attributes:
-        group: `torch.distributed.ProcessGroup` of CPU tensors; None where this rank has everything
-        rank: this rank in it
+        group: `torch.distributed.ProcessGroup` of CPU tensors; None if this rank has everything
+        rank: this rank in the group
         sources: per optimizer of the chain, per shard: the rank of its chosen holder (one entry without
             shards)
-        mirrors: per optimizer of the chain: this rank's copy of another shard, None where it has none; or
-            empty
+        mirrors: per optimizer of the chain: the rank's copy of another shard, or None; or empty
         tag: of all messages
         progress: is called with the number of bytes that were sent, received or written
-        cancelled: is asked between tensors
-        device: where the tensors of the framework lie
-        on_not_finite: is called before any file is complete, if some shards are not finite: with what they
-            are, and the ranks of `group` that gave them; what it raises ends the dump
+        cancelled: is called between tensors
+        device: of the framework's tensors
+        on_not_finite: is called before any file is complete, if some shards are not finite: with their
+            description, and the ranks of `group` that gave them; an exception ends the dump
         folder: the temporary folder as this rank sees it, where holders may write their parts in place; None:
             the shards are gathered
     """
@@ -71,10 +70,13 @@ class Exchange:
 
 
 def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
-    """Send the shards that this rank was chosen to provide; return when the rank `writer` has them all.
+    """Send the shards chosen for the rank; return when the rank `writer` has all.
 
-    `optimizers` are those of the chain. Raises CheckpointError when there is no optimizer state,
-    DumpCancelled, and what the process group raises.
+    `optimizers` are the optimizers of the chain.
+
+    Raises:
+        CheckpointError: no optimizer state exists yet; DumpCancelled.
+        RuntimeError: from the process group, when a peer is gone.
     """
     chosen = False
     for position, (optimizer, sources) in enumerate(zip(optimizers, exchange.sources, strict=True)):
@@ -99,19 +101,20 @@ def send(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
                             group_of(exchange).send([piece], writer, exchange.tag).wait()
                             exchange.advanced(4 * piece.numel())
     if chosen:
-        # A message counts as sent while it is still in a socket: a group that is dropped now would lose it.
+        # A message counts as sent while still in a socket: a group that is dropped now would lose the
+        # message.
         group_of(exchange).recv([torch.empty(1)], writer, exchange.tag).wait()
 
 
 def acknowledge(optimizers: Sequence[Any], position: int, exchange: Exchange) -> None:
-    """Tell the senders whose shards have all arrived by now.
+    """Acknowledge the shards of all senders whose shards have arrived completely.
 
-    They do not wait for the shards of others, of which an optimizer for experts may have many.
+    The senders do not wait for the shards of others, of which an optimizer for experts may have many.
 
     Args:
-        optimizers: those of the chain.
-        position: of the one whose shards have arrived last.
-        exchange: which says who sends what.
+        optimizers: of the chain.
+        position: of the optimizer whose shards have arrived last.
+        exchange: the senders of all shards.
     """
     last = {
         source: number
@@ -157,17 +160,17 @@ def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
 def own_shards(
     optimizer: Any, position: int, exchange: Exchange
 ) -> dict[int, Callable[[int, int], shards.Part]]:
-    """Return readers of the shards that this rank was chosen to provide: its own, or its copy of another.
+    """Return readers of the shards chosen for the rank: its own, or its copy of another.
 
     A reader is called with the numbers of a buffer and of a bucket.
 
     Args:
         optimizer: a distributed optimizer.
         position: its place in the chain.
-        exchange: which says who provides what.
+        exchange: the providers of all shards.
 
     Raises:
-        CheckpointError: the sources do not fit what this rank holds, which would leave a hole.
+        CheckpointError: the sources do not fit the shards of the rank, which would leave a hole.
     """
     sources = exchange.sources[position]
     index, count = shards.shard_of(optimizer)
@@ -203,7 +206,7 @@ def _receive(world: torch.Tensor, bucket: shards.Bucket, sources: Sequence[int],
 
 
 def _copy_own(part: shards.Part, targets: Mapping[str, torch.Tensor], exchange: Exchange) -> None:
-    """Copy a shard's part of a bucket into `targets`, which begin where the shard does."""
+    """Copy a shard's part of a bucket into `targets`, which begin at the begin of the shard."""
     for start, end, tensors in part:
         exchange.check()
         for key, target in targets.items():
@@ -220,7 +223,7 @@ def _messages(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def group_of(exchange: Exchange) -> Any:
-    """Return the process group of the dump. Raises CheckpointError where it has none."""
+    """Return the process group of the dump. Raises CheckpointError without a group."""
     if exchange.group is None:
         raise CheckpointError("a shard lies on another rank, but the dump has no process group")
     return exchange.group

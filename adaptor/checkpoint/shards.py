@@ -1,9 +1,11 @@
-"""The shards of Megatron's distributed optimizer: where they lie, and which tensors they have.
+"""The shards of Megatron's distributed optimizer: their places, their tensors, and the search for NaNs.
 
 A distributed optimizer keeps its params in buffers, each buffer in buckets, each bucket padded so that it can
 be cut in as many equal shards as its data-parallel group has ranks. A *world tensor* is one whole buffer
-without the padding at the end of its buckets, as `get_parameter_state_dp_zero` builds it. How shards come to
-the rank that writes them: `shard_exchange.py`.
+without the padding at the end of its buckets, as `get_parameter_state_dp_zero` builds it. The transport of
+shards to the rank that writes them: `shard_exchange.py`.
+
+Numbers that are not finite are signs of diverging training or of a failing device.
 """
 
 from __future__ import annotations
@@ -26,9 +28,9 @@ class Bucket:
     """A bucket of a buffer; all in elements.
 
     Attributes:
-        offset: where it starts in the buffer
-        world: where it starts in the world tensor
-        unpadded: its size there
+        offset: its start in the buffer
+        world: its start in the world tensor
+        unpadded: its size in the world tensor
         shard: the size of each of its shards, the last of which may be padding, in part or in whole
     """
 
@@ -39,23 +41,25 @@ class Bucket:
     shard: int
 
     def extent(self, index: int) -> tuple[int, int]:
-        """Return start and end of shard `index` in the world tensor; an empty range if it is only padding."""
+        """Return start and end of shard `index` in the world tensor; an empty range for padding alone."""
         start = min(index * self.shard, self.unpadded)
         return self.world + start, self.world + min(start + self.shard, self.unpadded)
 
 
 def is_stub(optimizer: Any) -> bool:
-    """Tell whether an optimizer has no params on this rank; Megatron-core has such from 0.11 on."""
+    """Return True if an optimizer has no params on the rank; Megatron-core has such optimizers from 0.11
+    on.
+    """
     return getattr(optimizer, "is_stub_optimizer", False)
 
 
 def is_sharded(optimizer: Any) -> bool:
-    """Tell whether an optimizer of the chain is a distributed optimizer with params on this rank."""
+    """Return True if an optimizer of the chain is a distributed optimizer with params on the rank."""
     return hasattr(optimizer, "buffers") and not is_stub(optimizer)
 
 
 def shard_of(optimizer: Any) -> tuple[int, int]:
-    """Return the index of the shard that an optimizer holds here, and how many there are; else (0, 1)."""
+    """Return the index of the shard of an optimizer on the rank, and the number of shards; else (0, 1)."""
     if not is_sharded(optimizer):
         return 0, 1
     group = optimizer.data_parallel_group
@@ -63,7 +67,7 @@ def shard_of(optimizer: Any) -> tuple[int, int]:
 
 
 def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:
-    """The buckets of one buffer of a distributed optimizer.
+    """Return the buckets of one buffer of a distributed optimizer.
 
     Raises:
         CheckpointError: the shards cannot share the elements of a bucket.
@@ -80,7 +84,9 @@ def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:
 
 
 def numel_of(buffer: Any) -> int:
-    """Elements of a buffer without the padding of its buckets; up to Megatron-core 0.7 it does not say."""
+    """Return the elements of a buffer without the padding of its buckets; not an attribute up to
+    Megatron-core 0.7.
+    """
     if hasattr(buffer, "numel_unpadded"):
         return int(buffer.numel_unpadded)
     return sum(bucket.numel_unpadded for bucket in buffer.buckets)
@@ -91,7 +97,7 @@ Part = Iterator[tuple[int, int, Mapping[str, torch.Tensor]]]
 
 
 def part_of(optimizer: Any, number: int, bucket: int) -> Part:
-    """Return this rank's part of a bucket.
+    """Return the rank's part of a bucket.
 
     Args:
         optimizer: a distributed optimizer.
@@ -105,11 +111,11 @@ def part_of(optimizer: Any, number: int, bucket: int) -> Part:
 
 
 def _tensors(optimizer: Any, param: Any) -> Mapping[str, torch.Tensor]:
-    """Return this rank's part of a model's param and of its state, by key."""
+    """Return the rank's part of a model's param and of its state, by key."""
     if hasattr(optimizer, "_get_main_param_and_optimizer_states"):
         named: Mapping[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(param)
         return named
-    # Up to Megatron-core 0.10 that stands in the middle of a longer function.
+    # Up to Megatron-core 0.10 this is part of a longer function.
     group, order = optimizer.model_param_group_index_map[param]
     main = optimizer.optimizer.param_groups[group]["params"][order]
     return {"param": main, **optimizer.optimizer.state[main]}
@@ -132,7 +138,7 @@ def tensor_of(tensors: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
     """Return the tensor of a part under `key`.
 
     Raises:
-        CheckpointError: the optimizer has none yet.
+        CheckpointError: the optimizer has no such tensor yet.
     """
     if key not in tensors:
         raise CheckpointError(f"the optimizer has no {key} yet: no update has been made")
@@ -144,14 +150,14 @@ _TOLD = 3
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Tell whether no element is nan or infinite; reads the tensor once and allocates nothing."""
+    """Return True if no element is nan or infinite; reads the tensor once and allocates nothing."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     return all(math.isfinite(bound) for bound in torch.stack(torch.aminmax(tensor.detach())).tolist())
 
 
 def all_finite(value: Any) -> bool:
-    """Tell whether all tensors of a nested state are finite."""
+    """Return True if all tensors of a nested state are finite."""
     return all(map(is_finite, _nested_tensors(value)))
 
 
@@ -164,9 +170,10 @@ def _nested_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def bad_shards(optimizer: Any, state: Mapping[Any, Any]) -> dict[int, list[str]]:
-    """Find the shards of a distributed optimizer's gathered state that are not finite; the bad keys of each.
+    """Return the shards of a distributed optimizer's gathered state that are not finite, with the bad keys of
+    each.
 
-    Each world tensor is read once; only one that is not finite is examined shard by shard.
+    Each world tensor is read once; only a tensor that is not finite is examined shard by shard.
     """
     keys_by_shard: dict[int, list[str]] = {}
     for number, buffer in enumerate(optimizer.buffers):
@@ -183,7 +190,7 @@ def bad_shards(optimizer: Any, state: Mapping[Any, Any]) -> dict[int, list[str]]
 
 
 def not_finite_words(things: list[str]) -> str:
-    """Describe bad things, some by name: "a, b, c and 4 more are not finite"; empty for none."""
+    """Return a sentence about bad things, some by name: "a, b, c and 4 more are not finite"; "" for none."""
     if not things:
         return ""
     omitted = len(things) - _TOLD

@@ -1,9 +1,9 @@
-"""Writes what Megatron's `save_checkpoint` would, from the live objects of a rank and the record of a step.
+"""Writes the files of Megatron's `save_checkpoint`, from the live objects of a rank and the record of a step.
 
-The files are those of data-parallel rank 0 of a model-parallel rank, in one of the framework's formats
-(`training_state.CheckpointFormat`): the same keys, dtypes and bits. This runs in a thread beside a main
+The files are the files of data-parallel rank 0 of a model-parallel rank, in a format of the framework
+(`training_state.CheckpointFormat`): the same keys, dtypes and bits. The code runs in a thread beside a main
 thread that may hang in a broken collective. So it calls only local functions of the framework (`state_dict`
-of a module, of an optimizer), and takes everything that the main thread changes between two updates from the
+of a module, of an optimizer), and takes all values that the main thread changes between two updates from the
 record.
 """
 
@@ -42,7 +42,7 @@ from adaptor.protocol.file_entry import FileEntry
 
 @dataclass(frozen=True)
 class WrittenFiles:
-    """The written files; `not_finite` names what among them has a nan or an infinity, empty if nothing."""
+    """The written files; `not_finite` names the parts with a nan or an infinity, "" if none."""
 
     files: tuple[FileEntry, ...]
     not_finite: str
@@ -53,10 +53,13 @@ def _format(state: TrainingState) -> CheckpointFormat:
 
 
 def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
-    """Give the shards of `state` that this rank was chosen to provide to rank `writer` of the exchange: this
-    rank writes them into its files, or sends them to it.
+    """Give the shards of `state` that this rank was chosen to provide to rank `writer` of the exchange.
 
-    Raises CheckpointError, DumpCancelled, and what the process group raises when a peer is gone.
+    This rank writes the shards into the files of `writer`, or sends them.
+
+    Raises:
+        CheckpointError: a shard is missing; DumpCancelled.
+        RuntimeError: from the process group, when a peer is gone.
     """
     with torch.no_grad():
         optimizers = chain(state.optimizer)
@@ -67,22 +70,24 @@ def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
 def write_files(
     state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
 ) -> WrittenFiles:
-    """Write this rank's files below `root` (iter_N_tmp), with the shards of all holders.
+    """Write the rank's files below `root` (iter_N_tmp), with the shards of all holders.
 
-    Where `exchange` has a folder, and all holders see it, each writes its own shards (`in_place`); else they
-    are gathered here.
+    If `exchange` has a folder, and all holders see it, each writes its own shards (`in_place`); otherwise the
+    shards are gathered here.
 
     Each file is written and fsynced under a name that ends in the number of the `attempt`; its final name
     comes with the publish. So an abandoned attempt that still runs cannot touch the files of another.
 
     Args:
-        state: what is saved of this rank besides the shards of others.
-        record: what belongs to the step besides tensors.
-        exchange: from whom shards come, and where to.
+        state: the saved state of the rank besides the shards of others.
+        record: of the step, without tensors.
+        exchange: the sources and the target of the shards.
         root: the temporary folder.
         attempt: its number in the incident.
 
-    Raises like `send_shards`, and what `exchange.on_not_finite` raises; what was written is removed then.
+    Raises:
+        CheckpointError: as `send_shards`, or from `exchange.on_not_finite`; written files are removed.
+        RuntimeError: as `send_shards`.
     """
     with torch.no_grad():
         if _is_in_place(state, exchange) and (
@@ -119,7 +124,7 @@ def _remove(drafts: Iterable[Path]) -> None:
 
 
 def _is_in_place(state: TrainingState, exchange: Exchange) -> bool:
-    """Return whether the holders write their shards themselves: the same on all ranks of an exchange."""
+    """Return True if the holders write their shards themselves: equal on all ranks of an exchange."""
     return exchange.folder is not None and _plans_its_files(_format(state)) and can_be_planned(state)
 
 
@@ -133,14 +138,14 @@ def _plans_its_files(own_format: CheckpointFormat) -> bool:
 def _write_in_place(
     state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
 ) -> WrittenFiles | None:
-    """Write the files together with the holders; return None where they send their shards instead."""
+    """Write the files together with the holders; return None if they send their shards instead."""
     optimizers = chain(state.optimizer)
-    in_place_holder.own_readers(optimizers, exchange)  # before anything is made
+    in_place_holder.own_readers(optimizers, exchange)  # before any file is made
     try:
         layouts, small, spans, bad_weights = _plan(state, record, exchange)
     except CheckpointError:
         raise
-    except Exception:  # CannotBePlanned, or what anybody's code raises where it reads a stand-in
+    except Exception:  # CannotBePlanned, or an error of foreign code that reads a stand-in
         in_place.decline(exchange)
         return None
     try:
@@ -166,13 +171,13 @@ def _write_in_place(
     )
 
 
-# The layouts of the large files, the writers of the others, what stands for each saved weight, and the names
-# of those that are not finite.
+# The layouts of the large files, the writers of the others, the source of each saved weight, and the names of
+# weights that are not finite.
 _Plan = tuple[Mapping[str, FileLayout[Source]], Files, list[tuple[str, Source]], list[str]]
 
 
 def _plan(state: TrainingState, record: StepRecord, exchange: Exchange) -> _Plan:
-    """Plan the files of this rank.
+    """Plan the files of the rank.
 
     Raises:
         CheckpointError: the dump was abandoned, or a weight has no main param.
@@ -184,7 +189,7 @@ def _plan(state: TrainingState, record: StepRecord, exchange: Exchange) -> _Plan
     except CannotBePlanned:
         pass
     planned = own_format.planned_tensors()
-    with planned.follow_copies():  # not at first: it takes time for each function of torch
+    with planned.follow_copies():  # not at first: following takes time for each function of torch
         plan = _planned_with(planned, state, record, exchange)
     sources = [
         entry.content
@@ -226,7 +231,7 @@ def _planned_with(
 def _bad_shards(
     optimizers: Sequence[Any], not_finite: Sequence[tuple[int, NotFinite]]
 ) -> list[tuple[str, int]]:
-    """Return the shards that are not finite, in order, each with the rank that gave it."""
+    """Return the non-finite shards, in order, each with its giver."""
     counts = [shards.shard_of(optimizer)[1] for optimizer in optimizers]
     keys_by_shard: dict[tuple[int, int], tuple[set[str], int]] = {}
     for rank, bad_part in not_finite:
@@ -254,10 +259,12 @@ def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, S
 
 
 def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[Files, str]:
-    """Return the writers of all files and a text of what is not finite, which `exchange` has been told."""
+    """Return the writers of all files and a text about non-finite parts, after a report to
+    `exchange`.
+    """
     weights, gathered, bad_subjects = _gathered(state, exchange)
     body, not_finite = _body(state, record, weights, gathered, exchange)
-    if all(world is None for world in gathered):  # else its tensors have been looked at
+    if all(world is None for world in gathered):  # otherwise its tensors have been examined
         whole_subjects = [] if shards.all_finite(body.get("optimizer")) else ["the optimizer state"]
         bad_subjects += [(subject, exchange.rank) for subject in (*whole_subjects, *not_finite)]
     if bad_subjects:
@@ -289,8 +296,9 @@ def _write(content: bytes, file: HashingFile) -> None:
 
 
 def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[Any], list[tuple[str, int]]]:
-    """Return all main params, the state of each optimizer (None without shards), and what of it is not finite
-    with the rank that gave it."""
+    """Return all main params, the state of each optimizer (None without shards), and the parts that are not
+    finite, each with its giver.
+    """
     weights = Weights(exchange.device.to_host)
     gathered: list[Any] = []
     bad_subjects: list[tuple[str, int]] = []
@@ -317,7 +325,7 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
 def _body(
     state: TrainingState, record: StepRecord, weights: Weights, gathered: Sequence[Any], exchange: Exchange
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the saved dict, keys in the framework's order, and the names of weights that are not finite."""
+    """Return the saved dict, keys in the framework's order, and the names of non-finite weights."""
     body: dict[str, Any] = {}
     if state.args is not None:
         body["args"] = _args_of(state, record)
@@ -344,7 +352,7 @@ def _body(
     body.update(state.contents.entries_of(record.step, record.counters))
     not_finite: list[str] = []
     buffers = state.buffers.copies(record.buffers)
-    for key, chunk in state.chunks.items():  # now that the optimizer needs the live ones no longer
+    for key, chunk in state.chunks.items():  # now that the optimizer no longer needs the live tensors
         bad = weights.rebuild(chunk, _format(state).places(model[key]), buffers)
         not_finite += [f"{key}.{name}" for name in bad]
         exchange.check()
@@ -355,7 +363,7 @@ def _args_of(state: TrainingState, record: StepRecord) -> Any:
     """Copy the framework's arguments, as they were at the end of the step."""
     args = copy.copy(state.args)
     for name, value in record.counters.items():
-        # In its arguments the framework keeps the operations that it started with.
+        # In its arguments the framework keeps the operations at its start.
         if name != FLOPS:
             setattr(args, name, value)
     if hasattr(args, "curr_iteration"):
@@ -363,7 +371,8 @@ def _args_of(state: TrainingState, record: StepRecord) -> Any:
         args.curr_iteration = record.step - 1
     for name, value in state.args_overrides.items():
         setattr(args, name, value)
-    for name in start_options.LEFT_OUT:  # of regular saves; a loader looks for what these say was saved
+    # options of regular saves; a loader expects the saved parts that they name
+    for name in start_options.LEFT_OUT:
         if getattr(args, name, None):
             setattr(args, name, None)
     return args

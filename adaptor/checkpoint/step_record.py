@@ -1,12 +1,12 @@
-"""The record of a finished step: all but its tensors, taken on the main thread before it goes on.
+"""The record of a finished step: all but its tensors, taken on the main thread before the next step.
 
 The main thread of a worker changes the scheduler, the loss scale, the counters and the random states long
-before the next update, so a dump that runs beside it must not read them: it gets a `StepRecord`. The record
-of step k+1 is derived from that of step k and from what was taken at the door, because the framework itself
-moves the scheduler and the counters only after the update.
+before the next update, so a dump beside the main thread must not read them: the dump gets a `StepRecord`. The
+record of step k+1 is derived from the record of step k and from the snapshot at the door, because the
+framework itself moves the scheduler and the counters only after the update.
 
 The update counts of the inner optimizers (`step` of a param group, or of a parameter's state) are not in a
-record. They change inside the update window, together with the tensors, and are read with them.
+record. They change inside the update window, together with the tensors, and are read with the tensors.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ class StepRecord:
     """A finished step, without its tensors.
 
     Attributes:
-        counters: consumed_train_samples, skipped_train_samples, num_floating_point_operations_so_far, and
-            whatever else counts up in the framework's arguments, under its name there
-        scheduler: state dict of the parameter scheduler, None without one
+        counters: consumed_train_samples, skipped_train_samples, num_floating_point_operations_so_far, and all
+            other counters in the framework's arguments, under their names there
+        scheduler: state dict of the parameter scheduler, or None
         groups: per optimizer of the chain, per param group: its scalars
-        scalers: per optimizer of the chain: state dict of its grad scaler, None without one
-        rng: as the framework stores it, one entry for each data-parallel rank that has states of its own
+        scalers: per optimizer of the chain: state dict of its grad scaler, or None
+        rng: as the framework stores random states, one entry for each data-parallel rank with states of its
+            own
         buffers: copies of the model's saved buffers (`Buffers.take`)
-        rerun: what some versions store of their rerun state machine; empty: None is stored, None: nothing
+        rerun: the stored state of the rerun state machine of some versions; empty: None is stored, None:
+            nothing
     """
 
     step: int
@@ -56,7 +58,7 @@ def chain(optimizer: Any) -> list[Any]:
 
 
 def inner(optimizer: Any) -> list[Any]:
-    """Return the torch optimizers of a chain; an optimizer without params on this rank has none."""
+    """Return the torch optimizers of a chain, without optimizers that have no params on the rank."""
     inner_optimizers = (
         getattr(chained_optimizer, "optimizer", None) for chained_optimizer in chain(optimizer)
     )
@@ -99,7 +101,7 @@ def take(
 ) -> StepRecord:
     """Take the record of `step` between steps: after the framework moved its scheduler and its counters.
 
-    The arguments are the fields of `StepRecord`; `optimizer` and `scheduler` are the live ones.
+    The arguments are the fields of `StepRecord`; `optimizer` and `scheduler` are the live objects.
     """
     return StepRecord(
         step=step,
@@ -126,17 +128,16 @@ def advance(
     rerun: Mapping[str, Any] | None = None,
     also: Mapping[str, Any] | None = None,
 ) -> StepRecord:
-    """Derive the record of the step after `record`, as the framework will have it when that step is finished.
+    """Derive the record of the step after `record`, as the framework will have it when the step is finished.
 
     Args:
-        updated: False for a step that the framework skips (overflow): it moves the counters, not the
-            scheduler
-        scheduler: the live one; only its constants are read, it is not changed
+        updated: False for a step that the framework skips (overflow): the framework moves the counters, not
+            the scheduler
+        scheduler: the live scheduler; only its constants are read
         increment: samples by which the framework moves its scheduler
-        growth: by how much each counter grows; one that is not named stays
-        scalers, rng, buffers, rerun: taken at the door of the new step: what comes after it changes none of
-            them
-        also: what else the framework says to its scheduler's step
+        growth: the growth of each counter; other counters stay
+        scalers, rng, buffers, rerun: taken at the door of the new step, and unchanged afterwards
+        also: further arguments of the framework for its scheduler's step
     """
     counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
     state, groups = record.scheduler, record.groups
@@ -156,7 +157,7 @@ def _scheduled(
     stand_in = copy.copy(scheduler)
     moved = tuple(tuple(dict(group) for group in inner) for inner in groups)
     stand_in.optimizer = types.SimpleNamespace(param_groups=[group for inner in moved for group in inner])
-    # The live one may have moved on: what it says of itself in a checkpoint is as it was.
+    # The live scheduler may have moved on: its saved attributes are set back.
     vars(stand_in).update((name, value) for name, value in state.items() if name in vars(stand_in))
     stand_in.step(increment, **also)
     return dict(stand_in.state_dict()), moved

@@ -1,8 +1,8 @@
-"""Carries out on one disk what the ranks have agreed on before a resume: which step its tracker names.
+"""Carries out on one disk the decisions of all ranks before a resume: the step that its tracker names.
 
-Here a tracker goes backwards. What it named is damaged, or it is not whole on every node: where nodes have
-disks of their own, a job that ended between the saves of two nodes has left a step on some of them. Elsewhere
-it does so only in a pull (`store/pull.py`), from a step whose folder is gone.
+Here a tracker goes backwards, because its checkpoint is damaged, or not whole on every node: where nodes have
+disks of their own, a job that ended between the saves of two nodes has left a step on some disks. Elsewhere a
+tracker goes backwards only in a pull (`store/pull.py`), from a step whose folder is gone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Agreed:
     """The step from which all ranks go on, for the disks that rank 0 does not see.
 
     Attributes:
-        step: the one that each tracker is to name
+        step: the step for each tracker
         given_up: later steps that are not whole on every node; they are moved aside
         may_change: False: the job only loads from the folder
     """
@@ -37,7 +37,7 @@ class Agreed:
 
 
 def names_aside(root: Path, steps: Iterable[int]) -> dict[int, Path]:
-    """Return, for each of these steps that has something under its final name, where that can be moved to."""
+    """Return, for each of these steps with a folder under its final name, a free name for the folder."""
     return {step: publish.place_aside(root, step) for step in steps if _bears_name(root, step)}
 
 
@@ -45,20 +45,20 @@ def names_aside(root: Path, steps: Iterable[int]) -> dict[int, Path]:
 def go_back(root: Path, step: int, aside: Mapping[int, Path]) -> None:
     """Move the folders of other steps aside, and let the tracker name `step`.
 
-    The tracker comes last, as ever. After a crash in between it names a folder that is gone, which the next
-    start takes for one more damage.
+    The tracker comes last, as ever. After a crash in between, the tracker names a missing folder, which the
+    next start treats as damage.
 
     Args:
         root: the save folder.
-        step: the one that is loaded.
-        aside: where each other step is moved to.
+        step: the loaded step.
+        aside: the new path of each other step.
 
     Raises:
         CheckpointError: the disk refuses.
     """
     for aside_step, target in aside.items():
         # A shared file system may show other times of its files on each machine, as if each had a disk of its
-        # own: then another rank has done it.
+        # own: then another rank has moved the folder.
         with contextlib.suppress(FileNotFoundError):
             (root / naming.final_name(aside_step)).rename(target)
     disk.sync(root)
@@ -67,16 +67,16 @@ def go_back(root: Path, step: int, aside: Mapping[int, Path]) -> None:
 
 
 def complete(root: Path, name: str, generation: str) -> str:
-    """Give a regular save its name on this disk, where rank 0 has given it its own and the job ended then.
+    """Name a regular save on this disk, if rank 0 has named its own and the job ended then.
 
     Args:
         root: the save folder.
         name: of the folder of the checkpoint.
-        generation: of the workers that have saved it, as rank 0 sees.
+        generation: of the workers that have saved the checkpoint, as rank 0 sees.
 
     Returns:
-        Why a save that was written cannot get its name, in a line; '' where it has it, or is not there, or
-        only half of it. It raises nothing, for all ranks wait.
+        Why a written save cannot get its name, in a line; "" if it has its name, is missing, or is
+        incomplete. Never raises, because all ranks wait.
     """
     step = naming.step_of(name)
     try:
@@ -95,12 +95,12 @@ def complete(root: Path, name: str, generation: str) -> str:
 
 
 def follow(root: Path, agreed: Agreed) -> str:
-    """Do it on a disk that rank 0 does not see; one rank of those that see it calls this.
+    """Carry out `agreed` on a disk that rank 0 does not see; called by one rank of the disk.
 
-    What dead processes have left there is removed, too: rank 0 removes it on its own disk alone.
+    Left-overs of dead processes on the disk are removed, too: rank 0 cleans its own disk alone.
 
     Returns:
-        Why it cannot be done, in a line; '' where it is done. It raises nothing, for all ranks wait for it.
+        Why it cannot be done, in a line; "" if done. Never raises, because all ranks wait.
     """
     if not agreed.may_change:
         return settle(root, agreed.step, may_change=False)
@@ -120,17 +120,17 @@ def follow(root: Path, agreed: Agreed) -> str:
 
 
 def settle(root: Path, step: int, *, may_change: bool) -> str:
-    """Let the tracker on this disk name `step`, if it names none or a later one.
+    """Let the tracker on this disk name `step`, if it names no step or a later step.
 
-    The framework takes the largest that any rank reads.
+    The framework takes the largest step of all ranks.
 
     Args:
         root: the folder of checkpoints.
-        step: the one that rank 0's tracker names.
-        may_change: whether the job saves there.
+        step: the step of rank 0's tracker.
+        may_change: whether the job saves in the folder.
 
     Returns:
-        Why it does not, in a line; '' where it does. It raises nothing, for all ranks wait for it.
+        Why it cannot be done, in a line; "" if done. Never raises, because all ranks wait.
     """
     named = tracker.tracked_step(root)
     if named is not None and named <= step:
@@ -148,7 +148,7 @@ def settle(root: Path, step: int, *, may_change: bool) -> str:
 
 
 def _tell_of(root: Path, named: int | None, step: int) -> None:
-    """Say that a tracker has gone backwards."""
+    """Print a line about a tracker that has gone backwards."""
     if named is not None and named > step:
         output.tell(
             f"[ttp] node {context.part(Place).node}: {root / naming.TRACKER} named step {named}, and"

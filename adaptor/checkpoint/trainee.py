@@ -1,4 +1,4 @@
-"""Megatron's training state, as the worker's session asks for it (`protocol.state_provider.Trainee`)."""
+"""Megatron's training state, as the worker's session needs it (`protocol.state_provider.Trainee`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ from adaptor.replica.ring import Ring, stride
 
 @dataclass(frozen=True)
 class _PreUpdateSnapshot:
-    """The changes that a step has made at the door, and the amounts by which it moves the rest later."""
+    """The changes that a step has made at the door, and the amounts by which the framework moves the rest
+    later.
+    """
 
     scalers: tuple[Mapping[str, Any] | None, ...]
     rng: Sequence[Mapping[str, Any]]
@@ -54,16 +56,16 @@ class MegatronTrainee:
     Attributes:
         state: the live objects
         save: the folder of checkpoints
-        shares: what this rank holds
-        random: the random states that are saved
-        counters: the counters as they are now, under the framework's names
-        growth: by how much the step that runs now moves each counter
-        increment: by how many samples it moves the scheduler
+        shares: the shards of the rank
+        random: the saved random states
+        counters: the current counters, under the framework's names
+        growth: the amount by which the current step moves each counter
+        increment: the number of samples by which the step moves the scheduler
         barrier: a barrier of all ranks of the job
-        mirrors: per optimizer of the chain: the copy of a neighbour's shard, None where there is none
-        rerun: what a checkpoint has of the framework's rerun state machine, None where it has nothing
-        local_copy: of the state before an update; None: with the barrier nobody has to go back
-        also: what else the framework says, as keywords, when it moves the scheduler
+        mirrors: per optimizer of the chain: the copy of a neighbour's shard, or None
+        rerun: the saved state of the framework's rerun state machine, or None
+        local_copy: of the state before an update; None: with the barrier no rank has to go back
+        also: further keywords of the framework when it moves the scheduler
     """
 
     state: TrainingState
@@ -150,7 +152,7 @@ class MegatronTrainee:
         )
 
     def has_state(self) -> bool:
-        # Others save what they have: there may be nothing besides the params, as with plain SGD.
+        # Other optimizers save their state as it is: plain SGD has nothing besides the params.
         sharded = [
             sharded_optimizer
             for sharded_optimizer in step_record.chain(self.state.optimizer)
@@ -188,7 +190,7 @@ def write_group(
     """Do a rank's part of saving a group, as `Trainee.dump` describes it.
 
     Args:
-        state: of this rank.
+        state: of the rank.
         mirrors: per optimizer of the chain: its copy of another shard.
         device: where its tensors lie.
         record: of the step.
@@ -226,17 +228,17 @@ def write_group(
 def replicas_of(
     optimizer: Any, size: int, experts: int, is_repeated: bool = False
 ) -> tuple[Mirror | None, ...]:
-    """Make the copies of neighbours' shards, one per optimizer of the chain, None where there are none.
+    """Make the copies of neighbours' shards, one per optimizer of the chain, None where no copy is needed.
 
-    Collective, after the state is loaded. Rank 0 tells the user which replicas the job has.
+    Collective, after the state is loaded. Rank 0 prints the replicas of the job.
 
     Args:
         size: of the data-parallel group, context parallel included.
-        experts: ranks that have the same experts.
-        is_repeated: the user has been told.
+        experts: ranks with the same experts.
+        is_repeated: the line was printed before.
 
     Raises:
-        UnsupportedError: a shard cannot be mirrored, or what an optimizer keeps is not protected.
+        UnsupportedError: a shard cannot be mirrored, or the state of an optimizer is not protected.
     """
     for torchs in step_record.inner(optimizer):
         supported_optimizers.require_protected(torchs)
@@ -272,7 +274,7 @@ def local_copy_of(
 ) -> LocalCopy | None:
     """Make the local copy, of `mirrors` too, if the user asked for one (TTP_LOCAL_COPY).
 
-    Rank 0 tells its memory, but not `is_repeated`.
+    Rank 0 prints its memory, unless `is_repeated`.
     """
     if not context.get().settings.local_copy:
         return None
@@ -297,6 +299,6 @@ def mirror_of(optimizer: Any) -> Mirror:
 
 
 def apart(optimizer: Any) -> int:
-    """Return the distance in its group between a rank and the rank that has the copy of its shard."""
+    """Return the distance in its group between a rank and the rank with the copy of its shard."""
     local = context.part(Place).local_size
     return stride([rank // local for rank in dist.get_process_group_ranks(optimizer.data_parallel_group)])

@@ -18,9 +18,12 @@ from adaptor.checkpoint.weights import TensorSlot
 
 
 class Buffers:
-    """The buffers that the chunks of a model save of themselves.
+    """The saved buffers of the chunks of a model.
 
-    A buffer is known by its module and its name there: the framework may give it other memory.
+    The framework changes buffers outside of the optimizer: a router's expert bias when the gradients are
+    final, a running mean in the forward pass. So buffers belong to the next step long before its update, and
+    a dump takes them from the record of the step. A buffer is known by its module and its name: the framework
+    may give it other memory.
     """
 
     def __init__(self, model: Sequence[torch.nn.Module]) -> None:
@@ -33,11 +36,11 @@ class Buffers:
         ]
 
     def take(self) -> tuple[torch.Tensor | None, ...]:
-        """Return copies of the buffers as they are now, None for one that does not exist."""
+        """Return copies of the current buffers, None for a buffer that does not exist."""
         return tuple(None if live is None else live.detach().clone() for live in self._live())
 
     def copies(self, taken: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """Return the copies in `taken`, by the address at which the live buffer lies now."""
+        """Return the copies in `taken`, by the current address of the live buffer."""
         return {
             live.data_ptr(): copy
             for live, copy in zip(self._live(), taken, strict=True)
@@ -46,7 +49,7 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self, taken: Sequence[torch.Tensor | None]) -> None:
-        """Give the live buffers the values that `take` has copied."""
+        """Restore the values that `take` has copied in the live buffers."""
         for live, copy in zip(self._live(), taken, strict=True):
             if live is not None and copy is not None:
                 live.copy_(copy)
@@ -91,14 +94,14 @@ class CheckpointContents:
 
 
 class FormatFactory(Protocol):
-    """The function that an entry point of `ttp_adaptor.formats` names; see `formats.in_format`."""
+    """The function that an entry point of `ttp_adaptor.formats` names; see `in_format`."""
 
     def __call__(self, state: TrainingState, first: int) -> CheckpointFormat:
         """Make the format in which this rank writes last words; on every rank at the same time.
 
         Args:
-            state: of this rank, complete but for its format.
-            first: the lowest rank of this rank's group, which is the one that the framework lets write.
+            state: of the rank, complete but for its format.
+            first: the lowest rank of the rank's group, which the framework lets write.
 
         Raises:
             UnsupportedError: the format cannot hold this state.
@@ -109,61 +112,61 @@ class CheckpointFormat(Protocol):
     """A format of checkpoints."""
 
     def model(self, chunks: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the `chunks` of the model save of themselves, by their keys, with live weights."""
+        """Return the saved dict of each of the `chunks` of the model, by their keys, with live weights."""
 
     def places(self, saved: Any) -> Sequence[TensorSlot]:
-        """Return where tensors stand in what one chunk has `saved`, so that others can take their places."""
+        """Return the tensors in the `saved` dict of one chunk, each with a function that replaces it."""
 
     def optimizer(
         self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], gathered: Sequence[Any]
     ) -> Any:
-        """Return what the chain of optimizers saves.
+        """Return the saved value of the chain of optimizers.
 
         Args:
             state: the training state.
-            model: what the method `model` returned.
-            states: per optimizer of the chain: what it saves without its shards.
-            gathered: per optimizer of the chain: the state that was gathered; None where it has no shards.
+            model: the result of the method `model`.
+            states: per optimizer of the chain: its saved state without its shards.
+            gathered: per optimizer of the chain: the gathered state; None without shards.
         """
 
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
         """Return random states as they are saved; `states` has one for each data-parallel rank."""
 
     def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
-        """Return the files of this rank: for each path below the checkpoint a function that writes it.
+        """Return the files of the rank: for each path below the checkpoint a function that writes the file.
 
         Args:
             state: the training state.
-            body: what is saved besides the optimizer's gathered state.
+            body: the saved dict besides the optimizer's gathered state.
             gathered: as for `optimizer`.
         """
 
 
 class PlannableFormat(CheckpointFormat, Protocol):
-    """A format whose large files can be laid out before the shards are there."""
+    """A format whose large files can be laid out before the shards have arrived."""
 
     def planned_tensors(self) -> PlannedTensors:
-        """Return what makes the stand-ins for the state that is not gathered."""
+        """Return the maker of the stand-ins for the state that is not gathered."""
 
     def planned_files(
         self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any], planned: PlannedTensors
     ) -> tuple[Mapping[str, FileLayout[Source]], Files]:
-        """Return the files of this rank, by path below the checkpoint: layouts, and functions that write.
+        """Return the files of the rank, by path below the checkpoint: layouts, and functions that write.
 
         Args:
             state: the training state.
             body: as for `files`, with stand-ins.
             gathered: as for `optimizer`, stand-ins.
-            planned: which has made them.
+            planned: the maker of the stand-ins.
 
         Raises:
-            CannotBePlanned: it is not known where everything stands.
+            CannotBePlanned: the place of some content is not known.
         """
 
 
 @dataclass(frozen=True)
 class TrainingState:
-    """The live objects of the framework on this rank.
+    """The live objects of the framework on the rank.
 
     Attributes:
         model: its chunks, wrapped (DDP, Float16Module) or not
@@ -173,9 +176,9 @@ class TrainingState:
         args: the framework's namespace of arguments; None for a library user, who has none
         args_overrides: what the namespace would say on data-parallel rank 0 without the adaptor (`rank`, ...)
         extra: further entries beside the framework's own
-        stored: per optimizer of the chain: whether this rank's group saves its state; empty: it does
+        stored: per optimizer of the chain: whether the rank's group saves its state; empty: it does
         keeps: whether an entry of the model is saved, by its name; None: all are
-        beside: further files of this rank's folder, by name; the framework has none of them
+        beside: further files of the rank's folder, by name; the framework has none of them
         on_top: further files of the checkpoint, by path below its folder, in every format
         contents: what else the framework's checkpoints contain
         writes_common: whether this rank writes the files that a checkpoint has once
@@ -206,7 +209,9 @@ class TrainingState:
 
     @property
     def chained(self) -> list[tuple[Any, Any, bool]]:
-        """Return for each optimizer of the chain: it, the one that updates the model, and if it is saved."""
+        """Return for each optimizer of the chain: itself, the optimizer that updates the model, and whether
+        it is saved.
+        """
         own_chain = chain(self.optimizer)
         live = chain(self.live or self.optimizer)
         return list(zip(own_chain, live, self.stored or (True,) * len(own_chain), strict=True))
@@ -225,13 +230,13 @@ def unwrapped(chunk: Any) -> Any:
 
 
 def in_format(name: str, state: TrainingState, first: int, setting: str) -> TrainingState:
-    """Return `state` with the format that is chosen for last words; on every rank at the same time.
+    """Return `state` with the chosen format for last words; on every rank at the same time.
 
     Args:
-        name: of the format.
-        state: of this rank.
-        first: the lowest rank of this rank's group, which is the one that the framework lets write.
-        setting: where the user has chosen it, for messages.
+        name: of the format, an entry point of `ttp_adaptor.formats`.
+        state: of the rank.
+        first: the lowest rank of the rank's group, which the framework lets write.
+        setting: the setting in which the user has chosen the format, for messages.
 
     Raises:
         ConfigError: no format of this name is installed.

@@ -1,9 +1,9 @@
 """Model weights rebuilt from the optimizer's float32 main params.
 
 The weights in the model itself may be half updated or half gathered when a dump begins; the main params of
-the chosen holders are not. A tensor of the model's state dict is recognised by the memory it lies in,
-whatever its name. So tied embeddings need no rule: on one pipeline stage both names have the same memory,
-and the copy of the last stage is a param of its own, with a main param of its own.
+the chosen holders are not. A tensor of the model's state dict is recognised by its memory, whatever its name.
+So tied embeddings need no rule: on one pipeline stage both names have the same memory, and the copy of the
+last stage is a param of its own, with a main param of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from adaptor.errors import CheckpointError
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 Cast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 IsFinite = Callable[[torch.Tensor], bool]
-# A tensor among what a model saves: its name, itself, and what puts another in its place.
+# A saved tensor of a model: its name, the tensor, and a function that replaces it.
 TensorSlot = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]
 
 
@@ -35,7 +35,9 @@ class _Buffer:
         self._cast = cast(main, data.dtype)
 
     def rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the weights at the place of `tensor` in the buffer; None if it is not in this buffer."""
+        """Return the weights at the place of `tensor` in the buffer; None if the tensor is not in this
+        buffer.
+        """
         if not self._start <= tensor.data_ptr() < self._end or tensor.dtype != self._cast.dtype:
             return None
         first = (tensor.data_ptr() - self._start) // tensor.element_size()
@@ -55,7 +57,7 @@ class Weights:
 
     Args:
         to_host: brings a tensor to the host's memory.
-        cast, is_finite: of main params and of weights; others where the main params are stand-ins.
+        cast, is_finite: of main params and of weights; replaced if the main params are stand-ins.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class Weights:
         self._whole: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
     def add_sharded(self, optimizer: Any, state: Mapping[Any, Any]) -> None:
-        """Adds a distributed optimizer's params, from the parameter state that was gathered for it."""
+        """Add a distributed optimizer's params, from its gathered parameter state."""
         for number, buffer in enumerate(optimizer.buffers):
             (world,) = state[number].values()
             if (
@@ -78,9 +80,9 @@ class Weights:
             self._buffers.append(_Buffer(optimizer, buffer, world["param"], self._cast))
 
     def add_whole(self, optimizer: Any, live: Any) -> None:
-        """Adds the params of an optimizer that every data-parallel rank has in full.
+        """Add the params of an optimizer that every data-parallel rank has in full.
 
-        `live` is the optimizer that updates the model: `optimizer` itself, or that of which it is a copy.
+        `live` is the optimizer that updates the model: `optimizer` itself, or its original.
         """
         groups = (
             getattr(optimizer, "float16_groups", []),
@@ -95,16 +97,18 @@ class Weights:
     def rebuild(
         self, chunk: Any, places: Iterable[TensorSlot], buffers: Mapping[int, torch.Tensor]
     ) -> list[str]:
-        """Replace each saved tensor of a model chunk: weights by those rebuilt from main params.
-
-        Returns the names of weights that are not finite.
+        """Replace each saved tensor of a model chunk: weights by weights rebuilt from main params.
 
         Args:
-            chunk: a part of the model, in which they are trained.
-            places: where the saved tensors stand.
-            buffers: copies to save in the place of live buffers, by their address (`Buffers.copies`).
+            chunk: a part of the model, in which the weights are trained.
+            places: the saved tensors.
+            buffers: copies to save in place of live buffers, by their address (`Buffers.copies`).
 
-        Raises CheckpointError for a trained weight without a main param here.
+        Returns:
+            The names of non-finite weights.
+
+        Raises:
+            CheckpointError: a trained weight has no main param on the rank.
         """
         trained = {param.data_ptr() for param in chunk.parameters() if param.requires_grad and param.numel()}
         not_finite = []
