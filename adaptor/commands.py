@@ -6,9 +6,7 @@
 
 `python -m adaptor layout merge DIR OUT`: layout files of stages into one (the same file).
 
-`python -m adaptor verify SAVE`: the checkpoints in a save folder against their manifests, as `ttp verify`.
-
-`python -m adaptor store list|pull|push|verify|prune URL`: object storage (`adaptor/store/command.py`).
+`ttp` has the commands about jobs and checkpoints: `ttp verify`, `ttp store`.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ from typing import TYPE_CHECKING, TextIO
 
 from adaptor import _script, context, devices, distributions, engines, misspelt
 from adaptor.errors import AdaptorError, DriftError, StartError
-from adaptor.operations import verify
-from adaptor.store import command as store
 from adaptor.transform import command as transform
 
 if TYPE_CHECKING:
@@ -53,13 +49,6 @@ def run(arguments: list[str] | None) -> int:
         return transform.main(parsed)
     if parsed.command == "layout":
         return transform.main_layout(parsed)
-    if parsed.command == "verify":
-        try:
-            return verify.answer(parsed)
-        except AdaptorError as error:
-            return _bad_usage(str(error))
-    if parsed.command == "store":
-        return store.main(parsed)
     script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
     if script:
         if not Path(script[0]).is_file():
@@ -121,8 +110,6 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
     transform.add_to(commands)
     transform.add_layout(commands)
-    verify.add_arguments(commands.add_parser("verify", allow_abbrev=False, help=verify.WORDS))
-    store.add_to(commands)
     return parser
 
 

@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 from adaptor import _script, context, patching
 from adaptor.context import Context
 from adaptor.errors import AdaptorError
-from adaptor.protection_plan import Model, Plan, Sharing, plan
+from adaptor.operations.records import Plan
+from adaptor.protection_plan import Model, Sharing, plan
 from adaptor.replica import tolerance
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker.unprotected import UnprotectedTraining

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from adaptor.operations.records import Plan, Replicas
 from adaptor.protocol.messages import Share
 from adaptor.replica import tolerance
 
@@ -43,57 +44,6 @@ class Model:
     total: float
     weight: int
     weight_copies: int
-
-
-@dataclass(frozen=True)
-class Replicas:
-    """The costs and gains of one kind of replicas.
-
-    Args:
-        kind: `split`, `mirror`, `whole` (every rank has all) or `none`.
-        chosen: whether the job would have it.
-        memory: bytes more on each rank; None where the size of the model is not known.
-        local_copy: bytes more on each rank with TTP_LOCAL_COPY.
-        host_copy: bytes of host memory for each rank with TTP_HOST_COPY.
-        sent: bytes that each rank sends more in a step.
-        survives: what may be lost, in words.
-        any_rack: whether any 1 rack may be lost; None where the racks are not known.
-        better: if not: nodes in an order in which it may be; None where none was found.
-    """
-
-    kind: str
-    chosen: bool
-    memory: float | None
-    local_copy: float | None
-    host_copy: float | None
-    sent: float | None
-    survives: str
-    any_rack: bool | None = None
-    better: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The costs and gains of protection.
-
-    Args:
-        ranks, nodes: of the job.
-        parameters: of the rank that has most; None where the size of the model is not known, and so below.
-        training: bytes of weights, gradients and optimizer state on that rank without the adaptor.
-        replicas: each kind that the layout allows.
-        save: bytes that a save writes, by all ranks together.
-        writer: bytes of host memory of a rank that gathers the state of its group for a save.
-        remedy: the setting with which a death would cost less, in words; empty: none is needed.
-    """
-
-    ranks: int
-    nodes: int
-    parameters: float | None
-    training: float | None
-    replicas: tuple[Replicas, ...]
-    save: float | None
-    writer: float | None
-    remedy: str = ""
 
 
 @dataclass(frozen=True)

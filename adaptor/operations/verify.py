@@ -1,4 +1,4 @@
-"""`ttp verify`, and `python -m adaptor verify`: the checkpoints in a save folder against their manifests."""
+"""`ttp verify`: compares the checkpoints in a save folder with their manifests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ttp store list|pull|push|verify|prune URL`, which is also `python -m adaptor store`.
+"""`ttp store list|pull|push|verify|prune URL`.
 
 Exit codes: 0, all is well; 1, a checkpoint is damaged, or there is none; 2, bad usage, or the store refuses
 or does not answer.
@@ -17,17 +17,15 @@ import msgspec
 
 from adaptor import config, output
 from adaptor.checkpoint import tracker
-from adaptor.errors import AdaptorError, StoreError
+from adaptor.errors import StoreError
 from adaptor.operations.cli import Add
-from adaptor.operations.terminal import exit_code_of
-from adaptor.operations.words import FINDING, OK, USAGE, shown, size
+from adaptor.operations.words import FINDING, OK, shown, size
 from adaptor.protocol import naming
 from adaptor.store import catalog, prefetch
 from adaptor.store.client import DamagedError, Store
 from adaptor.store.opening import open_store, open_waiting
 from adaptor.store.retrying import Retrying
 
-_HELP = "checkpoints in an object store: list, pull, push, verify or prune them"
 _AT_ONCE = 8  # checkpoints whose state is asked for at the same time
 
 
@@ -44,30 +42,10 @@ class Row(msgspec.Struct):
 
 
 def add(add_command: Add) -> None:
-    """Add the command to those of `ttp`."""
-    _fill(add_command("store", _answer, _HELP))
-
-
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `python -m adaptor`."""
-    _fill(commands.add_parser("store", allow_abbrev=False, help=_HELP, description=_HELP))
-
-
-def main(parsed: argparse.Namespace) -> int:
-    """Run the command; return the exit code."""
-    try:
-        return exit_code_of(lambda: _answer(parsed), "python -m adaptor store")
-    except AdaptorError as error:
-        print(f"python -m adaptor store: {error}", file=sys.stderr)
-        return USAGE
-    except KeyboardInterrupt:
-        print("python -m adaptor store: interrupted; the same command goes on", file=sys.stderr)
-        return 130
-    finally:
-        output.finish()
-
-
-def _fill(parser: argparse.ArgumentParser) -> None:
+    """Add the command to `ttp`."""
+    parser = add_command(
+        "store", _answer, "checkpoints in an object store: list, pull, push, verify or prune them"
+    )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def action(
@@ -105,7 +83,11 @@ def _answer(parsed: argparse.Namespace) -> int:
     if colon and "://" not in parsed.url:
         url = f"{scheme}://{'/' if scheme == 'file' else ''}{place}"
         raise StoreError(f"the URL comes first: ttp store {parsed.action} {shown(url)} {shown(parsed.url)}")
-    return run(parsed)
+    try:
+        return run(parsed)
+    except KeyboardInterrupt:
+        print("ttp store: interrupted; the same command goes on", file=sys.stderr)
+        raise
 
 
 def _open(parsed: argparse.Namespace) -> Store:

@@ -11,12 +11,14 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import TypeVar, cast
 
 from adaptor import output, text, threads
 from adaptor.errors import AdaptorError
 from adaptor.launchers.control.agent_listener import EXHAUSTED
 from adaptor.launchers.records.log import tell_error
+from adaptor.threads import Reserve
 
 T = TypeVar("T")
 
@@ -159,3 +161,32 @@ class ControlThread:
         self._on_failure(error)
         # Last, because a traceback reads source files, and their disk may hang.
         tell_error("an error in ttprun itself", error)
+
+
+async def call_in_thread(threads: Reserve, name: str, act: Callable[[], T]) -> T:
+    """Return the result of `act`, called in a thread that nobody joins.
+
+    The interpreter would wait at its end for a thread of a pool, and `act` may hang, on a disk or a store.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[T] = loop.create_future()
+
+    def settle(report: Callable[[], None]) -> None:
+        if not answer.done():  # otherwise the wait was cancelled
+            report()
+
+    def run() -> None:
+        try:
+            report = partial(answer.set_result, act())
+        except BaseException as error:  # a task waits for an answer
+            report = partial(
+                answer.set_exception, error if isinstance(error, Exception) else OSError(text.describe(error))
+            )
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
+            loop.call_soon_threadsafe(settle, report)
+
+    threads.run(name, run)
+    return await answer

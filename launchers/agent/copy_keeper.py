@@ -17,7 +17,7 @@ import msgspec
 from adaptor import output, text, threads
 from adaptor.config import Config
 from adaptor.errors import StartError
-from adaptor.launchers.agent.control_thread import ControlThread, ControlThreadError
+from adaptor.launchers.agent.control_thread import ControlThread, ControlThreadError, call_in_thread
 from adaptor.launchers.agent.copy_files import CopyFiles
 from adaptor.launchers.control.agent_connection import connect
 from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, RejectedConnections
@@ -158,27 +158,10 @@ class CopyKeeper:
     @staticmethod
     async def _find_again(find: Callable[[], str]) -> Endpoint | None:
         """Return the endpoint of the next node's keeper now; None if the store does not answer."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[str] = loop.create_future()
-
-        def end(endpoint_text: str) -> None:
-            if not answer.done():  # otherwise the wait was cancelled
-                answer.set_result(endpoint_text)
-
-        def run() -> None:
-            endpoint_text = ""
-            try:
-                endpoint_text = find()
-            except Exception:  # torch's, of a lost store
-                pass
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the generation is over
-                loop.call_soon_threadsafe(end, endpoint_text)
-
         try:
-            # Not in a pool: the interpreter would wait at its end for a store that hangs.
-            threads.reserve.run("ttp-find", run)
-            return msgspec.json.decode(await answer, type=Endpoint)
-        except (RuntimeError, msgspec.DecodeError):  # no thread, or no answer
+            answer = await call_in_thread(threads.reserve, "ttp-find", find)
+            return msgspec.json.decode(answer, type=Endpoint)
+        except Exception:  # no thread, torch's error of a lost store, or no endpoint
             return None
 
     async def _give_until_it_is_lost(self, endpoint: Endpoint, own_files: dict[int, list[CopyFile]]) -> None:

@@ -24,13 +24,12 @@ from adaptor.launchers.agent import elastic_events
 from adaptor.launchers.agent.elastic_events import ElasticEvents
 from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.agent.node import Node
-from adaptor.launchers.cli.end_requests import EndRequests
 from adaptor.launchers.cli.last_line import RunRecord
 from adaptor.launchers.control import invitation
 from adaptor.launchers.records.operator_summary import Account, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
-from adaptor.launchers.rendezvous.waiting import wait_for
+from adaptor.launchers.rendezvous.waiting import EndRequests, wait_for
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.slot_filling import Places
 from adaptor.launchers.store.store_resume import StoreResume

@@ -15,10 +15,8 @@ WORKER = _LAUNCHERS / "agent" / "worker_main.py"
 SPARE = _LAUNCHERS / "spares" / "spare_main.py"
 # Serves the files of a job.
 SERVE = _LAUNCHERS / "records" / "serve_main.py"
-# Asks an object store for ttprun.
+# Works with object stores.
 STORE = _LAUNCHERS / "store" / "store_main.py"
-# Brings the data of a job.
-DATA = _LAUNCHERS / "store" / "data_main.py"
 
 
 def end(process: subprocess.Popen[bytes], within_s: float) -> None:

@@ -23,6 +23,7 @@ from adaptor import text
 from adaptor.checkpoint import disk, lease_claim, left_overs, publish, tracker
 from adaptor.checkpoint.lease import Lease, Owner
 from adaptor.errors import CheckpointError
+from adaptor.launchers.agent.control_thread import call_in_thread
 from adaptor.protocol import naming
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Find, FromAgent, Prepare, Prepared, Publish, Published, PublishFailed
@@ -122,34 +123,21 @@ class SaveFolderTasks:
                 await self._in_thread(left_overs.clean, root, term, generation, saves=saves)
 
     async def _in_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `act` in a thread that is never joined, so that a thread that hangs cannot delay the end of
-        ttprun.
-        """
+        """Run `act` in a thread that is never joined; the thread counts as running until its end."""
         job = functools.partial(act, *args, **kwargs)
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
 
-        def end(tell: Callable[[], None]) -> None:
-            self._running.discard(job)
-            if not answer.done():  # otherwise the wait was cancelled
-                tell()
-
-        def run() -> None:
+        def run() -> T:
             try:
-                tell = functools.partial(answer.set_result, job())
-            except BaseException as error:  # the controller waits for an answer
-                job_error = error if isinstance(error, Exception) else OSError(_line(error))
-                tell = functools.partial(answer.set_exception, job_error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the job is over
-                loop.call_soon_threadsafe(end, tell)
+                return job()
+            finally:
+                self._running.discard(job)
 
         self._running.add(job)
         try:
-            self._threads.run("ttp-save-folder", run)
+            return await call_in_thread(self._threads, "ttp-save-folder", run)
         except RuntimeError:
             self._running.discard(job)
             raise
-        return await answer
 
 
 def _line(error: BaseException) -> str:

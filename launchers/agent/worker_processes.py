@@ -356,8 +356,8 @@ class Workers:
         if status == 0 and rank in self._lifelines.held:
             self._on_dying(rank, pid, at)
         self.alive.discard(rank)
-        why = self._kills.explain(pid) if status == -signal.SIGKILL else ""
-        self._up(Died(rank, status, at, self._last_board(rank, pid), why))
+        kill_reason = self._kills.explain(pid) if status == -signal.SIGKILL else ""
+        self._up(Died(rank, status, at, self._last_board(rank, pid), kill_reason))
         self._ended[rank].set_result(None)
         self._loop.call_soon(self._sweep, (pid,))
 

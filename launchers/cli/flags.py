@@ -386,6 +386,8 @@ def _require_known(own_arguments: list[str]) -> None:
 def _no_flag(argument: str) -> ConfigError:
     """Return the refusal of an unknown flag, with the likely flag."""
     flag = argument.partition("=")[0]
-    known = [name for action in whole_parser()._actions for name in action.option_strings if "_" not in name]
-    meant = misspelt.flag_meant(flag, known)
+    known_flags = [
+        name for action in whole_parser()._actions for name in action.option_strings if "_" not in name
+    ]
+    meant = misspelt.flag_meant(flag, known_flags)
     return ConfigError(f"there is no flag {flag}: " + (f"{meant} is one" if meant else _ALL_FLAGS))

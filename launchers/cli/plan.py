@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -17,39 +17,11 @@ import msgspec
 from adaptor import text
 from adaptor.errors import ConfigError
 from adaptor.operations import cli, terminal
+from adaptor.operations.records import Plan, Replicas
 from adaptor.operations.words import FINDING, OK, USAGE, duration
 
 # The default bandwidth of all writers together into a save folder, in bytes per second.
 BANDWIDTH = 1e9
-
-
-class ReplicaRow(msgspec.Struct):
-    """The costs and gains of one kind of replicas: `adaptor.protection_plan.Replicas`."""
-
-    kind: str
-    chosen: bool
-    memory: float | None
-    local_copy: float | None
-    host_copy: float | None
-    sent: float | None
-    survives: str
-    any_rack: bool | None = None
-    better: tuple[int, ...] | None = None
-
-
-class JobPlan(msgspec.Struct):
-    """The plan in the report, `adaptor.protection_plan.Plan`, and the duration of a save."""
-
-    ranks: int
-    nodes: int
-    parameters: float | None
-    training: float | None
-    replicas: list[ReplicaRow]
-    save: float | None
-    writer: float | None
-    remedy: str = ""
-    bandwidth: float | None = None
-    save_seconds: float | None = None
 
 
 class _Layout(msgspec.Struct):
@@ -64,16 +36,16 @@ class Report(msgspec.Struct):
     refusals: list[str]
     not_online: list[str] | None
     layout: _Layout | None
-    plan: JobPlan | None
+    plan: Plan | None
 
 
 def add(add_command: cli.Add) -> None:
     """Add the command to `ttp`."""
     parser = add_command("plan", _answer, "what protection of a job would take and give; nothing is trained")
-    parser.add_argument("--nnodes", type=count, default=1, help="nodes of the job (default 1)")
+    parser.add_argument("--nnodes", type=COUNT, default=1, help="nodes of the job (default 1)")
     parser.add_argument(
         "--nproc-per-node",
-        type=count,
+        type=COUNT,
         help="ranks on each node (default: twice the fewest that the arguments allow, on one node)",
     )
     parser.add_argument(
@@ -93,12 +65,19 @@ def add(add_command: cli.Add) -> None:
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
 
 
-def count(text: str) -> int:
-    """Return the number of nodes or ranks in an argument. Raises argparse.ArgumentTypeError."""
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= number <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number from 1 on")
-    return number
+def number(least: int, most: int, noun: str) -> Callable[[str], int]:
+    """Return the argparse type of a number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        value = int(text) if text.isascii() and text.isdigit() else least - 1
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r}: it must be {noun}")
+        return value
+
+    return parse
+
+
+COUNT = number(1, 1_000_000, "a number from 1 on")
 
 
 def _bandwidth(text: str) -> float:
@@ -197,14 +176,15 @@ def show(
         return USAGE
     report = msgspec.json.decode(answer, type=Report)
     plan = report.plan
-    if plan is not None and plan.save is not None:
-        plan.bandwidth, plan.save_seconds = bandwidth, plan.save / bandwidth
+    save_seconds = plan.save / bandwidth if plan is not None and plan.save is not None else None
     if as_json:
-        report_fields = msgspec.json.decode(answer, type=dict[str, msgspec.Raw])
-        report_fields["plan"] = msgspec.Raw(msgspec.json.encode(plan))
+        report_fields = msgspec.json.decode(answer)
+        if plan is not None:
+            used_bandwidth = None if save_seconds is None else bandwidth
+            report_fields["plan"].update(bandwidth=used_bandwidth, save_seconds=save_seconds)
         print(msgspec.json.encode(report_fields).decode())
     else:
-        terminal.show(map(text.encodable, _lines(report, list(racks or {}))))
+        terminal.show(map(text.encodable, _lines(report, list(racks or {}), bandwidth, save_seconds)))
     return code
 
 
@@ -231,7 +211,7 @@ def _ask(
     return completed.returncode, completed.stdout
 
 
-def _lines(report: Report, hosts: Sequence[str]) -> list[str]:
+def _lines(report: Report, hosts: Sequence[str], bandwidth: float, save_seconds: float | None) -> list[str]:
     plan = report.plan
     lines = [f"REFUSED {line}" for line in report.refusals]
     if plan is None or report.layout is None:
@@ -261,20 +241,22 @@ def _lines(report: Report, hosts: Sequence[str]) -> list[str]:
             if plan.remedy:
                 host = f"; {_bytes(row.host_copy)} of host memory for each rank" if row.host_copy else ""
                 lines.append(f"remedy       {plan.remedy}{host}")
-    if plan.save_seconds is not None:
-        save, speed, writer = map(_bytes, (plan.save, plan.bandwidth, plan.writer))
-        seconds = duration(plan.save_seconds)
+    if save_seconds is not None:
+        save, speed, writer = map(_bytes, (plan.save, bandwidth, plan.writer))
+        seconds = duration(save_seconds)
         lines.append(
             f"a save       {save}, {seconds} at {speed}/s; one writer gathers {writer} in host memory"
         )
     if report.not_online is not None:
         online = "online: a fault costs new processes in place of the failed ranks alone"
-        why = "; ".join(report.not_online)
-        lines.append(f"recovery     {f'not online: a fault restarts all ranks ({why})' if why else online}")
+        reasons = "; ".join(report.not_online)
+        lines.append(
+            f"recovery     {f'not online: a fault restarts all ranks ({reasons})' if reasons else online}"
+        )
     return [*lines, f"verdict      {report.verdict}"]
 
 
-def _of_racks(row: ReplicaRow, hosts: Sequence[str]) -> list[str]:
+def _of_racks(row: Replicas, hosts: Sequence[str]) -> list[str]:
     if row.any_rack is None:
         return []
     if row.any_rack:

@@ -25,7 +25,7 @@ from adaptor.launchers.platforms.reading import this_machine
 from adaptor.launchers.records import job_server, notifier
 from adaptor.launchers.rendezvous import agreement
 from adaptor.launchers.spares import spare_node
-from adaptor.launchers.store import data_pull, job_uploads, store_load
+from adaptor.launchers.store import job_uploads, store_load
 from adaptor.operations.terminal import exit_code_of
 
 # torch's own default of --rdzv-id.
@@ -103,7 +103,7 @@ def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None
         raise ConfigError(f"{flags.DRY_RUN}: give ttprun the path of a Python script")
     start_checks.require_script(parsed, settings)
     devices.require(settings.device)
-    data_pull.require(settings)
+    store_load.require_pulls(settings)
     _check(parsed, settings)
     _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
     ranks = run.determine_local_world_size(parsed.nproc_per_node)
@@ -166,7 +166,7 @@ def _run(
                 "TTP_LAYOUT_ONLY is set and ENABLE_TTP is False: without the adaptor the job would train;"
                 " leave out one of them"
             )
-        data_pull.require(settings)
+        store_load.require_pulls(settings)
         engine, load = _check(parsed, settings) if settings.enabled else (None, None)
         if engine is not None:
             if conflict := distributions.conflict():
@@ -181,7 +181,7 @@ def _run(
             if not engine.has_own_agent:
                 os.environ.update(engine.prepare(settings))
             job_uploads.require(settings)
-        if code := data_pull.bring(settings):
+        if code := store_load.pull_data(settings):
             return code
     except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")

@@ -239,10 +239,10 @@ class ControllerHost:
 
     def _tell_of_open_incident(self) -> None:
         """Print a line about an open incident: the next line may come after many seconds."""
-        words = self.controller.open_words()
-        if words and words != self._open_words:
-            output.tell(f"[ttp] {words}")
-        self._open_words = self._incident_report.open_words = words
+        open_words = self.controller.open_words()
+        if open_words and open_words != self._open_words:
+            output.tell(f"[ttp] {open_words}")
+        self._open_words = self._incident_report.open_words = open_words
 
     def _decide(self, message: ToController | None) -> Orders:
         """Let the controller decide, and send its orders; return the orders.

@@ -42,31 +42,31 @@ def add(add_command: cli.Add) -> None:
     parser.add_argument("--save", type=Path, help="also try the folder of checkpoints (--save) of the job")
     parser.add_argument(
         "--nodes",
-        type=_nodes,
+        type=plan.number(1, 1_000_000, "a number of nodes from 1 on"),
         default=1,
         help="it runs on so many nodes now (srun): also try ports, locks, clocks and routes between them",
     )
     parser.add_argument(
         "--rdzv-port",
-        type=_port,
+        type=plan.number(1, 65535, "a port from 1 to 65535"),
         default=RENDEZVOUS_PORT,
         help="the port of the job's --rdzv-endpoint or --master-port, which --nodes tries, too"
         f" (default {RENDEZVOUS_PORT})",
     )
     parser.add_argument(
         "--write-mib",
-        type=_mebibytes,
+        type=plan.number(1, 1 << 20, f"a number of MiB from 1 to {1 << 20}"),
         default=256,
         help="how much to write there for its speed (default 256)",
     )
     parser.add_argument(
         "--nnodes",
-        type=plan.count,
+        type=plan.COUNT,
         help="nodes of the job (default: --nodes), of which each writes a part of a save",
     )
     parser.add_argument(
         "--nproc-per-node",
-        type=plan.count,
+        type=plan.COUNT,
         help="ranks on each node (default: twice the fewest that the arguments allow, on one node)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -95,27 +95,6 @@ def arguments_of_job(parsed: argparse.Namespace) -> list[str]:
     if str(port).isdigit():
         taken += ["--rdzv-port", str(port)]
     return ["doctor", *taken, *script_arguments[1:]]
-
-
-def _mebibytes(text: str) -> int:
-    amount = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= amount <= 1 << 20:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number of MiB from 1 to {1 << 20}")
-    return amount
-
-
-def _nodes(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= number <= 1_000_000:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a number of nodes from 1 on")
-    return number
-
-
-def _port(text: str) -> int:
-    port = int(text) if text.isascii() and text.isdigit() else 0
-    if not 1 <= port < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r}: it must be a port from 1 to 65535")
-    return port
 
 
 def _answer(parsed: argparse.Namespace) -> int:

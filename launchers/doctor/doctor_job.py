@@ -18,6 +18,7 @@ from adaptor import host_memory
 from adaptor.config import Config
 from adaptor.launchers.cli import plan
 from adaptor.operations import newest_checkpoint
+from adaptor.operations.records import Plan, Replicas
 from adaptor.operations.words import duration, size
 
 # A save is not always as fast as the trial, and tensors do not get all memory that is free before a job.
@@ -72,7 +73,7 @@ class Job:
         self.script = script
         self.nodes = nodes
         self._ranks_per_node = ranks_per_node
-        self._plan: plan.JobPlan | None = None
+        self._plan: Plan | None = None
 
     def fits(self, settings: Config) -> Iterator[Finding]:
         """Read the arguments with the framework's parser, and compare the needs of a rank with the node."""
@@ -100,7 +101,7 @@ class Job:
         )
 
 
-def memory(of_job: plan.JobPlan, settings: Config) -> Iterator[Finding]:
+def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
     """Compare the memory of a rank with the free memory of the device, or of the host without a device.
 
     Args:
@@ -150,14 +151,14 @@ def memory(of_job: plan.JobPlan, settings: Config) -> Iterator[Finding]:
         )
 
 
-def _of_a_rank(of_job: plan.JobPlan, row: plan.ReplicaRow, settings: Config) -> float | None:
+def _of_a_rank(of_job: Plan, row: Replicas, settings: Config) -> float | None:
     """Return the bytes of weights, gradients, optimizer and the adaptor's additions; None if unknown."""
     if of_job.training is None or row.memory is None:
         return None
     return of_job.training + row.memory + ((row.local_copy or 0.0) if settings.local_copy else 0.0)
 
 
-def _instead(of_job: plan.JobPlan, settings: Config, free: float) -> str:
+def _instead(of_job: Plan, settings: Config, free: float) -> str:
     """Return the remedy for a rank without room for its replica."""
     for row in of_job.replicas:
         need = _of_a_rank(of_job, row, settings)

@@ -141,8 +141,8 @@ class IncidentReport:
                 self._noticed.add(rank)
                 self._add("fault-noticed", at, rank, node, f"{board.phase_name} after step {board.finished}")
             case Died(rank=rank, status=status, at=at, board=board) if not self._ended and status != 0:
-                why = f" ({message.why})" if message.why else ""
-                state_text = f"status {status}{why}, {board.phase_name} after step {board.finished}"
+                reason_text = f" ({message.why})" if message.why else ""
+                state_text = f"status {status}{reason_text}, {board.phase_name} after step {board.finished}"
                 self._add("died" if rank in self._noticed else "fault-noticed", at, rank, node, state_text)
             case Raised(rank=rank, error=error, calls=calls) if not self._ended:
                 self._noticed.add(rank)

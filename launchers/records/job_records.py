@@ -192,8 +192,9 @@ class JobStatus:
         if training == members.world_size and generation > self._trains:
             self._trains = generation
             self._report.record_training(load_s=self._uses.load)
-        words = self._report.open_words
-        is_known = self._last is not None and (self._last.state, self._last.open_incident) == (state, words)
+        open_words = self._report.open_words
+        last = self._last
+        is_known = last is not None and (last.state, last.open_incident) == (state, open_words)
         if is_known and time.monotonic() - self._written < STATUS_S:
             return
         self._written = time.monotonic()
@@ -224,7 +225,7 @@ class JobStatus:
             why_not=why_not,
             incidents=self._report.incidents,
             last_incident=self._report.last_id,
-            open_incident=words,
+            open_incident=open_words,
             save=self._save,
             script=self.script,
             lost_nodes=sorted(members.lost),

@@ -109,9 +109,9 @@ class Account:
         self._say_incident(recovered.incident, who, time.time() - recovered.seconds, report)
         say(recovered.line)
 
-    def _say_incident(self, number: int, who: list[str], noticed: float, report: str) -> None:
+    def _say_incident(self, number: int, failed_rank: list[str], noticed: float, report: str) -> None:
         """Write the time of the notice, the failed rank or agent, and the path of the report."""
-        parts = [f"{_utc(noticed)} incident {number}", *who]
+        parts = [f"{_utc(noticed)} incident {number}", *failed_rank]
         if report:
             parts.append(f"report {report}")
             self._keep(report)
@@ -241,8 +241,8 @@ def _rank(fault: Fault, rank: int) -> list[str]:
 
 
 def _where(fault: Fault) -> str:
-    known = [f"pid {fault.pid}" if fault.pid else "", f"host {fault.host}" if fault.host else ""]
-    return ", ".join(filter(None, known))
+    fault_parts = [f"pid {fault.pid}" if fault.pid else "", f"host {fault.host}" if fault.host else ""]
+    return ", ".join(filter(None, fault_parts))
 
 
 def _lost(count: int | None) -> str:

@@ -149,15 +149,15 @@ def difference(nodes: Sequence[NodeFacts]) -> str:
 
 
 def _on(value: str, nodes: Sequence[str]) -> str:
-    more = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
-    return f"{value!r} on node{'s' if len(nodes) > 1 else ''} {', '.join(nodes[:_NAMED])}{more}"
+    rest_text = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
+    return f"{value!r} on node{'s' if len(nodes) > 1 else ''} {', '.join(nodes[:_NAMED])}{rest_text}"
 
 
 def _refusal(what: str, differences: Sequence[str]) -> str:
     if not differences:
         return ""
-    more = f"; and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
-    return f"{what}: {'; '.join(differences[:_NAMED])}{more}; give all nodes the same"
+    rest_text = f"; and {len(differences) - _NAMED} more" if len(differences) > _NAMED else ""
+    return f"{what}: {'; '.join(differences[:_NAMED])}{rest_text}; give all nodes the same"
 
 
 def difference_from_job(job: NodeFacts, facts: Mapping[str, str]) -> str:
@@ -222,6 +222,6 @@ class Agreement:
                 self._meeting.stay_for_others(store, nodes)
                 raise ConfigError(refusal)
         if node == 0 and self._meeting.store_of_all_rounds is not None:
-            mine = NodeFacts(socket.gethostname(), dict(self._facts))
-            self._meeting.store_of_all_rounds.set(self._key, msgspec.json.encode(mine).decode())
+            own_facts = NodeFacts(socket.gethostname(), dict(self._facts))
+            self._meeting.store_of_all_rounds.set(self._key, msgspec.json.encode(own_facts).decode())
         self._has_agreed = True

@@ -116,11 +116,11 @@ def _with_own_address(params: Any) -> Any:
         )
     if any(map(reading.owns, addresses)):
         return params
-    own = copy.copy(params)
-    own.local_addr = _LOOPBACK
-    if _host_and_port(own)[0] == "localhost" and not _addresses_of("localhost"):
-        own.endpoint = own.endpoint.replace("localhost", _LOOPBACK)
-    return own
+    own_params = copy.copy(params)
+    own_params.local_addr = _LOOPBACK
+    if _host_and_port(own_params)[0] == "localhost" and not _addresses_of("localhost"):
+        own_params.endpoint = own_params.endpoint.replace("localhost", _LOOPBACK)
+    return own_params
 
 
 def _addresses_of(host: str) -> list[str]:

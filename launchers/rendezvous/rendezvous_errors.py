@@ -30,11 +30,11 @@ class HostUnknownError(RendezvousConnectionError):
     """The host of the rendezvous has no address on the node."""
 
 
-def plain_node(ours: str, plain: str) -> ConfigError:
+def plain_node(adaptor_node: str, plain: str) -> ConfigError:
     """Return the refusal of a job with a node, `plain`, that runs without the adaptor."""
     return ConfigError(
-        f"the nodes of this job differ: ENABLE_TTP is True on {ours}, and {plain} runs plain torchrun, as"
-        " with ENABLE_TTP=False; give all nodes the same"
+        f"the nodes of this job differ: ENABLE_TTP is True on {adaptor_node}, and {plain} runs plain"
+        " torchrun, as with ENABLE_TTP=False; give all nodes the same"
     )
 
 

@@ -113,7 +113,9 @@ class _ImportsAsAWorker:
         self._of_a_rank = frozenset(order.of_a_rank)
         places = {name: place for place, name in enumerate(order.origins)}
         # The number of imports a worker had begun when it changed a variable.
-        self._changed_at = {name: places.get(each.after, -1) for name, each in order.variables.items()}
+        self._changed_at = {
+            name: places.get(variable.after, -1) for name, variable in order.variables.items()
+        }
         self._place = -1  # the index of the current import
         self._recorder = context.part(ScriptImports)
 

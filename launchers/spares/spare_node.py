@@ -208,13 +208,13 @@ def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> Spa
     from torch.distributed import run
 
     arguments = tuple(parsed.training_script_args)
-    more = {
+    further_facts = {
         "--nnodes": str(parsed.nnodes).strip(),
         "--nproc-per-node": str(run.determine_local_world_size(parsed.nproc_per_node)),
         "the script": Path(parsed.training_script).name,
         "--save": _value_of("--save", arguments),
     }
-    return SpareHello({**facts, **more}, arguments, socket.gethostname(), os.getpid())
+    return SpareHello({**facts, **further_facts}, arguments, socket.gethostname(), os.getpid())
 
 
 def _value_of(flag: str, arguments: tuple[str, ...]) -> str:

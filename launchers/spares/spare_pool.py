@@ -222,10 +222,10 @@ class Spares:
         if unfit:
             self._stop(unfit)
         elif self._deaths == MOST_DEATHS:
-            how = ending(spare.process.returncode or 0)
+            end_text = ending(spare.process.returncode or 0)
             self._stop(
-                f"{MOST_DEATHS} have ended, the last one {how} (each takes the memory of its imports: dmesg"
-                " says whether the kernel has ended it)"
+                f"{MOST_DEATHS} have ended, the last one {end_text} (each takes the memory of its imports:"
+                " dmesg says whether the kernel has ended it)"
             )
         else:
             self.fill()

@@ -1,13 +1,23 @@
-"""`--load s3://bucket/run7` in the arguments of a script: the checkpoint to pull, and the target folder."""
+"""Files from object stores that a job needs before it starts: its checkpoint, and its data.
+
+`--load s3://bucket/run7` in the arguments of a script names the checkpoint (`take`); TTP_PULL names data
+(`pull_data`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from adaptor import output
+from adaptor.config import Config
 from adaptor.errors import ConfigError, StoreError
+from adaptor.launchers.agent import programs
 from adaptor.protocol.start_options import START_ONLY
 from adaptor.store import address
 
@@ -100,3 +110,78 @@ def _replaced(arguments: Sequence[str], name: str, value: str) -> list[str]:
             new_arguments.append(argument)
         skips = not skips and argument == name
     return new_arguments
+
+
+# The process removes an incomplete file and ends: at once, or within ten seconds if its disk hangs.
+_LEAVING_S = 15.0
+
+
+def require_pulls(config: Config) -> None:
+    """Refuse URLs that name no store, and impossible folders, without asking a store.
+
+    Raises:
+        ConfigError: names the URL, or the folder.
+    """
+    folders = set()
+    for pull in config.pull:
+        try:
+            place = address.parse(pull.url)
+        except StoreError as error:
+            raise ConfigError(f"TTP_PULL: {error}") from None
+        folder = os.path.realpath(pull.folder)
+        source = os.path.realpath(place.prefix) if place.scheme == "file" else ""
+        if source and os.path.commonpath([folder, source]) == source:
+            raise ConfigError(
+                f"TTP_PULL: {pull.folder} is inside {pull.url}, so what has come would come again at the next"
+                " start: name a folder outside of it"
+            )
+        if folder in folders:
+            raise ConfigError(f"TTP_PULL names the folder {pull.folder} twice: give each URL its own")
+        folders.add(folder)
+
+
+def pull_data(config: Config) -> int:
+    """Download all data, in another process; call on the main thread.
+
+    Returns:
+        0; or the exit code after a signal, with a line for the user.
+
+    Raises:
+        ConfigError: a download failed; names the URL or the folder.
+    """
+    if not config.pull:
+        return 0
+    from adaptor.launchers.rendezvous.waiting import Interrupted, wait_for  # torch
+
+    pairs = [word for pull in config.pull for word in (pull.url, pull.folder)]
+    description = " and ".join(
+        f"the data of {pull.url}, which comes to {pull.folder}" for pull in config.pull
+    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, str(programs.STORE), "data", config.store_endpoint, *pairs],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for ttprun
+        )
+    except OSError as error:
+        raise ConfigError(f"TTP_PULL: no process can be started ({error.strerror})") from None
+    with process:
+        assert process.stdout is not None
+        try:
+            answer = wait_for(process.stdout.read, lambda: description, quiet=True)  # it tells how far it is
+        except Interrupted as error:
+            programs.end(process, _LEAVING_S)
+            output.tell(
+                f"[ttp] ended by {error.sigval.name} while it waited for {error.what}; nothing was started"
+            )
+            return 128 + error.sigval
+        except BaseException:
+            programs.end(process, _LEAVING_S)
+            raise
+    if process.returncode:
+        reason = answer.decode(errors="replace").strip()
+        raise ConfigError(
+            f"TTP_PULL: {reason or f'the process that pulls has ended with status {process.returncode}'}"
+        )
+    return 0

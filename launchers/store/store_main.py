@@ -3,6 +3,7 @@
     python .../store_main.py probe URL ENDPOINT             whether the store takes an object
     python .../store_main.py pull URL ENDPOINT SAVE STEP NODE    download a checkpoint; STEP: null: newest;
                                                             NODE: null, or the ranks of the node
+    python .../store_main.py data ENDPOINT URL FOLDER ...       download the data of a job (TTP_PULL)
     python .../store_main.py send                           the checkpoints of the job, until its end
     python .../store_main.py outputs                        other files (TTP_STORE_ALSO), until the end
 
@@ -14,12 +15,18 @@ Errors are printed with exit code 2. The program is started by its path, as `wor
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from adaptor import _script
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 # Training goes first: for the processor, and where the memory of the machine ends.
 _NICE = 10
 _FIRST_TO_BE_ENDED = "1000"
+# The most seconds of a download after the end of ttprun, if its disk hangs.
+_LEAVING_S = 10.0
 # The time for the last line after the time limit.
 _TELLING_S = 2.0
 
@@ -32,6 +39,7 @@ def main() -> None:
     import traceback
 
     from adaptor.errors import AdaptorError
+    from adaptor.operations.words import shown
     from adaptor.protocol.environment import ending_signals
 
     # A signal to all processes of a job, as from Slurm, is for ttprun, which saves first; the save is sent.
@@ -43,10 +51,12 @@ def main() -> None:
             _probe(*arguments)
         elif task_name == "pull":
             _pull(*arguments)
+        elif task_name == "data":
+            _data(*arguments)
         else:
             _send(task_name)
     except AdaptorError as error:
-        print(error)
+        print(shown(str(error)))
         sys.stdout.flush()
         os._exit(2)  # a request may be in progress
     except Exception:
@@ -101,6 +111,46 @@ def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
     os._exit(0)
 
 
+def _data(endpoint: str, *pairs: str) -> None:
+    """Download the objects below each URL to its folder; progress goes to stderr."""
+    import os
+    import signal
+    import threading
+    from pathlib import Path
+
+    from adaptor import output
+    from adaptor.operations.words import shown
+    from adaptor.store import data_pull
+    from adaptor.store.opening import open_waiting
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        sys.exit(1)  # removes the incomplete file
+
+    def tell(line: str) -> None:
+        output.tell(shown(line))
+
+    def hear() -> None:
+        while os.read(0, 4096):
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        threading.Event().wait(_LEAVING_S)
+        os._exit(1)
+
+    signal.signal(signal.SIGUSR1, leave)
+    threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
+    try:
+        pulls = [
+            (open_waiting(url, endpoint, lambda line: tell(f"[ttp] {line}")), Path(folder))
+            for url, folder in zip(pairs[::2], pairs[1::2], strict=True)
+        ]
+        data_pull.bring(pulls, tell)
+    except SystemExit:
+        os._exit(1)
+    finally:
+        output.finish()
+    os._exit(0)
+
+
 def _end_with_ttprun() -> None:
     import os
     import threading
@@ -114,7 +164,7 @@ def _end_with_ttprun() -> None:
     threading.Thread(target=hear, name="ttp-hear", daemon=True).start()
 
 
-def _send(what: str) -> None:
+def _send(task_name: str) -> None:
     import contextlib
     import os
     import threading
@@ -132,7 +182,7 @@ def _send(what: str) -> None:
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_ENDED)
     text, tell = sys.stdin.buffer.readline(), lambda line: output.tell(line, to="stdout")
     sending: Uploader | OutputUploader
-    if what == "outputs":
+    if task_name == "outputs":
         sending = OutputUploader(msgspec.json.decode(text, type=OutputSettings), tell)
     else:
         sending = Uploader(msgspec.json.decode(text, type=UploadSettings), tell)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from adaptor.launchers.cli import flags, plan, ttp, ttprun
+from adaptor.operations.records import Replicas
 from adaptor.protection_plan import _groups
 from tests.frameworks import prepare
 from tests.frameworks.args import environment, tiny_gpt
@@ -62,7 +63,7 @@ def test_nodes_and_racks(python: Run, tmp_path: Path) -> None:
 
 
 def test_words_about_racks() -> None:
-    row = plan.ReplicaRow("split", True, None, None, None, None, "", any_rack=False, better=(0, 2, 1, 3))
+    row = Replicas("split", True, None, None, None, None, "", any_rack=False, better=(0, 2, 1, 3))
     _, line = plan._of_racks(row, ["a", "b", "c", "d"])
     assert line.endswith("any 1 rack may be lost with this order: a, c, b, d")
 

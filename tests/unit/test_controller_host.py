@@ -20,7 +20,7 @@ from adaptor.controller import failover
 from adaptor.errors import StartError
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.node import Node
-from adaptor.launchers.control import controller_client, standby_listener
+from adaptor.launchers.control import controller_client
 from adaptor.launchers.control.agent_listener import MOST, AgentListener, RejectedConnections, read_hello
 from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.controller_host import ControllerHost
@@ -281,7 +281,7 @@ def test_nobody_is_left_to_take_over(job: Job, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_node_loses_the_controller_and_others_do_not(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides save, and neither harms the other: there are two controllers, in one folder."""
-    for module in (controller_client, standby_listener):
+    for module in (controller_client, controller_client):
         monkeypatch.setattr(module, "PATIENCE_S", 0.5)
     port = str(free_port())
     nodes = [job.node(TTP_PORT=port) for _ in range(3)]

@@ -18,8 +18,8 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import ConfigError, StoreError
-from adaptor.launchers.agent.programs import DATA
-from adaptor.launchers.store import data_pull as before_start
+from adaptor.launchers.agent.programs import STORE
+from adaptor.launchers.store import store_load as before_start
 from adaptor.store import data_folder, data_pull
 from adaptor.store.client import PIECE, Part, Store
 from adaptor.store.opening import open_store
@@ -308,7 +308,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 def _start(source: Source, folder: Path, processes: list[subprocess.Popen[str]]) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, str(DATA), source.faults.url, source.url, str(folder)],
+        [sys.executable, str(STORE), "data", source.faults.url, source.url, str(folder)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -400,7 +400,7 @@ def test_nodes_that_share_a_folder_pull_once(
 )
 def test_what_is_refused_before_a_store_is_asked(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        before_start.require(config.load({"TTP_PULL": text}))
+        before_start.require_pulls(config.load({"TTP_PULL": text}))
 
 
 def _job(launcher: Launcher, *options: str, **environment: str) -> int:

@@ -15,9 +15,10 @@ import torch
 
 from adaptor import config
 from adaptor.checkpoint.manifest import Manifest
-from adaptor.launchers.cli import plan, ttp
+from adaptor.launchers.cli import ttp
 from adaptor.launchers.doctor import doctor_job
 from adaptor.launchers.doctor.doctor_job import Save, Speed
+from adaptor.operations.records import Plan, Replicas
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from tests import certificates
@@ -186,14 +187,14 @@ def test_the_newest_checkpoint_tells_how_large_a_save_is(
     assert "(1 of 8 nodes, as large as that of step 40)" in findings["TTP_GRACE"]["words"]
 
 
-def replica(kind: str, memory: float, *, chosen: bool = False) -> plan.ReplicaRow:
-    return plan.ReplicaRow(kind, chosen, memory, 1e3, memory, 0.0, f"what {kind} does")
+def replica(kind: str, memory: float, *, chosen: bool = False) -> Replicas:
+    return Replicas(kind, chosen, memory, 1e3, memory, 0.0, f"what {kind} does")
 
 
 def needed(split: float, training: float = 1e6, **settings: str) -> dict[str, Any]:
     """Return what is found of the memory for a rank that takes `split` bytes more."""
     rows = [replica("split", split, chosen=True), replica("mirror", split / 1e9), replica("none", 0.0)]
-    of_job = plan.JobPlan(8, 2, 1e6, training, rows, 1e6, 1e6)
+    of_job = Plan(8, 2, 1e6, training, tuple(rows), 1e6, 1e6)
     found = doctor_job.memory(of_job, config.load({"TTP_DEVICE": "cpu", **settings}))
     return {one.name: one for one in found}
 

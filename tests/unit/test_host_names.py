@@ -23,7 +23,7 @@ GROUP = (
     "dist.init_process_group('gloo')\n"
     "total = torch.ones(1)\n"
     "dist.all_reduce(total)\n"
-    "print('ranks', int(total), flush=True)\n"
+    "print(f'ranks {int(total)}\\n', end='', flush=True)  # one write, which the other rank cannot split\n"
     "dist.destroy_process_group()\n"
 )
 

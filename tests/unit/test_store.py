@@ -13,11 +13,10 @@ from urllib.parse import urlparse
 
 import pytest
 
-from adaptor.__main__ import main
 from adaptor.checkpoint import manifest, publish, tracker
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest
 from adaptor.errors import StoreError
-from adaptor.launchers.cli import ttp
+from adaptor.launchers.cli.ttp import main
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import address, catalog, layout
@@ -449,7 +448,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "file").touch()
     assert _store("push", f"file://{tmp_path}/store", tmp_path / "one") == 0
     assert _store("pull", f"file://{tmp_path}/store", tmp_path / "file/below") == 2
-    assert capsys.readouterr().err == f"python -m adaptor store: {tmp_path}/file/below: Not a directory\n"
+    assert capsys.readouterr().err == f"ttp: error: {tmp_path}/file/below: Not a directory\n"
 
 
 def test_azure_without_an_account_names_the_variables(
@@ -518,19 +517,12 @@ def test_later_steps_of_a_folder_stay(s3: str, tmp_path: Path, capsys: pytest.Ca
 def test_a_store_without_its_package_is_one_line() -> None:
     script = (
         "import sys; sys.modules['obstore'] = None\n"
-        "from adaptor.__main__ import main; sys.exit(main(['store', 'list', 's3://bucket/run7']))"
+        "from adaptor.launchers.cli.ttp import main; sys.exit(main(['store', 'list', 's3://bucket/run7']))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "pip install '.[store]' in the folder of the adaptor's sources" in done.stderr
-
-
-def test_ttp_has_the_same_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save(tmp_path / "one", 12)
-    assert ttp.main(["store", "push", f"file://{tmp_path}/store", str(tmp_path / "one")]) == 0
-    assert ttp.main(["store", "list", f"file://{tmp_path}/nothing"]) == 2
-    assert "ttp: error: file://" in capsys.readouterr().err
 
 
 def test_obs_has_the_bucket_in_the_name_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

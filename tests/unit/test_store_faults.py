@@ -165,7 +165,7 @@ def test_a_byte_that_changes_on_its_way_is_asked_for_again(
 def test_credentials_that_are_refused_are_one_line(faults: FaultProxy, url: str, tmp_path: Path) -> None:
     save(tmp_path / "one", 12)
     faults.begin(lambda number, method, path: "403")
-    command = [sys.executable, "-m", "adaptor", "store"]
+    command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store"]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
     for action in (["list", url], ["push", url, str(tmp_path / "one")], ["pull", url, str(tmp_path / "two")]):
         done = subprocess.run([*command, *action], capture_output=True, text=True, env=environment)
@@ -243,7 +243,7 @@ def test_ctrl_c_waits_for_no_request(
         push.push(open_store(url, server), tmp_path / "one", 12)
     faults.begin(lambda number, method, path: "hold before" if held in path else "")
     folder = {"pull": [str(tmp_path / "two")], "push": [str(tmp_path / "one")]}.get(action, [])
-    program = f"{HEARS_CTRL_C}\nfrom adaptor.__main__ import main; raise SystemExit(main())"
+    program = f"{HEARS_CTRL_C}\nfrom adaptor.launchers.cli.ttp import main; raise SystemExit(main())"
     command = [sys.executable, "-c", program, "store", action, url, *folder]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -254,7 +254,7 @@ def test_ctrl_c_waits_for_no_request(
         finally:
             process.kill()
     assert process.returncode == 130
-    assert told == "python -m adaptor store: interrupted; the same command goes on\n"
+    assert told == "ttp store: interrupted; the same command goes on\n"
     assert not (tmp_path / "two").exists() or list((tmp_path / "two").iterdir()) == []
 
 
@@ -265,7 +265,7 @@ def test_a_command_that_fails_waits_for_no_other_request(
     save(tmp_path / "one", 12)
     push.push(open_store(url, server), tmp_path / "one", 12)
     faults.begin(_one_is_refused_and_another_held)
-    command = [sys.executable, "-m", "adaptor", "store", "pull", url, str(tmp_path / "two")]
+    command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store", "pull", url, str(tmp_path / "two")]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": faults.url}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 2

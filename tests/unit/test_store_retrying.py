@@ -124,7 +124,7 @@ def test_a_command_goes_on_when_the_store_answers(
         push.push(open_store(url, server), tmp_path / "one", 12)
     faults.begin(lambda number, method, path: "503")
     more = {"pull": [tmp_path / "two"], "push": [tmp_path / "one"], "prune": ["--keep", "1"]}
-    command = ["-m", "adaptor", "store", action, url, *more.get(action, [])]
+    command = ["-m", "adaptor.launchers.cli.ttp", "store", action, url, *more.get(action, [])]
     process = _start(started, faults.url, *command)
     faults.begin()
     told = process.communicate()
@@ -155,13 +155,13 @@ def test_a_job_goes_on_when_the_store_answers(
 def test_ctrl_c_ends_the_wait_for_a_port_that_is_closed(
     closed: str, url: str, tmp_path: Path, started: list[subprocess.Popen[str]]
 ) -> None:
-    program = f"{HEARS_CTRL_C}\nfrom adaptor.__main__ import main; raise SystemExit(main())"
+    program = f"{HEARS_CTRL_C}\nfrom adaptor.launchers.cli.ttp import main; raise SystemExit(main())"
     process = _start(started, closed, "-c", program, "store", "pull", url, tmp_path / "two")
     process.send_signal(signal.SIGINT)
     _, told = process.communicate()
     assert (process.returncode, told) == (
         130,
-        "python -m adaptor store: interrupted; the same command goes on\n",
+        "ttp store: interrupted; the same command goes on\n",
     )
 
 
@@ -177,7 +177,7 @@ def test_the_wait_ends_with_ttprun(
 
 
 def test_a_question_is_answered_at_once(closed: str, url: str) -> None:
-    command = [sys.executable, "-m", "adaptor", "store", "list", url]
+    command = [sys.executable, "-m", "adaptor.launchers.cli.ttp", "store", "list", url]
     environment = {**os.environ, "TTP_STORE_ENDPOINT": closed}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2

@@ -84,8 +84,16 @@ def test_a_disk_that_is_full(flags: tuple[str, ...], tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_for_a_list_of_a_store(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "adaptor", "store", "list", f"file://{tmp_path}", "--json"]
+    command = [
+        sys.executable,
+        "-m",
+        "adaptor.launchers.cli.ttp",
+        "store",
+        "list",
+        f"file://{tmp_path}",
+        "--json",
+    ]
     with Path("/dev/full").open("w") as full:
         done = warm.run(command, stdout=full)
-    line = "python -m adaptor store: error: [Errno 28] No space left on device\n"
+    line = "ttp: error: [Errno 28] No space left on device\n"
     assert (done.returncode, done.stderr) == (2, line)

@@ -9,8 +9,8 @@ from types import FrameType
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from adaptor.launchers.cli.end_requests import SAME_REQUEST_S, TAKEN_S, EndRequests
 from adaptor.launchers.rendezvous import waiting
+from adaptor.launchers.rendezvous.waiting import SAME_REQUEST_S, TAKEN_S, EndRequests
 from adaptor.protocol.environment import HANDLED
 
 ALL = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
