@@ -1,6 +1,6 @@
 """Patches on a framework that is not ours: declared, applied, checked, reported and undone.
 
-A patch is declared beside its reason, the signature it expects and the versions that were tested:
+A patch is declared beside its reason, the expected signature and the tested versions:
 
     checkpointing = Unit("checkpointing", framework="megatron-lm", tested=">=0.15.0rc5,<0.17")
 
@@ -11,22 +11,22 @@ A patch is declared beside its reason, the signature it expects and the versions
     )
     def last_words_go_to_a_temporary_directory(wrapped, instance, args, kwargs): ...
 
-What holds (the tests are named after these):
+Rules (the tests are named after the rules):
 
-- A target names the module that *defines* the function. The patch is put on when that module has been
-  imported, so a later `from x import f` binds the wrapper. Whoever holds the original already is reported as
-  late, never rewritten.
-- The signature decides whether a patch fits; the version range says what was tested, and is only reported.
+- A target names the module that *defines* the function. The patch is put on when the module has been
+  imported, so a later `from x import f` binds the wrapper. Modules that hold the original already are
+  reported as late, never rewritten.
+- The signature decides whether a patch fits; the version range is the tested range, and is only reported.
 - A unit acts as a whole or not at all: a target that does not fit raises DriftError out of the import of its
   module and silences the rest of the unit. `check` is called before the first step, when everything has been
-  imported; `require_modules` earlier, for what was not imported then because it is gone.
-- Until a job is claimed (`claim`), the units that `arm` was told of change nothing: the framework is as
+  imported; `require_modules` earlier, for modules that are gone from the framework.
+- Until a job is claimed (`claim`), the units in `wait_for_claim` of `arm` change nothing: the framework is as
   without the adaptor. Only patches declared with `claims=True` act, to find out whether the job will be
-  protected. A claim is made before process groups are made, or leaves these as they are. It is made by
-  `adaptor.enable`, `adaptor.protect`, the import of a plug-in's framework (`adaptor._start`) and the parsers
-  of the supported frameworks (`adaptor.frameworks.script_loop`).
-- `disarm` reaches names that were imported elsewhere, because every wrapper asks its unit whether it acts.
-- A wrapper is copied and pickled by reference, as the function is that it stands for: a pickle names the
+  protected. A claim is made before process groups are made, or leaves process groups as they are. Claims come
+  from `adaptor.enable`, `adaptor.protect`, the import of a plug-in's framework (`adaptor._start`) and the
+  parsers of the supported frameworks (`adaptor.frameworks.script_loop`).
+- `disarm` reaches names that were imported elsewhere, because every wrapper asks its unit whether to act.
+- A wrapper is copied and pickled by reference, like the function that it stands for: a pickle names the
   framework's function and loads without the adaptor.
 """
 

@@ -21,7 +21,7 @@ _raises: dict[str, bool] = {}
 
 
 def target_modules(group: str) -> tuple[str, ...]:
-    """The modules that have targets, in the order of declaration."""
+    """Return the modules with targets, in the order of declaration."""
     return tuple(dict.fromkeys(patch.module_name for unit in units(group) for patch in unit.patches))
 
 
@@ -33,21 +33,21 @@ def targets(group: str) -> tuple[str, ...]:
 def around(
     group: str, target: str, function: Callable[..., Any], replacement: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """Return what must replace `target` when the framework itself is about to put `function` there.
+    """Return the replacement of `function` that the framework itself is about to put in place of `target`.
 
-    For frameworks with a patch manager of their own (MindSpeed), which calls this each time it replaces a
+    For frameworks with a patch manager of their own (MindSpeed), which call this at each replacement of a
     function. The patch acts once, around `function`, even if `function` calls the patched original inside.
 
     Args:
         group: the patches' group.
         target: the name, "module:name".
-        function: what the framework is about to put there.
+        function: the framework's new function.
         replacement: the part of `function` that replaces the target itself, if `function` is more than
-            wrappers. If that part is patched itself, under the name where it is defined, `function` is
-            returned unchanged.
+            wrappers. If the part is patched itself, under the name of its definition, `function` is returned
+            unchanged.
 
     Raises:
-        DriftError: the replacement does not have the signature that the patch expects.
+        DriftError: the replacement does not have the expected signature.
     """
     for unit in units(group):
         for patch in unit.patches:
@@ -57,15 +57,15 @@ def around(
 
 
 def arm(group: str, *, raises: bool = True, wait_for_claim: Collection[Unit] = ()) -> None:
-    """Patch every target of the group as soon as its module is imported, and those already imported at once.
+    """Patch every target of the group as soon as its module is imported, and imported targets at once.
 
-    A target that does not fit raises DriftError out of the import of its module. With `raises=False` it is
-    only recorded in the outcomes (for reports); its unit is silent either way. Arming again takes in what was
-    declared since.
+    A target that does not fit raises DriftError out of the import of its module. With `raises=False` the
+    misfit is only recorded in the outcomes (for reports); its unit is silent either way. Arming again
+    includes newly declared patches.
 
     Args:
         group: the patches' group.
-        raises: whether a target that does not fit is an error.
+        raises: whether a misfit is an error.
         wait_for_claim: units that change nothing, and whose targets need not fit, until `claim` is called.
     """
     _raises[group] = raises
@@ -90,7 +90,7 @@ def arm(group: str, *, raises: bool = True, wait_for_claim: Collection[Unit] = (
 
 
 def claim(group: str) -> bool:
-    """Let the units of `group` act that have waited for a claim; a later claim changes nothing.
+    """Let the waiting units of `group` act; a later claim changes nothing.
 
     Returns:
         True if units have waited.
@@ -110,7 +110,7 @@ def claim(group: str) -> bool:
 
 
 def is_claimed(group: str) -> bool:
-    """Return whether no unit of `group` waits for a claim."""
+    """Return True if no unit of `group` waits for a claim."""
     return not any(unit.waits_for_claim for unit in units(group))
 
 
@@ -133,7 +133,7 @@ def outcomes(group: str | None = None) -> tuple[Outcome, ...]:
 
 
 def check(group: str) -> None:
-    """Require that every unit is applied completely, or that nothing of it was imported.
+    """Require that every unit is applied completely, or that nothing of the unit was imported.
 
     Called before the first step.
 
@@ -148,7 +148,7 @@ def check(group: str) -> None:
 
 
 def require_modules(group: str) -> None:
-    """Require that each module with targets still exists in the framework that has been imported.
+    """Require that each module with targets still exists in the imported framework.
 
     Called early: if the training loop itself has moved to another module, `check` is never reached.
 
@@ -171,7 +171,7 @@ def misfits(group: str) -> tuple[DriftError | StartError, ...]:
 def fingerprint(group: str) -> str:
     """Return 16 hex digits that are equal in two processes exactly if their outcomes are equal.
 
-    Which modules hold an original is left out: to look it up is to look at all names of all modules.
+    Modules that hold an original are left out: the search would look at all names of all modules.
     """
     data = [asdict(outcome) for unit in units(group) for outcome in unit.outcomes({})]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
@@ -209,9 +209,9 @@ def _misfit(unit: Unit) -> DriftError | StartError | None:
 
 
 def _on_import(module: ModuleType) -> None:
-    # wrapt forgets a hook that it has called, even if it raised, and a second import would pass unpatched. It
-    # would call a hook at once for a module that is there, so the module is out of sight for the moment;
-    # other threads that want it wait for the lock of its import, which this thread holds.
+    # wrapt forgets a called hook, even if it raised, and a second import would pass unpatched. wrapt would
+    # call a hook at once for an imported module, so the module is hidden for the moment; other threads that
+    # import the module wait for the lock of the import, which this thread holds.
     name = module.__name__
     sys.modules.pop(name, None)
     try:
@@ -253,16 +253,16 @@ def _is_fatal(patch: Patch) -> bool:
 
 
 def _holders(functions: Sequence[object]) -> dict[int, tuple[str, ...]]:
-    """Find the modules that hold these very objects; returns "module:name" texts by the id of the object."""
+    """Return the modules that hold these very objects, as "module:name" texts by the id of the object."""
     names_by_function: dict[int, list[str]] = {id(function): [] for function in functions}
     for module_name, module in list(sys.modules.items()):
         if not isinstance(module, ModuleType):
             continue
-        # Past any __getattribute__: looking must not make a lazy module load.
+        # Past any __getattribute__: the search must not make a lazy module load.
         names = dict(object.__getattribute__(module, "__dict__"))
         if names_by_function.keys().isdisjoint(
             map(id, names.values())
-        ):  # of nearly all, and much quicker than a loop
+        ):  # nearly always, and much quicker than a loop
             continue
         for name, value in names.items():
             if id(value) in names_by_function:

@@ -1,4 +1,10 @@
-"""Finding the function that a target names, and putting something else in its place."""
+"""The targets of patches: their signatures, their places, and the wrapper in place of the function.
+
+A signature `(a, b=, ...)`: the first parameters are `a`, then `b`, which has a default; both can be given by
+position. `...` allows further parameters. Names after a `*` are keyword-only. `*args` and `**kwargs` stand
+for themselves, `(...)` for any callable. `self` and `cls` are not listed. A name without `=` may have a
+default or not.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ class Expected:
         """Parse `text`.
 
         Raises:
-            ValueError: it is not in the language described above.
+            ValueError: `text` is not in the language described above.
         """
         if not (text.startswith("(") and text.endswith(")")):
             raise ValueError(f"accepts={text!r}: must be in parentheses")
@@ -55,7 +61,7 @@ class Expected:
         return cls(text, tuple(parameters), is_open)
 
     def matches(self, parameters: tuple[Parameter, ...]) -> bool:
-        """Tell whether a function with these parameters can be called the way the wrapper expects."""
+        """Return True if a function with these parameters can be called as the wrapper expects."""
         positional = [parameter for parameter in parameters if parameter.kind in _POSITIONAL]
         remaining = {
             parameter.name: parameter for parameter in parameters if parameter.kind not in _POSITIONAL
@@ -75,7 +81,7 @@ class Expected:
 
 
 def parameters_of(function: Callable[..., Any], bound: bool) -> tuple[Parameter, ...] | None:
-    """The parameters without `self` or `cls` where `bound`; None for a builtin that does not tell."""
+    """Return the parameters, without `self` or `cls` if `bound`; None for a builtin without a signature."""
     try:
         parameters = tuple(inspect.signature(function).parameters.values())
     except (TypeError, ValueError):
@@ -86,7 +92,9 @@ def parameters_of(function: Callable[..., Any], bound: bool) -> tuple[Parameter,
 
 
 def render(parameters: tuple[Parameter, ...] | None) -> str:
-    """The parameters in the language of `accepts`: without values, which may differ between two processes."""
+    """Return the parameters in the language of `accepts`, without values, which may differ between two
+    processes.
+    """
     if parameters is None:
         return "(unknown)"
     parts: list[str] = []
@@ -109,8 +117,13 @@ _NOTHING = object()
 
 
 class NotFitting(Exception):
-    """There is no function of that name; `found` says what there is, `absent` whether there is nothing,
-    `imported` whether it is one of another module."""
+    """No function has this name.
+
+    Attributes:
+        found: the object found instead
+        absent: whether the name is missing
+        imported: whether the function belongs to another module
+    """
 
     def __init__(self, actual: str, absent: bool = False, imported: bool = False) -> None:
         super().__init__(actual)
@@ -121,7 +134,9 @@ class NotFitting(Exception):
 
 @dataclass(frozen=True, eq=False)
 class PatchTarget:
-    """A function in its place: `raw` is what the owner, a module or class, has or inherits as `name`."""
+    """A function in its place: `raw` is the attribute `name` of the owner, a module or class, own or
+    inherited.
+    """
 
     module: ModuleType
     owner: Any
@@ -131,7 +146,7 @@ class PatchTarget:
 
     @property
     def function(self) -> Callable[..., Any]:
-        """The function itself, out of its classmethod or staticmethod."""
+        """Return the function itself, out of its classmethod or staticmethod."""
         function: Callable[..., Any] = (
             self.raw.__func__ if isinstance(self.raw, (classmethod, staticmethod)) else self.raw
         )
@@ -139,15 +154,15 @@ class PatchTarget:
 
     @property
     def bound(self) -> bool:
-        """Tell whether its first parameter is `self` or `cls`."""
+        """Return True if its first parameter is `self` or `cls`."""
         return isinstance(self.owner, type) and not isinstance(self.raw, staticmethod)
 
     def current(self) -> Any:
-        """Return the object that the name is bound to now."""
+        """Return the object of the name now."""
         return inspect.getattr_static(self.owner, self.name, _NOTHING)
 
     def holds(self, wrapper: Any) -> bool:
-        """Tell whether `wrapper` is bound to the name, directly or under other wrappers."""
+        """Return True if `wrapper` is bound to the name, directly or under other wrappers."""
         current = self.current()
         while current is not wrapper and current is not _NOTHING:
             current = getattr(current, "__wrapped__", _NOTHING)
@@ -158,7 +173,9 @@ class PatchTarget:
         setattr(self.owner, self.name, wrapper)
 
     def restore(self) -> None:
-        """Put back what was there: nothing for an inherited method, or a copy stays on the subclass."""
+        """Restore the original: for an inherited method the attribute is deleted, or a copy would stay on the
+        subclass.
+        """
         if self.inherited:
             delattr(self.owner, self.name)
         else:
@@ -189,9 +206,9 @@ def locate(module: ModuleType, qualname: str) -> PatchTarget:
 
 
 def is_gone(module_name: str) -> bool:
-    """Tell whether the package is imported and has no such module (any more). Imports nothing."""
+    """Return True if the package is imported and has no such module (any more). Imports nothing."""
     parent = sys.modules.get(module_name.rpartition(".")[0])
-    if not hasattr(parent, "__path__"):  # not imported, or a file of the script with the name of the package
+    if not hasattr(parent, "__path__"):  # not imported, or a file of the script with the package's name
         return False
     return module_name not in sys.modules and not importlib.util.find_spec(module_name)
 
@@ -228,7 +245,13 @@ class _BoundWrapper(wrapt.BoundFunctionWrapper):  # type: ignore[type-arg]
 
 
 class Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
-    """`wrapt.FunctionWrapper` at `owner.name`, where `owner` is a module or a class."""
+    """`wrapt.FunctionWrapper` at `owner.name`, where `owner` is a module or a class; copied and pickled by
+    reference.
+
+    wrapt's own refuses copy, deepcopy and pickle; Megatron deep-copies configs with functions and pickles its
+    arguments into every checkpoint. A copy or pickle equals the copy or pickle of the plain function or
+    method, so a checkpoint loads without the adaptor.
+    """
 
     __bound_function_wrapper__ = _BoundWrapper
 
@@ -249,6 +272,6 @@ class Wrapper(wrapt.FunctionWrapper):  # type: ignore[type-arg]
         module = sys.modules.get(self._self_holder.__name__)
         if getattr(module, self._self_name, None) is self:
             return str(self._self_name)
-        # Undone, but still held by someone: it stands for the original, and copy.copy() of a function is that
-        # function.
+        # Undone, but still held elsewhere: the wrapper stands for the original, and copy.copy() of a function
+        # is the function.
         return copy.copy, (self.__wrapped__,)

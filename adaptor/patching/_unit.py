@@ -1,4 +1,4 @@
-"""Declarations: what is patched, and what became of it."""
+"""Declarations of patches, and their outcomes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from adaptor.patching._target import (
 )
 
 Effect = Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-# Returns the function that takes the place of a method (`Unit.patch_plainly`).
+# Returns the replacement of a method (`Unit.patch_plainly`).
 Make = Callable[[Callable[..., Any], "Unit"], Callable[..., Any]]
 
 # Megatron often runs from a checkout: its version is in its source, not in installed metadata.
@@ -39,20 +39,20 @@ class Status(str, enum.Enum):
     """The state of a patch."""
 
     APPLIED = "applied"  # in place, and acting
-    WAITING = "not imported"  # armed, but nobody has imported the module of the target
-    MISSING = "missing"  # optional, and this version of the framework has no such name
+    WAITING = "not imported"  # armed, but the module of the target is not imported
+    MISSING = "missing"  # optional, and missing in this version of the framework
     DRIFTED = "drifted"  # the target does not match the declaration; its whole unit is silent
-    SILENCED = "silenced"  # it fits, but another patch of its unit does not: it does not act
-    OFF = "off"  # its group is not armed
+    SILENCED = "silenced"  # fits, but another patch of its unit does not: does not act
+    OFF = "off"  # the group is not armed
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The outcome of one patch, as data.
 
-    `found` is None until the module has been imported, `version` until any module of the unit has.
-    `in_tested_range` is None where the version is not known. `late` names who took the original
-    before it was wrapped and holds it, as "module:name": those calls go past the patch.
+    `found` is None until the module has been imported, `version` until any module of the unit has been.
+    `in_tested_range` is None if the version is not known. `late` names the holders of the unwrapped original,
+    as "module:name": their calls go past the patch.
     """
 
     unit: str
@@ -101,31 +101,31 @@ class Patch:
         self.replaced_by = replaced_by
         self.status = Status.OFF
         self.found: str | None = None
-        self._file = ""  # in which it was found
+        self._file = ""  # of the found target
         self._wrapper: Wrapper | Callable[..., Any] | None = None
         self._place: PatchTarget | None = None
-        # Whether it acts now, around what the framework has put in the place; None: it has not.
+        # Whether the patch acts now, around a replacement of the framework; None: never.
         self._outside: threading.local | None = None
 
     @property
     def may_be_missing(self) -> bool:
-        """Tell whether the imported version of the framework may lack the target."""
+        """Return True if the imported version of the framework may lack the target."""
         return is_gone(self.optional) if isinstance(self.optional, str) else self.optional
 
     @property
     def expected(self) -> str:
-        """The declared signatures in one string."""
+        """Return the declared signatures in one string."""
         return " or ".join(accepted.text for accepted in self.accepts)
 
     @property
     def applied(self) -> bool:
-        """Tell whether the wrapper is in place."""
+        """Return True if the wrapper is in place."""
         return self.status is Status.APPLIED
 
     def fits(self, module: ModuleType) -> bool:
-        """Find the target in its module; sets `status` to MISSING or DRIFTED where it does not fit."""
+        """Return True if the target fits; set `status` to MISSING or DRIFTED otherwise."""
         if self._place is not None and self._place.module is module and self._place.holds(self._wrapper):
-            return True  # under a wrapper that came later
+            return True  # under a later wrapper
         self._file = getattr(module, "__file__", None) or ""
         try:
             place = locate(module, self.qualname)
@@ -147,11 +147,11 @@ class Patch:
 
     @property
     def original(self) -> Callable[..., Any] | None:
-        """The function that the wrapper stands for, None where there is no wrapper in place."""
+        """Return the wrapped function, None without a wrapper in place."""
         return self._place.function if self._place is not None and self.applied else None
 
     def install(self, module: ModuleType) -> None:
-        """Put the wrapper in the place of a target that fits."""
+        """Put the wrapper in place of a target that fits."""
         if self._place is None or self._place.module is not module or not self._place.holds(self._wrapper):
             place = locate(module, self.qualname)
             if self._place is None or self._place.raw is not place.raw:
@@ -171,12 +171,12 @@ class Patch:
     def around(
         self, function: Callable[..., Any], replacement: Callable[..., Any] | None
     ) -> Callable[..., Any]:
-        """Wrap `function`, which the framework is about to put in the place of the target.
+        """Wrap `function`, which the framework is about to put in place of the target.
 
-        What was put there before may be somewhere in `function`; it does not act a second time.
+        An earlier wrapper may be somewhere in `function`; it does not act a second time.
 
         Args:
-            replacement: the part of `function` that takes the place of the target itself, if any.
+            replacement: the part of `function` that replaces the target itself, if any.
 
         Raises:
             DriftError: the replacement does not have the signature.
@@ -203,19 +203,21 @@ class Patch:
             self._outside.acts = False
 
     def _acts_inside(self) -> bool:
-        # Asked at each call, some of them tens of times in a step.
+        # Called at each call of the target, in some cases tens of times in a step.
         outside = self._outside
         acts = self.unit.acts or (self.claims and self.unit.waits_for_claim and self.unit.armed)
         return acts and (outside is None or not getattr(outside, "acts", False))
 
     def uninstall(self) -> None:
-        """Put the original back, unless someone has wrapped the wrapper: it stays, and does nothing."""
+        """Restore the original, unless another wrapper is around the wrapper, which then stays and does
+        nothing.
+        """
         if self._place is not None and self._place.current() is self._wrapper:
             self._place.restore()
         self.status = Status.OFF
 
     def drift(self) -> DriftError:
-        """The error that says what does not fit, and in which file, in one line."""
+        """Return the error that names the misfit and its file, in one line."""
         unit, place = self.unit, f" in {self._file}," if self._file else " in"
         return DriftError(
             f"{self.target} (unit {unit.name}): expected {self.expected}, found {self.found}{place}"
@@ -227,10 +229,10 @@ _units: dict[str, Unit] = {}
 
 
 class Unit:
-    """Patches that make sense together only: all of them act, or none.
+    """Patches that make sense together only: all act, or none.
 
     `tested` is a PEP 440 range. `version` gives the framework's version, as a callable or as
-    "module:attribute"; by default it is known for megatron-lm, megatron-core and torch, and `__version__` of
+    "module:attribute"; the default is known for megatron-lm, megatron-core and torch, and is `__version__` of
     the package otherwise.
     """
 
@@ -251,12 +253,12 @@ class Unit:
         self.group = group
         self.declared_in: str = sys._getframe(1).f_globals.get(
             "__name__", ""
-        )  # its wrappers may be another's
+        )  # wrappers may be defined elsewhere
         self.patches: list[Patch] = []
         self.armed = False
         self.half_applied = False
-        self.waits_for_claim = False  # nothing of it acts but patches that may claim the job
-        self.acts = False  # whether the wrappers act, as each of them asks at every call
+        self.waits_for_claim = False  # only patches that may claim the job act
+        self.acts = False  # whether the wrappers act; read by each wrapper at every call
         self._version = version or _VERSION_OF.get(framework, f"{framework}:__version__")
         _units[name] = self
 
@@ -272,15 +274,22 @@ class Unit:
         replaced_by: str = "",
     ) -> Callable[[Effect], Effect]:
         """Declare a wrapper `(wrapped, instance, args, kwargs)` on `target`: "module:name" or
-        "module:Class.method". `why` is for the report.
+        "module:Class.method".
 
-        `accepts` is one signature or several, for a framework that changed it; see `_signature` for the
-        language. `optional`: a version of the framework may have no such name; where it has, the signature
-        decides as ever. If it names a module, only a version without that module may. `unless_imported`: in a
-        version whose module imports the function from another one, nothing is wrapped here. `claims`: the
-        wrapper acts before the job is claimed, because it may claim the job; its target must fit in an
-        unclaimed job, too. `replaced_by`: a module whose import puts another function in the place of the
-        target, which is wrapped in its turn. Raises ValueError for a target or signature that cannot be read.
+        Args:
+            target: the target.
+            why: for the report.
+            accepts: one signature or several, for a framework that changed the signature; the language:
+                `_target`.
+            optional: whether a version of the framework may lack the name; if present, the signature decides
+                as ever. A module name: only a version without the module may lack the name.
+            unless_imported: whether nothing is wrapped in a version whose module imports the function from
+                another.
+            claims: whether the wrapper acts before the job is claimed, because it may claim the job; its
+                target must fit in an unclaimed job, too.
+
+        Raises:
+            ValueError: a target or signature cannot be parsed.
         """
 
         def declare(effect: Effect) -> Effect:
@@ -304,18 +313,18 @@ class Unit:
         return declare
 
     def patch_plainly(self, target: str, *, why: str) -> Callable[[Make], Make]:
-        """Declare a function in the place of a method of C++ that is called tens of times in a step.
+        """Declare a replacement of a C++ method that is called tens of times in a step.
 
-        A wrapper takes ten times as long as such a method. What is declared here is called once, with the
-        method and this unit, and returns the function; that asks `acts` of the unit itself at each call, and
-        calls the method where the unit does not act. A version of the framework may have no such method.
+        A wrapper takes ten times as long as such a method. The declared function is called once, with the
+        method and the unit, and returns the replacement, which reads `acts` of the unit at each call, and
+        calls the method if the unit does not act. A version of the framework may lack the method.
 
         Args:
             target: "module:Class.method".
             why: for the report.
 
         Raises:
-            ValueError: `target` cannot be read.
+            ValueError: `target` cannot be parsed.
         """
 
         def declare(make: Make) -> Make:
@@ -325,7 +334,7 @@ class Unit:
         return declare
 
     def settle(self) -> None:
-        """Decide anew whether the unit acts, after any change to its patches."""
+        """Decide again whether the unit acts, after any change to its patches."""
         self.acts = self.armed and self._fits and not self.waits_for_claim
 
     @property
@@ -333,7 +342,7 @@ class Unit:
         return not self.half_applied and all(patch.status is not Status.DRIFTED for patch in self.patches)
 
     def framework_version(self) -> str | None:
-        """The version of the framework, None as long as nothing of it was imported."""
+        """Return the version of the framework, None until a module of the framework is imported."""
         if all(patch.found is None for patch in self.patches):
             return None
         if callable(self._version):
@@ -348,7 +357,7 @@ class Unit:
         """Return the outcome of each patch.
 
         Args:
-            holders: modules that hold an original ("module:name"), by the id of that original.
+            holders: modules that hold an original ("module:name"), by the id of the original.
         """
         version = self.framework_version()
         in_range = _in_range(version, self.tested)
@@ -385,7 +394,7 @@ def _in_range(version: str | None, tested: str) -> bool | None:
 
 
 def units(group: str | None = None) -> tuple[Unit, ...]:
-    """The units declared so far, in the order of declaration."""
+    """Return the units declared so far, in the order of declaration."""
     return tuple(unit for unit in _units.values() if group in (None, unit.group))
 
 

@@ -1,10 +1,14 @@
-"""The proof by which two agents show each other that they know the job's secret, before any message.
+"""The proofs of the other side of a connection: the job's secret between agents, the user on a unix socket.
 
 The controller sends a nonce. The agent answers with a nonce of its own and its proof: a digest, under the
 secret, of its role and both nonces. Only then does the controller prove itself: a client without the secret
 gets nothing but a random number. Both nonces are new with every connection, so a recorded proof is useless on
-another one. The role is part of the digest, so a proof cannot be sent back to its sender. With TLS all of
-this goes through the encrypted channel.
+another connection. The role is part of the digest, so a proof cannot be sent back to its sender. With TLS the
+whole exchange goes through the encrypted channel.
+
+Abstract sockets have no permissions, but the kernel knows the users of both sides (`is_same_user`): an
+accepting process sees the user of the connecting process, and a connecting process sees the user of the
+process that called `listen`.
 """
 
 from __future__ import annotations
@@ -24,9 +28,9 @@ _PROOF_BYTES = 32
 
 
 async def challenge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """The controller's side, up to where it knows that the other side is an agent of this job.
+    """Prove the controller's side, after the other side has proved to be an agent of this job.
 
-    The answer that lets the agent know as much is on its way when this returns: who has it is not shut out.
+    The answer with the controller's proof is under way on return.
 
     Raises:
         ConnectionError: the other side does not know the secret.
@@ -41,11 +45,11 @@ async def challenge(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 
 async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """The agent's side.
+    """Prove the agent's side.
 
     Raises:
         ConnectionError: the other side does not know the secret.
-        EOFError: it does not take the proof.
+        EOFError: the other side rejects the proof.
     """
     theirs = await reader.readexactly(_NONCE_BYTES)
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -56,10 +60,10 @@ async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, sec
 
 
 def answer_blocking(connection: socket.socket, secret: bytes) -> None:
-    """Do what `answer` does, over a blocking socket.
+    """Prove the agent's side like `answer`, over a blocking socket.
 
     Raises:
-        ConnectionError, EOFError: as there.
+        ConnectionError, EOFError: as `answer`.
     """
     theirs = exactly(connection, _NONCE_BYTES)
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -74,7 +78,7 @@ def _proof(secret: bytes, role: bytes, controllers: bytes, agents: bytes) -> byt
 
 
 class Socket(Protocol):
-    """A socket, or the part of one that asyncio shows."""
+    """A socket, or asyncio's view of a socket."""
 
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
 
@@ -83,7 +87,7 @@ _CREDENTIALS = "3i"  # pid, uid, gid
 
 
 def is_same_user(connection: Socket) -> bool:
-    """Return whether the process on the other side of `connection` has this process's user."""
+    """Return True if the process on the other side of `connection` has the user of this process."""
     peer_credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS)
     )

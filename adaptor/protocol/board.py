@@ -1,12 +1,17 @@
 """The board: one fixed-size record of shared memory per rank, written by the worker, read by its agent.
 
-Invariant: the worker alone writes. There is room for two records; a write goes to the one that the sequence
-number does not point to, and counts it up at the end. So the last complete record is always there, even after
-a death in the middle of a write; a reader that sees the number changed reads again. The memory belongs to the
-agent (an anonymous memory file, so nothing has a name that could be left behind), so it outlives the worker:
-after a SIGKILL the agent still reads how far the rank had come. Behind the records are the seconds that the
-main thread has spent in each use (`USES`), each a number of its own, and room for what a worker keeps for the
-process that may take its place, written in the same way as a record.
+Invariant: the worker alone writes. A slot has room for two records; a write goes to the record that the
+sequence number does not point to, and increments the number at the end. So the last complete record always
+exists, even after a death in the middle of a write; a reader that sees the number changed reads again. The
+memory belongs to the agent (an anonymous memory file, so no name can be left behind), and outlives the
+worker: after a SIGKILL the agent still reads the rank's progress. Behind the records are the seconds of the
+main thread in each use (`USES`), each a number of its own, and room for data that a worker keeps for its
+successor, written like a record.
+
+The lifeline is a lock in the same memory that the kernel takes away from a dying process before anything
+else. A killed process first gives its memory back, which takes a third of a second for each gigabyte, and
+only then its parent is told of the death. But before that the kernel releases the robust locks of a thread
+(robust_list(2)), so a thread that waits for such a lock learns of the death at once.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ from adaptor.protocol.messages import BoardRecord, Phase, ScriptStage
 LIFELINE_SIZE = 64
 _PTHREAD_PROCESS_SHARED = 1
 _PTHREAD_MUTEX_ROBUST = 1
-# How often somebody who waits asks whether that is still wanted.
+# The pause between two calls of `is_wanted` in a wait.
 _PATIENCE_S = 0.5
 
 _libc = ctypes.CDLL(None)
@@ -44,7 +49,7 @@ class Lifeline:
         self._lock = (ctypes.c_char * LIFELINE_SIZE).from_buffer(memory, offset)
 
     def prepare(self) -> None:
-        """Initialise the lock; called by the process that will wait, before the other one is started."""
+        """Initialise the lock; called by the waiting process, before the holding process is started."""
         attributes = ctypes.create_string_buffer(LIFELINE_SIZE)
         _call("mutexattr_init", attributes)
         _call("mutexattr_setpshared", attributes, _PTHREAD_PROCESS_SHARED)
@@ -54,17 +59,17 @@ class Lifeline:
     def hold(self) -> None:
         """Take the lock for ever; called by the thread whose end is to be noticed."""
         _call("mutex_lock", self._lock)
-        # The kernel finds the lock where it lies: the interpreter must not unmap it when it ends.
+        # The kernel uses the lock in its memory: the interpreter must not unmap the memory at its end.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._lock))
 
     def wait(self, is_wanted: Callable[[], bool]) -> bool:
-        """Wait until the thread that holds the lock has ended; other threads of this process run meanwhile.
+        """Wait until the thread that holds the lock has ended; other threads of the process run meanwhile.
 
         Args:
-            is_wanted: asked every half second; the wait ends when it returns False.
+            is_wanted: called every half second; the wait ends when it returns False.
 
         Returns:
-            True if that thread has ended, False if the wait is no longer wanted.
+            True if the thread has ended, False if the wait is no longer wanted.
         """
         while is_wanted():
             if self._lock_within(_PATIENCE_S) == errno.EOWNERDEAD:
@@ -75,8 +80,8 @@ class Lifeline:
     def _lock_within(self, seconds: float) -> int:
         """Try to take the lock for `seconds`; return the error number.
 
-        The wall clock is used only before glibc 2.30, which has no other; a clock that is set back makes that
-        wait longer.
+        The wall clock is used only before glibc 2.30, which has no other clock; a clock that is set back
+        prolongs the wait.
         """
         if hasattr(_libc, "pthread_mutex_clocklock"):
             clock = ctypes.c_int(time.CLOCK_MONOTONIC)
@@ -95,40 +100,41 @@ def _call(name: str, *arguments: object) -> int:
     return code
 
 
-SLOT = 4096  # a page each, so that a worker maps its own alone
-# The sequence number is written through a view of 64-bit integers, at once. struct.pack_into clears its
-# target first: a writer that is put off its core in between would show a number that it never had.
+SLOT = 4096  # a page each, so that a worker maps only its own
+# The sequence number is written at once, through a view of 64-bit integers. struct.pack_into clears its
+# target first: if interrupted in between, it would show a number that never existed.
 _SEQUENCE_BYTES = 8
 _RECORD = struct.Struct("<qqqqqqqqdddqq256s")
-# What the main thread spends its time on, as far as it tells: finished steps, and what it is not in steps
-# for; "other" are phases of other names.
+# The uses of the main thread's time: finished steps, and phases between steps; "other" are phases of other
+# names.
 USES = ("steps", "data", "evaluation", "save", "load", "other")
 _USE = {use: number for number, use in enumerate(USES)}
 _SPENT = 1024  # in a slot, behind the records
 _SPENT_END = _SPENT + 8 * len(USES)
 _LIFELINE = 2048  # behind that
-_KEPT = _LIFELINE + LIFELINE_SIZE  # behind that: a sequence number, and room for two texts with their lengths
+# behind the lifeline: a sequence number, and room for two texts with their lengths
+_KEPT = _LIFELINE + LIFELINE_SIZE
 _KEPT_SIZE = (SLOT - _KEPT - _SEQUENCE_BYTES) // 2 // 8 * 8
 _LENGTH = struct.Struct("<q")
 
 
 def _place(sequence: int) -> int:
-    """Return where in a slot the record with this number is."""
+    """Return the place in a slot of the record with this number."""
     return _SEQUENCE_BYTES + sequence % 2 * _RECORD.size
 
 
 def _kept_place(sequence: int) -> int:
-    """Return where in a slot the text with this number is."""
+    """Return the place in a slot of the text with this number."""
     return _KEPT + _SEQUENCE_BYTES + sequence % 2 * _KEPT_SIZE
 
 
 class BoardMemory:
-    """The agent's side: creates the memory for the boards of the node's ranks, and reads it."""
+    """The agent's side: creates the memory for the boards of the node's ranks, and reads the boards."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._slots = {rank: slot * SLOT for slot, rank in enumerate(ranks)}
         self._fd = descriptors.in_memory("ttp-boards")
-        os.fchmod(self._fd, 0o600)  # the kernel makes it open to all; only /proc is between
+        os.fchmod(self._fd, 0o600)  # open to all users by default; only /proc protects it
         os.ftruncate(self._fd, SLOT * len(ranks))
         self._memory = mmap.mmap(self._fd, SLOT * len(ranks))
         self._sequences = memoryview(self._memory).cast("Q")
@@ -141,12 +147,12 @@ class BoardMemory:
 
     @property
     def path(self) -> str:
-        """A path under which a child process of this one can open the memory."""
+        """Return a path under which a child process can open the memory."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     @property
     def slots(self) -> str:
-        """The ranks in the order of their slots, as `Board` takes it."""
+        """Return the ranks in the order of their slots, as an argument of `Board`."""
         return ",".join(map(str, self._slots))
 
     def read(self, rank: int) -> BoardRecord:
@@ -179,29 +185,29 @@ class BoardMemory:
         )
 
     def newest_step(self) -> int:
-        """Return the newest step that one of the ranks has finished; -1: none."""
+        """Return the newest step that a rank has finished; -1: none."""
         return max((self.read(rank).finished for rank in self._slots), default=-1)
 
     def spent(self) -> list[float]:
-        """Return the seconds that the lowest rank has spent in each of `USES`, in their order."""
+        """Return the seconds of the lowest rank in each of `USES`, in their order."""
         start = (self._slots[min(self._slots)] + _SPENT) // 8
         return [float(seconds) for seconds in self._seconds[start : start + len(USES)]]
 
     def reset(self, rank: int) -> None:
-        """Clear the slot of `rank` for the process that takes the place of a dead one.
+        """Clear the slot of `rank` for the successor of a dead process; kept data stays.
 
-        The dead process writes no more, and nobody waits for its lifeline any more. What it has kept stays.
+        The dead process writes no more, and no thread waits for its lifeline any more.
         """
         start = self._slots[rank]
-        self._sequences[start // _SEQUENCE_BYTES] = 0  # first: from now on there is no record
+        self._sequences[start // _SEQUENCE_BYTES] = 0  # first: from now on no record exists
         self._memory[start + _SEQUENCE_BYTES : start + _KEPT] = bytes(_KEPT - _SEQUENCE_BYTES)
         self.lifelines[rank].prepare()
 
     def close(self) -> None:
         """Let go of the memory.
 
-        It is unmapped when the last thread that waits for a lifeline has let go of it, too: such a thread may
-        still be on its way out, and memory that it points to cannot be closed.
+        The memory is unmapped when the last thread that waits for a lifeline has let go of it, too: such a
+        thread may still be on its way out, and memory with pointers into it cannot be closed.
         """
         self._sequences.release()
         self._seconds.release()
@@ -211,12 +217,12 @@ class BoardMemory:
 
 
 class Board:
-    """The worker's side: writes the record. The session itself reads `phase`, `oldest` and `finished`, too.
+    """The worker's side: writes the record. The session also reads `phase`, `oldest` and `finished`.
 
     Attributes:
-        live: the oldest step whose state the live objects have; what is older is in the local copy
-        finished: the newest step whose update this rank has made, or that it has ended without one
-        kept: what the process whose place this one takes has kept (`keep`); empty: nothing
+        live: the oldest step whose state the live objects have; older states are in the local copy
+        finished: the newest step whose update this rank has made, or that has ended without an update
+        kept: the data that the predecessor has kept (`keep`); empty: none
     """
 
     def __init__(self, rank: int, path: str, slots: str) -> None:
@@ -276,13 +282,13 @@ class Board:
             self._sequence_there[0] = self._sequence
 
     def spend(self, use: str, seconds: float) -> None:
-        """Add to the seconds of one of `USES`, any other name being "other"; on the main thread."""
+        """Add to the seconds of one of `USES`, or of "other"; main thread only."""
         self._spent_there[_USE.get(use, -1)] += seconds
 
     def keep(self, data: bytes) -> None:
-        """Keep `data`, in the place of what was kept before, for the process that may take this one's place.
+        """Keep `data` for the successor of this process, in place of former data; main thread only.
 
-        What is too long is not kept, and nothing in its place; on the main thread.
+        Data larger than the slot is dropped and the slot is cleared.
         """
         if len(data) > _KEPT_SIZE - _LENGTH.size:
             data = b""
@@ -294,63 +300,69 @@ class Board:
         self._kept_there[0] = sequence
 
     def _read_kept(self) -> bytes:
-        """Return what the process before this one has kept; empty where there was none."""
+        """Return the data that the predecessor has kept; empty without a predecessor."""
         place = _kept_place(self._kept_sequence)
         (length,) = _LENGTH.unpack_from(self._memory, place)
         return bytes(self._memory[place + _LENGTH.size : place + _LENGTH.size + length])
 
     def hold_lifeline(self) -> None:
-        """Hold the lifeline, so that the agent learns of this process's end at once; on the main thread."""
+        """Hold the lifeline, so that the agent learns of the end of this process at once; main thread
+        only.
+        """
         Lifeline(self._memory, _LIFELINE).hold()
 
     def start(self, origin: int) -> None:
-        """Say that the training state is that of step `origin`."""
+        """Record the training state of step `origin`."""
         self.oldest = self.live = self.finished = self.ahead = origin
         self.phase = Phase.RUNNING
         self.stage = ScriptStage.TRAINING
         self.write()
 
     def go_back(self, step: int) -> None:
-        """Say that the state after `step` is given up; `start` says when the live state is that of `step`."""
+        """Record that the state after `step` is given up; `start` records when the live state is that of
+        `step`.
+        """
         self.finished = self.ahead = step
         self.write()
 
     def enter(self, step: int) -> None:
-        """Say that `step` begins."""
+        """Record the begin of `step`."""
         self.inside = step
-        self.stage = ScriptStage.TRAINING  # also where the script has told before that its loop was over
+        self.stage = ScriptStage.TRAINING  # also if the script has reported the end of its loop before
         self.write()
 
     def leave(self, slowest: float) -> None:
-        """Say that the step has ended; `slowest`: seconds of the slowest recent one."""
+        """Record the end of the step; `slowest`: seconds of the slowest recent step."""
         self.inside = -1
         self.slowest = slowest
         self.write()
 
     def turn(self, usual: float) -> None:
-        """Say that a phase of the loop (evaluation, save) begins or ends.
+        """Record that a phase of the loop (evaluation, save) begins or ends.
 
         Args:
-            usual: seconds that earlier phases of this kind took at most; 0: there was none yet; -1: the loop
-                is in no phase now.
+            usual: the longest seconds of earlier phases of this kind; 0: no earlier phase; -1: the loop is in
+                no phase now.
         """
         self.usual = usual
         self.turns += 1
         self.write()
 
     def ready(self, step: int) -> None:
-        """Say that the rank is READY: at the door to the update of `step`."""
+        """Record that the rank is READY: at the door to the update of `step`."""
         self.ahead = step
         self.phase = Phase.READY
         self.write()
 
     def copying(self) -> None:
-        """Say, past the door, that the local copy is about to be replaced by one of the live state."""
+        """Record, past the door, that the local copy is about to be replaced by a copy of the live state."""
         self.oldest = self.live
         self.write()
 
     def updating(self, copied: bool) -> None:
-        """Say, past the door, that the update changes the live state; the old one is lost unless `copied`."""
+        """Record, past the door, that the update changes the live state; the old state is lost unless
+        `copied`.
+        """
         self.live = self.ahead
         if not copied:
             self.oldest = self.live
@@ -358,23 +370,27 @@ class Board:
         self.write()
 
     def turn_back(self) -> None:
-        """Say that the rank has left the door without the update."""
+        """Record that the rank has left the door without the update."""
         self.phase = Phase.RUNNING
         self.write()
 
     def broken(self) -> None:
-        """Say that an exception has left the update window in the middle."""
+        """Record that an exception has left the update window in the middle."""
         self.phase = Phase.BROKEN
         self.write()
 
     def changed(self, step: int) -> None:
-        """Say that the live state is on its way to `step`, without the door: it is that of no step."""
+        """Mark the live state as half-updated to `step`, without the door, so that the state cannot be
+        saved.
+        """
         self.oldest = self.live = step
         self.phase = Phase.BROKEN
         self.write()
 
     def finish(self, step: int) -> None:
-        """Say that `step` is done; after a step without an update the state of earlier steps is here, too."""
+        """Record that `step` is done; after a step without an update the state of earlier steps stays
+        available.
+        """
         self.finished = step
         self.phase = Phase.RUNNING
         self.write()
@@ -385,18 +401,18 @@ class Board:
         self.write()
 
     def reach(self, stage: ScriptStage) -> None:
-        """Say that the script has come to `stage`."""
+        """Record that the script has come to `stage`."""
         self.stage = stage
         self.write()
 
     def end(self) -> None:
-        """Say that the script has come to its end, so that the end of this process is no fault."""
+        """Record that the script has come to its end, so that the end of this process is no fault."""
         self.phase = Phase.ENDED
         self.stage = ScriptStage.FINISHED
         self.write()
 
     def fail(self, error: str) -> None:
-        """Write that this rank has failed by `error`, cut to 255 bytes."""
+        """Record that this rank has failed by `error`, cut to 255 bytes."""
         self._error = error.encode("utf-8", "replace")[:255]
         self.write()
 

@@ -1,4 +1,4 @@
-"""The form in which a worker tells the newest collectives that torch's flight recorder has of it."""
+"""The report of a worker on its newest collectives, from torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 import msgspec
 
-# More groups of a rank than these are left to its file.
+# The most groups in a report; the rest is in the rank's file.
 MOST_GROUPS = 64
 
 
 class Newest(NamedTuple):
-    """The newest collective that a rank has begun in a group, and when: only to be compared in this rank."""
+    """The newest collective that a rank has begun in a group, with its time: comparable within the rank
+    only.
+    """
 
     number: int
     name: str
@@ -23,7 +25,7 @@ Collectives = dict[str, Newest]
 
 
 class _Entry(msgspec.Struct):
-    """A record of torch's, version 2.x of its form; of which the rest is not read."""
+    """A record of torch's, version 2.x of the format; other fields are not read."""
 
     collective_seq_id: int
     process_group: tuple[str, str]
@@ -45,7 +47,7 @@ def newest(dump: object) -> Collectives:
     """Return the newest collective of each group in a dump of torch's recorder.
 
     Raises:
-        msgspec.ValidationError: this is no such dump.
+        msgspec.ValidationError: `dump` is no such dump.
     """
     collectives: Collectives = {}
     for entry in msgspec.convert(dump, _Dump).entries:
@@ -53,7 +55,7 @@ def newest(dump: object) -> Collectives:
         number, group = entry.process_group
         group_text = f"group {number}" + (f" ({group})" if group not in ("", "undefined") else "")
         key = f"{group_text} of {backend}" if backend else group_text
-        # Not the greatest number: a group made anew, as online recovery does, counts from the beginning.
+        # Not the greatest number: a new group, after an online recovery, counts from the beginning.
         if not entry.is_p2p and (key not in collectives or collectives[key].begun < entry.record_id):
             collectives[key] = Newest(entry.collective_seq_id, name, entry.record_id)
     last = sorted(collectives.items(), key=lambda pair: -pair[1].begun)[:MOST_GROUPS]
@@ -61,15 +63,15 @@ def newest(dump: object) -> Collectives:
 
 
 def encode(path: str, collectives: Collectives) -> str:
-    """Return what a rank tells the controller: its file, and the newest collective of each group."""
+    """Return the report of a rank to the controller: its file, and the newest collective of each group."""
     return msgspec.json.encode(_Report(path, collectives)).decode()
 
 
 def decode(raw_fields: str) -> tuple[str, Collectives]:
-    """Return the file and the collectives of what a rank has told.
+    """Return the file and the collectives in a report.
 
     Raises:
-        msgspec.MsgspecError: it is not what `encode` makes.
+        msgspec.MsgspecError: `raw_fields` is no report of `encode`.
     """
     report = msgspec.json.decode(raw_fields, type=_Report)
     return report.path, report.groups

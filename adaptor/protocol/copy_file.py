@@ -1,8 +1,11 @@
-"""The file in memory that has one host copy of a rank: written by the worker, held open by its agent.
+"""The file in memory with one host copy of a rank: written by the worker, held open by its agent.
 
-It is anonymous (a memfd), so it outlives the worker, and nothing of it is left when the last agent that holds
-it has ended, however that ends. Invariant: the header is valid only while the content behind it is whole. A
-writer takes the header away first, and writes it last; a death in between leaves a file that says nothing.
+The file is anonymous (a memfd), so it outlives the worker, and vanishes when the last agent that holds it has
+ended, in any way. Invariant: the header is valid only while the content is whole. A writer removes the header
+first, and writes it last; after a death in between the file has no copy.
+
+`CopyHello`, `CopyFollows` and `CopyKept` are the messages between the agents of two nodes, of which one keeps
+the host copies of the other's ranks.
 """
 
 from __future__ import annotations
@@ -18,15 +21,15 @@ import xxhash
 from adaptor.protocol import wire
 from adaptor.protocol.messages import Count, Message, Number
 
-HEADER_BYTES = 4096  # a page: what is behind it can be mapped by itself
+HEADER_BYTES = 4096  # a page: the content behind can be mapped separately
 _FIELDS = struct.Struct("<8s32sqqqqQ")
 _DIGEST = struct.Struct("<Q")
 _MAGIC = b"ttp-copy"
-# What the agent writes into the page of the header: the step that another node has, too, and one more.
+# Written by the agent into the page of the header: the step that another node has, too, plus one.
 _KEPT, _KEPT_AT = struct.Struct("<q"), 1024
 # The files of a rank: while one is written, the other is whole.
 FILES = 2
-# A piece of the content that is hashed, sent or read at once.
+# Bytes of the content that are hashed, sent or read at once.
 PIECE = 8 << 20
 
 
@@ -34,12 +37,12 @@ class CopyHeader(NamedTuple):
     """The description of a whole copy.
 
     Attributes:
-        generation: the start of the workers in which it was made
+        generation: the start of the workers in which the copy was made
         world_size: ranks of the job then
-        rank: whose state it is
+        rank: the copied rank
         step: the finished step
         size: bytes of the content
-        digest: its xxh3_64
+        digest: xxh3_64 of the content
     """
 
     generation: str
@@ -51,18 +54,20 @@ class CopyHeader(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int]:
-        """The start of the workers and the step: copies of all ranks with the same key belong together."""
+        """Return the start of the workers and the step: copies of all ranks with the same key belong
+        together.
+        """
         return self.generation, self.step
 
 
 class CopyFile:
-    """One file of a host copy, opened by whoever writes or reads it.
+    """One file of a host copy, opened by a writer or a reader.
 
     Args:
-        path: under which this process can open it: `/proc/PID/fd/N` of the agent.
+        path: for this process: `/proc/PID/fd/N` of the agent.
 
     Raises:
-        OSError: it cannot be opened.
+        OSError: the file cannot be opened.
     """
 
     def __init__(self, path: str) -> None:
@@ -71,7 +76,7 @@ class CopyFile:
 
     @property
     def header(self) -> CopyHeader | None:
-        """The header; None where there is no whole copy."""
+        """Return the header; None without a whole copy."""
         raw_fields = os.pread(self._fd, _FIELDS.size + _DIGEST.size, 0)
         if len(raw_fields) < _FIELDS.size + _DIGEST.size:
             return None
@@ -84,16 +89,17 @@ class CopyFile:
 
     @property
     def content(self) -> memoryview:
-        """The room for the content, or the content of a whole copy and what is behind it."""
+        """Return the memory of the content, with the room behind."""
         if self._memory is None or len(self._memory) != os.fstat(self._fd).st_size:
             self._memory = mmap.mmap(self._fd, os.fstat(self._fd).st_size)
         return memoryview(self._memory)[HEADER_BYTES:]
 
     def read(self, start: int, count: int) -> bytes:
-        """Return bytes of the content, where another process may shorten the file: who maps it would die.
+        """Return bytes of the content, though another process may shorten the file: a mapping would kill the
+        reader.
 
         Raises:
-            EOFError: it was shortened.
+            EOFError: the file was shortened.
         """
         data = os.pread(self._fd, count, HEADER_BYTES + start)
         if len(data) < count:
@@ -102,12 +108,12 @@ class CopyFile:
 
     @property
     def kept(self) -> int:
-        """The step of which another node has this copy, too; -1: none is known."""
+        """Return the step of the copy that another node has, too; -1: none is known."""
         raw_fields = os.pread(self._fd, _KEPT.size, _KEPT_AT)
         return int(_KEPT.unpack(raw_fields)[0]) - 1 if len(raw_fields) == _KEPT.size else -1
 
     def note_kept(self, step: int) -> None:
-        """Note that another node has the copy of `step`, too; by the agent alone."""
+        """Note that another node has the copy of `step`, too; only the agent calls this."""
         if os.fstat(self._fd).st_size >= HEADER_BYTES:
             os.pwrite(self._fd, _KEPT.pack(step + 1), _KEPT_AT)
 
@@ -116,10 +122,10 @@ class CopyFile:
         self.note_kept(-1)
 
     def reserve(self, size: int) -> None:
-        """Have room for `size` bytes of content, so that writing it needs no memory any more.
+        """Reserve room for `size` bytes of content, so that writing needs no further memory.
 
         Raises:
-            OSError: there is not so much memory.
+            OSError: not enough memory.
         """
         file_bytes = HEADER_BYTES + size
         if os.fstat(self._fd).st_size < file_bytes:
@@ -128,7 +134,7 @@ class CopyFile:
         os.posix_fallocate(self._fd, 0, file_bytes)
 
     def begin(self) -> None:
-        """Take the header away: the content is about to change."""
+        """Remove the header: the content is about to change."""
         if os.fstat(self._fd).st_size:
             os.pwrite(self._fd, bytes(_FIELDS.size), 0)
 
@@ -138,7 +144,7 @@ class CopyFile:
         os.ftruncate(self._fd, 0)
 
     def commit(self, header: CopyHeader) -> None:
-        """Note that the content is whole."""
+        """Write the header: the content is whole."""
         generation, *numbers = header
         fields = _FIELDS.pack(_MAGIC, generation.encode("ascii"), *numbers)
         os.pwrite(self._fd, fields + _DIGEST.pack(xxhash.xxh3_64_intdigest(fields)), 0)
@@ -171,16 +177,16 @@ class CopyHello(Message, frozen=True):
 
 
 class CopyFollows(Message, frozen=True):
-    """Sender to keeper: behind this message come `size` bytes, the content of a copy.
+    """Sender to keeper: `size` bytes follow, the content of a copy.
 
     Attributes:
-        beside: the step of the other copy that the sender has of this rank, which stays; -1: it has none
-        generation: the start of the workers in which it was made
+        beside: the step of the other copy that the sender has of the rank, which stays; -1: none
+        generation: the start of the workers in which the copy was made
         world_size: ranks of the job
-        rank: whose copy it is
-        step: that was copied
+        rank: the copied rank
+        step: the copied step
         size: bytes of the content
-        digest: its xxh3_64
+        digest: xxh3_64 of the content
     """
 
     beside: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 62)]
@@ -193,7 +199,7 @@ class CopyFollows(Message, frozen=True):
 
 
 class CopyKept(Message, frozen=True):
-    """Keeper to sender: the copy is there, and whole; or the `reason` why not."""
+    """Keeper to sender: the copy is whole and kept; or the `reason` why not."""
 
     rank: Number
     step: int

@@ -8,7 +8,7 @@ from types import TracebackType
 
 
 def deadline(seconds: float) -> AbstractAsyncContextManager[object]:
-    """`asyncio.timeout` (3.11 and later), or what does the same on 3.10; raises asyncio.TimeoutError."""
+    """Return `asyncio.timeout` (3.11 and later), or an equivalent on 3.10; raises asyncio.TimeoutError."""
     if hasattr(asyncio, "timeout"):
         timer: AbstractAsyncContextManager[object] = asyncio.timeout(seconds)
         return timer

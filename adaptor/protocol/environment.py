@@ -1,4 +1,4 @@
-"""The environment variables by which an agent tells its workers something; and those of torch elastic's."""
+"""The environment variables from an agent to its workers, and the variables of torch elastic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IN_A_CHILD = (
 
 # These end a job whatever torch handles.
 BY_HAND = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-# Where torch notes for which signals it sets handlers (--signals-to-handle).
+# The variable in which torch lists the signals with handlers (--signals-to-handle).
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _NAMES = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
 
@@ -36,24 +36,24 @@ IS_RESTART = "TTP_IS_RESTART"
 COPY_FILES = "TTP_COPY_FILES"
 # 1: workers are started to write host copies to disk, and do not train.
 ONLY_COPIES = "TTP_ONLY_COPIES"
-# The number of the incident in which this process takes the place of another; not set at a start of all.
+# The number of the incident in which this process replaces another; not set at a start of all workers.
 NEWCOMER = "TTP_NEWCOMER"
-# The line of the incident after which all workers are started again; empty at the first start.
+# The line of the incident before this start of all workers; empty at the first start.
 LAST_INCIDENT = "TTP_LAST_INCIDENT"
-# With --nnodes MIN:MAX, that text, and the number of nodes before this start, 0 at the first one; not set
-# where the number of nodes is fixed.
+# With --nnodes MIN:MAX, MIN:MAX and the number of nodes before this start, 0 at the first start; not set if
+# the number of nodes is fixed.
 NODES = "TTP_NODES"
 NODES_BEFORE = "TTP_NODES_BEFORE"
 
 
 class Generation:
-    """The start of the workers that this process belongs to, a part of its context.
+    """The start of the workers with this process, a part of its context.
 
     Attributes:
-        name: of this start, drawn at random; '' outside of ttprun
-        is_restart: True if workers of this job ran before, so that it goes on from its save folder
-        last_incident: the line of the incident before this start; '' where none was, and in a process that
-            takes the place of another
+        name: of the start, drawn at random; "" outside of ttprun
+        is_restart: whether workers of the job ran before, so that the job goes on from its save folder
+        last_incident: the line of the incident before this start; "" without an incident, and in a
+            replacement of another process
     """
 
     def __init__(self, context: Context) -> None:
@@ -78,10 +78,10 @@ class Nodes:
     """The nodes of a job whose number may change between two starts, a part of the context of a process.
 
     Attributes:
-        fewest, most: with how many the job may train; 0 and 0 where their number is fixed
-        here: with how many it trains now
-        before: with how many it trained before this start; 0 at the first one
-        fitting: the numbers of nodes with which its arguments let it train; empty: nobody knows
+        fewest, most: the limits of the number of nodes; 0 and 0 if the number is fixed
+        here: the current number
+        before: the number before this start; 0 at the first start
+        fitting: the numbers of nodes that fit the arguments of the job; empty: unknown
     """
 
     def __init__(self, context: Context) -> None:
@@ -96,10 +96,10 @@ class HeldCopies:
     """The files of host copies that the agent of this process holds, a part of its context.
 
     Attributes:
-        paths: of each rank the paths of its files; empty where there are none. Those that its worker writes
-            come first, if it is on this node; behind them those that were kept for it
-        only: whether this process is to write them to disk, and not to train
-        has_keeper: whether the agent of another node keeps copies of the ranks of this one
+        paths: of each rank the paths of its files; empty without files. The files of the rank's own worker
+            come first, if the worker is on this node; then the files kept for other nodes
+        only: whether this process is to write the copies to disk, and not to train
+        has_keeper: whether the agent of another node keeps copies of the ranks of this node
     """
 
     def __init__(self, context: Context) -> None:
@@ -112,7 +112,7 @@ class HeldCopies:
 
 
 class Place:
-    """The place of this process among the workers, as torch elastic tells it; a part of its context.
+    """The place of this process among the workers, from torch elastic; a part of its context.
 
     Attributes:
         rank: 0 outside of a job
@@ -129,7 +129,7 @@ class Place:
 
 
 def ending_signals() -> list[signal.Signals]:
-    """Return the signals that end a job: those of `BY_HAND`, and those that torch handles."""
+    """Return the signals that end a job: `BY_HAND`, and the signals that torch handles."""
     names = [name.strip() for name in os.environ.get(HANDLED, "SIGHUP").split(",")]
     handled = [signal.Signals[name] for name in names if name in _NAMES]
     return list(dict.fromkeys([*BY_HAND, *handled]))

@@ -1,4 +1,4 @@
-"""The description of a checkpoint file that its writer reports."""
+"""The description of a checkpoint file, from its writer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ class FileEntry:
         path: below the checkpoint folder, with `/`
         bytes: its size
         xxh3_128: in hexadecimal, of a file that was written front to back; else None
-        attempt: which attempt wrote it, while it has not been published; None when it has its name already
-        xxh3_128_blocks: of a large file, and of one that several ranks have written in place: the xxh3-128
-            of the xxh3-128 of its blocks of 1 MiB, in order (`hashing.BlockDigest`). Without either only the
-            size is known
-        tracker: the name of its copy in the save folder, which tells the framework what to load; None: it has
-            no copy
+        attempt: the attempt that wrote the file, until it is published; None once the file has its name
+        xxh3_128_blocks: of a large file, and of a file that several ranks have written in place: the xxh3-128
+            of the xxh3-128 of its blocks of 1 MiB, in order (`hashing.BlockDigest`). With neither checksum
+            only the size is known
+        tracker: the name of a copy in the save folder, which names the step for the framework; None: no copy
     """
 
     path: str
@@ -30,5 +29,5 @@ class FileEntry:
 
     @property
     def draft(self) -> str:
-        """The path under which it was written; no two attempts write to the same."""
+        """Return the path during the write; no two attempts write to the same path."""
         return self.path if self.attempt is None else f"{self.path}.{self.attempt}"

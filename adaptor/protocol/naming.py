@@ -1,21 +1,22 @@
-"""Names of checkpoint folders and of the tracker file, as Megatron spells them, and ours beside them.
+"""Names of checkpoint folders and of the tracker file, as Megatron spells them, and further names of the
+adaptor.
 
-iter_0000012               a complete checkpoint; under this name nothing else ever lies
-iter_0000012_tmp_0f3a       last words being written by the generation 0f3a of workers
-iter_0000012_tmp2.1_0f3a    by its controller of term 2, once the agent that was to make the first is given up
-iter_0000012_saving_0f3a    a regular save of the framework being written
-iter_0000012_saving.taken_0f3a        that, on a disk of a node's own, while it gets its final name there
-iter_0000012_saving.abandoned_0f3a    one that an incident has cut short, while it is removed
-iter_0000012_tmp.abandoned_0f3a       what bore the name of last words that are about to be written, likewise
-aside_iter_0000012.1       what lay under the final name, incomplete, damaged or of an earlier run
-replaced_iter_0000012      a complete checkpoint whose newer version is just being moved in
-reshape_iter_0000012       the folder in which a job makes that checkpoint in other parallel sizes
-before_reshape_iter_0000012.1    what it was made from; it stays until somebody removes it
+iter_0000012                         a complete checkpoint, and nothing else
+iter_0000012_tmp_0f3a                last words being written by the generation 0f3a of workers
+iter_0000012_tmp2.1_0f3a             the same by the controller of term 2, after the first agent was given up
+iter_0000012_saving_0f3a             a regular save of the framework being written
+iter_0000012_saving.taken_0f3a       the same on a disk of a node's own, during its rename to the final name
+iter_0000012_saving.abandoned_0f3a   a save cut short by an incident, during its removal
+iter_0000012_tmp.abandoned_0f3a      a former folder for last words, during its removal
+aside_iter_0000012.1                 a former folder of the final name: incomplete, damaged or older
+replaced_iter_0000012                a complete checkpoint while its newer version is moved in
+reshape_iter_0000012                 the folder in which a job makes the checkpoint in other parallel sizes
+before_reshape_iter_0000012.1        the checkpoint before the change of sizes; a person may remove the folder
 
-What works on a disk that hangs may go on when the disk does, generations later: so it finds only names of its
-own generation, and can neither empty nor remove what a later one writes.
+A process that hangs with its disk may go on when the disk does, generations later: names of a generation keep
+such a process from emptying or removing the folders of a later generation.
 
-No name of ours that outlives a save starts with `iter_`: some tools parse whatever follows that prefix as a
+No name of ours that outlives a save starts with `iter_`: some tools parse the rest after the prefix as a
 number.
 """
 
@@ -28,24 +29,24 @@ MANIFEST = "ttp_manifest.json"
 LAYOUT = "ttp_layout.json.gz"
 MODEL_FILE = "model_optim_rng.pt"  # of a model-parallel rank, in the format torch
 OPTIMIZER_FILE = "distrib_optim.pt"  # with a distributed optimizer
-BASE = "ttp_base.json"  # in a model-parallel rank's folder of a checkpoint of adapters: what they adapt
+BASE = "ttp_base.json"  # in a model-parallel rank's folder of a checkpoint of adapters: their base model
 LEASE = ".ttp_lease"  # names the job that saves in this folder
-LOCK = f"{TRACKER}.lock"  # there while somebody gives a checkpoint its name
+LOCK = f"{TRACKER}.lock"  # exists while a process names a checkpoint
 UPLOADS = ".ttp_uploads"  # the folder of notes of uploads to a store that are not completed
 
-_FINAL = re.compile(r"iter_([0-9]{7,18})")  # a larger step than any counter of a framework has
+_FINAL = re.compile(r"iter_([0-9]{7,18})")  # larger than any step counter of a framework
 _TEMPORARY = re.compile(
     r"iter_[0-9]{7,18}_(?:tmp([0-9]{0,9})(?:\.[0-9]{1,9})?|saving(?:\.taken)?)"
     r"(?:\.abandoned[0-9]{0,9})?(_[0-9A-Za-z]+)?"
 )
-_GENERATION = 8  # so many letters and digits of what is drawn at random tell one from another
+_GENERATION = 8  # the number of random letters and digits that distinguish generations
 _RESHAPE = "reshape_"
 _BEFORE_RESHAPE = re.compile(r"before_reshape_(iter_[0-9]{7,18})\.([0-9]{1,9})")
 _REPLACED = re.compile(r"replaced_(iter_[0-9]{7,18})")
 
 
 def final_name(step: int) -> str:
-    """The folder of the complete checkpoint of `step`.
+    """Return the folder of the complete checkpoint of `step`.
 
     Raises:
         ValueError: `step` is below 0.
@@ -56,37 +57,37 @@ def final_name(step: int) -> str:
 
 
 def temporary_name(step: int, term: int = 0, number: int = 0, generation: str = "") -> str:
-    """The folder that last words are written to until they are published.
+    """Return the folder for last words until they are published.
 
-    Two controllers may be at work, one on each side of a cut network; no two have the same `term`. And two
-    agents of one controller, where the disk of one hangs: each makes the folder of another `number`.
+    Two controllers may be at work, one on each side of a cut network, with different terms; and two agents of
+    one controller, if the disk of one hangs, with folders of different `number`.
     """
     return f"{final_name(step)}_tmp{term or ''}" + (f".{number}" if number else "") + _mark(generation)
 
 
 def regular_name(step: int, generation: str = "") -> str:
-    """The folder that a regular save of the framework is written to until it is complete."""
+    """Return the folder of a regular save of the framework until the save is complete."""
     return f"{final_name(step)}_saving{_mark(generation)}"
 
 
 def taken_name(step: int, generation: str = "") -> str:
-    """Return the name of a regular save on a disk of a node's own, while it gets its final name there."""
+    """Return the name of a regular save on a disk of a node's own, during its rename to the final name."""
     return f"{final_name(step)}_saving.taken{_mark(generation)}"
 
 
 def is_regular(name: str, generation: str) -> bool:
-    """Return whether `name` is the folder of a regular save that this `generation` writes."""
+    """Return True if `name` is the folder of a regular save of this `generation`."""
     return is_of(name, generation) and name.endswith(f"_saving{_mark(generation)}")
 
 
 def is_unfinished_save(name: str) -> bool:
-    """Return whether `name` is the folder of a regular save that has no final name yet."""
+    """Return True if `name` is the folder of a regular save without a final name."""
     match = _TEMPORARY.fullmatch(name)
     return match is not None and "_saving" in name and ".abandoned" not in name
 
 
 def abandoned_name(name: str, number: int = 1) -> str:
-    """The name under which the temporary folder `name` is removed; `number` counts from 1."""
+    """Return the name under which the temporary folder `name` is removed; `number` counts from 1."""
     match = _TEMPORARY.fullmatch(name)
     mark = (match.group(2) or "") if match else ""
     return f"{name.removesuffix(mark)}.abandoned{number if number > 1 else ''}{mark}"
@@ -103,7 +104,7 @@ def aside_name(step: int, number: int) -> str:
 
 
 def replaced_name(step: int) -> str:
-    """Return the name that the older version of a checkpoint has while the newer one is moved in."""
+    """Return the name of the older version of a checkpoint while the newer version is moved in."""
     return f"replaced_{final_name(step)}"
 
 
@@ -113,38 +114,40 @@ def reshape_name(step: int) -> str:
 
 
 def is_reshape(name: str) -> bool:
-    """Return whether `name` is the folder in which a job makes a checkpoint in other parallel sizes."""
+    """Return True if `name` is the folder in which a job makes a checkpoint in other parallel sizes."""
     return name.startswith(_RESHAPE) and step_of(name.removeprefix(_RESHAPE)) is not None
 
 
 def before_reshape_name(step: int, number: int) -> str:
-    """Return the name of the checkpoint from which one in other sizes was made; `number` from 1."""
+    """Return the name of a checkpoint after it was replaced by a checkpoint in other sizes; `number` from
+    1.
+    """
     return f"before_reshape_{final_name(step)}.{number}"
 
 
 def before_reshape(name: str) -> tuple[int, int] | None:
-    """Return the step and the number of what `before_reshape_name` gives, None for any other name."""
+    """Return the step and the number in a name of `before_reshape_name`, None for any other name."""
     match = _BEFORE_RESHAPE.fullmatch(name)
     step = step_of(match.group(1)) if match else None
     return (step, int(match.group(2))) if match and step is not None else None
 
 
 def is_temporary(name: str) -> bool:
-    """Return whether `name` is a folder that only a live process may own."""
+    """Return True if `name` is a folder that only a live process may own."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def is_temporary_of(name: str, step: int, term: int, number: int) -> bool:
-    """Return whether `name` is what `temporary_name` gives for the others, in some generation.
+    """Return True if `name` is the `temporary_name` of the other arguments, in some generation.
 
-    `number` is that of the order to make the folder.
+    `number` is the number of the order to make the folder.
     """
     temporary = temporary_name(step, term, number)
     return is_temporary(name) and (name == temporary or name.startswith(f"{temporary}_"))
 
 
 def is_of(name: str, generation: str) -> bool:
-    """Return whether `name` is a temporary folder of this `generation` of workers."""
+    """Return True if `name` is a temporary folder of this `generation` of workers."""
     match = _TEMPORARY.fullmatch(name)
     return match is not None and (match.group(2) or "") == _mark(generation)
 
@@ -156,9 +159,10 @@ def term_of(name: str) -> int:
 
 
 def step_of(name: str) -> int | None:
-    """The step of a complete checkpoint's folder name, None for any other name.
+    """Return the step in the name of a complete checkpoint's folder, None for any other name.
 
-    Of `iter_00000015`, too: the folder of step 15 has seven digits, and no framework looks for another one.
+    None also for `iter_00000015`: the folder of step 15 has seven digits, and no framework looks for another
+    name.
     """
     match = _FINAL.fullmatch(name)
     step = int(match.group(1)) if match else -1
@@ -166,7 +170,7 @@ def step_of(name: str) -> int | None:
 
 
 def step_of_replaced(name: str) -> int | None:
-    """The step of a `replaced_` folder name, None for any other name."""
+    """Return the step in a `replaced_` folder name, None for any other name."""
     match = _REPLACED.fullmatch(name)
     return step_of(match.group(1)) if match else None
 

@@ -1,4 +1,9 @@
-"""The messages between an agent and its spares, over a unix socket that is the spare's stdin."""
+"""The messages of spare processes and spare nodes.
+
+An agent and its spares talk over a unix socket, the spare's stdin: `Import`, `Become`, `Ready`. Node 0 talks
+with spare nodes (`--ttp-spare`) and with other nodes of the job after the proof of the job's secret: all
+other messages.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +14,18 @@ from adaptor.protocol.wire import Decoder
 
 
 class Import(Message, frozen=True):
-    """agent -> spare: import what the workers have.
+    """agent -> spare: import the modules of the workers.
 
     Attributes:
         path: their `sys.path`
-        origins: what they have imported, in that order: names, and the files
-        names: the functions and classes of these at the end of their imports (`imported_names.codes_of`)
+        origins: their imported modules, in the order of import: names, and the files
+        names: the functions and classes of the modules at the end of their imports
+            (`imported_names.codes_of`)
         variables: environment variables that a worker has changed
-        of_a_rank: environment variables that are another one's for each rank: none may be read meanwhile
-        environment: variables of all workers that this process does not have yet
-        is_alone: nobody trains on this machine, so there is nobody to leave the processors to
-        stop_before: the first module that is not to be imported; empty: import all
+        of_a_rank: environment variables that differ between ranks: none may be read meanwhile
+        environment: variables of all workers that the spare process does not have yet
+        is_alone: no rank trains on the machine, so all processors may be used
+        stop_before: the first module that is not to be imported; "": import all
     """
 
     path: tuple[str, ...]
@@ -33,12 +39,12 @@ class Import(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """spare -> agent: this process can become a worker, unless `unfit` says why it cannot.
+    """spare -> agent: the process can become a worker, unless `unfit` says why not.
 
     Attributes:
-        unfit: why an imported module differs from a worker's; empty: none does
-        stop_before: the module whose import has made this process unfit. The spare starts again, and reads
-            another `Import`. Empty: nothing that this process leaves out would help.
+        unfit: why an imported module differs from a worker's; "": no difference
+        stop_before: the module whose import has made the process unfit. The spare starts again, and reads
+            another `Import`. "": leaving a module out would not help.
     """
 
     unfit: str = ""
@@ -56,10 +62,10 @@ from_spare: Decoder[Ready] = Decoder(msgspec.msgpack.Decoder(Ready))
 
 
 class SpareHello(Message, frozen=True):
-    """spare -> node 0: its first message.
+    """spare -> node 0: the first message.
 
     Attributes:
-        facts: what must be the same on every node: names as a user knows them, and values
+        facts: values that must be equal on every node, by the names that a user knows
         arguments: of the script
         host, pid: the machine and the process of its `ttprun`
     """
@@ -71,15 +77,15 @@ class SpareHello(Message, frozen=True):
 
 
 class MemberHello(Message, frozen=True):
-    """node of the job -> node 0: all that it says; its connection ends with its `ttprun`.
+    """node of the job -> node 0: the only message; its connection ends with its `ttprun`.
 
-    Where only the connection has ended, that comes again, and says the same.
+    If only the connection has ended, the message is repeated.
 
     Attributes:
         node: its number
         ranks: of its workers
         host, pid: the machine and the process of its `ttprun`
-        owner: of its place, as in `TakePlace`; '': it has that from the beginning
+        owner: of its place, as in `TakePlace`; "": the place is its own from the beginning
     """
 
     node: int
@@ -94,13 +100,13 @@ class SpareAccepted(Message, frozen=True):
 
 
 class SpareRefused(Message, frozen=True):
-    """node 0 -> spare: it cannot stand in for a node, because of `reason`."""
+    """node 0 -> spare: refusal to stand in for a node, because of `reason`."""
 
     reason: str
 
 
 class SpareAsked(Message, frozen=True):
-    """node 0 -> spare: a node is lost; are you there?"""
+    """node 0 -> spare: a node is lost; answer if you run."""
 
 
 class SpareReady(Message, frozen=True):
@@ -111,11 +117,11 @@ class TakePlace(Message, frozen=True):
     """node 0 -> spare: become a node of the job.
 
     Attributes:
-        node: whose place it takes
-        restarts: how many the job has used, with one that begins now
-        generations: how many times workers were started before those that this node has to do with first
+        node: the number of the place
+        restarts: the number of used restarts, a beginning restart included
+        generations: the number of starts of the workers before the first start with this node
         owner: a random name, by which the place is the spare's from now on
-        incident: the one in which its workers join those that train; 0: all workers are started again
+        incident: the incident in which its workers join the training; 0: all workers are started again
     """
 
     node: int
@@ -126,7 +132,7 @@ class TakePlace(Message, frozen=True):
 
 
 class SpareImports(Message, frozen=True):
-    """node 0 -> spare: what processes import that may become workers in the place of lost ones."""
+    """node 0 -> spare: the imports of processes that may become workers in the place of lost workers."""
 
     what: Import
 

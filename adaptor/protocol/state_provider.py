@@ -12,38 +12,41 @@ from adaptor.protocol.messages import GroupOrder, Share
 
 
 class Trainee(Protocol):
-    """A framework's training state, as session and processor need it.
+    """A framework's training state, for session and processor.
 
     Methods marked "main thread" are called there, the others in the thread of a dump.
     """
 
     @property
     def save(self) -> str:
-        """The folder of checkpoints, absolute; empty where handlers of the script write and name them."""
+        """Return the folder of checkpoints, absolute; "" if handlers of the script write and name
+        checkpoints.
+        """
 
     @property
     def shares(self) -> tuple[Share, ...]:
-        """Return what this rank holds."""
+        """Return the shards of this rank."""
 
     @property
     def device(self) -> Device:
-        """Return where its tensors lie."""
+        """Return the device of its tensors."""
 
     @property
     def in_parts(self) -> bool:
-        """Return True if who publishes its last words joins them of parts."""
+        """Return True if last words are written in parts, which the publishing agent joins."""
 
     @property
     def survives(self) -> str:
-        """Return how many ranks and nodes the job can lose, in words, as `replica.tolerance` computes it."""
+        """Return the number of ranks and nodes that the job can lose, in words (`replica.tolerance`)."""
 
     def take_record(self, step: int) -> Any:
-        """Return what belongs to finished `step` besides tensors (counters, schedule, RNG); main thread."""
+        """Return the state of finished `step` besides tensors (counters, schedule, RNG); main thread."""
 
     def snapshot_before_update(self) -> Any:
-        """Return what the step has changed before its update (or its skip); main thread.
+        """Return the changes of the step before its update (or its skip); main thread.
 
-        With it a dump that lets the main thread make the update needs nothing else from that thread.
+        With the snapshot a dump that lets the main thread make the update needs nothing else from the main
+        thread.
         """
 
     def derive(self, record: Any, door: Any, updated: bool) -> Any:
@@ -52,30 +55,32 @@ class Trainee(Protocol):
         Args:
             record: from `take_record`, of the step before.
             door: from `snapshot_before_update`, of the step itself.
-            updated: the step had an update (it was not skipped).
+            updated: whether the step had an update (was not skipped).
         """
 
     @property
     def has_local_copy(self) -> bool:
-        """Return True if this rank keeps a local copy of the state before an update; it needs no barrier."""
+        """Return True if this rank keeps a local copy of the state before an update, and needs no barrier."""
 
     def exchange(self) -> None:
-        """Fetch the gradients that this rank's copies of other shards need for this step; main thread.
+        """Fetch the gradients that this rank's copies of other shards need for the step; main thread.
 
-        When it returns, the device has finished everything that this thread has started.
+        On return the device has finished all work of this thread.
         """
 
     def barrier(self) -> None:
-        """Return when every rank of the job has called it; raise when that is no longer possible."""
+        """Return when every rank of the job has called this; raise when no longer possible."""
 
     def copy_state(self) -> None:
-        """Copy what the update will change into the local copy; main thread, past the door."""
+        """Copy the state that the update will change into the local copy; main thread, past the door."""
 
     def update_replicas(self) -> None:
-        """Update the copies of other ranks' shards, by itself; main thread, after the own update."""
+        """Update the copies of other ranks' shards, without other ranks; main thread, after the own
+        update.
+        """
 
     def has_state(self) -> bool:
-        """Return False while the optimizer lacks state that is saved (before its first update)."""
+        """Return False while the optimizer lacks saved state (before its first update)."""
 
     def dump(self, record: Any, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
         """Do this rank's part of saving a group; in the thread of the dump.
@@ -83,13 +88,13 @@ class Trainee(Protocol):
         Args:
             record: of the step, from `take_record` or `derive`.
             order: the ranks that give the shards, and the writer.
-            run: the folder, the partners, and the callbacks of this dump.
+            run: the folder, the partners, and the callbacks of the dump.
 
         Returns:
             The written files on the writer, nothing on the other ranks.
 
         Raises:
-            NotFiniteError: on the writer, before it writes, unless `run.as_is`.
+            NotFiniteError: on the writer, before the write, unless `run.as_is`.
         """
 
 
@@ -97,27 +102,27 @@ class StateCopier(Protocol):
     """Copies the state of finished steps into host memory (TTP_HOST_COPY); called on the main thread."""
 
     def forget_after(self, step: int) -> None:
-        """Give up copies of later steps, once none is being made: the job goes on from `step`."""
+        """Give up copies of later steps, while no copy is being made: the job goes on from `step`."""
 
     def copy(self, trainee: Any, record: Any, mark: Any, *, is_intact: bool) -> None:
-        """Begin the copy of the step of `record` where one is due; then collective.
+        """Begin the copy of the step of `record` if a copy is due; then collective.
 
         Args:
-            trainee: whose live state it is, if it `is_intact`.
+            trainee: with the live state of the step, if `is_intact`.
             record: of the step, from `Trainee.take_record`.
             mark: the device's, behind the update of the step and the record.
-            is_intact: whether the live state is that of the step.
+            is_intact: whether the live state is the state of the step.
         """
 
     def wait(self) -> None:
-        """Wait for the copy that is being made: the state is about to change."""
+        """Wait for a copy in progress: the state is about to change."""
 
     def stop(self) -> None:
-        """Give up the copy that is being made: the state is about to change, in an incident."""
+        """Give up a copy in progress: the state is about to change, in an incident."""
 
 
 class NotFiniteError(Exception):
-    """The shards that `ranks` gave have a nan or an infinity in them; another copy may have none."""
+    """The shards that `ranks` gave have a nan or an infinity; another copy may be finite."""
 
     def __init__(self, subject: str, ranks: tuple[int, ...]) -> None:
         super().__init__(subject)
@@ -126,15 +131,15 @@ class NotFiniteError(Exception):
 
 @dataclass(frozen=True)
 class DumpRun:
-    """The needs of a dump besides the state: its folder, its partners, and when to stop.
+    """The parameters of a dump besides the state: its folder, its partners, and its callbacks.
 
     Attributes:
         past: save the local copy, not the live state
-        as_is: write it whether it is finite or not
-        remark: is told what is not finite in what is written
+        as_is: write the state whether finite or not
+        remark: is called with a text about written parts that are not finite
         in_place: the holders may write their shards into the files of the writer
-        groups: all that this rank takes part in, in the order in which `dump` is called for them
-        wake: lets raise what hangs in a collective of this process
+        groups: all groups with this rank, in the order of the calls of `dump`
+        wake: makes hanging collectives of this process raise
     """
 
     rank: int

@@ -1,4 +1,8 @@
-"""Framing: four bytes of length, then one msgpack message of a known type. Nothing is ever unpickled."""
+"""Framing: four bytes of length, then one msgpack message of a known type. Nothing is ever unpickled.
+
+A lost node between machines is noticed by its silence (`notice_silence`): the kernel tells, not its
+processes.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +29,8 @@ from adaptor.protocol.messages import (
 # The largest messages are lists of files: some hundred bytes each, thousands of them.
 MAX_SIZE = 16 * 1024 * 1024
 _LENGTH_BYTES = 4
-# Between machines: once a message has been announced, it comes within this time. The largest would, at half a
-# megabyte a second; the kernel answers for a sender that has stopped, so silence alone does not tell.
+# Between machines: an announced message arrives within this time. The largest message would, at half a
+# megabyte a second; the kernel answers for a stopped sender, so silence alone does not tell.
 SLOW_S = 30.0
 
 T = TypeVar("T")
@@ -35,7 +39,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Decoder(Generic[T]):
-    """Decodes one direction of the conversation; anything else raises `msgspec.DecodeError`."""
+    """Decodes one direction of the conversation; any other content raises `msgspec.DecodeError`."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T]) -> None:
         self._decoder = decoder
@@ -43,7 +47,7 @@ class Decoder(Generic[T]):
     def __call__(self, body: bytes) -> T:
         try:
             return self._decoder.decode(body)
-        except (UnicodeDecodeError, RecursionError) as error:  # text that is none, nesting without end
+        except (UnicodeDecodeError, RecursionError) as error:  # invalid text, endless nesting
             raise msgspec.DecodeError(str(error)) from None
 
 
@@ -54,29 +58,29 @@ to_agent: Decoder[ControllerToAgent] = Decoder(msgspec.msgpack.Decoder(Controlle
 
 
 def frame(message: Message) -> bytes:
-    """`message` as it goes over a stream."""
+    """Return the bytes of `message` for a stream."""
     try:
         body = _encoder.encode(message)
-    except UnicodeEncodeError:  # a name that is no UTF-8
+    except UnicodeEncodeError:  # a name that is not UTF-8
         body = _encoder.encode(_encodable(message))
-    if len(body) > MAX_SIZE:  # the other side would shut the connection
+    if len(body) > MAX_SIZE:  # the other side would close the connection
         body = _encoder.encode(_encodable(message, text.LINE))
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
 
 
 class OrderFrames:
-    """Frames orders for many agents; a dump that several ranks take part in is encoded once."""
+    """Frames orders for many agents; a dump with several ranks is encoded once."""
 
     def __init__(self) -> None:
-        # By the id of the order, which is kept, so that no other has it.
+        # By the id of the order, which is kept, so that the id is not used again.
         self._encoded: dict[int, tuple[Dump, msgspec.Raw]] = {}
 
     def __call__(self, orders: Sequence[ControllerToAgent]) -> bytes:
-        """Return `orders` as they go over one stream."""
+        """Return the bytes of `orders` for one stream."""
         return b"".join(map(self._frame, orders))
 
     def forget(self) -> None:
-        """Forget what was encoded: it is not ordered again."""
+        """Forget the encoded dumps, which are not ordered again."""
         self._encoded.clear()
 
     def _frame(self, order: ControllerToAgent) -> bytes:
@@ -90,7 +94,7 @@ class OrderFrames:
 
 
 def _encodable(value: Any, limit: int = MAX_SIZE) -> Any:
-    """Return `value` with every text in it made encodable, and cut to `limit` characters."""
+    """Return `value` with every text made encodable, and cut to `limit` characters."""
     match value:
         case str():
             return text.encodable(value, limit)
@@ -116,12 +120,12 @@ async def read(stream: asyncio.StreamReader, decode: Decoder[T], slow_s: float |
 
     Args:
         stream: the connection.
-        decode: makes the message of its bytes.
-        slow_s: None: there is no limit.
+        decode: decodes the message.
+        slow_s: None: no limit.
 
     Raises:
-        EOFError: the other side is gone (`asyncio.IncompleteReadError` is one).
-        ConnectionError, msgspec.DecodeError: what came is no message, or came too slowly.
+        EOFError: the other side is gone (also `asyncio.IncompleteReadError`). ConnectionError,
+            msgspec.DecodeError: the bytes are no message, or came too slowly.
     """
     length = _checked(int.from_bytes(await stream.readexactly(_LENGTH_BYTES), "big"))
     if slow_s is None:
@@ -135,13 +139,13 @@ async def read(stream: asyncio.StreamReader, decode: Decoder[T], slow_s: float |
 
 
 def receive(connection: socket.socket, decode: Decoder[T]) -> T:
-    """The next message of a blocking socket; raises like `read`."""
+    """Return the next message of a blocking socket; raises like `read`."""
     length = _checked(int.from_bytes(exactly(connection, _LENGTH_BYTES), "big"))
     return decode(exactly(connection, length))
 
 
 def exactly(connection: socket.socket, count: int) -> bytes:
-    """Return the next `count` bytes of a blocking socket; raise EOFError where it ends before."""
+    """Return the next `count` bytes of a blocking socket; raise EOFError if the stream ends before."""
     parts = bytearray()
     while len(parts) < count:
         part = connection.recv(count - len(parts))
@@ -159,13 +163,13 @@ class Keep(Message, frozen=True):
 
 
 class Ask(Message, frozen=True):
-    """Worker to store: answer `Kept` as soon as there is something under `key`."""
+    """Worker to store: answer `Kept` as soon as `key` has a value."""
 
     key: str
 
 
 class Kept(Message, frozen=True):
-    """Store to worker: what is under the key that it has asked for, and what else it will ask for."""
+    """Store to worker: the value of the key in `Ask`, and of further keys that the worker will ask for."""
 
     values: dict[str, bytes]
 
@@ -174,12 +178,12 @@ to_store: wire.Decoder[Keep | Ask] = wire.Decoder(msgspec.msgpack.Decoder(Keep |
 from_store: wire.Decoder[Kept] = wire.Decoder(msgspec.msgpack.Decoder(Kept))
 
 
-# Between machines, the kernel asks the kernel of the other side after so long without data, and again after
-# as long. Processes say nothing: 12,500 nodes that said every half second that they are there would take most
+# Between machines, the kernel asks the kernel of the other side after this time without data, and again after
+# the same time. Processes send no signs of life: 12,500 nodes with a sign every half second would take most
 # of a core of the controller. TCP_KEEPIDLE and TCP_KEEPINTVL are whole seconds.
 ASK_S = 1
 # The time within which the kernel of the other side answers, however busy its processes are; so a slow node
-# is not taken for a lost one. By then two questions, or data sent at about 0, 0.2, 0.6 and 1.4 s, have had no
+# does not count as lost. By then two questions, or data sent at about 0, 0.2, 0.6 and 1.4 s, have had no
 # answer, so one lost packet is no silence. The kernel looks when it would ask again: a lost node is noticed 2
 # to 3 s after its loss.
 SILENT_S = 2.5
@@ -188,7 +192,7 @@ SILENT_S = 2.5
 def notice_silence(connection: socket.socket) -> None:
     """Let the kernel end a TCP connection whose other side has fallen silent: powered off, or cut off.
 
-    It sees that by what is sent and not acknowledged; where nothing is sent, it asks.
+    The kernel notices unacknowledged data; without data it asks.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_S)

@@ -1,10 +1,10 @@
 """The messages of workers, agents and the controller.
 
-All messages are msgspec structs, encoded as msgpack with a tag; nothing is ever unpickled. A worker speaks to
-its own agent only; the agent passes on what the controller must know (`FromWorker`) and brings back what the
-controller orders (`ToWorker`).
+All messages are msgspec structs, encoded as msgpack with a tag; nothing is ever unpickled. A worker talks to
+its own agent only; the agent forwards the messages for the controller (`FromWorker`) and the controller's
+orders (`ToWorker`).
 
-They are imported from this package; its modules have them by direction.
+Messages are imported from this package; its modules hold them by direction.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@ from adaptor.protocol.messages.parts import BoardRecord, Endpoint, Message, Numb
 
 
 class AgentHello(Message, frozen=True):
-    """The first message of an agent; `endpoint`: its address, should it take the controller over.
+    """The first message of an agent; `endpoint`: its address as a possible controller.
 
     Attributes:
         host: the name of its machine
-        pid: its process there; 0 where it is not known
-        owner: of a spare node that takes the place of a lost one while others train: as in `PlacesFilled`
+        pid: its process there; 0 if unknown
+        owner: of a spare node that takes the place of a lost node while others train: as in `PlacesFilled`
     """
 
     node: Number
@@ -26,7 +26,7 @@ class AgentHello(Message, frozen=True):
 class Died(Message, frozen=True):
     """A worker process ended with `status` (negative: the signal), seen `at` (Unix seconds).
 
-    `why`: what is known of the reason (the kernel has killed it for want of memory), a phrase; else empty.
+    `why`: the known reason (such as an OOM kill), a phrase; else "".
     """
 
     rank: Number
@@ -37,7 +37,7 @@ class Died(Message, frozen=True):
 
 
 class Dying(Message, frozen=True):
-    """A worker's main thread is gone, seen `at`; how the process ended is told by `Died`, which follows."""
+    """A worker's main thread is gone, seen `at`; `Died` with the exit status follows."""
 
     rank: Number
     at: float
@@ -53,21 +53,20 @@ class AgentTerminationRequested(Message, frozen=True):
 
 
 class NodesWaiting(Message, frozen=True):
-    """So many more nodes wait to be taken into the job; only the agent of node 0 says so."""
+    """The number of further nodes that wait to join the job; sent by the agent of node 0 only."""
 
     node: Number
     count: Number
 
 
 class NodeStalled(Message, frozen=True):
-    """The report that no worker of this node has moved for `seconds`, which is too long for a step.
+    """The report that no worker of the node has moved for `seconds`, which is too long for a step.
 
     Attributes:
         inside: the first step that a worker is in the middle of, or does not reach because a phase between
-            two steps lasts too long; -1: there is none
-        between: the lowest step that a worker which may take its time between two steps has finished; -1:
-            there is none
-        overlong: it lasts so long that no rank may be waited for any more
+            two steps lasts too long; -1: none
+        between: the lowest finished step of a worker that may take its time between two steps; -1: none
+        overlong: whether the stall lasts so long that no rank may be waited for any more
     """
 
     node: Number
@@ -90,14 +89,14 @@ class AgentLost(Message, frozen=True):
 
 
 class Progress(Message, frozen=True):
-    """The progress counters of this node's workers, only while an incident is open."""
+    """The progress counters of the node's workers, only while an incident is open."""
 
     node: Number
     total: int
 
 
 class Prepared(Message, frozen=True):
-    """The temporary folder `number` is there; an empty `reason` means success."""
+    """The temporary folder `number` is ready; an empty `reason` means success."""
 
     node: Number
     incident: int
@@ -107,10 +106,10 @@ class Prepared(Message, frozen=True):
 
 
 class Published(Message, frozen=True):
-    """The checkpoint is under its final name and the tracker names it; `path` is its folder.
+    """The checkpoint is under its final name and the tracker names its step; `path` is its folder.
 
-    `step` is a later one than was ordered where the other side of a cut network has saved that; `number` is
-    that of the order.
+    `step` is later than ordered if the other side of a cut network has saved a later step; `number` is the
+    number of the order.
     """
 
     node: Number
@@ -121,7 +120,7 @@ class Published(Message, frozen=True):
 
 
 class PublishFailed(Message, frozen=True):
-    """The checkpoint could not be published, or found; `number` is that of the order."""
+    """The checkpoint could not be published, or found; `number` is the number of the order."""
 
     node: Number
     incident: int
@@ -134,8 +133,8 @@ class PlacesFilled(Message, frozen=True):
 
     Attributes:
         nodes: as ordered
-        owners: a random name for each of them, which the agent that comes has in its hello; empty where there
-            is not a spare node for each
+        owners: a random name for each node, which the new agent has in its hello; empty without a spare node
+            for each
     """
 
     node: Number
@@ -146,9 +145,9 @@ class PlacesFilled(Message, frozen=True):
 
 
 class ReplayComplete(Message, frozen=True):
-    """The agent of `node` has told a new controller again all that it had told the one that is lost.
+    """The agent of `node` has repeated to a new controller all its reports to the lost controller.
 
-    `verdict`: the one that it had been given, which stands.
+    `verdict`: the verdict that the agent had received, which stands.
     """
 
     node: Number

@@ -1,4 +1,4 @@
-"""The messages of a worker to its agent, which passes on those that the controller must know."""
+"""The messages of a worker to its agent, which forwards the messages for the controller."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Hello(Message, frozen=True):
 
 
 class Layout(Message, frozen=True):
-    """The shards that this rank holds, the folder of checkpoints, and the step that the job started from.
+    """The shards of the rank, the folder of checkpoints, and the step that the job started from.
 
-    `save`: empty where handlers of the script write checkpoints, and name them (`adaptor.mindio`).
-    `has_local_copy`: it keeps a local copy of the state before an update (TTP_LOCAL_COPY).
-    `online`: why this rank cannot take part in an online recovery, in a few words for the user; "off" where
-    TTP_ONLINE is 0; empty where it can. `nodes`: the numbers of nodes with which the job could train; empty:
-    nobody knows. `in_parts`: who publishes last words joins them of parts (`torch_dist`).
+    `save`: "" if handlers of the script write and name checkpoints (`adaptor.mindio`). `has_local_copy`:
+    whether the rank keeps a local copy of the state before an update (TTP_LOCAL_COPY). `online`: why the rank
+    cannot take part in an online recovery, in a few words for the user; "off" if TTP_ONLINE is 0; "" if the
+    rank can. `nodes`: the numbers of nodes that fit the job; empty: unknown. `in_parts`: whether the
+    publishing agent joins last words of parts (`torch_dist`).
     """
 
     rank: Number
@@ -53,10 +53,10 @@ class Refused(Message, frozen=True):
 
 
 class Raised(Message, frozen=True):
-    """An exception left the training script of this rank; its state is intact.
+    """An exception has left the training script of the rank; its state is intact.
 
     Attributes:
-        calls: its innermost calls, in lines: the process that could show them may be replaced
+        calls: its innermost calls, in lines: the process may be replaced before a report
         stage: of the script, as on the board
     """
 
@@ -69,21 +69,23 @@ class Raised(Message, frozen=True):
 
 
 class Unprotected(Message, frozen=True):
-    """The script of this rank trains, and nothing of it can be saved; `why` is one line for the user."""
+    """The script of the rank trains, and its state cannot be saved; `why` is one line for the user."""
 
     rank: Number
     why: str
 
 
 class TerminationRequested(Message, frozen=True):
-    """A request to end this process, by `signal`; its state is intact."""
+    """A request to end the process, by `signal`; its state is intact."""
 
     rank: Number
     signal: str
 
 
 class BusyReport(Message, frozen=True):
-    """The answer to `BusyProbe`; `busy`: a debugger or a compiler has the main thread, so this is no hang."""
+    """The answer to `BusyProbe`; `busy`: a debugger or a compiler holds the main thread, so the stall is no
+    hang.
+    """
 
     rank: Number
     busy: bool
@@ -93,8 +95,8 @@ class ChangedVariable(msgspec.Struct, frozen=True):
     """An environment variable that a script changes.
 
     Attributes:
-        after: the module that was imported last, when it was changed for the first time
-        code: of its value in the end (`script_imports.code_of_variable`), which may be a secret
+        after: the newest imported module at the first change
+        code: of the last value (`script_imports.code_of_variable`), which may be a secret
     """
 
     after: str
@@ -106,11 +108,10 @@ class Modules(Message, frozen=True):
 
     Attributes:
         path: `sys.path`
-        origins: by the name of each module that has been imported, in that order: its file, or what else it
-            is
+        origins: by the name of each imported module, in the order of import: its file, or its kind
         names: by the name of each module that the script has imported, its functions and classes at the end
             of its import (`imported_names.codes_of`)
-        variables: environment variables that have changed since the script began, and before its last import
+        variables: environment variables that have changed between the begin of the script and its last import
     """
 
     rank: Number
@@ -123,7 +124,7 @@ class Modules(Message, frozen=True):
 class Frozen(Message, frozen=True):
     """The answer to `Freeze`: the door is closed and no update is in flight.
 
-    `standing`: the position of the main thread, if it was asked for.
+    `standing`: the position of the main thread, if requested.
     """
 
     rank: Number
@@ -133,7 +134,9 @@ class Frozen(Message, frozen=True):
 
 
 class Written(Message, frozen=True):
-    """The files of a group are on disk under their temporary folder; `not_finite`: what in them is not."""
+    """The files of a group are on disk under their temporary folder; `not_finite` names parts that are not
+    finite.
+    """
 
     rank: Number
     incident: int
@@ -146,7 +149,8 @@ class Written(Message, frozen=True):
 class WriteFailed(Message, frozen=True):
     """The failure of a rank to do its part for a group; or the shards of `doubted` ranks are not finite.
 
-    `board`: the rank's board after that; an exception may have left the update that it was let through to.
+    `board`: the rank's board afterwards; an exception may have left the update to which the rank was let
+    through.
     """
 
     rank: Number
@@ -159,7 +163,7 @@ class WriteFailed(Message, frozen=True):
 
 
 class Renamed(Message, frozen=True):
-    """The script's handler has given the checkpoint its name; an empty `reason` means success."""
+    """The result of the script's handler that names the checkpoint; an empty `reason` means success."""
 
     rank: Number
     incident: int
@@ -167,10 +171,10 @@ class Renamed(Message, frozen=True):
 
 
 class Joined(Message, frozen=True):
-    """The success of `Regroup`: this rank has new groups and the state of `step`, and waits for `Proceed`.
+    """The success of `Regroup`: the rank has new groups and the state of `step`, and waits for `Proceed`.
 
-    `digest`: a checksum of what must be equal on all ranks of the job (groups and their ranks, the layout of
-    parameters). What must be equal on two ranks that hold the same shard, they have compared by themselves.
+    `digest`: a checksum of the values that must be equal on all ranks of the job (groups and their ranks, the
+    layout of parameters). Two ranks with the same shard have compared the shard themselves.
     """
 
     rank: Number
@@ -181,10 +185,10 @@ class Joined(Message, frozen=True):
 
 
 class RegroupFailed(Message, frozen=True):
-    """The failure of `Regroup` on this rank; its state is as it was when it answered `Frozen`.
+    """The failure of `Regroup` on the rank; its state is unchanged since `Frozen`.
 
-    `hangs`: its main thread waits for what will not come any more, so another process may take its place.
-    `may_be_echo`: a call to another rank has failed, which may be lost; else the reason is its own.
+    `hangs`: its main thread waits without end, so another process may take its place. `may_be_echo`: a call
+    to another rank has failed, which may be lost; else the reason is the rank's own.
     """
 
     rank: Number
@@ -196,23 +200,23 @@ class RegroupFailed(Message, frozen=True):
 
 
 class Present(Message, frozen=True):
-    """The thread that answers the agent runs: its process is neither stopped nor held up."""
+    """The thread that answers the agent runs: the process is neither stopped nor held up."""
 
     rank: Number
     incident: int
 
 
 class Copied(Message, frozen=True):
-    """This rank has a new copy of its state in host memory; it stays with the agent."""
+    """The rank has a new copy of its state in host memory, which stays with the agent."""
 
     rank: Number
     step: int
 
 
 class SaveEnded(Message, frozen=True):
-    """The framework's own save of `step` has ended; `reason`: why it has failed, empty where it has not.
+    """The framework's own save of `step` has ended; `reason`: why the save has failed, "" after success.
 
-    Rank 0 says it where training goes on in both cases.
+    Sent by rank 0 if training goes on in both cases.
     """
 
     rank: Number

@@ -1,4 +1,6 @@
-"""The base of all messages, and parts of several of them: the state of a rank, its shards, an address."""
+"""The base of all messages, parts of several messages (state of a rank, shards, addresses), and the end of an
+incident.
+"""
 
 from __future__ import annotations
 
@@ -9,28 +11,28 @@ import msgspec
 
 
 class Phase(IntEnum):
-    """The phase of a rank in its step; `finished` on its board is the newest step it has completed."""
+    """The phase of a rank in its step; `finished` on its board is the newest completed step."""
 
     STARTING = 0  # no training state is known yet: nothing can be saved from this rank
     RUNNING = 1  # between two updates: forward, backward, reduction, or outside of a step
-    READY = 2  # at the door: gradients reduced and clipped; the update needs nobody else
+    READY = 2  # at the door: gradients reduced and clipped; the update needs no other rank
     UPDATING = 3  # inside the update window
     BROKEN = 4  # an exception left the update window: part of the live state is old, part is new
-    ENDED = 5  # the script is at its end: that this process ends is no fault
-    UNREADABLE = 6  # its device has failed, or does not answer: nothing can be read from it
+    ENDED = 5  # the script is at its end: the end of the process is no fault
+    UNREADABLE = 6  # the device has failed, or does not answer: nothing can be read from the rank
 
 
 class ScriptStage(IntEnum):
     """The stage of a rank's script; a rank in any stage still holds its training state."""
 
-    TRAINING = 0  # the script trains, or does something before or between its steps
+    TRAINING = 0  # the script trains, or is before or between its steps
     TRAINED = 1  # its training loop is over; the script may still evaluate and save
     FINISHED = 2  # training, last evaluation and last save are done: a death costs nothing any more
 
 
-# No job has as many ranks, nodes or shards; who says so would have the controller count for hours.
+# No job has as many ranks, nodes or shards; larger numbers would make the controller count for hours.
 _MANY = 1 << 20
-# The bounds are those of what comes over a connection, where a message outside of them is refused.
+# The bounds for connections: a message with a number outside of the bounds is refused.
 Number = Annotated[int, msgspec.Meta(ge=0, lt=_MANY)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=_MANY)]
 # The status of a process that has ended: its exit code, or minus the signal.
@@ -42,23 +44,23 @@ StageNumber = Annotated[int, msgspec.Meta(ge=0, le=int(max(ScriptStage)))]
 class Message(msgspec.Struct, frozen=True, tag=True, gc=False):
     """Base of all messages.
 
-    A message is a frozen tree, through which no cycle goes. So the garbage collector has nothing to look for
-    in them: a controller of 100,000 ranks would else spend half of each decision on walking through them.
+    A message is a frozen tree without cycles, so the garbage collector need not visit messages: otherwise a
+    controller of 100,000 ranks would spend half of each decision on garbage collection.
     """
 
 
 class BoardRecord(Message, frozen=True):
     """A reading of a rank's board.
 
-    `inside` is the step that the rank is in, -1 between steps (evaluation, saves). `slowest`: seconds of the
-    slowest of its recent steps, 0 before there were enough of them. `usual`: seconds that earlier phases
-    of the kind that the loop is in (evaluation, a save) took at most; 0 for the first of its kind, -1 in no
-    phase. `turns` counts the phases that have begun or ended.
+    `inside` is the current step of the rank, -1 between steps (evaluation, saves). `slowest`: seconds of the
+    slowest of its recent steps, 0 before enough steps. `usual`: the longest seconds of earlier phases of the
+    current kind (evaluation, a save); 0 for the first phase of its kind, -1 in no phase. `turns` counts the
+    begins and ends of phases.
 
-    `oldest` to `finished` are the steps whose state this rank has: none while an update changes it, more than
-    one where steps were skipped (no update) since the last one. With a local copy those from before the last
-    update, or the one that it is in, are among them. `ahead` is the step of the update that it is READY for
-    or in.
+    `oldest` to `finished` are the steps whose state this rank has: none while an update changes the state,
+    several if steps were skipped (no update) since the last update. With a local copy, steps from before the
+    last or current update are included. `ahead` is the step of the update for which the rank is READY, or in
+    which it is.
     """
 
     rank: int
@@ -82,7 +84,7 @@ class BoardRecord(Message, frozen=True):
         return Phase(self.phase).name
 
     def provides(self, step: int) -> bool:
-        """Return True if this rank can give the state of `step`; a READY rank can also give the next one."""
+        """Return True if this rank can give the state of `step`; a READY rank can also give the next step."""
         if self.phase in (Phase.STARTING, Phase.ENDED, Phase.UNREADABLE):
             return False
         if self.oldest <= step <= self.finished:
@@ -91,9 +93,10 @@ class BoardRecord(Message, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True, gc=False):
-    """The shard that a rank holds: number `index` of `count` of the optimizer state of `group`.
+    """A shard on a rank: number `index` of `count` of the optimizer state of `group`.
 
-    `can_write`: it can write the group's files, too; a rank that has other experts can give the shard alone.
+    `can_write`: whether the rank can also write the group's files; a rank with other experts can give only
+    the shard.
     """
 
     group: str
@@ -118,15 +121,16 @@ class Standing(msgspec.Struct, frozen=True, gc=False):
 
 
 class Origin(msgspec.Struct, frozen=True, gc=False):
-    """The features by which an exception is known when it comes again.
+    """The features by which a repeated exception is recognised.
 
     Attributes:
         kind: its type
-        where: file and line of the innermost call that is neither Python's, nor a package's, nor ours
-        finished: the step that the rank had finished, -1 before training
-        mistake: another start would fail alike (arguments, imports, a missing driver); the first start alone
-        lasting: it came before or behind training, from the code, its arguments or a checkpoint: not from the
-            system, the network or another rank
+        where: file and line of the innermost call outside of Python, packages and the adaptor
+        finished: the newest finished step of the rank, -1 before training
+        mistake: whether another start would fail in the same way (arguments, imports, a missing driver);
+            first start only
+        lasting: whether the exception came before or behind training, from the code, its arguments or a
+            checkpoint, and not from the system, the network or another rank
     """
 
     kind: str = ""
@@ -143,24 +147,24 @@ class Endpoint(msgspec.Struct, frozen=True, gc=False):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)]
 
 
-# The kind of an incident that nobody has failed in: all workers start again, on more nodes.
+# The kind of an incident without a failure: all workers start again, on more nodes.
 NODES_JOIN = "nodes-join"
 
 
 class Fault(msgspec.Struct, frozen=True, gc=False):
-    """The first failure, for those who read of it and for those who compare it with the next one.
+    """The first failure, for people and for the comparison with the next failure.
 
     Attributes:
-        key: its kind and place (`ValueError at train.py:12`), or the signal; empty where that says nothing
-        finished: the step that the rank had finished, -1 before training; None where nobody knows
-        ranks: those that have failed by themselves, the first one first
-        pid: of the first rank, without a rank of the agent that was told to end; 0 where it is not known
-        host: the machine of that process
+        key: kind and place (`ValueError at train.py:12`), or the signal; "" without meaning
+        finished: the newest finished step of the rank, -1 before training; None if unknown
+        ranks: the ranks that have failed by themselves, the first failure first
+        pid: of the first rank, or of the agent that was told to end; 0 if unknown
+        host: the machine of the process
         kind: signal, exit, exception, hang, told-to-end, node-lost, nodes-join or error (of ttprun itself);
-            empty where it is not known
+            "" if unknown
         status: of the process that failed first (negative: the signal)
         lasting: see `parts.Origin`; before training alone
-        on_all_ranks: every rank has raised it, at the same place
+        on_all_ranks: whether every rank has raised the exception at the same place
     """
 
     key: str = ""
@@ -175,7 +179,7 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def when(self) -> str:
-        """Return how far the rank had come, in words."""
+        """Return the progress of the rank in words."""
         if self.finished is None:
             return ""
         return f"after step {self.finished}" if self.finished >= 0 else "before training"
@@ -184,10 +188,10 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
 class Verdict(Message, frozen=True, kw_only=True):
     """The end of an incident.
 
-    `outcome` is saved, nothing or lost; `leaves`: nodes that leave the job; `lost`: those whose agents are
-    gone; `newest`: the newest step that anyone had finished, -1 where none is known; `stop`: why the job is
-    not started again, whatever restarts are left; `unprotected`: the job trained without protection, so
-    nobody has counted its steps.
+    `outcome` is saved, nothing or lost; `leaves`: nodes that leave the job; `lost`: nodes whose agents are
+    gone; `newest`: the newest finished step of any rank, -1 if unknown; `stop`: why the job is not started
+    again, even with restarts left; `unprotected`: whether the job trained without protection, so its steps
+    were not counted.
     """
 
     incident: int
@@ -206,18 +210,18 @@ class Verdict(Message, frozen=True, kw_only=True):
 
     @property
     def is_requested(self) -> bool:
-        """Return whether nothing has failed: a `ttprun` was told to end."""
+        """Return True if nothing has failed: a `ttprun` was told to end."""
         return self.fault.kind == "told-to-end" and self.cause_rank < 0
 
 
 class Recovered(Message, frozen=True):
-    """The incident is over and all workers go on from `step`; it comes before the workers are told `Proceed`.
+    """The incident is over and all workers go on from `step`; sent before the workers get `Proceed`.
 
     Attributes:
         line: for the user
         replaced: ranks with a new process
         retried: ranks that had raised, and whose processes live
-        seconds: from the fault, as the controller heard of it, to this
+        seconds: from the report of the fault to this message
     """
 
     incident: int

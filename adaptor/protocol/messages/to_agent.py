@@ -1,4 +1,4 @@
-"""The messages of the controller to an agent; `Addressed` has an order for one of its workers."""
+"""The messages of the controller to an agent; `Addressed` wraps an order for a worker of the agent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Prepare(Message, frozen=True):
     """Make a clean temporary folder for `step`; the answer is `Prepared`.
 
     `term`: of the controller; `number`: of the folder. An agent that takes the place of another makes a new
-    one: the other may still be at work, on a disk that hangs. `first`: of the incident, under the controller
-    of node 0; the framework's own unfinished saves make room for it.
+    folder: the other may still be at work, on a hanging disk. `first`: whether the order is the first of the
+    incident, under the controller of node 0; the framework's own unfinished saves then make room.
     """
 
     incident: int
@@ -26,10 +26,11 @@ class Prepare(Message, frozen=True):
 
 
 class Publish(Message, frozen=True):
-    """Check, name and announce the checkpoint of `step`; `term` and `number` are those of its folder.
+    """Check, name and announce the checkpoint of `step`; `term` and `number` belong to its folder.
 
-    `written`: the number under which it was written. An agent that publishes in the place of another, which
-    may still be at work, first renames the folder to `number`, so that the other does not find it any more.
+    `written`: the number of the folder during the write. An agent that publishes in the place of another,
+    which may still be at work, first renames the folder to `number`, so that the other does not find the
+    folder any more.
     """
 
     incident: int
@@ -44,10 +45,10 @@ class Publish(Message, frozen=True):
 
 
 class Replace(Message, frozen=True):
-    """Start a new process for `rank`; what it says begins with `Hello`.
+    """Start a new process for `rank`; its first message is `Hello`.
 
-    The process of before, if it lives, is ended, and its `Died` comes before that `Hello`. If the new process
-    ends, that is one more `Died`. `cold`: not a spare, because the one before has failed.
+    A live former process is ended, and its `Died` comes before the `Hello`. If the new process ends, another
+    `Died` follows. `cold`: no spare, because the last new process has failed.
     """
 
     incident: int
@@ -59,8 +60,8 @@ class Replace(Message, frozen=True):
 class FillPlaces(Message, frozen=True):
     """Have spare nodes take the places of lost `nodes` while the others train on; the answer: `PlacesFilled`.
 
-    Only the agent of node 0 is told: spare nodes wait there. Each agent that takes a place starts a new
-    process for each rank of it, as if `Replace` were ordered.
+    Only the agent of node 0 gets this order: spare nodes wait there. Each agent that takes a place starts a
+    new process for each of its ranks, as after `Replace`.
     """
 
     incident: int
@@ -68,10 +69,10 @@ class FillPlaces(Message, frozen=True):
 
 
 class Find(Message, frozen=True):
-    """A controller that is lost may have had last words saved: let the tracker name the newest checkpoint.
+    """Let the tracker name the newest checkpoint: a lost controller may have had last words saved.
 
-    Where it is the framework's own save, only `step` counts, or a later one. The answer is `Published`, or
-    `PublishFailed` where there is none of this generation.
+    Of the framework's own saves only `step`, or a later step, counts. The answer is `Published`, or
+    `PublishFailed` without a checkpoint of this generation.
     """
 
     incident: int

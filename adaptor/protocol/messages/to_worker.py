@@ -1,4 +1,4 @@
-"""The orders and questions to a worker: of the controller, by way of its agent, or of the agent itself."""
+"""The orders and questions to a worker, from the controller by way of its agent, or from the agent itself."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from adaptor.protocol.messages.parts import Message
 
 
 class BusyProbe(Message, frozen=True):
-    """The question if a debugger or compiler holds the main thread, before a hang is reported.
+    """The question whether a debugger or compiler holds the main thread, before a hang is reported.
 
     The answer is `BusyReport`; both stay on the node.
     """
 
 
 class ModulesProbe(Message, frozen=True):
-    """The question what a spare has to import; the answer is `Modules`; both stay on the node."""
+    """The question for the modules that a spare has to import; the answer is `Modules`; both stay on the
+    node.
+    """
 
 
 class PresenceProbe(Message, frozen=True):
-    """The question if a worker is there, during an online recovery; the answer is `Present`."""
+    """The question for a sign of life during an online recovery; the answer is `Present`."""
 
     incident: int
 
@@ -27,7 +29,8 @@ class PresenceProbe(Message, frozen=True):
 class Freeze(Message, frozen=True):
     """Close the door, wait for an update in flight, answer `Frozen`.
 
-    `stacks`: the job hangs; write down where every thread is, and tell where the main thread stands.
+    `stacks`: whether the job hangs; write the stacks of all threads, and report the position of the main
+    thread.
     """
 
     incident: int
@@ -35,7 +38,7 @@ class Freeze(Message, frozen=True):
 
 
 class GroupOrder(msgspec.Struct, frozen=True, gc=False):
-    """The ranks that give the shards of a group, `holders[i]` shard i, and the one that writes."""
+    """The ranks that give the shards of a group, `holders[i]` shard i, and the rank that writes."""
 
     group: str
     holders: tuple[int, ...]
@@ -48,7 +51,7 @@ class GroupOrder(msgspec.Struct, frozen=True, gc=False):
 
 
 class Dump(Message, frozen=True):
-    """Bring this rank to `step` and do its part for each group.
+    """Bring the rank to `step` and do its part for each group.
 
     `as_is`: groups that are written whether finite or not. `in_place`: holders may write their shards into
     the files of the writer, instead of sending them. With `store_port` 0 `store_host` is the name of an
@@ -69,7 +72,7 @@ class Dump(Message, frozen=True):
 
 
 class ShardSource(msgspec.Struct, frozen=True, gc=False):
-    """Rank `source`, which lives, gives shard `index` of `group`."""
+    """A live rank `source` that gives shard `index` of `group`."""
 
     group: str
     index: int
@@ -77,12 +80,12 @@ class ShardSource(msgspec.Struct, frozen=True, gc=False):
 
 
 class Replacement(msgspec.Struct, frozen=True, gc=False):
-    """A rank whose process is a new one, and where its state comes from.
+    """A rank with a new process, and the sources of its state.
 
     Attributes:
-        twin: a survivor with the same part of the model: it gives the record of the step, and answers what
-            the newcomer would have asked other ranks at its start
-        sources: one for each shard that the rank holds
+        twin: a survivor with the same part of the model, which gives the record of the step, and the answers
+            of other ranks to the questions of a start
+        sources: one for each shard of the rank
     """
 
     rank: int
@@ -93,15 +96,14 @@ class Replacement(msgspec.Struct, frozen=True, gc=False):
 class Regroup(Message, frozen=True):
     """Go back to the end of `step`, exchange the process groups, answer `Joined`, wait for `Proceed`.
 
-    It goes to all once `step` is on disk, or could not be saved, and each newcomer has sent its `Hello`. (A
-    survivor that stands at the door makes the update first, if `step` is the one behind it.) Until `Proceed`
-    a survivor can still give the state of `step`.
+    Sent to all ranks once `step` is on disk, or could not be saved, and each newcomer has sent its `Hello`.
+    (A survivor at the door of `step` makes the update first.) Until `Proceed` a survivor can still give the
+    state of `step`.
 
-    `origin`: the step that the job was started from, which a newcomer says again in its `Layout`.
-    `replaced`: empty where all processes live (an exception). A larger `attempt` takes the place of a smaller
-    one. The store is that of dumps; its keys are to begin with the incident and the attempt. With
-    `store_port` 0 `store_host` is the name of an abstract unix socket. `timeout_s`: no part of it may take
-    longer.
+    `origin`: the step that the job was started from, for a newcomer's `Layout`. `replaced`: empty if all
+    processes live (an exception). A larger `attempt` supersedes a smaller attempt. The store is the store of
+    dumps; its keys begin with the incident and the attempt. With `store_port` 0 `store_host` is the name of
+    an abstract unix socket. `timeout_s`: the time limit of each part.
     """
 
     incident: int
@@ -119,7 +121,7 @@ class Proceed(Message, frozen=True):
     """Go on from `step`: all ranks have joined, and the incident is over.
 
     Attributes:
-        line: what happened, for the framework's own logs
+        line: the incident, for the framework's own logs
     """
 
     incident: int
@@ -128,7 +130,7 @@ class Proceed(Message, frozen=True):
 
 
 class Rename(Message, frozen=True):
-    """Let the script's handler name the checkpoint of `step`: all of it is written. Answer: `Renamed`."""
+    """Let the script's handler name the checkpoint of `step`, which is written. Answer: `Renamed`."""
 
     incident: int
     step: int
@@ -144,10 +146,11 @@ class EndScript(Message, frozen=True):
 
 
 class Exit(Message, frozen=True):
-    """The incident is over: end this process.
+    """The incident is over: end the process.
 
     Attributes:
-        blamed: it has failed first, or raised first where no rank is to blame: it shows its traceback
+        blamed: whether the rank has failed first, or raised first without a rank to blame, and shows its
+            traceback
     """
 
     incident: int
