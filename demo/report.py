@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jinja2
 
-from adaptor.operations import incident_stacks, job_folder, page_frame
+from adaptor.operations import incident_section, job_folder, page
 from adaptor.operations.incident_section import Section, section
 from adaptor.operations.records import Incident
 from demo.findings import ONLINE, Findings, Survival
@@ -27,7 +27,7 @@ def write_page(path: Path, found: Findings, runs: list[Run], survivals: list[Sur
     reference, *others = runs
     killed = survivals[0].run.kill
     assert killed is not None
-    environment = page_frame.environment(Path(__file__).parent)
+    environment = page.environment(Path(__file__).parent)
     html = environment.get_template("report.html.j2").render(
         kept=found.kept,
         setting=SETTING,
@@ -50,7 +50,7 @@ def _section(one: Survival, environment: jinja2.Environment) -> tuple[str, Secti
     made = section(
         environment,
         incident,
-        incident_stacks.of_incident(file.parents[2], incident),
+        incident_section.stacks_of(file.parents[2], incident),
         fault_at=one.run.kill.time,
         origin="the kill",
         name=one.run.folder.name,

@@ -1,8 +1,8 @@
-"""The interface of MindIO TTP on this engine, for scripts that were adapted to it by hand.
+"""The interface of MindIO TTP on this engine, for scripts that were adapted to MindIO TTP by hand.
 
-`provided/mindio_ttp` is what such a script imports; it holds names only. Behind them: `older` and `newer` are
-the two forms of the interface, `job` is what both do on the engine, `trainee` what a dump does with the
-script's handlers. Which function does what, and which does not: docs/mindio.md.
+`provided/mindio_ttp` is the package that such a script imports; it holds names only. `interface` has the
+functions in both forms, `job` translates their calls for the engine, `trainee` dumps by the script's
+handlers. The functions and their limits: docs/mindio.md.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ _FOLDER = str(Path(__file__).with_name("provided"))
 
 
 def provide() -> None:
-    """Let `import mindio_ttp` find this package's; twice is once.
+    """Let `import mindio_ttp` import the package here; repeated calls have no effect.
 
     Raises:
-        ConfigError: one is installed. It would save beside this engine, which then has nothing to save.
+        ConfigError: another mindio_ttp is installed. It would save beside this engine, which would have
+            nothing to save.
     """
     if _FOLDER in sys.path:
         return
@@ -35,7 +36,7 @@ def provide() -> None:
 
 
 def withdraw() -> None:
-    """Undo `provide`; names that were imported stay what they are."""
+    """Undo `provide`; imported names stay."""
     if _FOLDER not in sys.path:
         return
     sys.path.remove(_FOLDER)

@@ -1,4 +1,4 @@
-"""The handlers that a script registers, and the arguments that they are called with, in both forms."""
+"""The handlers that a script registers, and their arguments, in both forms of the interface."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from adaptor.protocol.messages import GroupOrder
 
 @dataclass(frozen=True)
 class Handler:
-    """A function that the script has registered, and the context that is passed back to it."""
+    """A function that the script has registered, and the context for its calls."""
 
     func: Callable[..., Any]
     ctx: Any = None
@@ -20,12 +20,12 @@ class Handler:
 
 @dataclass
 class Handlers:
-    """Replaced one by one by the main thread, each as a whole; read by the threads of a dump.
+    """The script's callbacks. The main thread rebinds attributes; dump threads only read them.
 
     Attributes:
         older: the script has registered its save handler in the older form, `f(save_rank, step, rank_list,
             args)`
-        args: what was set last with ttp_set_ckpt_args or tft_set_step_args
+        args: the last value of ttp_set_ckpt_args or tft_set_step_args
     """
 
     save: Handler | None = None
@@ -40,7 +40,8 @@ class Handlers:
         """Let the script save its part of `step`.
 
         Args:
-            orders: per optimizer that this rank gives a shard of: its kind, and who gives which.
+            step: the step.
+            orders: for each optimizer of which this rank gives a shard: its kind, and the holders.
         """
         assert self.save is not None
         chosen = [(kind, list(dict.fromkeys(order.holders))) for kind, order in sorted(orders, key=_kind)]
@@ -52,7 +53,7 @@ class Handlers:
             self.save.func(step, infos, self.args, self.save.ctx)
 
     def name(self, step: int) -> None:
-        """Let the script give what was saved its name. Raises what the handler raises, or has returned."""
+        """Let the script name the checkpoint. Raises the handler's exception, or for its failure code."""
         if self.rename is None:
             return
         if not self.older:
@@ -63,17 +64,17 @@ class Handlers:
             raise RuntimeError(f"the rename handler has returned {code!r}")
 
     def stop_device(self) -> None:
-        """Let the script stop its device, where it has registered how."""
+        """Let the script stop its device, if it has registered a stop handler."""
         if self.stop is not None:
             self.stop.func(self.args, self.stop.ctx)
 
     def restart_device(self) -> None:
-        """Let the script clean its device and start it again, where it has registered how."""
+        """Let the script clean and restart its device, if it has registered a clean handler."""
         if self.clean is not None:
             self.clean.func(False, self.args, self.clean.ctx)
 
     def leave(self) -> None:
-        """The process is about to end. Whatever the script does then, it ends."""
+        """Call the exit handler before the process ends. Its exception does not stop the end."""
         if self.exit is None:
             return
         try:
@@ -84,8 +85,8 @@ class Handlers:
     def _args_of(self, step: int) -> Any:
         """Return the arguments for a handler of `step`.
 
-        In the older form the first one is the iteration, the only word of the step for the rename handler. A
-        rank that was let through its update has set the iteration of the step before.
+        In the older form the first argument is the iteration, from which alone the rename handler knows the
+        step. A rank that was let through its update has set the iteration of the step before.
         """
         if isinstance(self.args, tuple | list) and self.args and type(self.args[0]) is int:
             return type(self.args)((step, *self.args[1:]))

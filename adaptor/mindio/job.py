@@ -1,26 +1,70 @@
 """Translates the calls of a script, in either form of the interface, into calls of the engine.
 
-The interface has no beginning of a step, and no number for an update before it has ended. So training begins
-for the engine where the step is known: when the script says which one it has loaded, or else when its first
-update has ended; and after each update the next step begins at once.
+The interface has no beginning of a step, and gives no number of an update before its end. So training begins
+for the engine when the step is known: when the script reports the loaded step, or else at the end of its
+first update; and after each update the next step begins at once.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from adaptor import context, output
+from adaptor import context, devices, output
 from adaptor.context import Context
+from adaptor.devices.device import HOST, Device
 from adaptor.errors import AdaptorError, ConfigError
-from adaptor.mindio import device
 from adaptor.mindio.handlers import Handlers
 from adaptor.mindio.replicas import Replicas
 from adaptor.protocol.messages import Phase
 from adaptor.worker import runtime
+
+# Messages of the drivers of Ascend devices about damaged memory, whose content must not be saved.
+_DAMAGED = ("UCE ERROR", "HBM MULTI BIT ECC")
+
+
+def current_device() -> int | None:
+    """Return the index of the device of this thread; None without a device."""
+    module = _module()
+    if context.get().settings.device == "cpu" or not module.is_available():
+        return None
+    return int(module.current_device())
+
+
+def _beside_main_thread() -> Device:
+    """Return a context for handlers in another thread, to use the device beside the main thread's stream.
+
+    Main thread only.
+    """
+    index = current_device()
+    if index is None:
+        return HOST
+    import torch
+
+    kind = "npu" if "torch_npu" in sys.modules else "cuda"
+    return devices.of([torch.empty(0, device=torch.device(kind, index))])
+
+
+def _module() -> Any:
+    import torch
+
+    return torch.npu if "torch_npu" in sys.modules else torch.cuda  # type: ignore[attr-defined]
+
+
+def _is_damaged(error: Exception) -> bool:
+    """Return whether the error reports damaged memory of the device."""
+    return any(phrase in str(error) for phrase in _DAMAGED)
+
+
+def give_up(rank: int, reason: str) -> None:
+    """End this process at once, so that other ranks give its shards."""
+    output.tell(f"[ttp] rank {rank}: {reason}: its memory may be damaged, so only other ranks save")
+    output.leave(1)
+
 
 # Less than the 5 s of standstill after which the controller replaces a rank in a dump.
 REST_S = 2.0
@@ -30,10 +74,10 @@ class Job:
     """The interface's state, a part of the context. The main thread calls everything but the handlers.
 
     Attributes:
-        apart: of an optimizer that mirrors: how many places behind a rank the one is that has the copy of its
-            shard; 0: there is none
-        exported: the framework whose handlers these are, '' where none was named; its device is stopped and
-            cleaned before a dump, as with TTP_STOP_CLEAN_BEFORE_DUMP=1
+        apart: with an optimizer that mirrors, the distance from a rank to the rank with the copy of its
+            shard; 0: no copy
+        exported: the framework of the handlers, '' if none is named; its device is stopped and cleaned before
+            a dump, as with TTP_STOP_CLEAN_BEFORE_DUMP=1
     """
 
     def __init__(self, context: Context) -> None:
@@ -44,29 +88,29 @@ class Job:
         self.has_local_copy = False
         self.never_called: list[str] = []
         self._worker: runtime.Runtime | None = None
-        self._optimizer = object()  # stands for all of the script's, which open and close one window
+        self._optimizer = object()  # stands for all optimizers of the script, which share one window
         self._loaded: int | None = None
-        self._rests = threading.Event()  # the main thread has come to where it is kept
+        self._rests = threading.Event()  # the main thread is held
 
     def rank(self, call: str) -> int:
-        """Return the rank of this process. Raises ConfigError if `call` asks before it is known."""
+        """Return the rank of this process. Raises ConfigError if `call` comes before the rank is known."""
         return self._joined(call).rank
 
     def join(self, call: str, rank: int, world_size: int, has_local_copy: bool) -> None:
-        """Compare who the script says it is with what ttprun says; its controller is there already.
+        """Compare the script's rank and world size with ttprun's; the controller runs already.
 
         Args:
             call: the function of the interface, for messages.
             rank: of this process.
             world_size: the number of ranks.
-            has_local_copy: whether there is to be a local copy.
+            has_local_copy: the script will make a local copy.
 
         Raises:
-            ConfigError: it is somebody else.
+            ConfigError: rank or world size differ.
             StartError: the process was not started by ttprun.
         """
         worker = runtime.get()
-        assert isinstance(worker, runtime.Runtime)  # where the SDK drives, it is what such a script finds
+        assert isinstance(worker, runtime.Runtime)  # with the SDK as engine a script finds the SDK
         self._worker = worker
         place_of_rank = (self._worker.rank, int(os.environ["WORLD_SIZE"]))
         if (rank, world_size) != place_of_rank:
@@ -78,26 +122,28 @@ class Job:
         self._worker.processor.use_handlers(self.handlers)
 
     def loaded(self, step: int) -> None:
-        """The state is that of `step`: from now on it can be saved, the first update included."""
+        """Note the step of the state: from now on the state can be saved, the first update included."""
         self._loaded = step
 
     def start_copy(self) -> None:
-        """The script is about to copy its optimizer state."""
+        """Begin the script's copy of its optimizer state."""
         self._begin_if_known("tft_start_copy_os")
         self._joined("tft_start_copy_os").session.before_copy()
 
     def start_update(self, backup_step: int) -> None:
-        """The script is about to update its optimizer state; of `backup_step` it has a copy, if not -1."""
+        """Begin the script's update of its optimizer state; the script has a copy of `backup_step`, if not
+        -1.
+        """
         self._begin_if_known("tft_start_updating_os")
         session = self._joined("tft_start_updating_os").session
         if backup_step >= 0:
             self.reached(backup_step)
         session.before_update(self._optimizer)
         if session.window.is_open and self.has_local_copy and backup_step < session.board.finished:
-            session.board.updating(copied=False)  # what there is a copy of, if any, nobody asks for
+            session.board.updating(copied=False)  # no rank asks for the copy
 
     def end_update(self, step: int) -> None:
-        """The optimizer state is that of `step` now. Does not return while the job saves."""
+        """End the update: the optimizer state is the state of `step`. Does not return while the job saves."""
         call = "tft_end_updating_os"
         session = self._joined(call).session
         if session.trainee is None:
@@ -117,7 +163,7 @@ class Job:
             self._hold(call)
 
     def reached(self, step: int) -> None:
-        """The script is at the end of `step`, with an update or without one (an overflow)."""
+        """Note the end of `step`, with an update or without one (an overflow)."""
         worker = self._worker
         if worker is None or worker.session.trainee is None or worker.session.window.is_open:
             return
@@ -127,10 +173,11 @@ class Job:
     def guard(
         self, func: Callable[..., Any], *, sets_args: Callable[[], bool] | None = None
     ) -> Callable[..., Any]:
-        """`func`, the script's training: an exception that leaves it is told, and the process stays.
+        """Return `func`, the script's training: an exception is reported, and the process stays.
 
         Args:
-            sets_args: where the handlers are to get the arguments of `func`
+            func: the function.
+            sets_args: returns whether the handlers get the arguments of `func` unchanged; None: they get none
         """
 
         @functools.wraps(func)
@@ -144,15 +191,15 @@ class Job:
             except Exception as error:
                 if self._worker is None:
                     raise
-                if device.is_damaged(error):
-                    device.give_up(self._worker.rank, str(error))
+                if _is_damaged(error):
+                    give_up(self._worker.rank, str(error))
                 self._rests.set()
                 self._worker.hold_after(error)
 
         return guarded
 
     def fail(self, error: str) -> None:
-        """The script reports a fault of this rank; the state is intact. Does not return."""
+        """Report a fault of this rank, whose state is intact. Does not return."""
         worker = self._joined("tft_report_error")
         worker.raised(error, 1)
         self._hold("tft_report_error")
@@ -162,10 +209,10 @@ class Job:
         self._hold("tft_wait_next_action")
 
     def await_rest(self) -> None:
-        """Wait, in a dump's thread, for the main thread, which was woken: handlers use what it changes.
+        """Wait, in a dump's thread, for the woken main thread: handlers use the state that it changes.
 
-        It is at the closed door, or comes to where it is kept, for no collective lets it pass. If it takes
-        longer than REST_S to come to one, handlers are called beside it.
+        The main thread is at the closed door, or comes to where it is held, because no collective lets it
+        pass. After REST_S seconds handlers are called beside the main thread.
         """
         if self._joined("a save handler").session.board.phase is not Phase.READY:
             self._rests.wait(REST_S)
@@ -184,7 +231,9 @@ class Job:
             self._begin(call, self._loaded, has_ended=False)
 
     def _begin(self, call: str, step: int, *, has_ended: bool) -> None:
-        """The live state is that of `step`; `has_ended`: of an update that nobody knew the number of."""
+        """Begin training with the live state of `step`; `has_ended`: the state of an update of unknown
+        number.
+        """
         worker = self._joined(call)
         if not self.replicas:
             raise ConfigError(
@@ -194,7 +243,7 @@ class Job:
             raise ConfigError(
                 f"{call}: there is no save handler: call tft_register_save_ckpt_handler before training"
             )
-        # With torch, which importing the names does not need.
+        # Imported here: it needs torch, the names do not.
         from adaptor.mindio.trainee import HandledTrainee
 
         trainee = HandledTrainee(
@@ -203,7 +252,7 @@ class Job:
             handlers=self.handlers,
             barrier=_barrier(call) if not self.has_local_copy else _nothing,
             has_local_copy=self.has_local_copy,
-            device=device.of_this_process(),
+            device=_beside_main_thread(),
             resets=bool(self.exported) or os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1",
             await_rest=self.await_rest,
         )
@@ -220,7 +269,7 @@ class Job:
                 f" {', '.join(self.never_called)}",
                 to="stdout",
             )
-        # As a window: who freezes this rank finds it before or behind.
+        # As a window: a freeze comes before or after it.
         session.publishing(begin)
         session.begin_step(step + 1)
 

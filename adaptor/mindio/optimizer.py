@@ -1,4 +1,4 @@
-"""The parts that the older form's optimizers add to the framework's."""
+"""The parts that optimizers of the older form add to the framework's optimizers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ class ReplicaOptimizer:
     """Base of a framework's optimizer whose shards have copies on other ranks: update window and dump.
 
     Attributes:
-        current_step: the step that the optimizer state is that of, or that it is on its way to in an update
-        error_dump: a dump has begun: what is saved now is last words
-        save_args: of the dump: `step`, `rank` (who writes) and `rank_list` (who gives shards)
+        current_step: the step of the optimizer state; during an update the next step
+        error_dump: a dump has begun: the next save is last words
+        save_args: of the dump: `step`, `rank` (the writer) and `rank_list` (the givers of shards)
     """
 
     current_step = 0
@@ -21,7 +21,7 @@ class ReplicaOptimizer:
     save_args: dict[str, Any]
 
     def begin_to_update(self, iteration: int) -> None:
-        """The state, which is that of `iteration`, is about to change; returns when it may."""
+        """Begin the change of the state of `iteration`; return when the change may begin."""
         interface = job.get()
         interface.loaded(iteration)
         interface.reached(iteration)
@@ -35,22 +35,24 @@ class ReplicaOptimizer:
         self.current_step = iteration + 1
 
     def end_to_update(self) -> None:
-        """The state has changed. Does not return while the job saves."""
+        """End the change of the state. Does not return while the job saves."""
         self.update_copies()
         job.get().end_update(self.current_step)
 
     def exchange(self) -> None:
-        """Fetch what copies of other ranks' shards need of this update; the state is intact if it raises."""
+        """Fetch the parts of this update for copies of other ranks' shards; after an exception the state is
+        intact.
+        """
 
     def update_copies(self) -> None:
-        """Update the copies that this rank has of others' shards, which needs nobody else."""
+        """Update this rank's copies of others' shards, without communication."""
 
     def copy_state(self) -> None:
-        """Put what an update changes into the local copy, which a dump of an earlier step takes."""
+        """Copy the state that an update changes; a dump of an earlier step reads the copy."""
         raise NotImplementedError
 
     def givers(self) -> list[int]:
-        """Return, for each shard of a dump, the rank of `rank_list` that gives it."""
+        """Return, for each shard of a dump, its giver among `rank_list`."""
         (replicas,) = job.get().replicas
         return replicas.givers(self.save_args["rank_list"])
 

@@ -1,9 +1,9 @@
-"""The copies of shards, in the words of the interface; pure.
+"""The copies of shards, in the terms of the interface; pure.
 
 `replica_cnt` copies of an optimizer state among the ranks of `rank_list`: the ranks are cut into as many runs
-of the same length, and the i-th ranks of all runs hold the same shard. Where every rank has all of it, the
-runs have length one. The interface has no words for an optimizer that mirrors: there each rank has a shard of
-its own, and a copy of that of the rank so many places before it.
+of the same length, and the i-th ranks of all runs hold the same shard. If every rank has the whole state, the
+runs have length one. The interface has no terms for an optimizer that mirrors: each rank has its own shard,
+and a copy of the shard of the rank `apart` places before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from adaptor.errors import ConfigError
 from adaptor.protocol.messages import Share
 
-# By the place in the list: the interface has no other word for which optimizer it is.
+# By the place in the list: the interface has no other name of an optimizer.
 _KINDS = ("attention", "moe")
 # The number of copies of a shard with an optimizer that mirrors.
 _MIRRORED = 2
@@ -23,10 +23,10 @@ _MIRRORED = 2
 
 @dataclass(frozen=True)
 class Replicas:
-    """The copies of one optimizer's state: `ranks` hold `shards` different ones.
+    """The copies of an optimizer's state: `ranks` hold `shards` different shards.
 
     Attributes:
-        apart: how many places behind a rank the one is that has the only copy of its shard; 0: see above
+        apart: the distance from a rank to the rank with the only copy of its shard; 0: runs, as above
     """
 
     kind: int
@@ -46,9 +46,9 @@ class Replicas:
         return tuple(Share(self.group, index, self.shards) for index in sorted(held_shards))
 
     def givers(self, among: Container[int]) -> list[int]:
-        """Return, for each shard, the rank of `among` that gives it: its owner before the holder of a copy.
+        """Return, for each shard, its giver among the ranks: the owner before the holder of a copy.
 
-        Every rank that knows the same `among` finds the same result.
+        Every rank with the same `among` gets the same result.
         """
         return [next(rank for rank in self._holders(index) if rank in among) for index in range(self.shards)]
 
@@ -59,10 +59,10 @@ class Replicas:
 
 
 def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
-    """Read the replicas from the argument of `tft_set_optimizer_replica`.
+    """Return the replicas of the argument of `tft_set_optimizer_replica`.
 
     Raises:
-        ConfigError: it does not describe copies that can be chosen among.
+        ConfigError: the argument does not describe copies to choose from.
     """
     call = "tft_set_optimizer_replica"
     dicts = isinstance(infos, list) and all(isinstance(info, dict) for info in infos)
@@ -83,17 +83,17 @@ def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
 
 
 def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> tuple[Replicas, ...]:
-    """Read the replicas from the arguments of `ttp_init_processor`.
+    """Return the replicas of the arguments of `ttp_init_processor`.
 
     Args:
         rank: this rank.
-        ranks: those of the data-parallel group.
+        ranks: of the data-parallel group.
         size: their number.
         replica: the distance of the two copies, in places of `ranks`; with `apart`, the number of copies.
         apart: the distance of the two copies of an optimizer that mirrors; 0 for others.
 
     Raises:
-        ConfigError: it does not describe copies that can be chosen among.
+        ConfigError: the arguments do not describe copies to choose from.
     """
     call = "ttp_init_processor"
     if not isinstance(ranks, Sequence):

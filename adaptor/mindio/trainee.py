@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
 from adaptor.devices.device import HOST, Device
-from adaptor.mindio import handler_groups
 from adaptor.mindio.handlers import Handlers
 from adaptor.mindio.replicas import Replicas
 from adaptor.protocol.file_entry import FileEntry
@@ -27,7 +29,7 @@ class HandledTrainee:
     Attributes:
         barrier: a barrier of all ranks of the job
         resets: the device is stopped and cleaned before a dump (TTP_STOP_CLEAN_BEFORE_DUMP)
-        await_rest: returns when the main thread, which was woken, stands still
+        await_rest: returns when the woken main thread stands still
     """
 
     rank: int
@@ -58,11 +60,11 @@ class HandledTrainee:
         return tuple(share for replicas in self.replicas for share in replicas.shares(self.rank))
 
     def exchange(self) -> None:
-        """Copies are the script's."""
+        """Only catch up with the device: the script makes copies."""
         self.device.catch_up()
 
     def copy_state(self) -> None:
-        """The local copy is the script's, and was made before this."""
+        """Do nothing: the script has made its local copy before."""
 
     def update_replicas(self) -> None:
         """Do nothing: the script's own optimizer updates replicas, too."""
@@ -80,7 +82,9 @@ class HandledTrainee:
         return True
 
     def dump(self, record: int, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
-        """Call the save handler, once for all groups; return when all of this group have come from theirs."""
+        """Call the save handler, once for all groups; return when all ranks of this group have returned from
+        theirs.
+        """
         if order is run.groups[0]:
             self._save(record, run)
         ranks = order.ranks
@@ -97,8 +101,8 @@ class HandledTrainee:
             if run.cancelled():
                 raise RuntimeError("a newer attempt has taken the place of this one")
             if self._groups is None:
-                self._groups = handler_groups.present()
-            handler_groups.drop_all_but(self._groups)
+                self._groups = _present_groups()
+            _drop_groups_except(self._groups)
             with self.device.beside():
                 if self.resets:
                     self.handlers.stop_device()
@@ -106,3 +110,19 @@ class HandledTrainee:
                 if self.resets:
                     self.handlers.restart_device()
                 self.handlers.save_at(step, [(kinds[order.group], order) for order in run.groups])
+
+
+def _present_groups() -> frozenset[Any]:
+    """Return the process groups of this process."""
+    return frozenset(distributed_c10d._world.pg_names) if dist.is_initialized() else frozenset()
+
+
+def _drop_groups_except(kept: frozenset[Any]) -> None:
+    """Destroy the process groups that handlers have made in an attempt that others could not finish.
+
+    torch names a group that its members alone make (`use_local_synchronization`) by its ranks, and by the
+    number of groups of a process. With a group left from an earlier attempt, a rank would wait under another
+    name.
+    """
+    for group in _present_groups() - kept:
+        dist.destroy_process_group(group)

@@ -20,12 +20,11 @@ import msgspec
 from adaptor import config, distributions, output
 from adaptor.endpoints import Address
 from adaptor.errors import AdaptorError
-from adaptor.operations import access, job_folder, newest_checkpoint, records, verify
-from adaptor.operations.ctrl_c import CtrlC
+from adaptor.operations import access, job_folder, job_reader, records, verify
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.job_reader import JobReader
 from adaptor.operations.records import Incident, Phases, Status, unix
-from adaptor.operations.terminal import exit_code_of, show
+from adaptor.operations.terminal import CtrlC, exit_code_of, show
 from adaptor.operations.trace import chrome_trace
 from adaptor.operations.words import FINDING, OK, USAGE, duration, first_step_again, protection, shown
 
@@ -192,13 +191,13 @@ def _incidents(parsed: argparse.Namespace) -> int:
 def _incident_lines(incident: Incident) -> list[str]:
     parts = {name: seconds for name, seconds in _parts(incident.phases).items() if seconds is not None}
     lost = "not known" if incident.steps_lost is None else incident.steps_lost
-    again = first_step_again(incident, unix(incident.began))
-    after = "" if again is None else f"first step again {duration(again)} after the fault was noticed: "
+    step_s = first_step_again(incident, unix(incident.began))
+    headline = "" if step_s is None else f"first step again {duration(step_s)} after the fault was noticed: "
     lines = [
         f"{incident.began}  {incident.id}",
         f"  {shown(incident.reason)}",
         f"  {incident.verdict}; steps lost: {lost}; {shown(incident.next_action)}",
-        f"  {after}{', '.join(f'{name} {duration(seconds)}' for name, seconds in parts.items())}",
+        f"  {headline}{', '.join(f'{name} {duration(seconds)}' for name, seconds in parts.items())}",
     ]
     return lines if parts else lines[:-1]
 
@@ -250,7 +249,7 @@ def _report(parsed: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise _missing(error, "jinja2", "ttp report") from None
     save = job_folder.status(job).save
-    html = Pages().page(JobReader(job), newest_checkpoint.newest(Path(save)) if save else None)
+    html = Pages().page(JobReader(job), job_reader.newest(Path(save)) if save else None)
     out = parsed.out or Path("report.html")
     _write(out, html, description := f"the page of {job.name}")
     return _say_written(parsed, out, description, {"job": job.name})

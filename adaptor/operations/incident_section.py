@@ -7,16 +7,69 @@ import math
 import re
 from collections.abc import Sequence
 from importlib import resources
+from pathlib import Path
 from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
 from adaptor.operations import charts, timeline
-from adaptor.operations.incident_stacks import Stacks
 from adaptor.operations.records import Event, Incident, unix
 from adaptor.operations.timeline import Lane, Span
 from adaptor.operations.words import duration, first_step_again
+
+# The page has the stacks of so many ranks, and so much of each: those of thousands would stall a browser.
+MOST_FILES = 8
+MOST_BYTES = 16_384
+# A file server's clock and a node's may differ so much.
+_TOLERANCE_S = 5.0
+_NAME = re.compile(r"rank(\d+)(?:\.native)?\.txt")
+
+
+class Stack(NamedTuple):
+    """The content of one file: its path below the log folder, the rank, and its first bytes as text."""
+
+    path: str
+    rank: int
+    text: str
+
+
+class Stacks(NamedTuple):
+    """The stacks of an incident: those of the ranks to blame first; `left_out` other files are there."""
+
+    shown: list[Stack]
+    left_out: int
+
+
+def stacks_of(log_path: Path, incident: Incident) -> Stacks:
+    """Return the stacks that were written while the incident lasted; none where they cannot be read."""
+    begin, end = unix(incident.began) - _TOLERANCE_S, unix(incident.ended) + _TOLERANCE_S
+    stack_files: list[tuple[bool, int, Path]] = []
+    suspects = {incident.blamed, *incident.failed, *incident.silent}
+    try:
+        for path in log_path.glob("stacks-*/rank*.txt"):
+            name = _NAME.fullmatch(path.name)
+            if name is not None and begin <= path.stat().st_mtime <= end:
+                stack_files.append((int(name[1]) not in suspects, int(name[1]), path))
+    except OSError:
+        return Stacks([], 0)
+    stack_files.sort()
+    shown = [
+        Stack(str(path.relative_to(log_path)), rank, _text(path))
+        for _, rank, path in stack_files[:MOST_FILES]
+    ]
+    return Stacks(shown, max(0, len(stack_files) - MOST_FILES))
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            read = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    omission = "\n... the rest is in the file" if len(read) > MOST_BYTES else ""
+    return read[:MOST_BYTES].decode(errors="replace") + omission
+
 
 # More events of an incident than these are left to its file: with thousands of ranks a browser would stall.
 MOST_EVENTS = 500
@@ -105,7 +158,7 @@ def section(
     _, recovery_ticks = timeline.scale(sum(recovery.values()))
     cause, further_sentence = _sentence(incident)
     lanes, left_out = timeline.lanes_of(incident, fault_at, verdict_s)
-    later = [lane for lane in lanes if any(at > save_ticks[-1] for _, at in lane.words)]
+    recovery_lanes = [lane for lane in lanes if any(at > save_ticks[-1] for _, at in lane.words)]
     fields = {
         "one": incident,
         "name": name,
@@ -120,7 +173,7 @@ def section(
         "save_view": _view(lanes, -math.inf, save_ticks),
         "left_out": left_out,
         "recovery": recovery,
-        "recovery_view": _view(later, save_ticks[-1], recovery_ticks),
+        "recovery_view": _view(recovery_lanes, save_ticks[-1], recovery_ticks),
         "advice": _advice(incident),
         "recovery_words": _RECOVERY,
         "stacks": stacks,
@@ -164,10 +217,10 @@ def _view(lanes: Sequence[Lane], begin: float, ticks: Sequence[float]) -> View:
     return View(shown, ticks, {kind: word for kind, word in _KINDS.items() if kind in kinds})
 
 
-def _advice(one: Incident) -> str:
+def _advice(incident: Incident) -> str:
     """Return the section of the runbook on the cause of an incident, as text; "" if there is none."""
     runbook = resources.files("adaptor.operations").joinpath("runbook.txt").read_text(encoding="utf-8")
-    heading = one.runbook.partition("#")[2]
+    heading = incident.runbook.partition("#")[2]
     section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", runbook, re.MULTILINE | re.DOTALL)
     if section is None:
         return ""

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from adaptor.checkpoint import manifest, tracker
+from adaptor.errors import AdaptorError
 from adaptor.operations import job_folder
 from adaptor.operations.goodput import COUNTED_USES, Goodput, TimeSpent
 from adaptor.operations.job_folder import EVENTS_FILE, JobFolderError, Summaries
 from adaptor.operations.records import Event, IncidentSummary, Status, unix
+from adaptor.protocol import naming
 
 _BLOCK = 1 << 16
 
@@ -159,3 +164,61 @@ def _decoded(line: bytes) -> Event | None:
 
 def _unreadable(path: Path, error: OSError) -> JobFolderError:
     return JobFolderError(f"{path}: it cannot be read ({error.strerror})")
+
+
+# How old an answer may be. A checkpoint is written every some minutes at most.
+REFRESH_S = 5.0
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint: its step, when it was written (Unix seconds), the bytes in its files."""
+
+    step: int
+    at: float
+    size: int
+
+
+def newest(save: Path) -> Checkpoint | None:
+    """Return the checkpoint that the tracker of `save` names; None if there is none with a manifest."""
+    try:
+        step = tracker.tracked_step(save)
+        if step is None:
+            return None
+        saved_manifest = manifest.read(save / naming.final_name(step))
+        at = datetime.fromisoformat(saved_manifest.created).timestamp()
+    except (AdaptorError, OSError, ValueError):
+        return None
+    return Checkpoint(step, at, sum(file.bytes for file in saved_manifest.files))
+
+
+class NewestCheckpoint:
+    """Looks it up again and again, until `close`.
+
+    Args:
+        folder: returns the save folder, '' while it is not known.
+
+    Attributes:
+        looked: set when it was looked up for the first time
+    """
+
+    def __init__(self, folder: Callable[[], str]) -> None:
+        self._folder = folder
+        self._closed = threading.Event()
+        self.looked = threading.Event()
+        self.checkpoint: Checkpoint | None = None
+        # A daemon: it may hang in the file system for ever.
+        threading.Thread(target=self._run, name="ttp-checkpoint", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                save = self._folder()
+                self.checkpoint = newest(Path(save)) if save else None
+            except AdaptorError:
+                self.checkpoint = None  # the files of the job cannot be read just now
+            self.looked.set()
+            if self._closed.wait(REFRESH_S):
+                return

@@ -22,8 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from adaptor.operations.job_reader import JobReader
-from adaptor.operations.newest_checkpoint import Checkpoint
+from adaptor.operations.job_reader import Checkpoint, JobReader
 from adaptor.operations.records import IncidentSummary, Phases, Status, StepTimes, unix
 
 # From the milliseconds in which a death is noticed to the minutes in which a large job starts again.

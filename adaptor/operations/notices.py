@@ -56,10 +56,10 @@ def of_incident(incident: Incident, time: str, kind: str = "incident") -> Notice
 
 def of_save(job: str, step: int, reason: str, time: str) -> Notice:
     """Return the notice that the save of `step` in `job` has failed for a `reason`; '': it has not, again."""
-    words = (
+    outcome = (
         f"step {step} could not be saved: {reason}; training goes on" if reason else f"step {step} is saved"
     )
-    return Notice(type="save", time=time, job=job, text=f"{job}: {words}", incident=None)
+    return Notice(type="save", time=time, job=job, text=f"{job}: {outcome}", incident=None)
 
 
 def of_end(job: str, incidents: int, time: str) -> Notice:

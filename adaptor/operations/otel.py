@@ -26,9 +26,9 @@ from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
 from adaptor.operations import job_folder
-from adaptor.operations.ctrl_c import CtrlC
 from adaptor.operations.job_folder import JobFolderError, Summaries
 from adaptor.operations.records import Incident, IncidentSummary, unix
+from adaptor.operations.terminal import CtrlC
 from adaptor.operations.trace import parts
 from adaptor.operations.words import FINDING, OK, shown
 

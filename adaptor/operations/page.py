@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import threading
+from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
-from adaptor.operations import history, incident_stacks, job_folder, page_frame
+import jinja2
+from markupsafe import Markup
+
+from adaptor.operations import charts, incident_section, job_folder, timeline
 from adaptor.operations.incident_section import Section, section
-from adaptor.operations.job_reader import JobReader
-from adaptor.operations.newest_checkpoint import Checkpoint
+from adaptor.operations.job_reader import Checkpoint, JobReader
 from adaptor.operations.records import Incident, Status, unix
-from adaptor.operations.words import duration, protection
+from adaptor.operations.words import duration, protection, size
+
+
+def _text(name: str) -> str:
+    return resources.files("adaptor.operations").joinpath(name).read_text(encoding="utf-8")
+
+
+def _digest(text: str) -> str:
+    return "'sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() + "'"
+
+
+_CSS, _SCRIPT = _text("page.css"), _text("page.js")
+POLICY = (
+    f"default-src 'none'; style-src {_digest(_CSS)}; script-src {_digest(_SCRIPT)}; img-src data:;"
+    " connect-src 'self'; base-uri 'none'; form-action 'none'"
+)
+
+
+def environment(*folders: Path) -> jinja2.Environment:
+    """Return the environment of the templates of pages.
+
+    Args:
+        folders: with more templates; those here come first.
+    """
+    loaders: Sequence[jinja2.BaseLoader] = [
+        jinja2.PackageLoader("adaptor.operations", ""),
+        jinja2.FileSystemLoader(folders),
+    ]
+    jinja_environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader(loaders),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    jinja_environment.globals.update(
+        css=Markup(_CSS),
+        script=Markup(_SCRIPT),
+        policy=POLICY,
+        duration=duration,
+        size=size,
+        row=charts.row,
+        scale_of=timeline.scale,
+        tick_labels=timeline.tick_labels,
+    )
+    return jinja_environment
+
 
 # More incidents than these, the newest ones, are left to `ttp incidents`.
 MOST_INCIDENTS = 20
@@ -32,7 +84,7 @@ class Pages:
     """Makes pages; what they say of an incident is made again only when its file has changed."""
 
     def __init__(self) -> None:
-        self._environment = page_frame.environment()
+        self._environment = environment()
         self._sections: dict[str, tuple[tuple[int, int], Section]] = {}
         self._lock = threading.Lock()
 
@@ -67,7 +119,7 @@ class Pages:
             spent=spent,
             used={colour: spent.seconds.get(state, 0.0) for colour, (state, _) in _USED.items()},
             used_words={colour: label for colour, (_, label) in _USED.items()},
-            history=history.of_changes(reader.changes(), unix(status.time)),
+            history=charts.history_of(reader.changes(), unix(status.time)),
             index=reader.summaries(),
             sections=newest,
             refresh_s=refresh_s,
@@ -86,13 +138,13 @@ class Pages:
                 )
         self._sections = entries_by_path
         newest_sections = sorted(
-            (made for _, made in entries_by_path.values()), key=lambda one: one.order, reverse=True
+            (entry for _, entry in entries_by_path.values()), key=lambda entry: entry.order, reverse=True
         )
         return newest_sections[:MOST_INCIDENTS]
 
     def _section(self, path: Path) -> Section:
         incident = job_folder.read(path, Incident)
-        stacks = incident_stacks.of_incident(path.parents[2], incident)
+        stacks = incident_section.stacks_of(path.parents[2], incident)
         return section(self._environment, incident, stacks)
 
 

@@ -30,11 +30,10 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from adaptor.endpoints import Address
-from adaptor.operations import job_folder, metrics, page, page_frame
+from adaptor.operations import job_folder, metrics, page
 from adaptor.operations.access import Clients
 from adaptor.operations.job_folder import JobFolderError
-from adaptor.operations.job_reader import JobReader, newest_events
-from adaptor.operations.newest_checkpoint import NewestCheckpoint
+from adaptor.operations.job_reader import JobReader, NewestCheckpoint, newest_events
 from adaptor.operations.records import Incident
 from adaptor.operations.trace import chrome_trace
 
@@ -197,13 +196,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _made(self, path: str, query: dict[str, list[str]]) -> tuple[HTTPStatus, str, bytes]:
         server = self.server
         if path == "/":
-            html = server.pages.page(server.reader(), server.newest.found, refresh_s=_REFRESH_S)
+            html = server.pages.page(server.reader(), server.newest.checkpoint, refresh_s=_REFRESH_S)
             return HTTPStatus.OK, "text/html; charset=utf-8", html.encode(errors="replace")
         if path == "/healthz":
             return HTTPStatus.OK, _TEXT, b"ok\n"
         if path == "/metrics":
             accept = self.headers.get("Accept", "")
-            body, kind = metrics.exposition(server.reader(), server.newest.found, accept)
+            body, kind = metrics.exposition(server.reader(), server.newest.checkpoint, accept)
             return HTTPStatus.OK, kind, body
         if path == "/readyz":
             reason = _not_ready(server.job())
@@ -241,7 +240,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
-        self.send_header("Content-Security-Policy", f"{page_frame.POLICY}; frame-ancestors 'none'")
+        self.send_header("Content-Security-Policy", f"{page.POLICY}; frame-ancestors 'none'")
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)

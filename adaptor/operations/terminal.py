@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable
+from types import FrameType, TracebackType
 
 from adaptor import text
 from adaptor.operations.words import USAGE
@@ -74,3 +77,33 @@ def _in_colour(lines: Iterable[str]) -> bool:
             colored_text.highlight_regex(pattern, style)
         console.print(colored_text)
     return True
+
+
+class CtrlC:
+    """Hears Ctrl-C, as a context; where it is ignored, as in the background of a shell, it stays so."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._is_heard = False
+
+    def raise_again(self) -> None:
+        """Raise KeyboardInterrupt if Ctrl-C has come; call it in each round of the command."""
+        if self._has_come:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> CtrlC:
+        on_main = threading.current_thread() is threading.main_thread()
+        if on_main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, self._hear)
+            self._is_heard = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._is_heard:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self._has_come = True
+        raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""The address of checkpoints in an object store: `s3://bucket/run7`."""
+"""The address of checkpoints in an object store (`s3://bucket/run7`), and the messages about its answers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class Address:
     """A place in an object store.
 
     Attributes:
-        bucket: of Azure: the container; of file://: empty
-        prefix: with `/` between its parts; of file://: the absolute path of the folder
+        scheme: one of SCHEMES
+        bucket: the bucket; of Azure the container; of file:// empty
+        prefix: with `/` between its parts; of file:// the absolute path of the folder
     """
 
     scheme: str
@@ -38,15 +39,15 @@ class Address:
 
     @property
     def provider(self) -> str:
-        """The kind of store, for a message."""
+        """Return the kind of store, for a message."""
         return _PROVIDERS[self.scheme]
 
 
 def parse(url: str) -> Address:
-    """Return what `url` names.
+    """Return the address of a URL.
 
     Raises:
-        StoreError: it is no URL of a store.
+        StoreError: the URL names no store.
     """
     scheme, separator, remainder = url.partition("://")
     if not separator:
@@ -80,6 +81,69 @@ def _known() -> str:
 
 
 def _shown(url: str) -> str:
-    """Return a URL without what may be a secret, as one printable line."""
+    """Return a URL without possible secrets, as a printable line."""
     plain = "".join(character if character.isprintable() else "?" for character in url)
     return re.sub(r"://[^/]*@", "://...@", plain.partition("?")[0])
+
+
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_LINE = 300
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The errors of a store's answers, each a single line, for every client.
+
+    Attributes:
+        endpoint: the URL of the store; empty for the provider's own
+    """
+
+    address: Address
+    endpoint: str
+
+    def no_bucket(self) -> StoreError:
+        """Return the error of a store without the bucket."""
+        kind = "container" if self.address.scheme == "az" else "bucket"
+        return StoreError(f"{self.address}: there is no {kind} {self.address.bucket} in {self._where()}")
+
+    def refused(self, doing: str, answer: str) -> StoreError:
+        """Return the error of credentials that the store does not accept for a request.
+
+        Args:
+            doing: the request, such as `write iter_0000012/...`.
+            answer: the status and the code of the answer; may be empty.
+        """
+        return StoreError(
+            f"{self.address}: {self._where()} does not allow these credentials to {doing}"
+            f" ({answer or 'refused'})"
+        )
+
+    def answered(self, doing: str, answer: str) -> StoreError:
+        """Return the error of any other answer; the arguments are as in `refused`."""
+        return StoreError(f"{self.address}: cannot {doing}: {self._where()} answers {answer}")
+
+    def silent(self, doing: str) -> StoreError:
+        """Return the error of a store that does not answer."""
+        return StoreError(
+            f"{self.address}: cannot {doing}: no answer from {self._where()}; is the address right, and does"
+            " the server run?"
+        )
+
+    def failed(self, doing: str, reason: str) -> StoreError:
+        """Return the error of a client that could not make a request.
+
+        Args:
+            doing: the request.
+            reason: in the client's words.
+        """
+        return StoreError(f"{self.address}: cannot {doing}: {plain(reason)}")
+
+    def _where(self) -> str:
+        return self.endpoint or self.address.provider
+
+
+def plain(text: str) -> str:
+    """Return the first line of an error of a client, without the queries of URLs."""
+    line = text.strip().splitlines()[0] if text.strip() else "no reason is given"
+    line = re.sub(r"(https?://[^\s?]*)\?\S*", r"\1", line)  # signatures are in queries
+    return line if len(line) <= _LINE else f"{line[:_LINE]}..."

@@ -1,9 +1,9 @@
-"""Lists the checkpoints that a store has, and tells which of them are complete.
+"""Lists the checkpoints of a store, and finds the complete ones.
 
-The newest is the one of the highest step whose manifest can be read and whose objects are all there in their
-sizes. An etag that is not the one of the upload tells that an object was written again: then its content
-decides. Nothing else is read, so the choice among thousands costs a few requests; the content is hashed while
-it is pulled.
+The newest checkpoint is the checkpoint of the highest step with a readable manifest and with all objects in
+their sizes. An etag that differs from the etag of the upload means that the object was written again: then
+its content decides. Nothing else is read, so the choice among thousands of checkpoints costs a few requests;
+a pull hashes the content.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from adaptor.store.client import PIECE, DamagedError, Store, Stored
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: the prefix of its objects, and its manifest, which has all checksums."""
+    """A complete checkpoint: the prefix of its objects, and its manifest with all checksums."""
 
-    where: str
-    known: Manifest
+    prefix: str
+    saved_manifest: Manifest
 
     @property
     def bytes(self) -> int:
-        """The size of all its files."""
-        return sum(file.bytes for file in self.known.files)
+        """Return the size of all files."""
+        return sum(file.bytes for file in self.saved_manifest.files)
 
 
 def steps(store: Store) -> list[int]:
-    """Return the steps of which a store has objects, complete or not, in order."""
+    """Return the steps with objects in a store, complete or not, in order."""
     return sorted(step for name in store.folders() if (step := naming.step_of(name)) is not None)
 
 
 def places(store: Store, step: int) -> tuple[list[str], list[str]]:
-    """Return the prefixes of the checkpoints of a step: with a manifest, the newest first, and others."""
+    """Return the prefixes of the checkpoints of a step: with a manifest, the newest first, and without."""
     root = naming.final_name(step)
     complete, incomplete = {}, []
     for name in store.folders(root):
@@ -51,7 +51,7 @@ def places(store: Store, step: int) -> tuple[list[str], list[str]]:
             incomplete.append(prefix)
         else:
             complete[prefix] = committed.modified
-    # Some stores tell seconds: then the manifests, which are read only where there are several.
+    # Some stores give times in seconds: then the times in the manifests decide, read only for several.
     created = {prefix: _created(store, prefix) if len(complete) > 1 else "" for prefix in complete}
     return sorted(
         complete, key=lambda prefix: (complete[prefix], created[prefix], prefix), reverse=True
@@ -69,7 +69,7 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
     """Return the manifest at a prefix.
 
     Raises:
-        DamagedError: it is no manifest of a complete checkpoint of this step.
+        DamagedError: the object is no manifest of a complete checkpoint of this step.
     """
     name = layout.manifest_name(prefix)
     try:
@@ -84,10 +84,10 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
 
 
 def examine(store: Store, prefix: str) -> Checkpoint:
-    """Return the checkpoint at a prefix, if its objects are all there.
+    """Return the checkpoint at a prefix, if the store has all its objects.
 
     Raises:
-        DamagedError: they are not; the message names the first.
+        DamagedError: names the first missing or wrong object.
     """
     saved_manifest = read_manifest(store, prefix)
     stored_objects = store.objects(prefix)
@@ -106,8 +106,7 @@ def examine(store: Store, prefix: str) -> Checkpoint:
 
 
 def read_lists(store: Store, prefix: str, stored_objects: dict[str, Stored]) -> dict[int, layout.PartList]:
-    """Return the lists of what the nodes have written, by node, among the objects `stored_objects` below
-    `prefix`.
+    """Return the part lists of the nodes, by node, among the objects `stored_objects` below `prefix`.
 
     Raises:
         DamagedError: a list cannot be read.
@@ -126,21 +125,19 @@ def read_lists(store: Store, prefix: str, stored_objects: dict[str, Stored]) -> 
 def read_parts(
     store: Store, prefix: str, stored_objects: dict[str, Stored]
 ) -> dict[str, layout.UploadedPart]:
-    """Return what the nodes have written, by path; `prefix`, `stored_objects` and errors are those of
-    `read_lists`.
-    """
+    """Return the files that the nodes have written, by path; arguments and errors as in `read_lists`."""
     return parts_of(read_lists(store, prefix, stored_objects), prefix, stored_objects)
 
 
 def parts_of(
     lists: Mapping[int, layout.PartList], prefix: str, stored_objects: Mapping[str, Stored]
 ) -> dict[str, layout.UploadedPart]:
-    """Return the entries of lists by path; where several have a path, that of the object that is there.
+    """Return the entries of lists by path; of several entries for a path the entry of the stored object.
 
     Args:
         lists: by node.
         prefix: the prefix of the checkpoint.
-        stored_objects: the objects below it.
+        stored_objects: the objects below the prefix.
     """
     parts_by_path: dict[str, layout.UploadedPart] = {}
     for part_list in lists.values():
@@ -152,20 +149,20 @@ def parts_of(
 
 
 def _is_new(store: Store, stored: Stored, part: layout.UploadedPart | None) -> bool:
-    """Return whether an object may have been written again; that of a folder has the etag of an inode."""
+    """Return whether an object may have been written again. In a folder an etag is made from the inode."""
     return store.address.scheme != "file" and (part is None or part.etag != stored.etag)
 
 
 def hash_object(store: Store, name: str, size: int) -> str:
-    """Return the xxh3-128 of an object, of which all is read.
+    """Return the xxh3-128 of an object, which is read whole.
 
     Args:
-        store: in which it is.
+        store: the store of the object.
         name: of the object.
         size: of the object, in bytes.
 
     Raises:
-        StoreError: the store refuses, is silent, or has less of it.
+        StoreError: the store refuses, is silent, or has fewer bytes.
     """
     digest = xxhash.xxh3_128()
     for piece in ranges(store, name, size):
@@ -174,24 +171,25 @@ def hash_object(store: Store, name: str, size: int) -> str:
 
 
 def ranges(store: Store, name: str, size: int) -> Iterator[memoryview]:
-    """Yield the content of the object `name` of `size` bytes, in pieces, one request after the other."""
+    """Yield the content of the object `name` of `size` bytes, in pieces, each by a request."""
     for start in range(0, size, PIECE):
         yield store.get_range(name, start, min(PIECE, size - start))
 
 
 def wrong_files(store: Store, checkpoint: Checkpoint) -> Iterator[str]:
-    """Read all objects of a checkpoint; yield a line for each that is not what was written."""
-    for file in checkpoint.known.files:
-        if hash_object(store, f"{checkpoint.where}/{file.path}", file.bytes) != file.xxh3_128:
-            yield f"{store}/{checkpoint.where}/{file.path}: checksum differs from the manifest"
+    """Read all objects of a checkpoint; yield a line for each object that differs from the manifest."""
+    for file in checkpoint.saved_manifest.files:
+        if hash_object(store, f"{checkpoint.prefix}/{file.path}", file.bytes) != file.xxh3_128:
+            yield f"{store}/{checkpoint.prefix}/{file.path}: checksum differs from the manifest"
 
 
 def newest_first(store: Store, step: int | None, problems: list[str]) -> Iterator[Checkpoint]:
     """Yield the complete checkpoints, the newest first.
 
     Args:
-        step: of this one alone; None: of all.
-        problems: gets a line for each that is damaged, before an older one is yielded.
+        store: the store.
+        step: of this step alone; None: of all steps.
+        problems: receives a line for each damaged checkpoint, before an older checkpoint is yielded.
     """
     for number in reversed(steps(store)) if step is None else [step]:
         for prefix in places(store, number)[0]:
@@ -204,6 +202,6 @@ def newest_first(store: Store, step: int | None, problems: list[str]) -> Iterato
 
 
 def is_same(first: FileEntry, second: FileEntry) -> bool:
-    """Return whether two entries may be of the same content: checksums count where both have one."""
+    """Return whether two entries may have the same content; two checksums are compared."""
     hashes = {first.xxh3_128, second.xxh3_128} - {None}
     return first.path == second.path and first.bytes == second.bytes and len(hashes) < 2

@@ -1,8 +1,8 @@
-"""One object store, opened by its URL: the few requests that checkpoints need, with errors of one line.
+"""An object store, opened by its URL: the few requests that checkpoints need, with errors of a single line.
 
-The client is obstore. It tries a request again where the store is busy (5xx) or the connection breaks, for a
-minute. An object is there as a whole or not at all. No request relies on conditions, which not every store
-that speaks the interface of S3 honours. Uploads of several parts to such a store: `multipart.py`.
+The client is obstore. It repeats a request for a minute while the store is busy (5xx) or the connection
+breaks. A store has an object as a whole or not at all. No request relies on conditions, which some stores
+with the interface of S3 do not honour. Uploads of several parts to such a store: `multipart.py`.
 """
 
 from __future__ import annotations
@@ -16,23 +16,18 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from adaptor.errors import StoreError
-from adaptor.store.error_messages import NO_BUCKET, Answers
-from adaptor.store.etags import bare
-from adaptor.store.retrying import BusyError, Retrying
-from adaptor.store.threads import call
+from adaptor.store.address import NO_BUCKET, Address, Answers
+from adaptor.store.multipart import Multipart, bare
+from adaptor.store.store_requests import AT_ONCE, BusyError, Retrying, call
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
-    from adaptor.store.address import Address
-    from adaptor.store.multipart import Multipart
 
-# Bytes of a part of an upload, and of a request when reading: small enough for a slow line to take one within
-# the time limit, large enough that requests cost nothing.
+# Bytes of a part of an upload, and of a read request: small enough for a slow line within the time limit,
+# large enough that requests cost nothing.
 PIECE = 16 << 20
-# The parts of one object that are on their way at the same time. With PIECE it bounds the memory.
-AT_ONCE = 4
-# S3 takes 10,000 parts of an object.
+# S3 accepts 10,000 parts of an object.
 _MOST_PARTS = 9000
 
 T = TypeVar("T")
@@ -40,11 +35,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stored:
-    """An object as a listing has it.
+    """An object in a listing.
 
     Attributes:
-        etag: of the store for this content, without quotes; a copy of the object may have another one. Empty
-            where there is none
+        etag: of the store for this content, without quotes; a copy of the object may have another etag. Empty
+            if there is none
     """
 
     bytes: int
@@ -54,7 +49,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an object, and of which version of the object it is.
+    """A part of an object, and the object's version.
 
     Attributes:
         etag: of the object, without quotes
@@ -67,24 +62,23 @@ class Part:
 
 
 class DamagedError(StoreError):
-    """An object is missing, or is not what was written; others of the store may be as they must be."""
+    """An object is missing or differs from its upload; other objects of the store may be intact."""
 
 
 class MissingError(DamagedError):
-    """There is no object of this name."""
+    """The store has no object of this name."""
 
 
 class Store:
-    """An object store that is open. Every method raises StoreError where the store refuses or is silent.
+    """An open object store. Every method raises StoreError if the store refuses or is silent.
 
     Args:
-        place: that it has.
-        client: of it.
-        endpoint: the URL at which it answers; empty for that of its provider.
-        multipart: sends what is larger than `piece`; None: `put_pieces` does.
-        piece: bytes of a part of an upload, at least.
-        retrying: makes requests again that the client has given up, but those of `put_pieces`; None: nobody
-            does.
+        place: the address.
+        client: obstore's client.
+        endpoint: the URL of the store; empty for the provider's own.
+        multipart: sends objects larger than `piece`; None: `put_pieces` does.
+        piece: the smallest number of bytes of a part of an upload.
+        retrying: repeats requests that the client has given up, except `put_pieces`; None: no repetition.
     """
 
     def __init__(
@@ -109,12 +103,12 @@ class Store:
 
     @property
     def identity(self) -> str:
-        """Return what tells this store from any other: two endpoints may have buckets of the same name."""
+        """Return the URL and endpoint: two endpoints may have buckets of the same name."""
         endpoint = self._endpoint if self.multipart is None else self.multipart.endpoint
         return f"{self} at {endpoint.rstrip('/')}" if endpoint else str(self)
 
     def part_size(self, size: int) -> int:
-        """Return the bytes of each part, but the last, of an object of `size` bytes."""
+        """Return the bytes of each part, except the last, of an object of `size` bytes."""
         return max(self.piece, -(-size // _MOST_PARTS))
 
     def put(self, name: str, content: bytes) -> str:
@@ -128,8 +122,8 @@ class Store:
     def put_pieces(self, name: str, pieces: Iterator[bytes | bytearray], size: int) -> str:
         """Write an object of `size` bytes from its pieces; return its etag.
 
-        What `pieces` raises ends the upload, and is raised here; then there is no object. Another process
-        cannot go on with it.
+        An exception of `pieces` ends the upload without an object, and is raised here. Another process cannot
+        go on with the upload.
         """
         import obstore
 
@@ -150,7 +144,7 @@ class Store:
         """Return the content of an object of at most `limit` bytes.
 
         Raises:
-            DamagedError: there is none, or it is larger.
+            DamagedError: the object is missing or larger.
         """
         import obstore
 
@@ -164,11 +158,11 @@ class Store:
         return self._ask(f"read {name}", read)
 
     def get_range(self, name: str, start: int, length: int) -> memoryview:
-        """Return `length` bytes of an object from `start`, which must be there."""
+        """Return `length` bytes of an existing object from `start`."""
         return self.get_part(name, start, length).content
 
     def get_part(self, name: str, start: int, length: int) -> Part:
-        """Return `length` bytes of an object from `start`, which must be there, and its version."""
+        """Return `length` bytes of an existing object from `start`, and its version."""
         import obstore
 
         def read() -> Part:
@@ -182,7 +176,7 @@ class Store:
         return part
 
     def stat(self, name: str) -> Stored | None:
-        """Return what is known of an object, None where there is none."""
+        """Return size, etag and time of an object, None if there is no such object."""
         import obstore
 
         with contextlib.suppress(MissingError):
@@ -191,7 +185,7 @@ class Store:
         return None
 
     def objects(self, prefix: str) -> dict[str, Stored]:
-        """Return all objects below `prefix`, by their names, which begin with it."""
+        """Return all objects below `prefix`, by their full names."""
         import obstore
 
         def listed() -> dict[str, Stored]:
@@ -204,7 +198,7 @@ class Store:
         return self._ask(f"list {prefix or 'it'}", listed)
 
     def folders(self, prefix: str = "") -> list[str]:
-        """Return what follows `prefix` in the names of objects, up to the next `/`, without repetitions."""
+        """Return the names of folders below `prefix`, without repetitions."""
         import obstore
 
         list_them = partial(obstore.list_with_delimiter, self._client, prefix or None)
@@ -212,7 +206,7 @@ class Store:
         return sorted(str(folder_path).rpartition("/")[2] for folder_path in listing["common_prefixes"])
 
     def delete(self, names: Sequence[str]) -> None:
-        """Remove objects; one that is not there is none to remove."""
+        """Remove objects; a missing object is no error."""
         import obstore
 
         if names:
@@ -220,7 +214,7 @@ class Store:
                 self._ask(f"remove {names[0]}", lambda: obstore.delete(self._client, list(names)))
 
     def _ask(self, doing: str, request: Callable[[], T]) -> T:
-        """Return what a request brings that may be made again."""
+        """Return the result of a request that may be repeated."""
 
         def once() -> T:
             with self._errors(doing):
@@ -238,7 +232,7 @@ class Store:
             raise self._said(error, doing) from None
 
     def _said(self, error: Exception, doing: str) -> StoreError:
-        """Return the error in one line; what the client quotes of a URL or a body is left out."""
+        """Return the error in a single line, without the client's quotes of a URL or a body."""
         from obstore import exceptions
 
         text = str(error).partition("Debug source:")[0]

@@ -1,7 +1,7 @@
 """`ttp store list|pull|push|verify|prune URL`.
 
-Exit codes: 0, all is well; 1, a checkpoint is damaged, or there is none; 2, bad usage, or the store refuses
-or does not answer.
+Exit codes: 0, success; 1, a checkpoint is damaged or missing; 2, bad usage, or the store refuses or does not
+answer.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from adaptor.errors import StoreError
 from adaptor.operations.cli import Add
 from adaptor.operations.words import FINDING, OK, shown, size
 from adaptor.protocol import naming
-from adaptor.store import catalog, prefetch
+from adaptor.store import catalog, store_requests
 from adaptor.store.client import DamagedError, Store
 from adaptor.store.opening import open_store, open_waiting
-from adaptor.store.retrying import Retrying
+from adaptor.store.store_requests import Retrying
 
 _AT_ONCE = 8  # checkpoints whose state is asked for at the same time
 
@@ -61,8 +61,8 @@ def add(add_command: Add) -> None:
     action("list", _list, "the checkpoints that a store has, and whether they are complete")
     pull = action("pull", _pull, "bring the newest checkpoint that is intact into a save folder")
     push = action("push", _push, "write a checkpoint of a save folder to a store")
-    for one in (pull, push):
-        one.add_argument("folder", metavar="DIR", type=Path, help="the save folder (--save, --load)")
+    for subparser in (pull, push):
+        subparser.add_argument("folder", metavar="DIR", type=Path, help="the save folder (--save, --load)")
     pull.add_argument("--step", type=int, metavar="N", help="this step alone")
     push.add_argument("--step", type=int, metavar="N", help="the step; default: what the tracker names")
     verify = action("verify", _verify, "read the checkpoints of a store, and compare their checksums")
@@ -70,8 +70,8 @@ def add(add_command: Add) -> None:
     prune = action("prune", _prune, "remove all checkpoints but the newest ones")
     prune.add_argument("--keep", type=int, required=True, metavar="K", help="how many steps stay, from 1 on")
     prune.add_argument("--dry-run", action="store_true", help="say what would be removed")
-    for one in actions.choices.values():
-        one.add_argument("--json", action="store_true", help="print JSON")
+    for subparser in actions.choices.values():
+        subparser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _answer(parsed: argparse.Namespace) -> int:
@@ -79,7 +79,9 @@ def _answer(parsed: argparse.Namespace) -> int:
     step = getattr(parsed, "step", None)
     if step is not None and step < 0:
         raise StoreError(f"--step is {step}: it must be a number from 0 on")
-    scheme, colon, place = str(getattr(parsed, "folder", "")).partition(":/")  # of `//` a Path keeps one
+    scheme, colon, place = str(getattr(parsed, "folder", "")).partition(
+        ":/"
+    )  # a Path keeps a single `/` of `//`
     if colon and "://" not in parsed.url:
         url = f"{scheme}://{'/' if scheme == 'file' else ''}{place}"
         raise StoreError(f"the URL comes first: ttp store {parsed.action} {shown(url)} {shown(parsed.url)}")
@@ -97,7 +99,7 @@ def _open(parsed: argparse.Namespace) -> Store:
 def _list(parsed: argparse.Namespace) -> int:
     store = open_store(parsed.url, config.load().store_endpoint)  # a question: somebody waits for the answer
     calls = [partial(_rows, store, step) for step in catalog.steps(store)]
-    with contextlib.closing(prefetch.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
+    with contextlib.closing(store_requests.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
         found_rows = [row for rows in coming for row in rows.result()]
     return _tell(parsed, store, found_rows)
 
@@ -115,7 +117,7 @@ def _row(store: Store, step: int, prefix: str) -> Row:
         checkpoint = catalog.examine(store, prefix)
     except DamagedError as error:
         return Row(step, prefix, "damaged", 0, 0, "", [shown(str(error))])
-    saved_manifest = checkpoint.known
+    saved_manifest = checkpoint.saved_manifest
     return Row(
         step, prefix, "complete", len(saved_manifest.files), checkpoint.bytes, saved_manifest.created, []
     )

@@ -1,7 +1,8 @@
-"""Says whether files are a whole checkpoint: a disk of one node has only what the ranks there have written.
+"""Checks whether files are a whole checkpoint: a disk of one node has only the files that its ranks have
+written.
 
 In the format `torch_dist` the metadata names all files; in the format `torch` the layout file names the
-folders of all model-parallel ranks. Where there is neither, nobody can tell, and the files count as whole.
+folders of all model-parallel ranks. Without either the files count as whole.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from adaptor.checkpoint.manifest import Manifest, UnreadableError
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 
-# The names of files in the pickle, which is not loaded: it has each as it is.
+# The names of files in the pickle, which has them as plain text and is not loaded.
 _NAMED = re.compile(rb"__\d{1,9}_\d{1,9}\.distcp")
 _LARGEST = 1 << 30
 _SHARDS, _MODEL_PARALLEL = ".distcp", "mp_rank_"
 
 
 def missing(folder: Path, paths: Iterable[str]) -> str:
-    """Return a file or folder that is needed and is none of `paths`; '' where all are there.
+    """Return a needed file or folder that is not among `paths`; '' if all are present.
 
     Args:
-        folder: of the checkpoint; what says which are needed is read there.
-        paths: of files, below it.
+        folder: of the checkpoint, with the metadata or the layout file.
+        paths: of files, below the folder.
 
     Raises:
-        CheckpointError: what says it is not there any more.
+        CheckpointError: the metadata are gone.
         UnreadableError: the disk does not answer as it should.
     """
     have = set(paths)
@@ -45,18 +46,18 @@ def missing(folder: Path, paths: Iterable[str]) -> str:
 
 
 def names_files(paths: Iterable[str]) -> bool:
-    """Return whether one of these files names all others that ranks have written."""
+    """Return whether the files include the metadata that name all files of ranks."""
     return dcp.METADATA in paths
 
 
 def names_folders(paths: Iterable[str]) -> bool:
-    """Return whether one of these files names the folders of all ranks, as the format `torch` has them."""
+    """Return whether the files include a layout file, which names all ranks' folders (format `torch`)."""
     have = set(paths)
     return naming.LAYOUT in have and any(path.startswith(_MODEL_PARALLEL) for path in have)
 
 
 def is_part(folder: Path, saved_manifest: Manifest) -> bool:
-    """Return whether the folder of a checkpoint has only what some ranks have saved, or load.
+    """Return whether the folder of a checkpoint has only the files that some ranks have saved, or load.
 
     Args:
         folder: of the checkpoint.
@@ -69,10 +70,10 @@ def is_part(folder: Path, saved_manifest: Manifest) -> bool:
 
 
 def require(folder: Path, paths: Iterable[str]) -> None:
-    """Refuse files that are no whole checkpoint; the arguments: see `missing`.
+    """Refuse files that are no whole checkpoint; the arguments are as in `missing`.
 
     Raises:
-        CheckpointError: names what is missing.
+        CheckpointError: names the missing file or folder.
     """
     if name := missing(folder, paths):
         raise CheckpointError(

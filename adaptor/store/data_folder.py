@@ -1,8 +1,8 @@
-"""A local folder into which objects of a store are pulled: which of them it has, and its lock.
+"""A local folder into which objects of a store are pulled: its present files, and its lock.
 
-A file gets its name when all of it is on the disk. A journal beside the files says of each which object it
-is, so that one that is unchanged, here and in the store, does not come again. What is in the folder besides
-is left as it is.
+A file gets its name when all of its content is on the disk. A journal beside the files says from which object
+each file was made, so an object that is unchanged, here and in the store, is not pulled again. Other content
+of the folder is left alone.
 """
 
 from __future__ import annotations
@@ -25,20 +25,21 @@ import xxhash
 from adaptor.checkpoint import disk
 from adaptor.errors import StoreError
 from adaptor.store.client import Stored
-from adaptor.store.etags import bare
+from adaptor.store.multipart import bare
 
 JOURNAL = ".ttp_pull.jsonl"
 _LOCK = ".ttp_pull.lock"
 _PART = ".ttp_part."
-# Somebody who may write to the folder cannot divert what is written to another file of this user.
+# Another user who may write to the folder cannot divert writes to another file of this user.
 _MADE = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-# What another machine is writing is no left-over, and on some file systems a lock holds on one machine only.
+# A part that another machine is writing is no left-over, and some file systems have locks of one machine
+# only.
 _LEFT_OVER_S = 3600.0
 # flock has no time-out, so it is tried again as often as this.
 _AGAIN_S = 0.2
-# Between two lines about who is waited for.
+# Between two lines about waiting.
 _TELL_S = 10.0
-# The file system has no locks, or this user may only read the folder: then all of it has to be there.
+# The file system has no locks, or this user may only read the folder, which then has to be complete.
 _HAS_NO_LOCK = (
     errno.ENOLCK,
     errno.ENOSYS,
@@ -52,7 +53,7 @@ _HAS_NO_LOCK = (
 
 
 class _Come(msgspec.Struct, frozen=True):
-    """A line of the journal: a file, and the object that it was made from."""
+    """A line of the journal: a file, and the object from which the file was made."""
 
     source: str
     name: str
@@ -62,7 +63,7 @@ class _Come(msgspec.Struct, frozen=True):
 
 
 def is_own(name: str) -> bool:
-    """Return whether an object is named like a file that pulls write: somebody has copied their folder."""
+    """Return whether an object has the name of a file that pulls write: a user has copied the folder."""
     last = name.rpartition("/")[2]
     return last in (JOURNAL, _LOCK) or last.startswith(_PART)
 
@@ -83,19 +84,20 @@ class DataFolder:
 
     @contextlib.contextmanager
     def locked(self, tell: Callable[[str], None]) -> Iterator[bool]:
-        """Hold the folder's lock, for which other nodes that share it wait; it ends with the process.
+        """Hold the folder's lock, for which other nodes that share the folder wait; the lock ends with the
+        process.
 
-        Where a file system has no locks all pull at the same time: more than is needed, but nothing wrong.
+        Without locks in the file system all nodes pull at the same time: more than needed, but correct.
 
         Args:
             tell: prints a line.
 
         Yields:
-            Whether somebody else has had the lock meanwhile.
+            Whether another process has had the lock meanwhile.
 
         Raises:
-            StoreError: there is something else in the place of the folder.
-            OSError: it cannot be made, or the lock not be taken.
+            StoreError: the path is no folder.
+            OSError: the folder cannot be made, or the lock cannot be taken.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -120,7 +122,7 @@ class DataFolder:
                 os.close(descriptor)
 
     def _lock(self, descriptor: int, tell: Callable[[str], None]) -> bool:
-        """Take the lock; return whether somebody else had it."""
+        """Take the lock; return whether another process had the lock."""
         waited, reported_at = False, time.monotonic() - _TELL_S
         while True:
             try:
@@ -135,7 +137,7 @@ class DataFolder:
                 return waited
 
     def missing(self, objects: Mapping[str, Stored]) -> dict[str, Stored]:
-        """Return the objects that are not in the folder, or are not what the journal says of them.
+        """Return the objects that are not in the folder, or that differ from the journal.
 
         Raises:
             StoreError: an object cannot become a file here.
@@ -148,8 +150,8 @@ class DataFolder:
                     f"{self._source}: has an object {name}, and {self.path} takes names of {longest} bytes"
                 )
         journal = self._journal()
-        # Each folder is opened and read: on a network file system `stat` may answer of a file, which another
-        # node has just written, what it has answered before.
+        # Each folder is opened and read: on a network file system `stat` may answer from its cache about a
+        # file that another node has just written.
         existing: dict[str, os.stat_result] = {}
         for folder in {str(PurePosixPath(name).parent) for name in objects}:
             existing.update(self._scan(folder, objects))
@@ -169,7 +171,7 @@ class DataFolder:
         entries_by_name = {}
         with contextlib.suppress(FileNotFoundError), self._open_journal() as file:
             for line in file:
-                # One that was cut short is about a file that comes again.
+                # A line that was cut short means that its file is pulled again.
                 with contextlib.suppress(msgspec.MsgspecError):
                     come = msgspec.json.decode(line, type=_Come)
                     entries_by_name[come.name] = come
@@ -179,10 +181,10 @@ class DataFolder:
         return os.fdopen(disk.open_regular(self.path / JOURNAL), "rb")
 
     def _scan(self, folder: str, objects: Mapping[str, Stored]) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the files of a folder, by their names below `path`; remove what pulls that died have left.
+        """Yield the files of a folder, by their names below `path`; remove the left-over parts of dead pulls.
 
         Raises:
-            StoreError: a folder has the name of an object, or a file that of a folder.
+            StoreError: a folder has the name of an object, or a file has the name of a folder.
         """
         try:
             entries = os.scandir(self.path / folder)
@@ -207,7 +209,7 @@ class DataFolder:
                     yield name, entry.stat()
 
     def _is_left_over(self, entry: os.DirEntry[str]) -> bool:
-        """Return whether nobody writes this file any more."""
+        """Return whether no process writes this file any more."""
         if not self._has_lock:
             return False
         if entry.name.startswith(f"{_PART}{_machine()}."):
@@ -218,14 +220,14 @@ class DataFolder:
 
     @contextlib.contextmanager
     def file(self, name: str, stored: Stored) -> Iterator[BinaryIO]:
-        """Write the file `name`, which has this name when the block ends, and not before.
+        """Write the file `name`, which gets its name at the end of the block.
 
         Args:
             name: with `/`.
-            stored: the object; the file gets its time.
+            stored: the object, whose time the file gets.
 
         Raises:
-            StoreError: another number of bytes was written than the object has.
+            StoreError: the file has another number of bytes than the object.
             OSError: the disk refuses.
         """
         target = self.path / name
@@ -250,7 +252,7 @@ class DataFolder:
         self._note(msgspec.json.encode(line) + b"\n")
 
     def _note(self, line: bytes) -> None:
-        """Append a line to the journal; with one write, because others may do so where there are no locks."""
+        """Append a line to the journal by a single write: without locks several processes append."""
         descriptor = os.open(self.path / JOURNAL, os.O_WRONLY | os.O_APPEND | _MADE, 0o666)
         try:
             os.write(descriptor, line)
@@ -260,7 +262,7 @@ class DataFolder:
 
 @functools.cache
 def _machine() -> str:
-    """Return what tells this machine from others; it changes when the machine is started again."""
+    """Return an identity of this machine, which changes when the machine is restarted."""
     try:
         text = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -269,5 +271,5 @@ def _machine() -> str:
 
 
 def _version(stored: Stored) -> str:
-    """Return what changes where an object is written anew."""
+    """Return a value that changes when an object is written again."""
     return stored.etag or stored.modified.isoformat()

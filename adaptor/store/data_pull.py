@@ -1,8 +1,8 @@
-"""Brings the objects below a prefix of a store into a folder: the data of a job, before it begins.
+"""Brings the objects below a prefix of a store into a folder: the data of a job, before the job begins.
 
 Objects come in parts, a few at the same time, and are written in order. An object that the folder already has
-is not requested again (`data_folder`). The size of each object is compared, all its parts have to be of one
-version, and where its etag is an MD5 (S3, written in one request) the content is compared with it.
+is not requested again (`data_folder`). The size of each object is compared, and all its parts have to be of
+one version. An etag that is an MD5 (S3, written in one request) is compared with the content.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 
 from adaptor.errors import StoreError
 from adaptor.operations.words import duration, size
-from adaptor.store import prefetch
+from adaptor.store import store_requests
 from adaptor.store.client import PIECE, DamagedError, Part, Store, Stored
 from adaptor.store.data_folder import DataFolder, is_own
 
@@ -32,7 +32,7 @@ Tell = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Task:
-    """The objects of a store, and those of them that are to come."""
+    """The objects of a store, and the missing ones."""
 
     store: Store
     folder: DataFolder
@@ -43,7 +43,7 @@ class _Task:
 def bring(
     pulls: Sequence[tuple[Store, Path]], tell: Tell, clock: Callable[[], float] = time.monotonic
 ) -> None:
-    """Let each folder have all objects of its store.
+    """Bring all objects of each store into its folder.
 
     Args:
         pulls: stores, and a folder for each; all folders differ.
@@ -57,7 +57,7 @@ def bring(
     try:
         with contextlib.ExitStack() as stack:
             tasks = []
-            # In one order on all nodes: two that share two folders would wait for each other.
+            # In the same order on all nodes: nodes that share two folders would wait for each other.
             for store, path in sorted(pulls, key=lambda entry: os.path.realpath(entry[1])):
                 folder = DataFolder(path, str(store))
                 waited = stack.enter_context(folder.locked(tell))
@@ -75,7 +75,7 @@ def _objects(store: Store) -> dict[str, Stored]:
     """Return the objects that become files, by name.
 
     Raises:
-        StoreError: there is none, or one cannot become a file.
+        StoreError: the store has no object, or an object cannot become a file.
     """
     objects_by_name = {name: stored for name, stored in store.objects("").items() if not is_own(name)}
     folders = {str(parent) for name in objects_by_name for parent in PurePosixPath(name).parents}
@@ -87,7 +87,7 @@ def _objects(store: Store) -> dict[str, Stored]:
         if not objects_by_name[name].bytes:
             del objects_by_name[
                 name
-            ]  # consoles make an empty object for a folder; '' is the one of the prefix
+            ]  # consoles make an empty object for a folder; '' is the object of the prefix
     if not objects_by_name:
         raise StoreError(f"{store}: there is no object below it")
     for name in objects_by_name:
@@ -98,7 +98,7 @@ def _objects(store: Store) -> dict[str, Stored]:
 
 
 def _require_room(tasks: Iterable[_Task]) -> None:
-    """Refuse disks that are too small for what comes; a file that is replaced stays until its end.
+    """Refuse disks without room for the missing objects; a replaced file stays until its end.
 
     Raises:
         StoreError: names the folder.
@@ -119,7 +119,7 @@ def _require_room(tasks: Iterable[_Task]) -> None:
 
 
 class _Pull:
-    """Brings what is missing of one store."""
+    """Brings the missing objects of a store."""
 
     def __init__(self, task: _Task, tell: Tell, clock: Callable[[], float]) -> None:
         self._store = task.store
@@ -150,13 +150,13 @@ class _Pull:
 
     def _bring(self, missing: Mapping[str, Stored]) -> None:
         # Closed after an error, when a request may still take minutes.
-        with contextlib.closing(prefetch.in_order(self._calls(missing), "ttp-pull")) as coming:
+        with contextlib.closing(store_requests.in_order(self._calls(missing), "ttp-pull")) as coming:
             for name, stored in missing.items():
                 parts = islice(coming, _count(stored))
                 try:
                     self._write(name, stored, (part.result() for part in parts))
                 except DamagedError as error:
-                    for part in parts:  # what is left of it
+                    for part in parts:
                         part.cancel()
                     self._write_again(name, error)
 
@@ -170,17 +170,17 @@ class _Pull:
             yield partial(self._store.get_part, name, start, length)
 
     def _write_again(self, name: str, error: DamagedError) -> None:
-        """Request an object once more: a byte has changed on its way, or the object in the store."""
+        """Request an object once more: a byte has changed on the way, or the object in the store."""
         stored = self._store.stat(name)
         if stored is None:
             raise error
         self._write(name, stored, (call() for call in self._parts(name, stored)))
 
     def _write(self, name: str, stored: Stored, parts: Iterator[Part]) -> None:
-        """Write a file of what comes.
+        """Write a file from the parts.
 
         Raises:
-            DamagedError: it was written anew meanwhile, or is not what its etag says.
+            DamagedError: the object was written again meanwhile, or differs from its etag.
         """
         digest = hashlib.md5(usedforsecurity=False)
         etag, count = None, 0
@@ -201,7 +201,7 @@ class _Pull:
             raise
 
     def _compare(self, name: str, etag: str, etag_of_content: str) -> None:
-        """Compare content with its etag, where that is an MD5: where a store encrypts, it may be none."""
+        """Compare content with an etag that is an MD5; in a store that encrypts, an etag may be no MD5."""
         if re.fullmatch("[0-9a-f]{32}", etag) is None or not self._compares:
             return
         if etag == etag_of_content:

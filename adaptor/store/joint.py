@@ -1,36 +1,177 @@
 """Sends a checkpoint by the uploaders of several nodes: which node sends which files, and which commits.
 
-They tell each other what they send by the lists of parts in the store alone. The node that leads (node 0, as
-long as it lives) chooses the checkpoint and writes an empty list; the others see it and join. Nodes whose
-save folder has the same manifest share the folder, and each sends its share of the files; a node with a disk
-of its own sends what is on that. The leader waits until all files are in the store, sends what a node that is
-given up has not sent, and writes the manifest. See docs/object_storage.md.
+The nodes communicate by the part lists in the store alone. The leader (node 0, as long as it lives) chooses
+the checkpoint and writes an empty list; the other nodes see the list and join. Nodes whose save folder has
+the same manifest share the folder, and each sends its share of the files; a node with its own disk sends all
+files of the disk. The leader waits until all files are in the store, sends the missing files of a node that
+is given up, and writes the manifest. See docs/object_storage.md.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import wait
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import abandoned, completeness, layout, push
-from adaptor.store.client import Store
-from adaptor.store.other_nodes import Others, Patience, Watch
+from adaptor.store import catalog, completeness, layout, prune, push, store_requests
+from adaptor.store.client import Store, Stored
 from adaptor.store.push import Pushed, Sending
+
+
+@dataclass(frozen=True)
+class Patience:
+    """Seconds of waiting for another node.
+
+    Attributes:
+        joins: until the node joins: it looks every few seconds, and an ended process is restarted within a
+            minute
+        joins_at_end: until the node joins at the end of the job, when all nodes look each second
+        moves: without a sign of life, which a node gives every `beats` seconds; a request may take two
+            minutes, and is repeated for one minute
+        beats: between two signs of life
+        leads: until node 0 begins with last words or the newest checkpoint: it looks each second, interrupts
+            its current upload for last words, and needs a few requests
+    """
+
+    joins: float = 60.0
+    joins_at_end: float = 10.0
+    moves: float = 180.0
+    beats: float = 20.0
+    leads: float = 10.0
+
+
+PATIENCE = Patience()
+
+
+@dataclass
+class Others:
+    """The other nodes, from the checkpoints before.
+
+    Attributes:
+        absent: nodes that did not join
+        apart: nodes with their own disks
+    """
+
+    absent: set[int] = field(default_factory=set)
+    apart: set[int] = field(default_factory=set)
+
+
+class Watch:
+    """Watches the files of a checkpoint that the nodes have sent.
+
+    Args:
+        store: the store.
+        prefix: of the checkpoint.
+        files: of the leader's manifest.
+        nodes: the other nodes.
+        patience: with the other nodes.
+        at_end: returns whether the job has ended.
+        other_nodes: the knowledge of them from checkpoints before.
+
+    Attributes:
+        paths: of the files in the store
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        prefix: str,
+        files: Sequence[FileEntry],
+        nodes: set[int],
+        patience: Patience,
+        at_end: Callable[[], bool],
+        other_nodes: Others,
+    ) -> None:
+        self._store = store
+        self._where = prefix
+        self._sizes = {file.path: file.bytes for file in files}
+        self._nodes = nodes
+        self._began = time.monotonic()
+        self._patience = patience
+        self._at_end = at_end
+        self.others = other_nodes
+        self.paths: set[str] = set()
+        self._objects: dict[str, Stored] = {}  # the lists at the last look
+        self._lists: dict[int, layout.PartList] = {}
+        self._moved: dict[int, float] = {}
+
+    def look(self) -> None:
+        """Read the lists that have changed; if the lists have all files, check the objects."""
+        current_time, prefix = time.monotonic(), layout.parts_prefix(self._where)
+        stored_objects = self._store.objects(prefix)
+        changed = {
+            name: stored for name, stored in stored_objects.items() if self._objects.get(name) != stored
+        }
+        self._objects = stored_objects
+        for node, part_list in catalog.read_lists(self._store, self._where, changed).items():
+            self._lists[node], self._moved[node] = part_list, current_time
+        parts = catalog.parts_of(self._lists, self._where, {})
+        self.paths = set(parts)
+        if self.paths >= set(self._sizes):
+            objects = self._store.objects(self._where)
+            for path, part in parts.items():
+                stored = objects.get(f"{self._where}/{path}")
+                if stored is None or stored.bytes != self._sizes.get(path, part.bytes):
+                    self.paths.discard(path)
+
+    @property
+    def apart(self) -> set[int]:
+        """Return the nodes that are known to have their own disks."""
+        return self.others.apart | {
+            node for node, part_list in self._lists.items() if part_list.seen != self._where
+        }
+
+    def is_given_up(self, node: int) -> bool:
+        """Return whether a node does not send its share."""
+        part_list = self._lists.get(node)
+        if part_list is None:
+            joins = self._patience.joins_at_end if self._at_end() else self._patience.joins
+            return node in self.others.absent or not self._is_within(joins)
+        return part_list.done or part_list.seen != self._where or self._is_still(node)
+
+    def is_awaited(self, node: int) -> bool:
+        """Return whether files may come from the disk of a node."""
+        part_list = self._lists.get(node)
+        if part_list is None:
+            return self._is_within(self._patience.joins)
+        return not part_list.done and not self._is_still(node)
+
+    def unfinished(self) -> set[int]:
+        """Return the nodes with their own disks that have begun to send, and are not done."""
+        return {node for node in self.apart if node in self._lists and not self._lists[node].done}
+
+    def unheard(self) -> set[int]:
+        """Return the nodes that had their own disks before, and have not joined."""
+        return self.others.apart - set(self._lists)
+
+    def _is_within(self, seconds: float) -> bool:
+        return time.monotonic() < self._began + seconds
+
+    def _is_still(self, node: int) -> bool:
+        return time.monotonic() - self._moved[node] >= self._patience.moves
+
+    def remember(self) -> None:
+        """Keep for the next checkpoint which nodes have joined, and which have their own disks."""
+        joined = self._nodes & set(self._lists)
+        self.others.apart = {node for node in joined if self._lists[node].seen != self._where}
+        self.others.absent = self._nodes - joined
+
 
 _LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
 class _Owed:
-    """Files that the store still lacks and that this node is to send; empty: it waits for other nodes."""
+    """Files that the store lacks and that this node has to send; empty: the node waits for other nodes."""
 
-    ours: list[FileEntry]
+    files: list[FileEntry]
 
 
 def divide(files: Sequence[FileEntry], nodes: int) -> list[list[FileEntry]]:
@@ -48,16 +189,17 @@ def announced(store: Store, step: int, place: str, node: int) -> tuple[str, bool
     """Return the prefix at which another node leads the upload of a checkpoint, and whether it is committed.
 
     Args:
+        store: the store.
         step: of the checkpoint.
-        place: of the manifest in the save folder of this node; a node with another disk has another one.
-        node: this one.
+        place: of the manifest in the save folder of this node; a node with another disk has another place.
+        node: this node.
 
     Returns:
-        None where no other node has begun.
+        None if no other node has begun.
     """
     root, newest = naming.final_name(step), None
     places = [f"{root}/{name}" for name in store.folders(root)]
-    # A step that was saved again has several places; that of the folder of this node, which it shares, first.
+    # A step that was saved again has several places; the place of this node's folder first.
     for prefix in sorted(places, key=lambda candidate_prefix: candidate_prefix != place):
         if not layout.is_of_same_generation(prefix, place):
             continue
@@ -75,21 +217,21 @@ def announced(store: Store, step: int, place: str, node: int) -> tuple[str, bool
 
 
 class JointPush:
-    """One checkpoint, sent by this node and others.
+    """A checkpoint that this node sends together with others.
 
     Args:
-        store: where to.
+        store: the target.
         root: the save folder.
         step: of the checkpoint.
-        node: this one.
-        nodes: how many there are.
-        pace: is called with the bytes of each piece before it is sent.
+        node: this node.
+        nodes: the number of nodes.
+        pace: receives the number of bytes of each piece before the piece is sent.
         wait: waits for a number of seconds, or less.
-        patience: with the others.
-        tell: says that an upload is begun anew, or cannot be removed.
+        patience: with the other nodes.
+        tell: prints a line about an upload that is begun again or cannot be removed.
 
     Raises:
-        CheckpointError: there is no such checkpoint.
+        CheckpointError: the save folder has no such checkpoint.
     """
 
     def __init__(
@@ -116,10 +258,10 @@ class JointPush:
         self._shares = divide(self._known.files, nodes)
 
     def follow(self, prefix: str) -> int:
-        """Send what is this node's part of the checkpoint at `prefix`; return the bytes.
+        """Send this node's part of the checkpoint at `prefix`; return the number of bytes.
 
         Raises:
-            CheckpointError: a file is not what the manifest says.
+            CheckpointError: a file differs from the manifest.
             StoreError: the store refuses, or does not answer.
         """
         shares_folder = layout.place(self._known) == prefix
@@ -133,12 +275,11 @@ class JointPush:
         """Have the checkpoint sent, and commit it.
 
         Args:
-            other_nodes: what is known of them; it is brought up to date.
-            at_end: says whether the job has ended.
+            other_nodes: the knowledge of the other nodes, which is updated.
+            at_end: returns whether the job has ended.
 
         Raises:
-            CheckpointError: the checkpoint is not complete, or not what its manifest says; nothing is
-                committed.
+            CheckpointError: the checkpoint is incomplete or differs from its manifest; nothing is committed.
             StoreError: the store refuses, or does not answer.
         """
         saved_manifest, prefix = self._known, layout.place(self._known)
@@ -156,9 +297,9 @@ class JointPush:
             sending.send(self._shares[self._node])
             sending.tell(is_complete=True)
             while owed := self._owed(watch):
-                if owed.ours:
+                if owed.files:
                     sending.look_again()
-                    sending.send(owed.ours)
+                    sending.send(owed.files)
                     sending.tell(is_complete=True)
                 else:
                     self._wait(_LOOK_S)
@@ -170,16 +311,16 @@ class JointPush:
         return Pushed(prefix, files, size, size, False)
 
     def _require_whole(self, watch: Watch) -> None:
-        """Refuse what lacks files that are on the disk of another node, as far as anybody can tell.
+        """Refuse a checkpoint without known files on the disk of another node.
 
         Raises:
-            CheckpointError: it does.
+            CheckpointError: names the file or the nodes.
         """
         folder = self._root / naming.final_name(self._known.step)
         completeness.require(folder, watch.paths)
         if completeness.names_files(watch.paths):
             return
-        # A folder that is there may lack files, and without a layout file nobody names the folders.
+        # A folder may lack files, and without a layout file the folders are unknown.
         lacks = watch.unfinished()
         if not completeness.names_folders(watch.paths):
             lacks |= watch.unheard()
@@ -191,14 +332,14 @@ class JointPush:
             )
 
     def _remove_left_over(self, prefix: str) -> None:
-        abandoned.remove_left_over(self._store, self._root, prefix, self._tell)
+        prune.remove_left_over(self._store, self._root, prefix, self._tell)
 
     def _sending(self, prefix: str) -> Sending:
         return Sending(self._store, self._root, self._known, prefix, self._pace, self._node, self._tell)
 
     @contextlib.contextmanager
     def _begun(self, sending: Sending) -> Iterator[None]:
-        """Write the list, and write it again while files are sent, as a sign of life."""
+        """Write the list, and repeat it while files are sent, as a sign of life."""
         over = threading.Event()
 
         def beat() -> None:
@@ -206,24 +347,22 @@ class JointPush:
             while not over.wait(self._patience.beats):
                 if sending.pieces != reported_pieces:
                     reported_pieces = sending.pieces
-                    with contextlib.suppress(Exception):  # the next request tells of it
+                    with contextlib.suppress(Exception):  # the next request raises the error
                         sending.tell(is_complete=False)
 
         sending.tell(is_complete=False)
-        thread = threading.Thread(target=beat, name="ttp-beat", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can be had: the lists of whole files are signs, too
-            yield
-            return
+        beating = store_requests.start(
+            beat, "ttp-beat"
+        )  # without a thread the lists of whole files are signs
         try:
             yield
         finally:
             over.set()
-            thread.join()
+            if beating is not None:
+                wait([beating])
 
     def _owed(self, watch: Watch) -> _Owed | None:
-        """Return what is not there yet, None where all is."""
+        """Return the missing files, None if none is missing."""
         watch.look()
         missing = [
             (node, file)
@@ -235,7 +374,7 @@ class JointPush:
         if missing:
             return _Owed(own_files)
         lacks = completeness.missing(self._root / naming.final_name(self._known.step), watch.paths)
-        # Where nobody can tell whether all is there: a node with a disk of its own may have more.
+        # If completeness is unknown, a node with its own disk may have more files.
         awaited_nodes = set(range(self._nodes)) if lacks else watch.apart
         is_waiting = any(watch.is_awaited(node) for node in awaited_nodes - {self._node})
         return _Owed([]) if is_waiting else None

@@ -1,52 +1,54 @@
-"""Sends a large file of a checkpoint in parts, and goes on with an upload that was cut short.
+"""Sends a large file of a checkpoint in parts, and goes on with an interrupted upload.
 
-The file is read from its beginning in any case, for its checksum; a part is not sent if the note of the
+The file is always read from its beginning, for its checksum. A part is not sent again if the note of the
 upload (`upload_journal.py`) has the checksum of its content, and the store has the part with the etag of the
-note. There is no object before the whole file has turned out to be what the manifest says.
+note. The object is made only after the whole file agrees with the manifest.
 """
 
 from __future__ import annotations
 
+import io
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 
 import xxhash
 
-from adaptor.checkpoint import manifest
+from adaptor.checkpoint import disk, hashing, manifest
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import file_pieces, threads, upload_journal
-from adaptor.store.client import AT_ONCE, PIECE, Store
-from adaptor.store.etags import bare, joined, md5
+from adaptor.store import store_requests, upload_journal
+from adaptor.store.client import PIECE, Store
 from adaptor.store.layout import UploadedPart
-from adaptor.store.multipart import LostUploadError, Multipart, RefusedError, SentPart
+from adaptor.store.multipart import LostUploadError, Multipart, RefusedError, SentPart, bare, joined, md5
+from adaptor.store.store_requests import AT_ONCE
 from adaptor.store.upload_journal import Arrived, NotedUpload
 
-# Another process may complete the upload, or remove it; that does not happen again and again.
+# Another process may complete or remove the upload, but not again and again.
 _ATTEMPTS = 3
 _CHANGED = "has changed since its upload was begun"
 
 
 class _ChangedError(Exception):
-    """The file is not what it was when the upload began; the text says what about it is."""
+    """The file has changed since the upload began; the text names the change."""
 
 
 class LargeFile:
     """A file that is sent in parts.
 
     Args:
-        store: where to.
-        multipart: its requests for that.
+        store: the target.
+        multipart: the requests for uploads of several parts.
         root: the save folder.
-        manifest_place: the `place` of the manifest in it.
+        manifest_place: the `place` of the manifest in the save folder.
         path: of the file.
         name: of the object.
-        file: what the manifest says of it.
-        pace: is called with the bytes of each part before it is sent, and with 0 for one that is there.
-        tell: says that an upload is begun anew.
+        file: the file's entry in the manifest.
+        pace: receives the number of bytes of each part before the part is sent, and 0 for a part in the
+            store.
+        tell: prints a line about an upload that is begun again.
     """
 
     def __init__(
@@ -73,10 +75,10 @@ class LargeFile:
         self._noted: NotedUpload | None = None
 
     def send(self) -> UploadedPart:
-        """Send what the store does not have, and complete the object.
+        """Send the parts that the store lacks, and complete the object.
 
         Raises:
-            CheckpointError: the file is not what the manifest says; the upload is given up.
+            CheckpointError: the file differs from the manifest; the upload is given up.
             StoreError: the store refuses, or does not answer; the next attempt goes on.
         """
         self._noted = upload_journal.find(self._root, self._store.identity, self._name)
@@ -127,7 +129,7 @@ class LargeFile:
         except (LostUploadError, _ChangedError):
             wait(waiting)
             raise
-        # After other errors a request may still take minutes; what it brings is noted.
+        # After other errors a request may still take minutes; its part is noted.
         noted.forget()
         return UploadedPart(self._file.path, self._file.bytes, digest.hexdigest(), etag)
 
@@ -136,7 +138,7 @@ class LargeFile:
         try:
             return self._multipart.complete(noted.upload, etags)
         except LostUploadError:
-            # It may be completed: the answer was lost, or another process has sent the same.
+            # The object may be complete: the answer was lost, or another process has sent the same file.
             stored = self._store.stat(self._name)
             if (
                 stored is None
@@ -147,15 +149,15 @@ class LargeFile:
             return stored.etag
 
     def _found(self) -> UploadedPart | None:
-        """Return the object if it is made of the parts of this file; None also where its etag does not tell.
+        """Return the object if its etag proves that it has the parts of this file, else None.
 
-        Another process has completed the upload then, or has not lived to hear that it had.
+        Another process has completed the upload then, or has died before it heard of the completion.
         """
         noted, stored = self._noted, self._store.stat(self._name)
         if noted is None or stored is None or stored.bytes != self._file.bytes:
             return None
         digest, etags = xxhash.xxh3_128(), {}
-        pieces = file_pieces.compared(self._path, self._file, digest, noted.begun.part)
+        pieces = compared(self._path, self._file, digest, noted.begun.part)
         for number, content in enumerate(pieces, 1):
             self._pace(0)
             etags[number] = md5(content)
@@ -171,23 +173,24 @@ class LargeFile:
         digest: xxhash.xxh3_128,
         waiting: deque[Future[Arrived]],
     ) -> dict[int, str]:
-        """Send the parts that are not there; return the etags of all.
+        """Send the missing parts; return the etags of all parts.
 
         Args:
             noted: the upload.
-            stored_parts: the parts that the store lists; None where it does not: those of the note.
+            stored_parts: the parts that the store lists; None if the store does not list them: the parts of
+                the note.
             digest: of the whole file, at the end.
-            waiting: gets the requests that are on their way.
+            waiting: receives the running requests.
         """
         etags: dict[int, str] = {}
-        # The pieces in memory bound this, and one more is being read.
+        # The memory of the pieces is bounded; one more piece is being read.
         at_once = max(1, min(AT_ONCE, AT_ONCE * PIECE // noted.begun.part))
 
         def take() -> None:
             arrived_part = waiting.popleft().result()
             etags[arrived_part.number] = arrived_part.etag
 
-        pieces = file_pieces.compared(self._path, self._file, digest, noted.begun.part)
+        pieces = compared(self._path, self._file, digest, noted.begun.part)
         for number, content in enumerate(pieces, 1):
             checksum = xxhash.xxh3_128_hexdigest(content)
             noted_part = noted.parts.get(number)
@@ -203,7 +206,7 @@ class LargeFile:
             if len(waiting) >= at_once:
                 take()
             send = partial(self._send_part, noted, number, checksum, content)
-            waiting.append(threads.begin(send, "ttp-part"))
+            waiting.append(store_requests.begin(send, "ttp-part"))
         while waiting:
             take()
         return etags
@@ -214,7 +217,7 @@ class LargeFile:
         return arrived_part
 
     def _give_up(self) -> None:
-        """Have the store forget the upload; one line where it does not, and whatever comes next goes on."""
+        """Have the store forget the upload; a failure is one line, and the next step goes on."""
         noted, self._noted = self._noted, None
         if noted is not None:
             try:
@@ -227,3 +230,53 @@ class LargeFile:
 
 def _is_there(sent_part: SentPart | None, noted_part: Arrived, size: int) -> bool:
     return sent_part is not None and sent_part.bytes == size and sent_part.etag == bare(noted_part.etag)
+
+
+def compared(path: Path, file: FileEntry, digest: xxhash.xxh3_128, piece: int) -> Iterator[bytearray]:
+    """Yield a file in pieces of `piece` bytes, the last one shorter, and add them to `digest`.
+
+    Args:
+        path: of the file.
+        file: the file's entry in the manifest.
+        digest: of the whole file, after the last piece.
+        piece: bytes of each piece.
+
+    Raises:
+        CheckpointError: after the last piece, if the content differs from the manifest.
+    """
+    blocks = hashing.BlockDigest()
+    for content in _read(path, file, piece):
+        digest.update(content)
+        if file.xxh3_128_blocks is not None:
+            blocks.update(content)
+        yield content
+    is_equal = file.xxh3_128 in (None, digest.hexdigest())
+    if not is_equal or file.xxh3_128_blocks not in (None, blocks.hexdigest()):
+        raise CheckpointError(f"{path}: checksum differs from the manifest, so it is not sent")
+
+
+def _read(path: Path, file: FileEntry, piece: int) -> Iterator[bytearray]:
+    """Yield the pieces of a file, which must have the size of the manifest."""
+    remaining = file.bytes
+    try:
+        with io.FileIO(disk.open_regular(path)) as opened:
+            while content := _filled(opened, min(piece, remaining)):
+                remaining -= len(content)
+                yield content
+            is_longer = bool(opened.read(1))
+    except OSError as error:
+        kind = CheckpointError if disk.is_wrong(error) else manifest.UnreadableError
+        raise kind(f"{path}: cannot be read ({error.strerror or error})") from None
+    if remaining or is_longer:
+        raise CheckpointError(f"{path}: has another size than the {file.bytes} bytes of the manifest")
+
+
+def _filled(opened: io.FileIO, count: int) -> bytearray:
+    """Return `count` bytes, fewer at the end of the file."""
+    piece = bytearray(count)
+    view, filled = memoryview(piece), 0
+    while filled < count and (count_read := opened.readinto(view[filled:])):
+        filled += count_read
+    view.release()
+    del piece[filled:]
+    return piece

@@ -1,43 +1,46 @@
-"""Uploads of several parts to a store with the interface of S3, with which another process can go on.
+"""Uploads of several parts to a store with the interface of S3, which another process can continue; etags.
 
 The client is botocore, because obstore has no request for an upload that another process has begun. A request
-is made again for a minute: botocore itself counts attempts alone, and eight that are not answered would take
-a quarter of an hour. Until an upload is completed there is no object of its name, or the one that was
-there before.
+is repeated for a minute: botocore itself counts attempts alone, and eight silent attempts would take a
+quarter of an hour. Before an upload is completed, the store has no object of its name, or the previous
+object.
+
+An etag identifies the version of an object. Some answers have etags with quotes, others without: in a listing
+and in a header of Azure, and in a listing of Ceph's gateway and after a completed upload. All etags are kept
+without quotes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import random
-import time
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from http.client import responses
 from typing import Any, TypeVar
 
 from adaptor.errors import StoreError
-from adaptor.store import credentials, s3
-from adaptor.store.error_messages import NO_BUCKET, Answers
-from adaptor.store.etags import bare
+from adaptor.store import s3
+from adaptor.store.address import NO_BUCKET, Answers
 from adaptor.store.s3 import Bucket
+from adaptor.store.store_requests import BusyError, Retrying
 
 _LOST = ("NoSuchUpload", "InvalidPart")
-# A store that is busy says so with a status from 500 on, or with one of these.
+# A busy store answers with a status from 500 on, or with one of these codes.
 _BUSY = ("RequestTimeout", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests")
-# Before a request is made again: longer each time.
+# Seconds before a request is repeated: the first and the longest time.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.2, 10.0
 
 T = TypeVar("T")
 
 
 class RefusedError(StoreError):
-    """The store does not allow these credentials to do that."""
+    """The store does not allow these credentials the request."""
 
 
 class LostUploadError(StoreError):
-    """The store does not have this upload, or not the parts that it is said to have."""
+    """The store does not have the upload, or lacks parts of it."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Upload:
 
     Attributes:
         name: of the object
-        mark: by which the store knows the upload
+        mark: the store's identifier of the upload
     """
 
     name: str
@@ -55,30 +58,30 @@ class Upload:
 
 @dataclass(frozen=True)
 class SentPart:
-    """A part of an upload that a store has; its etag is without quotes."""
+    """A part of an upload in a store; its etag is without quotes."""
 
     etag: str
     bytes: int
 
 
 class Multipart:
-    """The requests of such uploads. Every method raises StoreError where the store refuses or is silent.
+    """The requests of uploads. Every method raises StoreError if the store refuses or is silent.
 
     Args:
-        bucket: how it is reached; nothing is asked before the first request.
-        answers: makes lines of its answers.
-        patience_s: for how many seconds a request that fails is made again.
+        bucket: the bucket; nothing is requested before the first method call.
+        answers: makes messages of the store's answers.
+        patience_s: for how many seconds a failing request is repeated.
     """
 
     def __init__(self, bucket: Bucket, answers: Answers, patience_s: float) -> None:
         self._bucket = bucket
         self._answers = answers
-        self._patience_s = patience_s
+        self._retrying = Retrying(None, patience_s, first_s=_FIRST_WAIT_S, longest_s=_LONGEST_WAIT_S)
 
     @property
     def endpoint(self) -> str:
-        """Return the URL at which the store answers; empty for that of its provider."""
-        return self._bucket.endpoint or credentials.surroundings().endpoint
+        """Return the URL of the store; empty for the provider's own."""
+        return self._bucket.endpoint or s3.surroundings().endpoint
 
     @cached_property
     def _client(self) -> Any:
@@ -86,71 +89,76 @@ class Multipart:
 
     def begin(self, name: str) -> Upload:
         """Begin an upload of the object `name`."""
-        request = {**self._key(name), **credentials.surroundings().encryption}
-        with self._errors(f"write {name}"):
-            response = self._asked(lambda: self._client.create_multipart_upload(**request))
+        request = {**self._key(name), **s3.surroundings().encryption}
+        response = self._ask(f"write {name}", lambda: self._client.create_multipart_upload(**request))
         return Upload(name, str(response["UploadId"]))
 
     def send(self, upload: Upload, number: int, content: bytearray) -> str:
-        """Write a part; return its etag as the store spells it, for it gets that back in `complete`.
+        """Write a part; return its etag in the store's spelling, which `complete` sends back.
 
         Args:
-            upload: to which it belongs.
+            upload: the upload.
             number: of the part, from 1.
-            content: of it. botocore would make a file of bytes, send that in pieces of 16 KiB, and wait for
-                the store before the first.
+            content: of the part. A bytearray: botocore would make a file of bytes, send the file in pieces of
+                16 KiB, and wait for the store before the first.
 
         Raises:
-            LostUploadError: there is no such upload.
+            LostUploadError: the store does not have the upload.
         """
-        with self._errors(f"write {upload.name}"):
-            response = self._asked(
-                lambda: self._client.upload_part(**self._of(upload), PartNumber=number, Body=content)
-            )
+        response = self._ask(
+            f"write {upload.name}",
+            lambda: self._client.upload_part(**self._of(upload), PartNumber=number, Body=content),
+        )
         return str(response["ETag"])
 
     def parts(self, upload: Upload) -> dict[int, SentPart]:
         """Return the parts that the store has, by their numbers.
 
         Raises:
-            LostUploadError: there is no such upload.
-            RefusedError: these credentials may not ask for them.
+            LostUploadError: the store does not have the upload.
+            RefusedError: these credentials may not list parts.
         """
-        with self._errors(f"write {upload.name}"):
-            listed_parts = self._asked(lambda: self._listed("list_parts", "Parts", self._of(upload)))
+        listed_parts = self._ask(
+            f"write {upload.name}", lambda: self._listed("list_parts", "Parts", self._of(upload))
+        )
         return {
             int(part["PartNumber"]): SentPart(bare(part["ETag"]), int(part["Size"])) for part in listed_parts
         }
 
     def complete(self, upload: Upload, etags: Mapping[int, str]) -> str:
-        """Make the object of these parts; return its etag, without quotes.
+        """Make the object from its parts; return its etag, without quotes.
 
         Args:
-            upload: to which they belong.
+            upload: the upload.
             etags: of all parts, by their numbers.
 
         Raises:
-            LostUploadError: there is no such upload, or a part of it is another one.
+            LostUploadError: the store does not have the upload, or has another part.
         """
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in sorted(etags.items())]
-        with self._errors(f"write {upload.name}"):
-            response = self._asked(
-                lambda: self._client.complete_multipart_upload(
-                    **self._of(upload), MultipartUpload={"Parts": parts}
-                )
-            )
+        response = self._ask(
+            f"write {upload.name}",
+            lambda: self._client.complete_multipart_upload(
+                **self._of(upload), MultipartUpload={"Parts": parts}
+            ),
+        )
         return bare(response["ETag"])
 
     def abort(self, upload: Upload) -> None:
-        """Have the store forget an upload and its parts; one that it does not have is none to forget."""
-        with contextlib.suppress(LostUploadError), self._errors(f"remove an upload of {upload.name}"):
-            self._asked(lambda: self._client.abort_multipart_upload(**self._of(upload)))
+        """Have the store forget an upload and its parts; an unknown upload is no error."""
+        with contextlib.suppress(LostUploadError):
+            self._ask(
+                f"remove an upload of {upload.name}",
+                lambda: self._client.abort_multipart_upload(**self._of(upload)),
+            )
 
     def begun(self, prefix: str = "") -> list[Upload]:
         """Return the uploads of objects below `prefix` that were begun and not completed."""
         request = {"Bucket": self._bucket.name, "Prefix": self._full(prefix)}
-        with self._errors("list uploads that were cut short"):
-            uploads = self._asked(lambda: self._listed("list_multipart_uploads", "Uploads", request))
+        uploads = self._ask(
+            "list uploads that were cut short",
+            lambda: self._listed("list_multipart_uploads", "Uploads", request),
+        )
         return [
             Upload(str(upload["Key"]).removeprefix(self._full("")), str(upload["UploadId"]))
             for upload in uploads
@@ -161,20 +169,15 @@ class Multipart:
         pages = self._client.get_paginator(request).paginate(**arguments)
         return [entry for page in pages for entry in page.get(list_key, ())]
 
-    def _asked(self, request: Callable[[], T]) -> T:
-        """Make a request, and make it again while the store is busy or the connection breaks."""
-        from botocore import exceptions
+    def _ask(self, doing: str, request: Callable[[], T]) -> T:
+        """Make a request, and repeat the request while the store is busy or the connection breaks."""
 
-        until, wait_s = time.monotonic() + self._patience_s, _FIRST_WAIT_S
-        while True:
-            try:
+        def once() -> T:
+            with self._errors(doing):
                 return request()
-            except (exceptions.ClientError, exceptions.ConnectionError, exceptions.HTTPClientError) as error:
-                is_retried = not isinstance(error, exceptions.ClientError) or _is_busy(error.response)
-                if not is_retried or time.monotonic() + wait_s > until:
-                    raise
-            time.sleep(wait_s * random.uniform(0.5, 1))  # those who were refused do not come back together
-            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+        # From the start: one silent request may take two minutes already.
+        return self._retrying.ask(once, from_start=True)
 
     def _full(self, name: str) -> str:
         return f"{self._bucket.prefix}/{name}" if self._bucket.prefix else name
@@ -196,7 +199,7 @@ class Multipart:
         except exceptions.ClientError as error:
             raise self._said(error.response, doing) from None
         except (exceptions.ConnectionError, exceptions.HTTPClientError):
-            raise answers.silent(doing) from None
+            raise BusyError(str(answers.silent(doing))) from None
         except (exceptions.NoCredentialsError, exceptions.CredentialRetrievalError):
             raise answers.failed(
                 doing, "no source of credentials that the environment names has given any"
@@ -206,7 +209,7 @@ class Multipart:
             raise answers.failed(doing, f"botocore has failed ({type(error).__name__})") from None
 
     def _said(self, response: Mapping[str, Any], doing: str) -> StoreError:
-        """Return the error in one line; what the store quotes of the request is left out."""
+        """Return the error in a single line, without the store's quotes of the request."""
         status, code = _status(response)
         if code in NO_BUCKET:
             return self._answers.no_bucket()
@@ -218,7 +221,8 @@ class Multipart:
         )
         if status in (401, 403):
             return RefusedError(str(self._answers.refused(doing, answer)))
-        return self._answers.answered(doing, answer)
+        answered = self._answers.answered(doing, answer)
+        return BusyError(str(answered)) if _is_busy(status, code) else answered
 
 
 def _status(response: Mapping[str, Any]) -> tuple[int, str]:
@@ -227,6 +231,24 @@ def _status(response: Mapping[str, Any]) -> tuple[int, str]:
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)), code
 
 
-def _is_busy(response: Mapping[str, Any]) -> bool:
-    status, code = _status(response)
+def _is_busy(status: int, code: str) -> bool:
     return status >= 500 or status == 429 or code in _BUSY
+
+
+def bare(etag: str | None) -> str:
+    """Return an etag without quotes; '' without an etag."""
+    return (etag or "").strip('"')
+
+
+def joined(etags: Iterable[str]) -> str:
+    """Return the bare etag of an object of several parts, from their etags in order; '' if not MD5."""
+    try:
+        digests = [bytes.fromhex(bare(etag)) for etag in etags]
+    except ValueError:
+        return ""
+    return f"{md5(b''.join(digests))}-{len(digests)}"
+
+
+def md5(content: bytes | bytearray) -> str:
+    """Return the bare etag of a part or a small object in most stores with the interface of S3."""
+    return hashlib.md5(content, usedforsecurity=False).hexdigest()

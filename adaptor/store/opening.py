@@ -1,4 +1,4 @@
-"""Opens the store that a URL names, and tries whether it can be written."""
+"""Opens the store that a URL names, and tests whether the store can be written."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 from adaptor import distributions
 from adaptor.errors import StoreError
 from adaptor.store import address, s3
+from adaptor.store.address import Answers, plain
 from adaptor.store.client import PIECE, Store
-from adaptor.store.error_messages import Answers, plain
 from adaptor.store.multipart import Multipart
-from adaptor.store.retrying import Retrying
+from adaptor.store.store_requests import Retrying
 
 if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 _PROBE = "ttp_probe"
 _OF_S3 = ("s3", "obs")
-# What obstore itself reads the credentials from.
+# The variables from which obstore itself reads the credentials.
 _CREDENTIALS = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
 }
-# For so long the client makes a request again, before a line says that the store is waited for.
+# Seconds for which the client repeats a request, before a line says that the store is awaited.
 _FIRST_S = 10.0
 
 
@@ -43,18 +43,18 @@ def open_store(
     piece: int = PIECE,
     retrying: Retrying | None = None,
 ) -> Store:
-    """Open the store that a URL names; nothing is asked of it.
+    """Open the store that a URL names; no request is made.
 
     Args:
         url: like `s3://bucket/run7`.
-        endpoint: the URL at which it answers; empty for that of its provider.
-        make: to write to it: a folder (file://) that is not there is made, in one that is.
-        patience_s: for how many seconds the client makes a request again that fails, ten times at most.
-        piece: bytes of a part of an upload, at least; S3 takes none below 5 MiB.
-        retrying: makes requests again after that.
+        endpoint: the URL of the store; empty for the provider's own.
+        make: for writing: a missing folder (file://) is made, if its parent exists.
+        patience_s: for how many seconds the client repeats a failing request, ten times at most.
+        piece: the smallest number of bytes of a part of an upload; S3 accepts none below 5 MiB.
+        retrying: repeats requests afterwards.
 
     Raises:
-        StoreError: the URL, the credentials or the installation are not as they must be.
+        StoreError: the URL, the credentials or the installation are wrong.
     """
     place = address.parse(url)
     try:
@@ -126,11 +126,11 @@ def _require_folder(folder: Path, make: bool) -> None:
 
 
 def open_waiting(url: str, endpoint: str, tell: Callable[[str], None]) -> Store:
-    """Open a store to read from it; one that does not answer is waited for, for a minute.
+    """Open a store to read from it; a silent store is awaited for a minute.
 
     Args:
         url: like `s3://bucket/run7`.
-        endpoint: the URL at which it answers; empty for that of its provider.
+        endpoint: the URL of the store; empty for the provider's own.
         tell: prints a line.
 
     Raises:
@@ -140,15 +140,15 @@ def open_waiting(url: str, endpoint: str, tell: Callable[[str], None]) -> Store:
 
 
 def probe(url: str, endpoint: str, tell: Callable[[str], None]) -> None:
-    """Write an object to a store, and remove it.
+    """Write an object to a store, and remove the object.
 
     Args:
         url: like `s3://bucket/run7`.
-        endpoint: the URL at which it answers; empty for that of its provider.
+        endpoint: the URL of the store; empty for the provider's own.
         tell: prints a line.
 
     Raises:
-        StoreError: it cannot be written there.
+        StoreError: the store cannot be written.
     """
     store = open_store(url, endpoint, make=True, patience_s=_FIRST_S, retrying=Retrying(tell))
     name = f"{_PROBE}/{os.getpid()}-{time.time_ns()}"

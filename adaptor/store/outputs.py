@@ -2,8 +2,8 @@
 
 outputs/node0/logs/agent.log    a file of the folder `logs` of node 0
 
-A file that has changed is sent again as a whole. Checkpoints in the folders are left out: `uploader.py` sends
-them.
+A changed file is sent again as a whole. Checkpoints in the folders are left out: `uploader.py` sends
+checkpoints.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from adaptor.store.client import PIECE, Store
 from adaptor.store.opening import open_store
 from adaptor.store.upload_order import OutputSettings
 
-# Seconds between two looks at the folders. A store takes money for each request.
+# Seconds between two looks at the folders. Each request to a store costs money.
 LOOK_S = 60.0
-# A file that changed is sent at most for this part of the time: a large log would be sent without a pause.
+# The largest share of the time for the upload of a file: a large log would be sent without a pause.
 _SHARE = 0.05
 _ATTEMPTS_AT_END = 3
 _RETRY_S = 1.0
@@ -35,18 +35,18 @@ _OURS = {naming.LEASE, naming.LOCK, naming.UPLOADS}
 
 @dataclass(frozen=True)
 class _Version:
-    """The version of a file: its size in bytes, and when it was changed, in ns since the epoch."""
+    """The version of a file: its size in bytes, and the time of its last change, in ns since the epoch."""
 
     bytes: int
     changed_ns: int
 
 
 class ChangedError(Exception):
-    """A file has become shorter, or is gone, while it was sent; it is sent at the next look."""
+    """A file has become shorter or has disappeared during its upload; the next look sends it again."""
 
 
 class OutputUploader:
-    """Sends what changes in some folders, until `end`.
+    """Sends changed files of some folders, until `end`.
 
     Args:
         order: of the agent.
@@ -62,25 +62,25 @@ class OutputUploader:
         self._sent: dict[str, _Version] = {}  # by the name of the object
         self._not_before: dict[str, float] = {}  # by the name of the object, on the monotonic clock
         self._told: set[str] = set()  # failures
-        self._why = "there was no time to send them"
+        self._reason = "there was no time to send them"
         self._paced = 0.0  # when the next piece may be sent, on the monotonic clock
 
     def end(self) -> None:
-        """Let `run` send what has changed since, and return."""
+        """Let `run` send the last changes, and return."""
         self._leaving.set()
 
     def run(self) -> None:
-        """Send what changes until `end`, and once more after it."""
+        """Send changed files until `end`, and once more after it."""
         store, failures_at_end = None, 0
         while True:
-            leaving = self._leaving.is_set()  # before the folders are read: what is in them then is sent
+            leaving = self._leaving.is_set()  # read before the folders, whose later content is not sent
             try:
                 if store is None:
                     store = open_store(self._order.url, self._order.endpoint, make=True)
                     self._note_what_was_sent(store)
                 self._send(store, everything=leaving)
             except StoreError as error:
-                self._why = str(error)
+                self._reason = str(error)
                 self._tell_once(f"{self._order.url} does not get {self._names}: {error}; it is tried again")
                 failures_at_end += leaving
                 if failures_at_end >= _ATTEMPTS_AT_END:
@@ -99,23 +99,23 @@ class OutputUploader:
     def _names(self) -> str:
         return ", ".join(self._order.folders)
 
-    def tell_what_is_local(self, why: str = "") -> None:
-        """Say where the files are, and how many of them the store does not have.
+    def tell_what_is_local(self, reason: str = "") -> None:
+        """Report the place of the files in the store, or the number of unsent files.
 
         Args:
-            why: the reason, where it is not the last failure.
+            reason: the reason, if it is not the last failure.
         """
         files = dict(self._files())
-        local = [one.bytes for name, (_, one) in files.items() if self._sent.get(name) != one]
-        where = f"{self._order.url.rstrip('/')}/{self._prefix}"
+        local = [version.bytes for name, (_, version) in files.items() if self._sent.get(name) != version]
+        url = f"{self._order.url.rstrip('/')}/{self._prefix}"
         if local:
             self._tell(
                 f"[ttp] {len(local)} of {len(files)} files of {self._names} ({size(sum(local))}) are not in"
-                f" {where}: {why or self._why}"
+                f" {url}: {reason or self._reason}"
             )
         elif files:
-            total = sum(one.bytes for _, one in files.values())
-            self._tell(f"[ttp] {self._names}: {len(files)} files ({size(total)}) are in {where}")
+            total = sum(version.bytes for _, version in files.values())
+            self._tell(f"[ttp] {self._names}: {len(files)} files ({size(total)}) are in {url}")
 
     @property
     def _prefix(self) -> str:
@@ -127,36 +127,36 @@ class OutputUploader:
             self._tell(f"[ttp] {line}")
 
     def _note_what_was_sent(self, store: Store) -> None:
-        """Take files for sent that the store has in their size, and that have not changed since."""
+        """Count files as sent that the store has in their size, and that have not changed since."""
         stored = store.objects(self._prefix)
         for name, (_, version) in self._files():
-            found = stored.get(name)
-            if found is None or found.bytes != version.bytes:
+            sent = stored.get(name)
+            if sent is None or sent.bytes != version.bytes:
                 continue
-            if found.modified.timestamp() * 1e9 > version.changed_ns:
+            if sent.modified.timestamp() * 1e9 > version.changed_ns:
                 self._sent[name] = version
 
     def _files(self) -> Iterator[tuple[str, tuple[Path, _Version]]]:
         """Yield the name of the object, the path and the version of each file."""
         for folder in self._order.folders:
-            for place, folders, names in os.walk(folder):  # a folder that is not there yet has no files
+            for place, folders, names in os.walk(folder):  # a missing folder has no files
                 folders[:] = [name for name in folders if name not in _OURS and not _is_checkpoint(name)]
                 for name in names:
                     path = Path(place) / name
                     try:
-                        found = path.lstat()
+                        status = path.lstat()
                     except OSError:
                         continue
-                    if stat.S_ISREG(found.st_mode) and name not in _OURS:
-                        below = f"{_below(folder)}/{path.relative_to(folder)}"
-                        yield f"{self._prefix}/{below}", (path, _version(found))
+                    if stat.S_ISREG(status.st_mode) and name not in _OURS:
+                        name_in_store = f"{self._prefix}/{_below(folder)}/{path.relative_to(folder)}"
+                        yield name_in_store, (path, _version(status))
 
     def _send(self, store: Store, *, everything: bool) -> None:
-        """Send the files that have changed.
+        """Send the changed files.
 
         Args:
             store: the store.
-            everything: also files that were sent a short time ago.
+            everything: send also files whose last upload is recent.
 
         Raises:
             StoreError: the store refuses, or does not answer.
@@ -174,30 +174,30 @@ class OutputUploader:
                 continue
             except (OSError, ValueError) as error:
                 reason = error.strerror if isinstance(error, OSError) else str(error)
-                self._why = f"{str(path)!a}: {reason}"
+                self._reason = f"{str(path)!a}: {reason}"
                 self._tell_once(f"{str(path)!a} is not sent to {self._order.url}: {reason}")
                 continue
             self._sent[name] = sent
-            ended = time.monotonic()
-            self._not_before[name] = ended + (ended - began) / _SHARE
+            end = time.monotonic()
+            self._not_before[name] = end + (end - began) / _SHARE
 
     def _send_file(self, store: Store, name: str, path: Path) -> _Version:
-        """Write a file as an object; return the version that was sent.
+        """Write a file as an object; return the sent version.
 
         Raises:
-            ChangedError: it has become shorter.
-            OSError: it cannot be read.
+            ChangedError: the file has become shorter.
+            OSError: the file cannot be read.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            version = _version(os.fstat(descriptor))  # another file may have taken the name since the look
+            version = _version(os.fstat(descriptor))  # another file may have got the name since the look
 
             def pieces() -> Iterator[bytes]:
                 for at in range(0, version.bytes, PIECE):
-                    wanted = min(PIECE, version.bytes - at)
-                    self._pace(wanted)
-                    content = file.read(wanted)
-                    if len(content) != wanted:
+                    count = min(PIECE, version.bytes - at)
+                    self._pace(count)
+                    content = file.read(count)
+                    if len(content) != count:
                         raise ChangedError
                     yield content
 
@@ -208,26 +208,26 @@ class OutputUploader:
         return version
 
     def _pace(self, count: int) -> None:
-        """Wait before a piece is sent, so that the rate is kept while the job trains."""
+        """Wait before a piece is sent, to keep the rate while the job trains."""
         if not self._order.rate:
             return
-        now = time.monotonic()
-        begin = max(self._paced, now)
+        current_time = time.monotonic()
+        begin = max(self._paced, current_time)
         self._paced = begin + count / self._order.rate
-        self._leaving.wait(begin - now)
+        self._leaving.wait(begin - current_time)
 
 
-def _version(found: os.stat_result) -> _Version:
-    return _Version(found.st_size, found.st_mtime_ns)
+def _version(status: os.stat_result) -> _Version:
+    return _Version(status.st_size, status.st_mtime_ns)
 
 
 def _is_checkpoint(name: str) -> bool:
-    """Return whether a folder is a checkpoint, also one that is being written or was moved aside."""
+    """Return whether a folder is a checkpoint, also an unfinished one or one that was moved aside."""
     return re.search(r"(^|_)iter_[0-9]", name) is not None
 
 
 def _below(folder: str) -> str:
-    """Return what stands for a folder in the names of objects: its path, without a `/` in front."""
+    """Return the name of a folder in the names of objects: its path, without a leading `/`."""
     path = os.path.normpath(folder)
     if path.startswith(("/", ".")):
         path = os.path.normpath(Path(path).absolute())
@@ -236,5 +236,5 @@ def _below(folder: str) -> str:
 
 def _require_name(name: str) -> None:
     """Refuse a name that no object can have. Raises ValueError."""
-    if not name.isprintable():  # nor are surrogates, of a name that is no UTF-8
+    if not name.isprintable():  # surrogates, of a name that is no UTF-8, are not printable
         raise ValueError("an object cannot have this name")

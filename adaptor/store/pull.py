@@ -1,4 +1,9 @@
-"""Brings a checkpoint from a store into a save folder, hashed while it comes, and publishes it there."""
+"""Brings a checkpoint from a store into a save folder, hashed on the way, and publishes it there.
+
+A node whose ranks load a known part of the files pulls only this part. In the format `torch` a rank loads the
+folder of its model-parallel rank, which the layout file names for the parallel sizes of the job that saved.
+In the format `torch_dist` the framework divides the reading among ranks, so the part is not known.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +16,20 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from adaptor.checkpoint import disk, manifest, publish, tracker
+import msgspec
+import xxhash
+
+from adaptor.checkpoint import disk, layout_file, manifest, publish, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import catalog, completeness, files_for_node, prefetch
+from adaptor.store import catalog, completeness, store_requests
 from adaptor.store.catalog import Checkpoint
 from adaptor.store.client import PIECE, DamagedError, Store
-from adaptor.store.files_for_node import NodeRanks
 
-# What is called with the bytes that have come, and with all of them.
+# Receives the number of pulled bytes and of all bytes.
 Progress = Callable[[int, int], None]
 
 
@@ -31,10 +38,10 @@ class Pulled:
     """The result of a pull.
 
     Attributes:
-        there: whether the checkpoint was in the folder already
-        whole: whether all files were pulled, not only those that the ranks of this node load
-        untracked: a later step that folder and store have, where the tracker names the step that is loaded
-        problems: of newer checkpoints, which are damaged: a line for each
+        there: the checkpoint was in the folder already
+        whole: all files were pulled, not only the files that the ranks of this node load
+        untracked: a later step in folder and store, if the tracker names the loaded step
+        problems: a line for each damaged newer checkpoint
     """
 
     step: int
@@ -47,14 +54,16 @@ class Pulled:
 
 
 def pull(store: Store, root: Path, step: int | None = None, progress: Progress | None = None) -> Pulled:
-    """Bring the newest checkpoint that is intact, and let the tracker name it.
+    """Bring the newest intact checkpoint, and let the tracker name it.
 
     Args:
-        root: the save folder; it is made if it is missing.
-        step: of this one alone.
+        store: the store.
+        root: the save folder; a missing folder is made.
+        step: this step alone; None: any step.
+        progress: receives the number of pulled bytes and of all bytes.
 
     Raises:
-        StoreError: there is none, the folder has a later step, or the store does not answer.
+        StoreError: the store has no checkpoint, the folder has a later step, or the store does not answer.
         CheckpointError: the disk refuses, or is too small.
     """
     return _pulled(store, root, step, _pull_after(store, root, step, None, progress))
@@ -68,18 +77,19 @@ def _pulled(store: Store, root: Path, step: int | None, pulled: Pulled | None) -
 
 
 def resume(store: Store, root: Path, step: int | None = None, node: NodeRanks | None = None) -> Pulled | None:
-    """Bring what a job is to go on from, unless the save folder has it, or a later step.
+    """Bring the checkpoint from which a job resumes, unless the save folder has it or a later step.
 
     Args:
-        root: the save folder; it is made if it is missing.
-        step: of this one alone.
-        node: has the folder on a disk of its own: only what its ranks load is brought, where that is known.
+        store: the store.
+        root: the save folder; a missing folder is made.
+        step: this step alone; None: any step.
+        node: the ranks of a node with its own disk: only the files that they load are pulled, if known.
 
     Returns:
-        What was done; None where neither the folder nor the store has a checkpoint.
+        The result; None if neither the folder nor the store has a checkpoint.
 
     Raises:
-        StoreError: the store does not answer, all that it has is damaged, or there is no such step.
+        StoreError: the store does not answer, has only damaged checkpoints, or lacks the step.
         CheckpointError: the disk refuses, or is too small.
     """
     local = _held(root) if step is None else step
@@ -101,11 +111,11 @@ def _pull_after(
     progress: Progress | None,
     node: NodeRanks | None = None,
 ) -> Pulled | None:
-    """Pull the newest checkpoint that is intact, of a step after `local`, which the folder has."""
+    """Pull the newest intact checkpoint of a step after `local`, the step that the folder has."""
     problems: list[str] = []
     named = tracker.tracked_step(root)
     for checkpoint in catalog.newest_first(store, step, problems):
-        saved_manifest = checkpoint.known
+        saved_manifest = checkpoint.saved_manifest
         damaged = _is_damaged(root, saved_manifest.step)
         stays = not damaged and not _completes(root, checkpoint)
         if local is not None and (saved_manifest.step < local or (saved_manifest.step == local and stays)):
@@ -120,11 +130,11 @@ def _pull_after(
         is_present = not damaged and tracker.is_of_generation(
             root, saved_manifest.step, saved_manifest.generation
         )
-        if is_present and local is not None:  # the user has gone back by hand, as far as one can tell
+        if is_present and local is not None:  # the user has probably gone back by hand
             return Pulled(local, "", 0, True, problems, untracked=saved_manifest.step)
         if is_present:
             _set_back(root, saved_manifest.step)
-            tracker.advance(root, saved_manifest.step)  # whoever has brought it may have died before
+            tracker.advance(root, saved_manifest.step)  # the process that pulled it may have died before
         else:
             try:
                 _bring(
@@ -137,7 +147,7 @@ def _pull_after(
             problems.append(f"{root / naming.final_name(named)}: missing, though the tracker names it")
         return Pulled(
             saved_manifest.step,
-            checkpoint.where,
+            checkpoint.prefix,
             wanted_checkpoint.bytes,
             is_present,
             problems,
@@ -152,47 +162,48 @@ def _pull_after(
 
 
 def _for_node(store: Store, checkpoint: Checkpoint, node: NodeRanks | None) -> Checkpoint:
-    """Return the checkpoint with those files alone that the ranks of a node load, where that can be known."""
-    needed_paths = files_for_node.needed(store, checkpoint, node) if node is not None else None
+    """Return the checkpoint with only the files that the ranks of a node load, if known."""
+    needed_paths = needed(store, checkpoint, node) if node is not None else None
     files = tuple(
-        file for file in checkpoint.known.files if needed_paths is None or file.path in needed_paths
+        file for file in checkpoint.saved_manifest.files if needed_paths is None or file.path in needed_paths
     )
-    if len(files) == len(checkpoint.known.files):
+    if len(files) == len(checkpoint.saved_manifest.files):
         return checkpoint
-    return Checkpoint(checkpoint.where, replace(checkpoint.known, files=files))
+    return Checkpoint(checkpoint.prefix, replace(checkpoint.saved_manifest, files=files))
 
 
 def is_part(root: Path, step: int) -> bool:
-    """Return whether the folder has only what some ranks load, or have saved."""
+    """Return whether the folder has only the files that some ranks load, or have saved."""
     try:
         folder = root / naming.final_name(step)
         return completeness.is_part(folder, manifest.read(folder))
     except CheckpointError:
-        return False  # the framework alone has made it, or nobody can tell
+        return False  # made by the framework alone, or unknown
 
 
 def _has(root: Path, checkpoint: Checkpoint) -> bool:
-    """Return whether the folder's checkpoint of this step, if there is one, has these files as they are."""
-    if not tracker.has_manifest(root, checkpoint.known.step):
+    """Return whether the folder's checkpoint of this step, if there is one, has these files unchanged."""
+    if not tracker.has_manifest(root, checkpoint.saved_manifest.step):
         return True
     local_files = {
-        file.path: file for file in manifest.read(root / naming.final_name(checkpoint.known.step)).files
+        file.path: file
+        for file in manifest.read(root / naming.final_name(checkpoint.saved_manifest.step)).files
     }
     return all(
         file.path in local_files and catalog.is_same(file, local_files[file.path])
-        for file in checkpoint.known.files
+        for file in checkpoint.saved_manifest.files
     )
 
 
 def _completes(root: Path, checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint of the store has what the folder has a part of."""
-    step, generation = checkpoint.known.step, checkpoint.known.generation
+    """Return whether a checkpoint of the store completes the part in the folder."""
+    step, generation = checkpoint.saved_manifest.step, checkpoint.saved_manifest.generation
     is_same = bool(generation) and tracker.is_of_generation(root, step, generation)
     return is_same and is_part(root, step) and not _has(root, checkpoint)
 
 
 def _is_damaged(root: Path, step: int) -> bool:
-    """Return whether files of the folder's checkpoint are missing or cut short: a job would not load it."""
+    """Return whether the folder's checkpoint lacks files or parts of files, so that no job would load it."""
     if not tracker.has_manifest(root, step):
         return False
     return bool(manifest.defects(root / naming.final_name(step), checksums=False, step=step))
@@ -215,7 +226,7 @@ def _require_later(root: Path, step: int) -> None:
 def _held(root: Path) -> int | None:
     """Return the step that a job would load from the folder.
 
-    That is the one of the tracker, or, where its folder is gone, the newest that is complete.
+    This is the step of the tracker or, if its folder is gone, the newest complete step.
     """
     named = tracker.tracked_step(root)
     if named is None or not _is_gone(root, named):
@@ -233,7 +244,7 @@ def _is_gone(root: Path, step: int) -> bool:
 
 @disk.one_line
 def _set_back(root: Path, step: int) -> None:
-    """Let the tracker name `step` where the later one that it names is gone."""
+    """Let the tracker name `step` if the folder of its later step is gone."""
     with locked(root):
         named = tracker.tracked_step(root)
         if named is not None and named > step and _is_gone(root, named):
@@ -253,15 +264,15 @@ def _room(root: Path, needed_bytes: int) -> None:
 
 
 def _bring(store: Store, checkpoint: Checkpoint, root: Path, progress: Progress, *, replaces: bool) -> None:
-    """Bring a checkpoint; `replaces`: what has its name is moved aside, once all of it has come."""
-    saved_manifest = checkpoint.known
+    """Bring a checkpoint; `replaces`: the present folder of its name is moved aside after the pull."""
+    saved_manifest = checkpoint.saved_manifest
     _room(root, checkpoint.bytes)
     folder = publish.prepare(root, saved_manifest.step, generation=saved_manifest.generation)
     try:
         _write(store, checkpoint, folder, progress)
         if replaces:
             _move_aside(root, saved_manifest.step)
-        _set_back(root, saved_manifest.step)  # else it would not be resumed from, and is refused
+        _set_back(root, saved_manifest.step)  # else no job would resume from it
         publish.publish(
             root,
             saved_manifest.step,
@@ -271,7 +282,7 @@ def _bring(store: Store, checkpoint: Checkpoint, root: Path, progress: Progress,
             saved_manifest.generation,
         )
     except BaseException:
-        # A folder that was cut short is of no use: the next pull begins anew.
+        # A partial folder is of no use: the next pull begins again.
         shutil.rmtree(folder, ignore_errors=True)
         raise
 
@@ -285,7 +296,7 @@ def _write_file(folder: Path, file: FileEntry, pieces: Iterator[memoryview]) -> 
 
 
 def _write(store: Store, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
-    """Write the files; a few requests are ahead of the disk. Raises DamagedError for wrong content."""
+    """Write the files; a few requests run ahead of the disk. Raises DamagedError for wrong content."""
     come = 0
 
     def counted(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
@@ -296,12 +307,12 @@ def _write(store: Store, checkpoint: Checkpoint, folder: Path, progress: Progres
             yield piece
 
     # Closed after an error, when a request may still take minutes.
-    with contextlib.closing(prefetch.in_order(_calls(store, checkpoint), "ttp-pull")) as coming:
+    with contextlib.closing(store_requests.in_order(_calls(store, checkpoint), "ttp-pull")) as coming:
         for file, pieces in _files(checkpoint, coming):
             digest = _write_file(folder, file, counted(pieces))
             if digest != file.xxh3_128:
-                # A byte may have changed on its way: what is in the store decides.
-                name = f"{checkpoint.where}/{file.path}"
+                # A byte may have changed on its way: a second reading decides.
+                name = f"{checkpoint.prefix}/{file.path}"
                 second_reading = catalog.ranges(store, name, file.bytes)
                 come -= file.bytes
                 if _write_file(folder, file, counted(second_reading)) != file.xxh3_128:
@@ -309,16 +320,73 @@ def _write(store: Store, checkpoint: Checkpoint, folder: Path, progress: Progres
 
 
 def _calls(store: Store, checkpoint: Checkpoint) -> Iterator[Callable[[], memoryview]]:
-    for file in checkpoint.known.files:
+    for file in checkpoint.saved_manifest.files:
         for start in range(0, file.bytes, PIECE):
-            name = f"{checkpoint.where}/{file.path}"
+            name = f"{checkpoint.prefix}/{file.path}"
             yield partial(store.get_range, name, start, min(PIECE, file.bytes - start))
 
 
 def _files(
     checkpoint: Checkpoint, coming: Iterator[Future[memoryview]]
 ) -> Iterator[tuple[FileEntry, Iterator[memoryview]]]:
-    """Yield each file with its pieces, which must be taken before the next file."""
-    for file in checkpoint.known.files:
+    """Yield each file with its pieces, which must be read before the next file."""
+    for file in checkpoint.saved_manifest.files:
         count = len(range(0, file.bytes, PIECE))
         yield file, (piece.result() for piece in islice(coming, count))
+
+
+_MODEL_PARALLEL = "mp_rank_"
+
+
+class NodeRanks(msgspec.Struct, frozen=True):
+    """The ranks of a node, and the sizes of the job.
+
+    Attributes:
+        ranks: of this node
+        world_size: the number of ranks of the job
+        tp, pp: its tensor and pipeline parallel sizes
+    """
+
+    ranks: tuple[int, ...]
+    world_size: int
+    tp: int
+    pp: int
+
+
+def needed(store: Store, checkpoint: Checkpoint, node: NodeRanks) -> set[str] | None:
+    """Return the files that the ranks of a node load, None if unknown.
+
+    Args:
+        store: the store of the checkpoint.
+        checkpoint: the checkpoint.
+        node: the ranks, numbered as the framework does by default.
+
+    Raises:
+        DamagedError: the layout file differs from the manifest.
+        StoreError: the store refuses, or does not answer.
+    """
+    files = {file.path: file for file in checkpoint.saved_manifest.files}
+    folders = {path.partition("/")[0] for path in files if path.startswith(_MODEL_PARALLEL)}
+    if naming.LAYOUT not in files or not folders:
+        return None
+    name = f"{checkpoint.prefix}/{naming.LAYOUT}"
+    content = store.get(name, layout_file.LARGEST)
+    if xxhash.xxh3_128_hexdigest(content) != files[naming.LAYOUT].xxh3_128:
+        raise DamagedError(f"{store}/{name}: checksum differs from the manifest")
+    try:
+        places = layout_file.places(content, f"{store}/{name}")
+    except CheckpointError:
+        return None
+    names = {(place.tp, place.pp): place.folder for place in places}
+    stages, remainder = node.pp, node.world_size % (node.tp * node.pp)
+    alike = all(
+        (place_of_rank.sizes.get("tp"), place_of_rank.sizes.get("pp")) == (node.tp, node.pp)
+        for place_of_rank in places
+    )
+    # Experts are numbered across the ranks of data.
+    if remainder or not alike or any(place_of_rank.sizes.get("ep", 1) > 1 for place_of_rank in places):
+        return None
+    own_folders = {names.get((rank % node.tp, rank // (node.world_size // stages))) for rank in node.ranks}
+    if not own_folders <= folders:
+        return None
+    return {path for path in files if path.partition("/")[0] not in folders - own_folders}

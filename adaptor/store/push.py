@@ -1,8 +1,8 @@
 """Writes a complete checkpoint of a save folder into a store.
 
-Files first, then the list of this node's parts, and the manifest last. Who dies in between leaves objects
-that nobody takes for a checkpoint; the next push of the same checkpoint goes on after them. Several nodes
-that send one together: `joint.py`.
+Files first, then this node's part list, and the manifest last. A process that dies in between leaves objects
+that count as no checkpoint; the next push of the same checkpoint continues. Several nodes that send a
+checkpoint together: `joint.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
-from adaptor.store import abandoned, catalog, completeness, file_pieces, layout
+from adaptor.store import catalog, completeness, large_file, layout, prune
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
-from adaptor.store.etags import joined, md5
 from adaptor.store.large_file import LargeFile
 from adaptor.store.layout import UploadedPart
+from adaptor.store.multipart import joined, md5
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,9 @@ class Pushed:
     """The result of a push.
 
     Attributes:
-        sent: bytes that were written now; the others were there already
-        there: whether the whole checkpoint was
+        where: the prefix of the checkpoint
+        sent: bytes that were written now; the others were in the store already
+        there: the whole checkpoint was in the store already
     """
 
     where: str
@@ -46,7 +47,7 @@ def read_folder(root: Path, step: int) -> Manifest:
     """Return the manifest of a checkpoint in a save folder.
 
     Raises:
-        CheckpointError: there is none, or it names another step or no file.
+        CheckpointError: the manifest is missing, or names another step or no file.
     """
     folder = root / naming.final_name(step)
     saved_manifest = manifest.read(folder)
@@ -67,18 +68,22 @@ def push(
     """Write the checkpoint of `step` in the save folder `root` to the store, and commit it.
 
     Args:
-        pace: is called with the bytes of each piece before it is sent, and with 0 for one that is there.
-        tell: says that an upload is begun anew, or cannot be removed.
+        store: the target.
+        root: the save folder.
+        step: of the checkpoint.
+        pace: receives the number of bytes of each piece before the piece is sent, and 0 for a piece in the
+            store.
+        tell: prints a line about an upload that is begun again or cannot be removed.
 
     Raises:
-        CheckpointError: the checkpoint is not complete, or not what its manifest says; nothing is committed.
+        CheckpointError: the checkpoint is incomplete or differs from its manifest; nothing is committed.
         StoreError: the store refuses, or does not answer.
     """
     saved_manifest = read_folder(root, step)
     total = sum(file.bytes for file in saved_manifest.files)
     stored_prefix = find(store, saved_manifest)
     if stored_prefix is not None:
-        abandoned.remove_left_over(store, root, stored_prefix, tell)
+        prune.remove_left_over(store, root, stored_prefix, tell)
         return Pushed(stored_prefix, len(saved_manifest.files), total, 0, True)
     prefix = layout.place(saved_manifest)
     folder = root / naming.final_name(step)
@@ -93,7 +98,7 @@ def push(
     sending.tell(is_complete=True)
     require_same(root, saved_manifest)
     commit(store, saved_manifest)
-    abandoned.remove_left_over(store, root, prefix, tell)
+    prune.remove_left_over(store, root, prefix, tell)
     return Pushed(prefix, len(saved_manifest.files), total, sending.sent, False)
 
 
@@ -105,9 +110,9 @@ def require_same(root: Path, saved_manifest: Manifest) -> None:
 
 
 def find(store: Store, saved_manifest: Manifest) -> str | None:
-    """Return the prefix of a complete copy of a checkpoint, None where there is none.
+    """Return the prefix of a complete copy of a checkpoint, None without a copy.
 
-    One that was pulled has another manifest than the one that was pushed, and the same files of the same
+    A pulled checkpoint has another manifest than the pushed checkpoint, and the same files of the same
     generation.
     """
     for prefix in catalog.places(store, saved_manifest.step)[0]:
@@ -120,7 +125,7 @@ def find(store: Store, saved_manifest: Manifest) -> str | None:
             checkpoint = catalog.examine(store, prefix)
         except DamagedError:
             continue  # it is written anew
-        files = {file.path: file for file in checkpoint.known.files}
+        files = {file.path: file for file in checkpoint.saved_manifest.files}
         if is_own or (
             len(files) == len(saved_manifest.files)
             and all(
@@ -137,23 +142,24 @@ def _generation(prefix: str) -> str:
 
 
 class Sending:
-    """Writes files of a checkpoint, and the list of what this node has written.
+    """Writes files of a checkpoint, and this node's part list.
 
-    What is there already, from a push that was cut short, is not sent again; it is read from the disk for its
-    checksum. Large files: `large_file.py`.
+    An object of an interrupted push is not sent again; its file is read from the disk for the checksum. Large
+    files: `large_file.py`.
 
     Args:
-        store: where to.
+        store: the target.
         root: the save folder.
-        saved_manifest: the manifest in it.
-        prefix: the prefix of the objects.
-        pace: is called with the bytes of each piece before it is sent, and with 0 for one that is there.
-        node: the number of this one.
-        tell: says that an upload is begun anew.
+        saved_manifest: the manifest in the save folder.
+        prefix: of the objects.
+        pace: receives the number of bytes of each piece before the piece is sent, and 0 for a piece in the
+            store.
+        node: the number of this node.
+        tell: prints a line about an upload that is begun again.
 
     Attributes:
-        sent: bytes that were sent
-        pieces: that were read: it tells that this one is at work
+        sent: number of sent bytes
+        pieces: number of pieces that were read: a sign of life
     """
 
     def __init__(
@@ -175,21 +181,21 @@ class Sending:
         self._node = node
         self._tell_user = tell
         self._parts: dict[str, UploadedPart] = {}
-        self._lock = threading.Lock()  # of the list, which a second thread writes, too
+        self._lock = threading.Lock()  # guards the list, which a second thread writes, too
         self.sent = 0
         self.pieces = 0
-        # Read before this one writes a list.
+        # Read before this node writes a list.
         self._there = store.objects(prefix)
         try:
             self._before = catalog.read_parts(store, prefix, self._there)
         except DamagedError:
-            self._before = {}  # the files are written anew
+            self._before = {}  # the files are written again
 
     def send(self, files: Iterable[FileEntry]) -> None:
-        """Write these files, but for what is there.
+        """Write the files that the store lacks.
 
         Raises:
-            CheckpointError: one is not what the manifest says.
+            CheckpointError: a file differs from the manifest.
             StoreError: the store refuses, or does not answer.
         """
         for file in files:
@@ -220,8 +226,8 @@ class Sending:
         digest = xxhash.xxh3_128()
 
         def pieces() -> Iterator[bytearray]:
-            # It ends before the last request of the upload, so that no object has wrong content.
-            for piece in file_pieces.compared(path, file, digest, PIECE):
+            # The comparison ends before the last request of the upload, so no object has wrong content.
+            for piece in large_file.compared(path, file, digest, PIECE):
                 self._count(len(piece))
                 yield piece
 
@@ -233,11 +239,11 @@ class Sending:
 
     @property
     def _is_apart(self) -> bool:
-        """Return whether the prefix tells nothing of this content: a disk of its own may have it anew."""
+        """Return True if this node's manifest is not the manifest that the prefix is named after."""
         return self._seen != self._where
 
     def _may_be(self, file: FileEntry, stored: Stored, part: UploadedPart | None) -> bool:
-        """Return whether the object that is there may be this file."""
+        """Return whether the stored object may be this file."""
         if part is None:
             return stored.bytes == file.bytes and not self._is_apart
         return stored.bytes == file.bytes and part.etag == stored.etag
@@ -245,14 +251,15 @@ class Sending:
     def _hashed(
         self, file: FileEntry, name: str, stored: Stored, part: UploadedPart | None
     ) -> UploadedPart | None:
-        """Return what is there of a file, by its content on the disk; None: the object has another one.
+        """Return the part of a stored file, by the content on the disk; None if the object has other content.
 
-        A file without a checksum in the manifest may have changed since it was sent. Where no list has it,
-        the etag tells, if it is made as most stores with the interface of S3 make it, or the object is read.
+        A file without a checksum in the manifest may have changed since its upload. Without an entry in a
+        list the etag decides, if it is made as in most stores with the interface of S3, or the object is
+        read.
         """
         digest, etags = xxhash.xxh3_128(), []
         size = self._store.part_size(file.bytes)
-        for content in file_pieces.compared(self._folder / file.path, file, digest, size):
+        for content in large_file.compared(self._folder / file.path, file, digest, size):
             self._count(0)
             if part is None:
                 etags.append(md5(content))
@@ -271,7 +278,7 @@ class Sending:
         )
 
     def look_again(self) -> None:
-        """Read what other nodes have sent since the last look."""
+        """Read the objects that other nodes have sent since the last look."""
         self._there = self._store.objects(self._where)
 
     def tell(self, *, is_complete: bool) -> None:
@@ -289,15 +296,15 @@ class Sending:
 
 
 def commit(store: Store, saved_manifest: Manifest) -> int:
-    """Write the manifest, if the lists of parts name all files and these are there; return their bytes.
+    """Write the manifest, if the part lists name all files and the store has them; return their bytes.
 
     Args:
-        saved_manifest: of the node that commits. Files that nodes with disks of their own have sent come to
-        it.
+        store: the store.
+        saved_manifest: of the node that commits. Files of nodes with their own disks are added to it.
 
     Raises:
         CheckpointError: two nodes have different files of one name.
-        DamagedError: one is missing.
+        DamagedError: a file is missing.
     """
     prefix = layout.place(saved_manifest)
     stored_objects = store.objects(prefix)

@@ -1,32 +1,152 @@
-"""Reaches a bucket with the interface of S3, in the same way by both clients.
+"""Reaches a bucket with the interface of S3, in the same way by both clients; credentials.
 
-obstore makes all requests but those of uploads in several parts, which botocore makes (`multipart.py`). What
-obstore reads from the environment is given to botocore, and botocore's own files of settings are not read: so
-no request is signed or sent in another way than the others.
+obstore makes all requests except uploads of several parts, which botocore makes (`multipart.py`). botocore
+gets the settings that obstore reads from the environment, and botocore's own files of settings are not read:
+so both clients sign and send requests in the same way.
+
+Credentials come from the environment, or from a file that it names, and go to the clients alone. obstore
+itself reads the credentials of Google (`GOOGLE_APPLICATION_CREDENTIALS`) and Azure (`AZURE_STORAGE_*`),
+AWS_REGION and the credentials that a cluster offers its containers.
 """
 
 from __future__ import annotations
 
+import configparser
 import importlib.util
 import os
 import re
 import ssl
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptor import distributions
 from adaptor.errors import StoreError
-from adaptor.store import credentials
-from adaptor.store.credentials import Keys
 
 if TYPE_CHECKING:
     from obstore.store import S3Config
 
     from adaptor.store.address import Address
 
+_OWN = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_OF_OBS = ("OBS_ACCESS_KEY_ID", "OBS_SECRET_ACCESS_KEY", "OBS_SECURITY_TOKEN")
+# With one of these variables the client itself asks for credentials, or needs none.
+_ELSEWHERE = (
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_METADATA_ENDPOINT",
+    "AWS_SKIP_SIGNATURE",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+)
+
+
+@dataclass(frozen=True, repr=False)
+class Keys:
+    """Credentials; they are never shown."""
+
+    key: str
+    secret: str
+    token: str
+
+
+# obstore's variables of the encryption by the store, and the names of the parameters of requests.
+_ENCRYPTION = {
+    "AWS_SERVER_SIDE_ENCRYPTION": "ServerSideEncryption",
+    "AWS_SSE_KMS_KEY_ID": "SSEKMSKeyId",
+}
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The environment's other settings of S3, as obstore reads them.
+
+    Attributes:
+        endpoint: empty for AWS
+        unsigned: requests have no credentials
+        metadata_endpoint: of the machine; empty for the common one
+        encryption: of objects, by the names of parameters of requests
+    """
+
+    region: str
+    endpoint: str
+    unsigned: bool
+    metadata_endpoint: str
+    encryption: Mapping[str, str] = field(default_factory=dict)
+
+
+def surroundings() -> Surroundings:
+    """Return the environment's settings without the credentials."""
+    variables = os.environ
+    endpoints = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    return Surroundings(
+        region=variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION") or "us-east-1",
+        endpoint=next((value for name in endpoints if (value := variables.get(name))), ""),
+        unsigned=variables.get("AWS_SKIP_SIGNATURE", "").lower() in ("1", "true", "on", "yes", "y"),
+        metadata_endpoint=variables.get("AWS_METADATA_ENDPOINT", ""),
+        encryption={word: value for name, word in _ENCRYPTION.items() if (value := variables.get(name))},
+    )
+
+
+def keys_of(scheme: str) -> Keys | None:
+    """Return the credentials for the clients.
+
+    Args:
+        scheme: `s3` or `obs`, whose own variables take precedence over the variables of AWS.
+
+    Returns:
+        The credentials; None if the client finds credentials by itself.
+
+    Raises:
+        StoreError: there are no credentials, or half of them.
+    """
+    groups = (_OF_OBS, _OWN) if scheme == "obs" else (_OWN,)
+    for names in groups:
+        values = [os.environ.get(name, "") for name in names]
+        if values[0] and values[1]:
+            return Keys(*values)
+        for have, miss in ((0, 1), (1, 0)):
+            if values[have]:
+                raise StoreError(f"{names[have]} is set, but {names[miss]} is not: set both or none")
+    from_file = _of_file(os.environ)
+    if from_file is not None or any(os.environ.get(name) for name in _ELSEWHERE):
+        return from_file
+    named = " or ".join(f"{names[0]} and {names[1]}" for names in groups)
+    raise StoreError(
+        f"{scheme}:// needs credentials, and there are none: set {named}, or AWS_SHARED_CREDENTIALS_FILE, or"
+        " what the client knows (docs/object_storage.md)"
+    )
+
+
+def _of_file(environment: Mapping[str, str]) -> Keys | None:
+    named = environment.get("AWS_SHARED_CREDENTIALS_FILE", "")
+    path = Path(named) if named else Path(environment.get("HOME", "/"), ".aws", "credentials")
+    profile = environment.get("AWS_PROFILE", "default")
+    # Lines of the file are credentials: no message quotes them, and "%" has no meaning.
+    parser = configparser.RawConfigParser()
+    try:
+        parser.read_string(path.read_text())
+    except FileNotFoundError:
+        if named:
+            raise StoreError(f"AWS_SHARED_CREDENTIALS_FILE is {named}: there is no such file") from None
+        return None
+    except OSError as error:
+        raise StoreError(f"{path}: the credentials cannot be read ({error.strerror})") from None
+    except (configparser.Error, UnicodeDecodeError):
+        raise StoreError(f"{path}: is no file of credentials, which has [{profile}] and its keys") from None
+    if not parser.has_section(profile):
+        if named or "AWS_PROFILE" in environment:
+            raise StoreError(f"{path}: has no profile [{profile}]; AWS_PROFILE names another one")
+        return None
+    fields = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+    keys = Keys(*(parser.get(profile, field, fallback="") for field in fields))
+    if not (keys.key and keys.secret):
+        raise StoreError(f"{path}: [{profile}] has no aws_access_key_id and aws_secret_access_key")
+    return keys
+
+
 CONNECT_S, ANSWER_S = 10, 120
-# Whom obstore asks for credentials, in its order. Keys of the environment are given to it.
+# The sources of credentials in obstore's order. botocore gets the keys of the environment directly.
 _ASKED = ("assume-role-with-web-identity", "container-role", "iam-role")
 # Certificates of authorities, where systems have them.
 _AUTHORITIES = (
@@ -40,13 +160,13 @@ _AUTHORITIES = (
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket, and how it is reached.
+    """A bucket, and how to reach it.
 
     Attributes:
         prefix: of all objects; may be empty
-        keys: None where the client finds them by itself
-        endpoint: the URL at which the store answers; empty for that of AWS
-        in_host: whether the name of the bucket is a part of the name of the host
+        keys: None if the client finds credentials by itself
+        endpoint: the URL of the store; empty for AWS
+        in_host: the name of the bucket is a part of the host name
     """
 
     name: str
@@ -57,19 +177,19 @@ class Bucket:
 
 
 def bucket(place: Address, endpoint: str) -> Bucket:
-    """Return how a bucket is reached.
+    """Return the bucket of an address.
 
     Raises:
-        StoreError: the credentials or the endpoint are not as they must be.
+        StoreError: the credentials or the endpoint are wrong.
     """
     if place.scheme == "obs" and not endpoint:
         raise StoreError(
             f"{place}: TTP_STORE_ENDPOINT is not set; OBS has no common one, it must be that of the region"
         )
-    # OBS takes the name of the bucket in that of the host, but where the endpoint is an address.
+    # OBS has the name of the bucket in the host name, unless the endpoint is an IP address.
     host = endpoint.partition("://")[2]
     in_host = place.scheme == "obs" and not re.match(r"[\d.]+(:\d+)?$|localhost|\[", host)
-    return Bucket(place.bucket, place.prefix, credentials.s3(place.scheme), endpoint, in_host)
+    return Bucket(place.bucket, place.prefix, keys_of(place.scheme), endpoint, in_host)
 
 
 def options(s3_bucket: Bucket) -> S3Config:
@@ -101,12 +221,12 @@ def require_botocore(place: Address) -> None:
 
 
 def client(s3_bucket: Bucket) -> Any:
-    """Return a client of botocore, which several threads may use; it makes no request again."""
+    """Return a client of botocore, which several threads may use; the client repeats no request."""
     from botocore import UNSIGNED
     from botocore.config import Config
     from botocore.session import Session
 
-    variables = credentials.surroundings()
+    variables = surroundings()
     unset = (None, None, None, None)
     no_file = (None, None, os.devnull, None)
     session = Session(
@@ -127,7 +247,7 @@ def client(s3_bucket: Bucket) -> Any:
         connect_timeout=CONNECT_S,
         read_timeout=ANSWER_S,
         retries={"mode": "standard", "total_max_attempts": 1},
-        # Not every store knows newer checksums. That of the signature is sent always.
+        # Not every store knows newer checksums. The checksum of the signature is always sent.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"addressing_style": "virtual" if s3_bucket.in_host else "path", "payload_signing_enabled": True},
@@ -146,7 +266,7 @@ def client(s3_bucket: Bucket) -> Any:
 
 
 def _authorities() -> str | None:
-    """Return the file of certificates that the system trusts, as obstore does; None: botocore's own."""
+    """Return the file of certificates that the system trusts, as in obstore; None: botocore's own."""
     named = ssl.get_default_verify_paths().cafile
     return next(
         (authority for authority in (named, *_AUTHORITIES) if authority and Path(authority).is_file()), None

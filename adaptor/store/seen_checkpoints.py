@@ -1,28 +1,72 @@
-"""The complete checkpoints of a save folder, in the order in which an uploader has seen them come."""
+"""The complete checkpoints of a save folder, in the order of their arrival, and the one to send next."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.store import layout
-from adaptor.store.cadence import Saved
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete checkpoint of the save folder.
+
+    Attributes:
+        place: distinguishes checkpoints of the same step (`layout.place`)
+    """
+
+    step: int
+    last_words: bool
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint to send next, and the earlier due checkpoints that are skipped."""
+
+    saved: Saved
+    skipped: list[Saved]
+
+
+def choose(pending: Sequence[Saved], last: int | None, every: int, *, at_end: bool) -> Choice | None:
+    """Return the checkpoint to send next, None if none is due.
+
+    Of the due checkpoints only the newest is sent: a job resumes from the newest.
+
+    Args:
+        pending: checkpoints that are neither sent nor given up, in the order of their saves. A job that has
+            gone back saves earlier steps again.
+        last: the step that was sent or given up last, None without one.
+        every: the smallest number of steps between two sent checkpoints; last words are always sent.
+        at_end: the job has ended, so the newest checkpoint is always due.
+    """
+    due: list[Saved] = []
+    newest_step = last
+    for saved in pending:
+        forced = saved.last_words or (at_end and saved is pending[-1])
+        if newest_step is None or forced or saved.step <= newest_step or saved.step - newest_step >= every:
+            due.append(saved)
+            newest_step = saved.step
+    return Choice(due[-1], due[:-1]) if due else None
+
 
 # A folder that is changed twice within the resolution of its time has the same time; the coarsest is 2 s.
 SETTLED_S = 3.0
-# It is listed as often in any case: what somebody copies by hand comes bit by bit, its manifest last. Some
-# file systems (a bucket that is mounted) know no time of a folder.
+# Seconds after which the folder is listed in any case: a copy by hand arrives bit by bit, its manifest last.
+# Some file systems (a mounted bucket) have no times of folders.
 RELIST_S = 30.0
 _UNREADABLE = "unreadable"
 
 
 class SeenCheckpoints:
-    """Reads the folder when its time has changed, for each checkpoint comes by a rename; each manifest once.
+    """Reads the folder when its time has changed, because checkpoints arrive by a rename; each manifest once.
 
     Args:
         root: the save folder.
@@ -41,9 +85,10 @@ class SeenCheckpoints:
         self._listed_at = 0.0
 
     def now(self) -> list[Saved]:
-        """Return those of the folder in the order in which they came; those of the first look by step.
+        """Return the checkpoints of the folder in the order of arrival; at the first look by step.
 
-        Where the tracker names an earlier step by then, a user has gone back: later steps are left out.
+        If the tracker names an earlier step at the first look, a user has gone back: later steps are left
+        out.
         """
         state, current_time = self._state_of_folder(), self._clock()
         if state != self._state:
@@ -58,14 +103,14 @@ class SeenCheckpoints:
         return list(self._listed)
 
     def look_anew(self) -> None:
-        """Let the next `now` list the folder, whatever its time says."""
+        """Let the next `now` list the folder, whatever its time is."""
         self._listed = None
 
     def _state_of_folder(self) -> tuple[int, ...] | None:
-        """Return what differs when a name has come or gone.
+        """Return a value that differs after a name has appeared or disappeared.
 
-        The folder is opened: an NFS client asks the server then, and answers a stat from what it has heard in
-        the last minute. And its time of change, unlike that of modification, cannot be set by who copies.
+        The folder is opened: an NFS client asks the server then, and answers a stat from its cache of the
+        last minute. A copying user cannot set the time of change, unlike the time of modification.
         """
         try:
             descriptor = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -93,10 +138,10 @@ class SeenCheckpoints:
         return sorted(all_saved, key=lambda saved: self._numbers[saved.place])
 
     def _later_than_tracker(self, all_saved: list[Saved]) -> set[str]:
-        """Return the places of the steps after the one that the tracker names.
+        """Return the places of the steps after the step of the tracker.
 
-        A checkpoint that has just got its name, of which the tracker does not know yet, is none of them: it
-        is newer than the tracker.
+        A checkpoint that has just got its name, before the tracker names it, does not count: it is newer than
+        the tracker.
         """
         try:
             tracker_time_ns = (self._root / naming.TRACKER).stat().st_mtime_ns
@@ -111,12 +156,12 @@ class SeenCheckpoints:
             return set()
 
     def until(self, last: Saved) -> set[str]:
-        """Return the places of those that came before `last`, and its own; of all that were ever seen."""
+        """Return the places of all checkpoints ever seen that came before `last`, and its own."""
         number = self._numbers[last.place]
         return {place for place, saved_number in self._numbers.items() if saved_number <= number}
 
     def last_words_after(self, saved: Saved) -> Saved | None:
-        """Return the newest last words of the folder that came after `saved`; None where there are none."""
+        """Return the newest last words of the folder that came after `saved`, or None."""
         number = self._numbers[saved.place]
         newer = [
             newer_saved
@@ -126,7 +171,7 @@ class SeenCheckpoints:
         return newer[-1] if newer else None
 
     def _look_at(self, step: int) -> Saved:
-        """Return what the manifest of a step tells."""
+        """Return the checkpoint of a step from its manifest."""
         folder = self._root / naming.final_name(step)
         try:
             status = self._manifest(step).stat()
@@ -136,7 +181,7 @@ class SeenCheckpoints:
                 self._known[key] = Saved(step, bool(saved_manifest.groups), layout.place(saved_manifest))
             return self._known[key]
         except (OSError, CheckpointError):
-            return Saved(step, False, f"{folder.name}/{_UNREADABLE}")  # why it is says the push
+            return Saved(step, False, f"{folder.name}/{_UNREADABLE}")  # the push says why
 
     def _manifest(self, step: int) -> Path:
         return self._root / naming.final_name(step) / naming.MANIFEST

@@ -1,11 +1,11 @@
-"""The uploads of large files that were begun and not completed, noted in the save folder beside these files.
+"""The uncompleted uploads of large files, noted in the save folder beside the files.
 
-SAVE/.ttp_uploads/7f3a....jsonl has what began an upload in its first line, and a line for each part that the
-store has taken. Who goes on with the upload sends the other parts; it may be another process, or another node
-that shares the folder. The note is removed when the upload is completed or given up.
+SAVE/.ttp_uploads/7f3a....jsonl has the beginning of an upload in its first line, and a line for each part
+that the store has accepted. The process that continues the upload sends the other parts; the process may be
+on another node with the same folder. A note is removed after its upload is completed or given up.
 
-A line that was cut short, or was written by two at the same time, counts as none: that part is sent again.
-Where the folder cannot be written, the upload goes on, and cannot be gone on with.
+A line that was cut short, or that two processes wrote at the same time, is ignored: its part is sent again.
+If the folder cannot be written, the upload goes on, and no other process can continue it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from adaptor.store.multipart import Upload
 
 _FORMAT = 1
 _SUFFIX = ".jsonl"
-# The largest note that is read, in bytes; that of 10,000 parts has 2 MB.
+# The largest note that is read, in bytes; a note of 10,000 parts has 2 MB.
 _LARGEST = 16 << 20
 # The longest first line that is read; the name of an object has 1,024 bytes at most.
 _LONGEST_LINE = 1 << 16
@@ -35,11 +35,11 @@ class Begun(msgspec.Struct, frozen=True):
     """The first line of a note.
 
     Attributes:
-        store: the identity of the store: its URL, and the endpoint if there is one
-        name: of the object, below that
+        store: the identity of the store: its URL, and the endpoint if it has one
+        name: of the object, below the URL
         seen: the `place` of the manifest in the save folder
-        upload: by which the store knows the upload
-        part: bytes of each part but the last
+        upload: the store's identifier of the upload
+        part: bytes of each part except the last
         bytes: of the whole file
     """
 
@@ -53,7 +53,7 @@ class Begun(msgspec.Struct, frozen=True):
 
 
 class Arrived(msgspec.Struct, frozen=True):
-    """A part that the store has taken: its number, from 1, the checksum of its content and its etag."""
+    """A part that the store has accepted: its number, from 1, the checksum of its content and its etag."""
 
     number: int
     xxh3_128: str
@@ -66,24 +66,24 @@ class NotedUpload:
     Args:
         root: the save folder.
         begun_upload: the first line.
-        arrived: the others.
+        arrived: the other lines.
     """
 
     def __init__(self, root: Path, begun_upload: Begun, arrived: Iterable[Arrived] = ()) -> None:
         self.begun = begun_upload
         self.parts = {arrived_part.number: arrived_part for arrived_part in arrived}
         self._root = root
-        self._lock = threading.Lock()  # of all below; parts arrive in several threads
+        self._lock = threading.Lock()  # guards the fields below; parts arrive in several threads
         self._begins_line = True  # the last line of the note may have been cut short
         self._is_over = False
 
     @property
     def upload(self) -> Upload:
-        """Return the upload, as requests name it."""
+        """Return the upload for requests."""
         return Upload(self.begun.name, self.begun.upload)
 
     def add(self, arrived_part: Arrived) -> None:
-        """Note a part that the store has taken."""
+        """Note a part that the store has accepted."""
         line = msgspec.json.encode(arrived_part) + b"\n"
         with self._lock, contextlib.suppress(OSError):
             if self._is_over:
@@ -110,25 +110,27 @@ class NotedUpload:
             finally:
                 os.close(descriptor)
             (self._root / name).unlink()
-            (self._root / naming.UPLOADS).rmdir()  # unless others are noted there
+            (self._root / naming.UPLOADS).rmdir()  # fails if the folder has other notes
 
     def _is_ours(self, descriptor: int) -> bool:
-        """Return whether a note is of this upload; another process may have begun one of the same object."""
+        """Return whether a note is of this upload; another process may have begun an upload of the same
+        object.
+        """
         first, _, _ = os.pread(descriptor, _LONGEST_LINE, 0).partition(b"\n")
         try:
             return msgspec.json.decode(first, type=Begun).upload == self.begun.upload
         except msgspec.MsgspecError:
-            return True  # it was cut short, and nobody reads it
+            return True  # the note was cut short, so no process reads it
 
 
 def note(root: Path, store: str, manifest_place: str, upload: Upload, sizes: tuple[int, int]) -> NotedUpload:
-    """Note that an upload has begun.
+    """Note the beginning of an upload.
 
     Args:
         root: the save folder.
         store: its identity.
         manifest_place: the `place` of the manifest in the save folder.
-        upload: as the store knows it.
+        upload: the upload.
         sizes: bytes of a part, and of the whole file.
     """
     begun_upload = Begun(_FORMAT, store, upload.name, manifest_place, upload.mark, *sizes)
@@ -138,7 +140,7 @@ def note(root: Path, store: str, manifest_place: str, upload: Upload, sizes: tup
 
 
 def find(root: Path, store: str, name: str) -> NotedUpload | None:
-    """Return the upload of an object that was begun; None where none is noted.
+    """Return the noted upload of an object; None without a note.
 
     Args:
         root: the save folder.
@@ -154,7 +156,7 @@ def find(root: Path, store: str, name: str) -> NotedUpload | None:
 
 
 def all_of(root: Path, store: str) -> Iterator[NotedUpload]:
-    """Yield the uploads to a store, by its identity, that are noted in a save folder."""
+    """Yield the uploads to a store, by its identity, that a save folder notes."""
     paths: list[Path] = []
     with contextlib.suppress(OSError):
         paths = sorted((root / naming.UPLOADS).iterdir())
@@ -186,5 +188,5 @@ def _name(store: str, name: str) -> str:
 
 
 def _real(root: Path) -> Path:
-    """Return the save folder itself, where the user names a link to it."""
+    """Return the save folder itself, if the user names a link to it."""
     return Path(os.path.realpath(root))

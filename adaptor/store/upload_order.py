@@ -8,14 +8,14 @@ import msgspec
 
 
 class UploadSettings(msgspec.Struct, frozen=True):
-    """The work that an agent gives to its uploader.
+    """The work of an uploader of checkpoints.
 
     Attributes:
-        every: steps that lie at least between two checkpoints that are sent
-        keep: how many complete ones stay in the store; 0: all
-        rate: bytes in a second of this node, while the job trains; 0: no limit
+        every: the smallest number of steps between two sent checkpoints
+        keep: the number of complete checkpoints that stay in the store; 0: all
+        rate: bytes per second of this node, while the job trains; 0: no limit
         node: the number of this node
-        nodes: how many nodes the job has
+        nodes: the number of nodes of the job
     """
 
     url: str
@@ -40,11 +40,11 @@ class UploadSettings(msgspec.Struct, frozen=True):
 
 
 class OutputSettings(msgspec.Struct, frozen=True):
-    """The work that an agent gives to the uploader of files that are no checkpoints.
+    """The work of an uploader of files that are no checkpoints.
 
     Attributes:
-        folders: the folders of this node that are sent
-        rate: bytes in a second of this node, while the job trains; 0: no limit
+        folders: the folders of this node to send
+        rate: bytes per second of this node, while the job trains; 0: no limit
         node: the number of this node
     """
 
@@ -56,6 +56,6 @@ class OutputSettings(msgspec.Struct, frozen=True):
 
 
 class End(msgspec.Struct, frozen=True):
-    """The job has ended: send what is left within so many seconds; None: without limit."""
+    """The job has ended: send the remaining files within so many seconds; None: without limit."""
 
     within_s: float | None

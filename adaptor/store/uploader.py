@@ -1,11 +1,11 @@
-"""Sends the checkpoints of a job to a store while it trains; runs in a process of its own beside `ttprun`.
+"""Sends the checkpoints of a job to a store while the job trains; runs in its own process beside `ttprun`.
 
-It looks at the save folder, and at nothing of the job, so training never waits for it. What fails is said
-once and tried again. When the job ends it sends the newest checkpoint; what it cannot send is said, too.
+The uploader looks only at the save folder, so training never waits for it. A failure is reported once and
+tried again. When the job ends, the uploader sends the newest checkpoint and reports what it cannot send.
 
-Each node has one. That of node 0 chooses what is sent, and leads; the others join it (`joint.py`). Where none
-has begun to lead the upload of last words, or of the newest checkpoint at the end of the job, another node
-does: node 0 is lost, or they are on the disk of that other node.
+Each node has an uploader. The uploader of node 0 chooses the checkpoints, and leads; the others join it
+(`joint.py`). If no node has begun to lead the upload of last words, or of the newest checkpoint at the end of
+the job, another node leads: node 0 is lost, or the files are on the disk of the other node.
 """
 
 from __future__ import annotations
@@ -21,26 +21,24 @@ from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.operations.words import duration, size
 from adaptor.protocol import naming
-from adaptor.store import abandoned, cadence, catalog, completeness, joint, layout, push
-from adaptor.store.cadence import Saved
+from adaptor.store import catalog, completeness, joint, layout, prune, push, seen_checkpoints
 from adaptor.store.client import Store, Stored
-from adaptor.store.joint import JointPush
+from adaptor.store.joint import PATIENCE, JointPush, Others, Patience
 from adaptor.store.opening import open_store
-from adaptor.store.other_nodes import PATIENCE, Others, Patience
-from adaptor.store.prune import prune
-from adaptor.store.seen_checkpoints import SeenCheckpoints
+from adaptor.store.seen_checkpoints import Saved, SeenCheckpoints
+from adaptor.store.store_requests import Backoff
 from adaptor.store.upload_order import UploadSettings
 
 LOOK_S = 1.0
-# Between two attempts when a store has not answered for the minute in which the client tries by itself.
+# Between two attempts after a store has not answered for the minute in which the client repeats requests.
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 60.0
-# When the job has ended somebody may wait for this process.
+# After the end of the job a user may wait for this process.
 _ATTEMPTS_AT_END = 3
-# Between two questions whether node 0 has begun with a checkpoint: at first, and at most.
+# Between two looks whether node 0 has begun with a checkpoint: the first and the longest time.
 _ASK_S, _LONGEST_ASK_S = 1.0, 3.0
-# Nodes that take the place of node 0 do it one after the other, so that one sees that another has begun.
+# Nodes that take the place of node 0 do so one after the other, so that each sees an earlier beginning.
 _TURNS = 3
-# Of the newest checkpoints: node 0 may be at work on the one before the newest.
+# How many of the newest checkpoints are looked up: node 0 may be sending the one before the newest.
 _ASKED = 2
 _REMOVED = (
     "the step was removed before all of it was sent: with --save-retain-interval let TTP_STORE_EVERY be a"
@@ -51,11 +49,11 @@ Tell = Callable[[str], None]
 
 
 class _PreemptedError(Exception):
-    """Last words have come, which are newer than what is being sent."""
+    """Last words have arrived, which are newer than the checkpoint that is being sent."""
 
 
 class Uploader:
-    """Sends what is due, until `end`.
+    """Sends due checkpoints, until `end`.
 
     Args:
         order: of the agent.
@@ -70,14 +68,14 @@ class Uploader:
         self._first_seen: dict[str, float] = {}  # by place, on the monotonic clock
         self._ask_at, self._asks_after = 0.0, _ASK_S
         self._left_at = 0.0
-        self._joined = ""  # the place of what this node has sent its part of last
-        self._signs: dict[str, Stored] = {}  # of it: the lists of all nodes, and when one has changed
+        self._joined = ""  # the place of the checkpoint of which this node sent its part last
+        self._signs: dict[str, Stored] = {}  # its part lists of all nodes, which changed at `_moved_at`
         self._moved_at = 0.0
         self._root = Path(order.save)
         self._tell = tell
         self._leaving = threading.Event()
         self._seen = SeenCheckpoints(self._root)
-        self._handled: set[str] = set()  # places of what was sent or given up
+        self._handled: set[str] = set()  # places of checkpoints that were sent or given up
         self._last: int | None = None  # the step that was sent or given up last
         self._committed: Saved | None = None
         self._said_later = self._said_unlisted = False
@@ -87,14 +85,15 @@ class Uploader:
         self._looked = 0.0
 
     def end(self) -> None:
-        """Let `run` send what is left, and return."""
+        """Let `run` send the remaining checkpoints, and return."""
         self._leaving.set()
 
     def run(self) -> None:
-        """Send checkpoints until `end`, and after it the newest one."""
-        store, failures_at_end, wait_s = None, 0, _FIRST_WAIT_S
+        """Send checkpoints until `end`, and after it the newest checkpoint."""
+        store, failures_at_end = None, 0
+        backoff = Backoff(_FIRST_WAIT_S, _LONGEST_WAIT_S)
         while True:
-            leaving = self._leaving.is_set()  # before the folder is read: what is in it then is sent
+            leaving = self._leaving.is_set()  # read before the folder, whose later content is not sent
             if leaving:
                 self._seen.look_anew()
             try:
@@ -107,14 +106,13 @@ class Uploader:
                     if leaving:
                         break
                     self._leaving.wait(LOOK_S)
-                wait_s = _FIRST_WAIT_S
+                backoff.reset()
             except _PreemptedError:
                 continue
             except (StoreError, manifest.UnreadableError, OSError) as error:
                 self._fail(str(error))
                 if not leaving:
-                    self._leaving.wait(wait_s)
-                    wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+                    self._leaving.wait(backoff.next())
                     continue
                 failures_at_end += 1
                 if failures_at_end >= _ATTEMPTS_AT_END:
@@ -123,7 +121,7 @@ class Uploader:
         self.tell_what_is_local()
 
     def tell_what_is_local(self, reason: str = "") -> None:
-        """Say which checkpoint the store does not have, if there is one."""
+        """Report the newest checkpoint that the store does not have, if there is one."""
         saved = self._seen.now()
         if not saved or (self._committed is not None and saved[-1].place == self._committed.place):
             return
@@ -140,23 +138,25 @@ class Uploader:
             )
 
     def _find_last(self, store: Store) -> None:
-        """Go on after the newest step that was sent before this process began."""
+        """Continue after the newest step that was sent before this process began."""
         saved, newest_stored, checkpoint = self._seen.now(), 0, None
         newest = saved[-1].step if saved else -1
-        for one_there in catalog.newest_first(store, None, []):
-            if one_there.known.step <= newest:
-                checkpoint = one_there
+        for checkpoint_in_store in catalog.newest_first(store, None, []):
+            if checkpoint_in_store.saved_manifest.step <= newest:
+                checkpoint = checkpoint_in_store
                 break
-            newest_stored = max(newest_stored, one_there.known.step)
+            newest_stored = max(newest_stored, checkpoint_in_store.saved_manifest.step)
         if checkpoint is not None:
-            abandoned.remove_left_over(store, self._root, checkpoint.where, self._tell_of_upload)
-            self._last = checkpoint.known.step
-            for one in saved:
-                if one.step == self._last and not layout.is_of_same_generation(one.place, checkpoint.where):
+            prune.remove_left_over(store, self._root, checkpoint.prefix, self._tell_of_upload)
+            self._last = checkpoint.saved_manifest.step
+            for local in saved:
+                if local.step == self._last and not layout.is_of_same_generation(
+                    local.place, checkpoint.prefix
+                ):
                     break  # another attempt has sent a checkpoint of this step
-                if one.step <= self._last:
-                    self._handled.add(one.place)
-                    self._committed = one
+                if local.step <= self._last:
+                    self._handled.add(local.place)
+                    self._committed = local
         if newest_stored and not self._order.node:
             self._tell(
                 f"[ttp] {store} holds step {newest_stored}, later than step {max(newest, 0)} of "
@@ -165,10 +165,10 @@ class Uploader:
             )
 
     def _send_next(self, store: Store, leaving: bool) -> bool:
-        """Send one checkpoint; return False where none is due."""
+        """Send a checkpoint; return False if none is due."""
         saved = self._seen.now()
         pending = [candidate for candidate in saved if candidate.place not in self._handled]
-        chosen = cadence.choose(pending, self._last, self._order.every, at_end=leaving)
+        chosen = seen_checkpoints.choose(pending, self._last, self._order.every, at_end=leaving)
         if chosen is None:
             return False
         chosen_saved = chosen.saved
@@ -196,7 +196,7 @@ class Uploader:
         except manifest.UnreadableError:
             raise  # the disk may answer the next time
         except CheckpointError as error:
-            if self._is_removed(saved):  # it does not count for TTP_STORE_EVERY: the next one may stay
+            if self._is_removed(saved):  # does not count for TTP_STORE_EVERY: the next may stay
                 self._handled.update(self._seen.until(saved))
             else:
                 self._handle(saved)  # it will not get better
@@ -212,9 +212,9 @@ class Uploader:
             self._prune(store, saved.step)
 
     def _follow_next(self, store: Store, leaving: bool) -> bool:
-        """Send the part of this node of one checkpoint; return False where nothing is to be done.
+        """Send this node's part of a checkpoint; return False if there is nothing to do.
 
-        Of those that node 0 has not begun with it may have left out all but the newest.
+        Of the checkpoints with which node 0 has not begun, node 0 may have skipped all but the newest.
         """
         saved = self._seen.now()
         pending = [candidate for candidate in saved if candidate.place not in self._handled]
@@ -242,7 +242,7 @@ class Uploader:
             if announced_push is not None:
                 prefix, committed = announced_push
                 if committed:
-                    abandoned.remove_left_over(store, self._root, prefix, self._tell_of_upload)
+                    prune.remove_left_over(store, self._root, prefix, self._tell_of_upload)
                 else:
                     self._follow(store, candidate, prefix)
                 self._handle(candidate)
@@ -253,7 +253,7 @@ class Uploader:
         return urgent
 
     def _begin_in_its_place(self, store: Store, saved: Saved, current_time: float) -> None:
-        """Lead where node 0 has not begun in time; a node with only a part of the files waits on."""
+        """Lead if node 0 has not begun in time; a node with only a part of the files keeps waiting."""
         if self._is_part(saved) and self._is_node_0_busy(store, current_time):
             self._pause(LOOK_S)
             return
@@ -288,7 +288,7 @@ class Uploader:
         except manifest.UnreadableError:
             raise
         except CheckpointError:
-            return False  # what it is tells who sends it
+            return False  # the node that sends it reports the defect
 
     def _follow(self, store: Store, saved: Saved, prefix: str) -> None:
         self._joined, self._signs = prefix, {}
@@ -304,7 +304,7 @@ class Uploader:
         return f"{error}; {_REMOVED}" if self._is_removed(saved) else str(error)
 
     def _is_removed(self, saved: Saved) -> bool:
-        """Return whether a checkpoint is not in the folder any more, or not all of it."""
+        """Return whether a checkpoint, or a part of it, was removed from the folder."""
         folder = self._root / naming.final_name(saved.step)
         with contextlib.suppress(CheckpointError):
             files = push.read_folder(self._root, saved.step).files
@@ -328,7 +328,7 @@ class Uploader:
         self._tell(f"[ttp] {line}")
 
     def _wait(self, seconds: float, sent: Saved) -> None:
-        """Wait for another node, unless last words have come, which are sent first."""
+        """Wait for another node, unless last words have arrived, which are sent first."""
         self._look_for_last_words(sent)
         self._pause(seconds)
 
@@ -339,13 +339,13 @@ class Uploader:
             self._leaving.wait(seconds)
 
     def _handle(self, last: Saved) -> None:
-        """Send none of what came before `last`, nor that again."""
+        """Do not send `last` again, nor any checkpoint before it."""
         self._last = last.step
         self._handled.update(self._seen.until(last))
 
     def _prune(self, store: Store, step: int) -> None:
-        """Remove old checkpoints; later ones than `step` are of an earlier attempt, and stay."""
-        pruned = prune(store, self._order.keep, newest=step)
+        """Remove old checkpoints; checkpoints of steps after `step` are of an earlier attempt, and stay."""
+        pruned = prune.prune(store, self._order.keep, newest=step)
         if pruned.unlisted and not self._said_unlisted:
             self._said_unlisted = True
             self._tell(f"[ttp] {pruned.unlisted}")
@@ -368,7 +368,7 @@ class Uploader:
             self._tell(f"[ttp] {newest_known}: {reason}")
 
     def _pace(self, count: int, sent: Saved) -> None:
-        """Wait before a piece is sent, so that the rate is kept; end the upload for last words."""
+        """Wait before a piece is sent, to keep the rate; end the upload for last words."""
         begin = time.monotonic()
         if self._order.rate:
             begin = max(self._paced, begin)
@@ -376,7 +376,7 @@ class Uploader:
         while True:
             self._look_for_last_words(sent)
             remaining_s = begin - time.monotonic()
-            # Nobody trains any more when the job has ended.
+            # The rate is for a job that trains.
             if remaining_s <= 0 or self._leaving.wait(min(remaining_s, LOOK_S)):
                 return
 

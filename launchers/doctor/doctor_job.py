@@ -17,7 +17,7 @@ import msgspec
 from adaptor import host_memory
 from adaptor.config import Config
 from adaptor.launchers.cli import plan
-from adaptor.operations import newest_checkpoint
+from adaptor.operations import job_reader
 from adaptor.operations.records import Plan, Replicas
 from adaptor.operations.words import duration, size
 
@@ -93,7 +93,7 @@ class Job:
         """Return the size of a save of the job; None if unknown."""
         if self._plan is not None and self._plan.save is not None:
             return Save(self._plan.save, self._plan.nodes, "by the arguments of the script")
-        newest_save = newest_checkpoint.newest(folder)
+        newest_save = job_reader.newest(folder)
         return (
             None
             if newest_save is None

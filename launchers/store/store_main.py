@@ -85,8 +85,8 @@ def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
     from adaptor import output
     from adaptor.operations.words import shown, size
     from adaptor.store import pull
-    from adaptor.store.files_for_node import NodeRanks
     from adaptor.store.opening import open_waiting
+    from adaptor.store.pull import NodeRanks
 
     _end_with_ttprun()
     store = open_waiting(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))

@@ -22,7 +22,7 @@ from adaptor.launchers.agent.programs import STORE
 from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.store.store_load import Load
 from adaptor.store import pull
-from adaptor.store.files_for_node import NodeRanks
+from adaptor.store.pull import NodeRanks
 
 _KEY = "ttp/resume"  # in the store of a generation: the step, or why there is none
 _REFUSED = "!"

@@ -80,7 +80,7 @@ def test_a_job_that_ends_well_leaves_its_last_checkpoint_in_the_store(
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-3000:]
     (newest, *_) = catalog.newest_first(open_store("s3://bucket/run7", server), None, [])
-    assert newest.known.step == harness.ITERATIONS
+    assert newest.saved_manifest.step == harness.ITERATIONS
     assert job.save is not None
     outcome.assert_same_training(ended, baseline.records)
     assert "has ended" not in "".join(line for line in ended.said if "sends checkpoints" in line)
@@ -107,7 +107,10 @@ def test_a_job_that_is_told_to_end_sends_its_last_words_in_time(
         ended = harness.run(job)
     assert set(ended.codes) == {143}, ended.log[-3000:]
     (step,) = outcome.steps_in(tmp_path / "save")
-    found = [one.known.step for one in catalog.newest_first(open_store("s3://bucket/run7", server), None, [])]
+    found = [
+        one.saved_manifest.step
+        for one in catalog.newest_first(open_store("s3://bucket/run7", server), None, [])
+    ]
     if answers:
         assert found == [step]
     else:
@@ -184,7 +187,7 @@ def test_a_job_is_resumed_on_empty_machines(
     assert {line["iteration"] for lines in second.records.values() for line in lines} == set(steps)
     outcome.assert_same_training(second, baseline.records, steps=steps)
     (newest, *_) = catalog.newest_first(open_store(place.url, place.endpoint), None, [])
-    assert newest.known.step == harness.ITERATIONS
+    assert newest.saved_manifest.step == harness.ITERATIONS
 
 
 def test_what_cannot_be_pulled_starts_nothing(server: str, tmp_path: Path) -> None:
@@ -278,8 +281,8 @@ def test_both_nodes_send_their_share_of_a_shared_folder(server: str, tmp_path: P
     assert set(ended.codes) == {0}, ended.log[-3000:]
     store = open_store("s3://bucket/run7", server)
     (found,) = catalog.newest_first(store, None, [])
-    assert found.known.step == harness.ITERATIONS
-    lists = catalog.read_lists(store, found.where, store.objects(found.where))
+    assert found.saved_manifest.step == harness.ITERATIONS
+    lists = catalog.read_lists(store, found.prefix, store.objects(found.prefix))
     assert [bool(lists[node].files) for node in (0, 1)] == [True, True]
     folder = naming.final_name(harness.ITERATIONS)
     pull.pull(store, tmp_path / "pulled")
@@ -311,7 +314,7 @@ def test_nodes_with_disks_of_their_own_send_one_checkpoint(
     assert set(first.codes) != {0}, first.log[-3000:]
     store = open_store("s3://bucket/run7", server)
     (found,) = catalog.newest_first(store, None, [])
-    assert found.known.step == 3, first.log[-3000:]
+    assert found.saved_manifest.step == 3, first.log[-3000:]
     folder = naming.final_name(3)
     for node, rank in enumerate(("mp_rank_00", "mp_rank_01")):
         assert lost.save is not None
@@ -325,5 +328,5 @@ def test_nodes_with_disks_of_their_own_send_one_checkpoint(
     assert {line["iteration"] for lines in second.records.values() for line in lines} == set(steps)
     outcome.assert_same_training(second, baseline.records, steps=steps)
     (newest, *_) = catalog.newest_first(store, None, [])
-    assert newest.known.step == harness.ITERATIONS
+    assert newest.saved_manifest.step == harness.ITERATIONS
     assert list(catalog.wrong_files(store, newest)) == []

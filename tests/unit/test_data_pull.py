@@ -23,7 +23,7 @@ from adaptor.launchers.store import store_load as before_start
 from adaptor.store import data_folder, data_pull
 from adaptor.store.client import PIECE, Part, Store
 from adaptor.store.opening import open_store
-from adaptor.store.retrying import Retrying
+from adaptor.store.store_requests import Retrying
 from tests import waiting
 from tests.unit import object_store
 from tests.unit.fault_proxy import FaultProxy, faults, server, url

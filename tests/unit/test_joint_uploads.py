@@ -20,9 +20,8 @@ from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store import catalog, completeness, layout, pull, push
 from adaptor.store.client import Store
-from adaptor.store.joint import JointPush, announced, divide
+from adaptor.store.joint import JointPush, Others, Patience, announced, divide
 from adaptor.store.opening import open_store
-from adaptor.store.other_nodes import Others, Patience
 from adaptor.store.upload_order import UploadSettings
 from adaptor.store.uploader import Uploader
 from tests import waiting
@@ -141,7 +140,7 @@ def test_nodes_that_share_a_folder_share_the_work(
         assert sender.ends() == ""
     store = open_store(url, server)
     (found,) = catalog.newest_first(store, None, [])
-    lists = catalog.read_lists(store, found.where, store.objects(found.where))
+    lists = catalog.read_lists(store, found.prefix, store.objects(found.prefix))
     known = push.read_folder(root, 10)
     assert [{part.path for part in lists[node].files} for node in (0, 1)] == [
         {file.path for file in share} for share in divide(known.files, 2)
@@ -214,7 +213,7 @@ def test_half_a_checkpoint_is_never_committed(
     upload(roots[0], 0)
     upload(roots[1], 1)
     waiting.until(lambda: committed(store, 20), "both have sent theirs")
-    assert [one.known.step for one in catalog.newest_first(store, None, [])] == [20]
+    assert [one.saved_manifest.step for one in catalog.newest_first(store, None, [])] == [20]
 
 
 def test_a_part_alone_is_not_led_by_another_node(
@@ -339,7 +338,7 @@ def test_a_part_that_nobody_names_is_waited_for_once_its_node_has_joined(
 
     JointPush(store, roots[0], 10, 0, 2, lambda count: None, wait, PATIENT).lead(Others(), lambda: False)
     (found,) = catalog.newest_first(store, None, [])
-    assert {file.path.partition("/")[0] for file in found.known.files} == set(FOLDERS)
+    assert {file.path.partition("/")[0] for file in found.saved_manifest.files} == set(FOLDERS)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

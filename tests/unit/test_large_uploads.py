@@ -24,10 +24,9 @@ from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
 from adaptor.store import catalog, layout, push, upload_journal
 from adaptor.store.client import AT_ONCE, Store
-from adaptor.store.joint import JointPush
+from adaptor.store.joint import JointPush, Others, Patience
 from adaptor.store.multipart import Upload
 from adaptor.store.opening import open_store
-from adaptor.store.other_nodes import Others, Patience
 from adaptor.store.prune import prune
 from adaptor.store.upload_order import UploadSettings
 from adaptor.store.uploader import Uploader
@@ -112,7 +111,7 @@ def _is_whole(direct: Store, root: Path, step: int) -> None:
     (found,) = catalog.newest_first(direct, step, [])
     assert list(catalog.wrong_files(direct, found)) == []
     for path, content in contents(root / naming.final_name(step)).items():
-        assert direct.get(f"{found.where}/{path}", LARGE + PART) == content
+        assert direct.get(f"{found.prefix}/{path}", LARGE + PART) == content
     assert _begun(direct) == 0
     assert not (root / naming.UPLOADS).exists()
 
@@ -555,7 +554,7 @@ def test_a_list_of_an_earlier_version_counts(store: Store, faults: FaultProxy, r
         file["etag"] = f'"{file["etag"]}"'
     store.put(name, json.dumps(known).encode())
     faults.begin()
-    assert catalog.examine(store, where).known.step == 12
+    assert catalog.examine(store, where).saved_manifest.step == 12
     assert _read(faults) == []
 
 
@@ -603,7 +602,7 @@ def test_buckets_of_the_same_name_at_two_endpoints_are_two(
         lines: list[str] = []
         push.push(other, root, 12, tell=lines.append)
         assert lines == []
-        assert next(catalog.newest_first(other, None, [])).known.step == 12
+        assert next(catalog.newest_first(other, None, [])).saved_manifest.step == 12
     assert _noted(store, root) == noted
     faults.begin()
     push.push(store, root, 12)

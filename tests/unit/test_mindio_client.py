@@ -13,7 +13,7 @@ import pytest
 from adaptor import config
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.mindio import NAME, replicas
-from adaptor.mindio.client import copies, sdk
+from adaptor.mindio.client import engine, saving
 from adaptor.mindio.client.engine import MindioEngine
 from adaptor.mindio.client.runtime import MindioRuntime
 from adaptor.mindio.client.sdk_session import MindioSession
@@ -64,14 +64,14 @@ def install(site: Path, code: str) -> None:
 @pytest.mark.usefixtures("site")
 def test_none_is_installed() -> None:
     with pytest.raises(ConfigError, match="mindio_ttp is not installed: install it, or leave"):
-        sdk.load()
+        engine.load()
 
 
 def test_it_is_too_old(site: Path) -> None:
-    names = [name for name in sdk.NEEDED if name not in ("tft_start_copy_os", "ReportState")]
+    names = [name for name in engine.NEEDED if name not in ("tft_start_copy_os", "ReportState")]
     install(site, "\n".join(f"def {name}(): pass" for name in names))
     with pytest.raises(ConfigError) as caught:
-        sdk.load()
+        engine.load()
     assert str(caught.value) == (
         f"TTP_ENGINE is 'mindio', but mindio_ttp.framework_ttp ({site}/mindio_ttp/framework_ttp/__init__.py) "
         "has no tft_start_copy_os, ReportState: it is too old; install a newer one, or leave TTP_ENGINE out"
@@ -81,7 +81,7 @@ def test_it_is_too_old(site: Path) -> None:
 def test_it_cannot_be_imported(site: Path) -> None:
     install(site, "import no_such_torch_npu")
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_torch_npu'"):
-        sdk.load()
+        engine.load()
 
 
 # who holds what
@@ -104,7 +104,7 @@ def shares(*held: tuple[str, int, int]) -> list[tuple[Share, ...]]:
 def test_the_words_mean_what_each_rank_holds(told: list[tuple[Share, ...]]) -> None:
     """Read by our own implementation of the interface, which is tested against its documentation."""
     for rank, (share,) in enumerate(told):
-        (read,) = replicas.of_newer(rank, copies.replica_info(rank, told))
+        (read,) = replicas.of_newer(rank, saving.replica_info(rank, told))
         assert [(one.index, one.count) for one in read.shares(rank)] == [(share.index, share.count)]
         for place, holder in enumerate(read.ranks):
             assert told[holder] == (Share(share.group, place % share.count, share.count),)
@@ -115,14 +115,14 @@ def test_layouts_without_words() -> None:
     with pytest.raises(
         UnsupportedError, match="but rank 0 holds 2 shards: mindio_ttp knows of one per rank; use"
     ):
-        copies.replica_info(1, mirrored)
+        saving.replica_info(1, mirrored)
     uneven = shares(("a", 0, 2), ("a", 1, 2), ("a", 0, 2))
     with pytest.raises(UnsupportedError, match="the shards of a have 2, 1 holders: mindio_ttp needs"):
-        copies.replica_info(0, uneven)
+        saving.replica_info(0, uneven)
 
 
 def test_an_order() -> None:
-    assert copies.order("a", [{"type": 0, "ranks": [2, 1]}]) == GroupOrder("a", (2, 1), 2)
+    assert saving._order_of("a", [{"type": 0, "ranks": [2, 1]}]) == GroupOrder("a", (2, 1), 2)
 
 
 # steps

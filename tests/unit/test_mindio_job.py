@@ -15,9 +15,9 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import ConfigError, StartError
+from adaptor.mindio import interface
 from adaptor.mindio import job as job_module
-from adaptor.mindio import newer, older
-from adaptor.mindio.enums import ReportState
+from adaptor.mindio.interface import ReportState
 from adaptor.mindio.job import Job
 from adaptor.mindio.optimizer import ReplicaOptimizer
 from adaptor.protocol import environment, wire
@@ -79,13 +79,13 @@ class Agent:
         return message
 
     def join(self, *, has_local_copy: bool = False, save: Callable[..., Any] = lambda *args: None) -> None:
-        newer.tft_init_processor(0, 1, has_local_copy)
-        newer.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
-        newer.tft_register_save_ckpt_handler(save, "ctx")
+        interface.tft_init_processor(0, 1, has_local_copy)
+        interface.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
+        interface.tft_register_save_ckpt_handler(save, "ctx")
 
     def step(self, step: int) -> None:
-        newer.tft_start_updating_os()
-        newer.tft_end_updating_os(step)
+        interface.tft_start_updating_os()
+        interface.tft_end_updating_os(step)
 
     def dump(self, step: int, attempt: int = 1) -> Dump:
         return Dump(1, attempt, step, "", (GroupOrder(GROUP, (0,), 0),), "", 0, 10.0)
@@ -139,26 +139,26 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
 
 def test_training_begins_when_the_first_update_has_ended(agent: Agent) -> None:
     agent.join()
-    newer.tft_start_updating_os()
+    interface.tft_start_updating_os()
     assert agent.board.phase_name == "STARTING"
-    newer.tft_end_updating_os(7)
+    interface.tft_end_updating_os(7)
     layout = agent.hears(Layout)
     assert (layout.save, layout.origin, layout.has_local_copy) == ("", 6, False)
     assert layout.shares == (Share(GROUP, 0, 1),)
     assert agent.gives == [7]
-    newer.tft_start_updating_os()
+    interface.tft_start_updating_os()
     assert (agent.board.phase_name, agent.gives) == ("UPDATING", [8])
-    newer.tft_end_updating_os(8)
+    interface.tft_end_updating_os(8)
     assert agent.gives == [8]
 
 
 def test_who_says_what_was_loaded_is_protected_from_the_first_update_on(agent: Agent) -> None:
     agent.join()
-    newer.tft_report_load_ckpt_step(5)
-    newer.tft_start_updating_os()
+    interface.tft_report_load_ckpt_step(5)
+    interface.tft_start_updating_os()
     assert agent.hears(Layout).origin == 5
     assert (agent.board.phase_name, agent.board.ahead) == ("UPDATING", 6)
-    newer.tft_end_updating_os(6)
+    interface.tft_end_updating_os(6)
     assert agent.gives == [6]
 
 
@@ -168,12 +168,12 @@ def test_a_step_without_an_update(agent: Agent, told: str) -> None:
     agent.step(4)
     match told:
         case "pause":
-            newer.tft_pause_train(5)
+            interface.tft_pause_train(5)
         case "args":
-            older.ttp_set_ckpt_args((5, "model"))
+            interface.ttp_set_ckpt_args((5, "model"))
         case "backup":
-            newer.tft_start_updating_os(5)
-            newer.tft_end_updating_os(6)
+            interface.tft_start_updating_os(5)
+            interface.tft_end_updating_os(6)
             assert agent.gives == [4, 5, 6]
             return
         case "end":
@@ -181,22 +181,22 @@ def test_a_step_without_an_update(agent: Agent, told: str) -> None:
             assert agent.gives == [5, 6]
             return
     assert agent.gives == [4, 5]
-    newer.tft_start_updating_os()
+    interface.tft_start_updating_os()
     assert agent.gives == [6]
 
 
 def test_a_local_copy(agent: Agent) -> None:
     agent.join(has_local_copy=True)
     agent.step(4)
-    newer.tft_start_copy_os()
+    interface.tft_start_copy_os()
     assert agent.gives == [4, 5]
     assert (
         agent.worker.session.freezer.freeze(0.0) is None
     )  # the copy is being made: this ends with the update
-    newer.tft_start_updating_os(4)
+    interface.tft_start_updating_os(4)
     assert (agent.board.phase_name, agent.gives) == ("UPDATING", [4, 5])
     with pytest.raises(Held):
-        newer.tft_end_updating_os(5)
+        interface.tft_end_updating_os(5)
     assert agent.gives == [4, 5]
 
 
@@ -204,14 +204,14 @@ def test_a_local_copy(agent: Agent) -> None:
 def test_an_update_of_which_there_is_no_copy(agent: Agent, backup: int) -> None:
     agent.join(has_local_copy=True)
     agent.step(4)
-    newer.tft_start_updating_os(backup)
+    interface.tft_start_updating_os(backup)
     assert agent.gives == [5]
 
 
 def test_an_exception_while_copying_leaves_the_state_intact(agent: Agent) -> None:
     agent.join(has_local_copy=True)
     agent.step(4)
-    newer.tft_start_copy_os()
+    interface.tft_start_copy_os()
     agent.worker.raised("no memory", 1)
     assert (agent.board.phase_name, agent.gives) == ("RUNNING", [4])
     assert agent.worker.session.freezer.freeze(0.0) is not None
@@ -259,11 +259,11 @@ def test_the_optimizer_of_the_older_form(agent: Agent) -> None:
 def test_the_main_thread_is_kept_where_the_job_saves(agent: Agent) -> None:
     agent.join()
     agent.step(4)
-    newer.tft_start_updating_os()
+    interface.tft_start_updating_os()
     agent.order(Freeze(1))
     waiting.until(lambda: agent.worker.session.door.closed, "it is told that the job saves")
     with pytest.raises(Held):
-        newer.tft_end_updating_os(5)
+        interface.tft_end_updating_os(5)
     assert agent.hears(Frozen).board.finished == 5
 
 
@@ -272,56 +272,56 @@ def test_the_main_thread_is_kept_where_the_job_saves(agent: Agent) -> None:
 
 def test_calls_in_the_wrong_order(agent: Agent) -> None:
     with pytest.raises(ConfigError, match="tft_start_updating_os was called before ttp_init_processor or"):
-        newer.tft_start_updating_os()
+        interface.tft_start_updating_os()
     with pytest.raises(
         ConfigError, match="tft_set_optimizer_replica was called before ttp_init_processor or"
     ):
-        newer.tft_set_optimizer_replica(0, [])
-    newer.tft_init_processor(0, 1, False)
+        interface.tft_set_optimizer_replica(0, [])
+    interface.tft_init_processor(0, 1, False)
     with pytest.raises(
         ConfigError, match="who has copies is not known: call tft_set_optimizer_replica before"
     ):
-        newer.tft_end_updating_os(1)
-    newer.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
+        interface.tft_end_updating_os(1)
+    interface.tft_set_optimizer_replica(0, [{"rank_list": [0], "replica_cnt": 1, "replica_shift": 0}])
     with pytest.raises(
         ConfigError, match="no save handler: call tft_register_save_ckpt_handler before training"
     ):
-        newer.tft_end_updating_os(1)
-    newer.tft_register_save_ckpt_handler(print)
+        interface.tft_end_updating_os(1)
+    interface.tft_register_save_ckpt_handler(print)
     agent.step(4)
     with pytest.raises(
         ConfigError, match=r"tft_end_updating_os\(5\) without tft_start_updating_os before it"
     ):
-        newer.tft_end_updating_os(5)
-    newer.tft_start_updating_os()
+        interface.tft_end_updating_os(5)
+    interface.tft_start_updating_os()
     with pytest.raises(
         ConfigError,
         match=r"tft_end_updating_os\(4\): step 4 has ended before, each window has to end a later one",
     ):
-        newer.tft_end_updating_os(4)
+        interface.tft_end_updating_os(4)
 
 
 @pytest.mark.usefixtures("agent")
 def test_values_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="tft_init_processor: rank 1 of 2, but this process is rank 0 of 1"):
-        newer.tft_init_processor(1, 2, False)
+        interface.tft_init_processor(1, 2, False)
     with pytest.raises(ConfigError, match="ttp_init_controller: rank 0 of 4"):
-        older.ttp_init_controller(0, 4)
-    newer.tft_init_processor(0, 1, False)
+        interface.ttp_init_controller(0, 4)
+    interface.tft_init_processor(0, 1, False)
     with pytest.raises(ConfigError, match="rank is 3, but this process is rank 0"):
-        newer.tft_set_optimizer_replica(3, [])
+        interface.tft_set_optimizer_replica(3, [])
     for step in (0, True, "1", None):
         with pytest.raises(ConfigError, match="it must be an integer from 1"):
-            newer.tft_end_updating_os(step)  # type: ignore[arg-type]
+            interface.tft_end_updating_os(step)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="tft_register_rename_handler: func is None, it must be callable"):
-        newer.tft_register_rename_handler(None)  # type: ignore[arg-type]
+        interface.tft_register_rename_handler(None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="ttp_register_save_ckpt_handler: func is 1"):
-        older.ttp_register_save_ckpt_handler(1)  # type: ignore[arg-type]
+        interface.ttp_register_save_ckpt_handler(1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="'DeepSpeed' is not known: use MindSpeed or MindSpeed-LLM"):
-        newer.set_mindio_export_version("DeepSpeed")
+        interface.set_mindio_export_version("DeepSpeed")
     monkeypatch.setattr(runtime, "_runtime", None)
     with pytest.raises(StartError, match="not started by ttprun"):
-        newer.tft_init_processor(0, 1, False)
+        interface.tft_init_processor(0, 1, False)
 
 
 @pytest.mark.usefixtures("agent")
@@ -329,20 +329,20 @@ def test_values_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     ("call", "words"),
     [
         (
-            lambda: newer.tft_init_processor(0, 1, False, enable_arf=True),
+            lambda: interface.tft_init_processor(0, 1, False, enable_arf=True),
             r"tft_init_processor(enable_arf=True)",
         ),
         (
-            lambda: newer.tft_init_controller(0, 1, False, enable_zit=True),
+            lambda: interface.tft_init_controller(0, 1, False, enable_zit=True),
             r"tft_init_controller(enable_zit=True)",
         ),
-        (lambda: newer.tft_get_repair_step(), "tft_get_repair_step"),
+        (lambda: interface.tft_get_repair_step(), "tft_get_repair_step"),
         (
-            lambda: newer.tft_notify_controller_stop_train({0: 1}, "stop", timeout=1),
+            lambda: interface.tft_notify_controller_stop_train({0: 1}, "stop", timeout=1),
             "tft_notify_controller_stop",
         ),
         (
-            lambda: newer.tft_report_error(ReportState.RS_STEP_FINISH),
+            lambda: interface.tft_report_error(ReportState.RS_STEP_FINISH),
             "tft_report_error(RS_STEP_FINISH)",
         ),
     ],
@@ -357,8 +357,8 @@ def test_what_this_engine_does_not_do(call: Callable[[], Any], words: str) -> No
 def test_handlers_that_are_never_called_are_told_once(
     agent: Agent, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    newer.tft_register_repair_handler(print)
-    newer.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", print)
+    interface.tft_register_repair_handler(print)
+    interface.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", print)
     agent.join()
     agent.step(1)
     agent.step(2)
@@ -369,9 +369,9 @@ def test_handlers_that_are_never_called_are_told_once(
 
 
 def test_questions_about_repair_have_true_answers() -> None:
-    assert newer.tft_is_reboot_node() is False
-    assert newer.tft_can_do_uce_repair(12) is False
-    assert newer.tft_get_repair_type() == "dump"
+    assert interface.tft_is_reboot_node() is False
+    assert interface.tft_can_do_uce_repair(12) is False
+    assert interface.tft_get_repair_type() == "dump"
 
 
 # exceptions
@@ -386,7 +386,7 @@ def test_an_exception_of_the_training_is_told_and_the_process_stays(agent: Agent
         raise ValueError("no such token")
 
     with pytest.raises(Held):
-        newer.tft_exception_handler(train)("model", "optimizer")
+        interface.tft_exception_handler(train)("model", "optimizer")
     raised = agent.hears(Raised)
     assert (raised.rank, raised.error, raised.exit_code) == (0, "ValueError: no such token", 1)
     assert (raised.origin.kind, raised.origin.finished) == ("ValueError", 4)
@@ -398,7 +398,7 @@ def test_an_exception_before_the_script_has_said_who_it_is(agent: Agent) -> None
         raise ValueError("no such file")
 
     with pytest.raises(ValueError, match="no such file"):
-        older.ttp_to_persist(train)()
+        interface.ttp_to_persist(train)()
 
 
 def test_what_is_refused_and_clean_ends_pass(agent: Agent) -> None:
@@ -409,28 +409,28 @@ def test_what_is_refused_and_clean_ends_pass(agent: Agent) -> None:
             raise error
 
         with pytest.raises(type(error)):
-            older.ttp_to_persist(train)()
-    assert older.ttp_to_persist(lambda: 3)() == 3
+            interface.ttp_to_persist(train)()
+    assert interface.ttp_to_persist(lambda: 3)() == 3
 
 
 def test_frameworks_whose_handlers_take_the_arguments_of_the_training(agent: Agent) -> None:
     agent.join()
-    newer.set_mindio_export_version("MindSpeed-LLM")
-    newer.tft_set_step_args("ignored")
-    newer.tft_exception_handler(lambda *args: None)("model", 1)
+    interface.set_mindio_export_version("MindSpeed-LLM")
+    interface.tft_set_step_args("ignored")
+    interface.tft_exception_handler(lambda *args: None)("model", 1)
     assert agent.job.handlers.args == ("model", 1)
-    assert newer.get_mindio_export_version() == "MindSpeed-LLM"
+    assert interface.get_mindio_export_version() == "MindSpeed-LLM"
 
 
 def test_a_fault_that_the_script_reports(agent: Agent) -> None:
     agent.join()
     agent.step(4)
-    newer.tft_report_error(ReportState.RS_NORMAL)
+    interface.tft_report_error(ReportState.RS_NORMAL)
     with pytest.raises(Held):
-        newer.tft_report_error(ReportState.RS_UNKNOWN.value, "507")
+        interface.tft_report_error(ReportState.RS_UNKNOWN.value, "507")
     assert agent.hears(Raised).error == "RS_UNKNOWN 507"
     with pytest.raises(Held):
-        newer.tft_wait_next_action()
+        interface.tft_wait_next_action()
 
 
 @pytest.mark.parametrize("reported", [True, False])
@@ -445,7 +445,9 @@ def test_damaged_memory_is_not_saved(agent: Agent, reported: bool, monkeypatch: 
         raise RuntimeError("EZ9999: UCE ERROR occurred")
 
     with pytest.raises(SystemExit, match="1"):
-        newer.tft_report_error(ReportState.RS_UCE) if reported else newer.tft_exception_handler(train)()
+        interface.tft_report_error(ReportState.RS_UCE) if reported else interface.tft_exception_handler(
+            train
+        )()
 
 
 # a dump
@@ -455,12 +457,12 @@ def test_a_dump(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "1")
     calls: list[Any] = []
     agent.join(save=lambda *args: calls.append(("save", *args)))
-    newer.tft_register_rename_handler(lambda *args: calls.append(("rename", *args)))
-    newer.tft_register_stop_handler(lambda *args: calls.append(("stop", *args)), 1)
-    newer.tft_register_clean_handler(lambda *args: calls.append(("clean", *args)), 2)
-    newer.tft_register_exit_handler(lambda *args: calls.append(("exit", *args)), 3)
+    interface.tft_register_rename_handler(lambda *args: calls.append(("rename", *args)))
+    interface.tft_register_stop_handler(lambda *args: calls.append(("stop", *args)), 1)
+    interface.tft_register_clean_handler(lambda *args: calls.append(("clean", *args)), 2)
+    interface.tft_register_exit_handler(lambda *args: calls.append(("exit", *args)), 3)
     agent.step(4)
-    newer.tft_set_step_args("args")
+    interface.tft_set_step_args("args")
     agent.order(Freeze(1))
     assert agent.hears(Frozen).board.finished == 4
     agent.order(agent.dump(4))
@@ -497,7 +499,7 @@ def test_handlers_are_called_when_the_main_thread_stands_still(
         raise RuntimeError("Connection closed by peer")
 
     with pytest.raises(Held):
-        newer.tft_exception_handler(train)()
+        interface.tft_exception_handler(train)()
     assert agent.hears(Written).attempt == 1
     assert order == ["count", "save"]
 
@@ -510,7 +512,7 @@ def test_a_handler_that_raises(agent: Agent) -> None:
         raise FileExistsError("iter_4")
 
     agent.join(save=save)
-    newer.tft_register_rename_handler(rename)
+    interface.tft_register_rename_handler(rename)
     agent.step(4)
     agent.order(Freeze(1))
     agent.order(agent.dump(4))

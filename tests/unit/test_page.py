@@ -14,9 +14,8 @@ import msgspec
 import pytest
 
 from adaptor.launchers.cli import ttp
-from adaptor.operations import history, incident_section, job_folder, page, page_frame, timeline
-from adaptor.operations.job_reader import JobReader
-from adaptor.operations.newest_checkpoint import Checkpoint
+from adaptor.operations import charts, incident_section, job_folder, page, timeline
+from adaptor.operations.job_reader import Checkpoint, JobReader
 from adaptor.operations.records import Phases, utc
 from tests.unit.test_serve import BEGAN, EVENTS, event, incident, status
 
@@ -207,11 +206,11 @@ def test_ttp_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_browser_runs_this_script_and_takes_this_style(tmp_path: Path) -> None:
     html = html_of(write(tmp_path, None))
     (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', html)
-    assert policy.replace("&#39;", "'") == page_frame.POLICY
+    assert policy.replace("&#39;", "'") == page.POLICY
     for tag, directive in (("script", "script-src"), ("style", "style-src")):
         (text,) = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{directive} 'sha256-{digest}'" in page_frame.POLICY
+        assert f"{directive} 'sha256-{digest}'" in page.POLICY
 
 
 def test_stacks_that_were_written_meanwhile_are_in_the_page(tmp_path: Path) -> None:
@@ -280,11 +279,11 @@ def test_a_scale_has_one_unit(until: float, labels: list[str]) -> None:
 
 def test_the_history_of_a_job() -> None:
     changes = [(0.0, "startup"), (20.0, "training"), (60.0, "recovery"), (70.0, "training")]
-    found = history.of_changes(changes, 80.0)
+    found = charts.history_of(changes, 80.0)
     assert found is not None
     assert [round(found.ratios[at], 3) for at in (19, 39, 59, 79)] == [0, 0.5, 0.667, 0.625]
     assert [rect.kind for rect in found.rects] == ["load"] * 20 + ["first"] * 40 + ["write"] * 10 + [
         "first"
     ] * 10
-    assert history.of_changes([], 80.0) is None
-    assert history.of_changes(changes[:1], 1.0) is None
+    assert charts.history_of([], 80.0) is None
+    assert charts.history_of(changes[:1], 1.0) is None

@@ -25,9 +25,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from adaptor.endpoints import Address
 from adaptor.operations import access, cli, job_folder, metrics, serve
 from adaptor.operations.goodput import USES, Goodput, TimeSpent
-from adaptor.operations.job_reader import JobReader
+from adaptor.operations.job_reader import Checkpoint, JobReader
 from adaptor.operations.metrics import exposition
-from adaptor.operations.newest_checkpoint import Checkpoint
 from adaptor.operations.records import (
     Cause,
     Event,

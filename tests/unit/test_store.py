@@ -301,7 +301,7 @@ def test_more_objects_than_an_answer_holds_are_listed(s3: str, server: str, tmp_
     assert len(store.objects("")) == count
     save(tmp_path / "one", 70)
     push(store, tmp_path / "one", 70)
-    assert next(catalog.newest_first(store, None, [])).known.step == 70
+    assert next(catalog.newest_first(store, None, [])).saved_manifest.step == 70
 
 
 def test_old_checkpoints_are_removed(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

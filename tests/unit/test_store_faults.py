@@ -55,7 +55,7 @@ def _all_are_intact(store: Store) -> list[int]:
     assert problems == []
     for one in found:
         assert list(catalog.wrong_files(store, one)) == []
-    return sorted(one.known.step for one in found)
+    return sorted(one.saved_manifest.step for one in found)
 
 
 @pytest.mark.integration

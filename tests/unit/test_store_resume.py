@@ -254,9 +254,9 @@ def test_a_node_that_cannot_tell_pulls_the_whole_checkpoint(why: str, described:
     if why == "no layout":
         store = open_store(described)
         (found,) = catalog.newest_first(store, None, [])
-        files = tuple(file for file in found.known.files if file.path != naming.LAYOUT)
-        made = dataclasses.replace(found.known, files=files).encode()
-        store.put(layout.manifest_name(found.where), made)
+        files = tuple(file for file in found.saved_manifest.files if file.path != naming.LAYOUT)
+        made = dataclasses.replace(found.saved_manifest, files=files).encode()
+        store.put(layout.manifest_name(found.prefix), made)
     if why == "ranks move":
         agents = HashStore()
         agents.set("ttp/resume", b"12")
@@ -287,7 +287,7 @@ def test_a_part_stays_where_the_rest_cannot_come(
     _save_described(root, "0f3a5c21", FOLDERS[:2])
     before = {path: path.read_bytes() for path in root.rglob("*.pt")}
     (found,) = catalog.newest_first(store, None, [])
-    name = f"{found.where}/{FOLDERS[3]}/{naming.MODEL_FILE}"
+    name = f"{found.prefix}/{FOLDERS[3]}/{naming.MODEL_FILE}"
     store.put(name, bytes(len(store.get(name, 1 << 20))))
     StoreResume(Load(described, root, None), "").prepare(0, 1, HashStore())
     assert f"{name}: checksum differs from the manifest" in capfd.readouterr().err

@@ -25,10 +25,10 @@ from adaptor.launchers.store import job_uploads
 from adaptor.launchers.store.job_uploads import JobUploads
 from adaptor.protocol import naming
 from adaptor.store import catalog, push, upload_journal
-from adaptor.store.cadence import Saved
-from adaptor.store.cadence import choose as due
 from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
+from adaptor.store.seen_checkpoints import Saved
+from adaptor.store.seen_checkpoints import choose as due
 from tests import waiting
 from tests.unit import object_store
 from tests.unit.fault_proxy import Fault, FaultProxy, faults, server, url
@@ -181,7 +181,7 @@ def test_last_words_go_first(
     assert "step 12 is in" in sender.line()
     assert sender.ends() == ""
     store = open_store(url, server)
-    assert [one.known.step for one in catalog.newest_first(store, None, [])] == [12]
+    assert [one.saved_manifest.step for one in catalog.newest_first(store, None, [])] == [12]
     assert store.multipart is not None
     assert store.multipart.begun() == [], "what was left leaves nothing behind"
 
@@ -401,7 +401,7 @@ def test_an_uploader_that_is_killed_is_started_again(
     waiting.until(lambda: uploads._process not in (process, None), "it is started again")
     uploads.close()
     store = open_store(url, server)
-    assert [one.known.step for one in catalog.newest_first(store, None, [])] == [10]
+    assert [one.saved_manifest.step for one in catalog.newest_first(store, None, [])] == [10]
     told = capfd.readouterr()
     assert f"the process that sends checkpoints to {url} has ended by SIGKILL; it is started again" in (
         told.out + told.err
@@ -432,7 +432,9 @@ def test_an_uploader_that_is_killed_after_the_end_leaves_the_command_that_sends_
     command = f"TTP_STORE_ENDPOINT={command}".replace(" ttp ", ttp)
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert [one.known.step for one in catalog.newest_first(open_store(url, server), None, [])] == [10]
+    assert [one.saved_manifest.step for one in catalog.newest_first(open_store(url, server), None, [])] == [
+        10
+    ]
 
 
 class _ClosedAfterTheEnd:
@@ -459,7 +461,9 @@ def test_an_uploader_that_is_killed_right_before_the_end_is_started_once_more(
     waiting.until(lambda: uploads._process is None, "it is seen that it has ended")
     faults.release.set()
     uploads.close()
-    assert [one.known.step for one in catalog.newest_first(open_store(url, server), None, [])] == [10]
+    assert [one.saved_manifest.step for one in catalog.newest_first(open_store(url, server), None, [])] == [
+        10
+    ]
 
 
 def test_a_signal_for_the_whole_job_does_not_end_an_uploader_that_starts(

@@ -1,6 +1,6 @@
 """Lets an installed `mindio_ttp` (the SDK) replace the controller and the processor: TTP_ENGINE=mindio.
 
-`sdk` finds it and checks that it has the needed functions, `copies` describes in its terms which rank holds
-what, `session` reports each step to it, `saving` has the handlers that it calls, `runtime` joins them in a
-worker. docs/mindio.md says which promises do not hold with it.
+`engine` loads the SDK and checks its functions, `sdk_session` reports each step to the SDK, `saving` has the
+handlers for the SDK and describes which rank holds which shard, `runtime` joins them in a worker. The
+promises that do not hold with the SDK: docs/mindio.md.
 """

@@ -13,8 +13,8 @@ from adaptor import context, output, text
 from adaptor.config import Config
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.errors import ConfigError
-from adaptor.mindio.client import copies, sdk
-from adaptor.mindio.client.saving import Saving, store_of_the_job
+from adaptor.mindio.client import engine
+from adaptor.mindio.client.saving import Saving, replica_info, store_of_the_job
 from adaptor.mindio.client.sdk_session import MindioSession
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.environment import Generation
@@ -23,17 +23,17 @@ from adaptor.protocol.state_provider import Trainee
 from adaptor.worker.runtime import summarize
 from adaptor.worker.unprotected import UnprotectedTraining
 
-# After the SDK has had a rank saved it ends the process itself, ten seconds later.
+# The SDK ends a process itself, ten seconds after its save.
 _ENDS_AFTER_S = 30.0
-# For the store of the job's agent, which is there before its workers are.
+# For the store of the job's agent, which exists before its workers.
 _MEETING_S = 10.0
 _EXIT_FAILED = 1
-# How gloo says that another rank is gone; its errors have no type of their own.
+# gloo's messages about another rank that is gone; its errors have no type of their own.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
 class MindioRuntime:
-    """The worker's runtime if the SDK drives: the methods of `worker.runtime.Runtime`, without our agent."""
+    """The worker's runtime with the SDK as engine: the methods of `worker.runtime.Runtime`, without agent."""
 
     def __init__(self, settings: Config, environ: Mapping[str, str]) -> None:
         self.rank = int(environ["RANK"])
@@ -51,35 +51,35 @@ class MindioRuntime:
         self.session = MindioSession(board, self._connect, self._wait_for_the_sdk)
 
     def hear_signals(self) -> None:
-        """The SDK does, and ignores SIGTERM, so that the job's end does not come before its save."""
+        """Do nothing: the SDK ignores SIGTERM, so the job does not end before its save."""
 
     def refuse(self, reason: str) -> NoReturn:
-        """The job is refused, in one line: that of the first rank which does."""
+        """Refuse the job in one line, printed by the first rank that refuses."""
         if self._is_first_to_refuse():
             output.tell(f"ttprun: error: {reason}")
-        output.leave(sdk.REFUSED)
+        output.leave(engine.REFUSED)
 
     def _is_first_to_refuse(self) -> bool:
         from torch.distributed import DistError
 
         try:
             return bool(store_of_the_job(_MEETING_S).add(f"ttp/refused/{self._restarts}", 1) == 1)
-        except DistError:  # whoever cannot ask says it
+        except DistError:  # without an answer the rank prints the line
             return True
 
     def not_protected(self, reason: str) -> None:
-        """Report that nothing of what the script trains can be saved; it goes on."""
+        """Report that no state of the script's training can be saved; training continues."""
         if self.rank == 0:
             output.tell(f"[ttp] NOT PROTECTED: {reason}")
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
-        """Report an exception that left the script: the SDK lets the others save, and this process waits."""
+        """Report an exception that left the script: the SDK lets others save, and this process waits."""
         self.session.window.give_up()
         if not self._known:
             output.leave(exit_code)
         try:
             self.session.window.sdk.tft_report_error(self.session.window.sdk.ReportState.RS_UNKNOWN.value)
-        except Exception as gone:  # it raises what has no type of its own
+        except Exception as gone:  # the SDK's errors have no type of their own
             output.tell(f"[ttp] rank {self.rank}: its failure cannot be reported to mindio_ttp: {gone}")
             output.leave(exit_code)
         threading.Event().wait(_ENDS_AFTER_S)
@@ -88,8 +88,8 @@ class MindioRuntime:
     def hold_after(self, error: BaseException) -> None:
         """Keep the process, whose state may be saved.
 
-        What is raised because another rank is gone is no fault of this one. The SDK would take it for one, so
-        it is left to notice the other.
+        An exception because another rank is gone is no fault of this rank, but would count as one for the
+        SDK; so it is not reported, and the SDK notices the other rank.
         """
         message = summarize(error)
         if self._known and any(phrase in str(error) for phrase in _GONE):
@@ -99,7 +99,7 @@ class MindioRuntime:
         self.raised(message, _EXIT_FAILED)
 
     def finish(self) -> None:
-        """The script has come to its end."""
+        """End the session after the script."""
         context.part(UnprotectedTraining).end_of_script()
         context.part(Recorder).close()
         if not self._known:
@@ -109,14 +109,14 @@ class MindioRuntime:
         self.session.window.sdk.tft_destroy_processor()
 
     def _wait_for_the_sdk(self, message: str) -> NoReturn:
-        """Wait until the SDK ends this process after the save; report the failure if it does not notice."""
+        """Wait until the SDK ends this process after the save; report the failure after a time-out."""
         output.tell(f"[ttp] rank {self.rank}, waiting for mindio_ttp: {message}")
         threading.Event().wait(self._settings.timeout_s)
         self.raised(message, _EXIT_FAILED)
         raise AssertionError("the process has ended")
 
     def _connect(self, trainee: Trainee, origin: int) -> None:
-        """Controller on rank 0, then a processor on every rank, which says who has copies of what."""
+        """Start the controller on rank 0, then a processor on every rank, and register the copies."""
         import torch.distributed as dist
 
         from adaptor.replica import group
@@ -127,11 +127,11 @@ class MindioRuntime:
                 "TTP_ENGINE=mindio it must be 0, the device is not stopped before a dump"
             )
         everyone = group.of_everyone()
-        loaded = self.session.window.sdk = sdk.load()
+        loaded = self.session.window.sdk = engine.load()
         gathered: list[tuple[tuple[Share, ...], str]] = [((), "")] * self._world_size
         dist.all_gather_object(gathered, (trainee.shares, uuid.uuid4().hex), group=everyone)
-        shares = [of_one for of_one, _ in gathered]
-        info = copies.replica_info(self.rank, shares)
+        shares = [rank_shares for rank_shares, _ in gathered]
+        info = replica_info(self.rank, shares)
         generation = self._generation.name = gathered[0][1]
         controller_address = (_address(os.environ["MASTER_ADDR"]), self._settings.port)
         if self.rank == 0:
@@ -140,7 +140,7 @@ class MindioRuntime:
         dist.barrier(group=everyone)
         repairs = {"enable_uce": False, "enable_arf": False, "enable_zit": False}
         loaded.tft_init_processor(self.rank, self._world_size, trainee.has_local_copy, False, "", **repairs)
-        groups = frozenset(share.group for of_one in shares for share in of_one)
+        groups = frozenset(share.group for rank_shares in shares for share in rank_shares)
         saving = Saving(
             self.rank, self._world_size, self.session, groups, generation, self._settings.timeout_s
         )

@@ -1,7 +1,9 @@
-"""The SDK's handlers: they write a rank's part of a dump, and publish what all have written.
+"""The SDK's handlers: they write a rank's part of a dump, and publish the parts of all ranks.
 
 The rank that publishes knows the files from reports that their writers leave in the same folder; the reports
-are removed when the checkpoint is published.
+are removed when the checkpoint is published. The SDK knows lists of ranks: the ranks of `rank_list` are cut
+into `replica_cnt` runs of the same length, and the i-th ranks of all runs hold the same shard. A rank has one
+place in such a list (two with experts), so it can hold only one shard of an optimizer.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ import msgspec
 
 from adaptor import output
 from adaptor.checkpoint import disk, manifest, publish
-from adaptor.errors import CheckpointError
-from adaptor.mindio.client import copies
+from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.mindio.client.sdk_session import MindioSession
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.messages import GroupOrder, Share
 from adaptor.protocol.state_provider import DumpRun
 
 _LEFT = ".written"
 
 
 class _Left(msgspec.Struct):
-    """The report that the writer of a group leaves for the rank that publishes."""
+    """The report of the writer of a group for the rank that publishes."""
 
     files: tuple[FileEntry, ...]
     holders: tuple[int, ...]
@@ -37,12 +39,12 @@ class _Left(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Saving:
-    """The save handlers of one worker, once training has begun.
+    """The save handlers of a worker, once training has begun.
 
     Attributes:
-        groups: all of the job, by name
-        generation: of the workers, the same on every rank and never again
-        timeout_s: for what waits for other ranks
+        groups: all groups of the job, by name
+        generation: of the workers, the same on every rank and never repeated
+        timeout_s: for waiting for other ranks
     """
 
     rank: int
@@ -58,7 +60,7 @@ class Saving:
         assert trainee is not None
         self.session.wait_for_the_device(self.timeout_s)
         (share,) = trainee.shares
-        order = copies.order(share.group, infos)
+        order = _order_of(share.group, infos)
         folder = Path(trainee.save) / naming.temporary_name(step, generation=self.generation)
         folder.parent.mkdir(parents=True, exist_ok=True)
         disk.ensure_private(folder)
@@ -83,7 +85,7 @@ class Saving:
             output.tell(f"[ttp] {of}: {subject}", to="stdout")
 
     def rename(self, step: int, args: Any) -> None:
-        """Publish what was written as a checkpoint; called on one rank, when all have saved.
+        """Publish the checkpoint; called on one rank, after all ranks have saved.
 
         Raises:
             CheckpointError: a group has not been written, or the checkpoint cannot be published.
@@ -117,8 +119,53 @@ class Saving:
 
 
 def store_of_the_job(timeout_s: float) -> Any:
-    """Connect to the store at which the workers have met; it lives in an agent."""
+    """Connect to the store of the workers' rendezvous, which lives in an agent."""
     from torch.distributed import TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def replica_info(rank: int, shares_by_rank: Sequence[Sequence[Share]]) -> list[dict[str, Any]]:
+    """Return the argument of `rank` for tft_set_optimizer_replica.
+
+    Args:
+        rank: this rank.
+        shares_by_rank: per rank of the job its shares.
+
+    Raises:
+        UnsupportedError: the SDK has no terms for the shares.
+    """
+    for holder_rank, shares in enumerate(shares_by_rank):
+        if len(shares) != 1:
+            raise UnsupportedError(
+                f"TTP_ENGINE is 'mindio', but rank {holder_rank} holds {len(shares)} shards: mindio_ttp "
+                "knows of one "
+                "per rank; use TTP_REPLICA=split, and no experts, or leave TTP_ENGINE out"
+            )
+    (own_share,) = shares_by_rank[rank]
+    holders = [
+        [
+            holder_rank
+            for holder_rank, (share,) in enumerate(shares_by_rank)
+            if (share.group, share.index) == (own_share.group, index)
+        ]
+        for index in range(own_share.count)
+    ]
+    count = len(holders[0])
+    if not all(len(ranks) == count for ranks in holders):
+        sizes = ", ".join(str(len(ranks)) for ranks in holders)
+        raise UnsupportedError(
+            f"TTP_ENGINE is 'mindio', but the shards of {own_share.group} have {sizes} holders: mindio_ttp "
+            "needs "
+            "as many for each"
+        )
+    ranks = [ranks[copy] for copy in range(count) for ranks in holders]
+    return [{"rank_list": ranks, "replica_cnt": count, "replica_shift": own_share.count}]
+
+
+def _order_of(group: str, infos: Sequence[dict[str, Any]]) -> GroupOrder:
+    """Return the order for a rank of `group` from a save handler's arguments: the i-th rank gives shard i."""
+    (info,) = infos
+    ranks = tuple(info["ranks"])
+    return GroupOrder(group, ranks, ranks[0])

@@ -1,8 +1,8 @@
 """The session of a worker whose steps the SDK follows.
 
-What it knows of a step, in both its words and ours, must be true at every moment, for its thread may ask for
-the state at any. So before the SDK hears that an update begins, the board says that the live state goes; and
-the board has finished a step before the SDK hears of that.
+The SDK's knowledge of a step, like the board's, must be true at every moment, because its thread may ask for
+the state at any moment. So the board marks the live state as changing before the SDK hears of the beginning
+of an update, and the board has finished a step before the SDK hears of its end.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from adaptor.worker.update_window import UpdateWindow
 
 
 class SdkWindow(UpdateWindow):
-    """The update window that the SDK is told of: it stops ranks which may not begin an update.
+    """The update window that is reported to the SDK, which stops ranks that may not begin an update.
 
     Attributes:
-        sdk: its module, once training begins.
+        sdk: the SDK's module, once training begins.
     """
 
     def __init__(self, board: Board, broke: Callable[[str], NoReturn]) -> None:
@@ -52,8 +52,8 @@ class MindioSession(Session):
     """The `Session` in which the SDK replaces the door.
 
     Attributes:
-        connect: finds the SDK, and makes it know this rank and what it holds, on all ranks at the same time
-        broke: is told that the barrier broke, and does not return: the state is that of the step before
+        connect: loads the SDK, and registers this rank and its shards, on all ranks at the same time
+        broke: called after the barrier broke, with the state of the step before; does not return
     """
 
     window: SdkWindow
@@ -82,7 +82,7 @@ class MindioSession(Session):
             self._tell_of_a_window(self.board.finished, finished_before=finished_before)
 
     def _tell_of_a_window(self, step: int, finished_before: int) -> None:
-        """Tell the SDK of a window that changed nothing: the state is also that of step `finished_before`."""
+        """Report an update window without changes: the state is also the state of step `finished_before`."""
         assert self.trainee is not None
         self.window.sdk.tft_start_updating_os(finished_before if self.trainee.has_local_copy else -1)
         self.window.sdk.tft_end_updating_os(step)
@@ -90,11 +90,11 @@ class MindioSession(Session):
     # the SDK's thread
 
     def is_in_the_copy(self, step: int) -> bool:
-        """Tell whether the state of `step`, which the SDK asks for, is in the local copy and not live."""
+        """Return whether the state of `step`, which the SDK asks for, is in the local copy and not live."""
         return self.trainee is not None and self.trainee.has_local_copy and self.from_local_copy(step)
 
     def wait_for_the_device(self, timeout_s: float) -> None:
-        """Wait until the updates that the main thread has started have ended on the device; TimeoutError."""
+        """Wait until the main thread's started updates have ended on the device. Raises TimeoutError."""
         device = HOST if self.trainee is None else self.trainee.device
         if not self.window.wait_for_device(device, time.monotonic() + timeout_s):
             raise TimeoutError(f"the device was not done with an update after {timeout_s:g} s")

@@ -1,6 +1,6 @@
 """The controller, and what MindX says to it."""
 
-from adaptor.mindio.newer import (
+from adaptor.mindio.interface import (
     tft_destroy_controller,
     tft_init_controller,
     tft_notify_controller_change_strategy,

@@ -1,7 +1,10 @@
 """The interface for training frameworks, in its newer form (`tft_*`) and its older one (`ttp_*`)."""
 
-from adaptor.mindio.enums import Action, OptimizerType, RepairType, ReportState
-from adaptor.mindio.newer import (
+from adaptor.mindio.interface import (
+    Action,
+    OptimizerType,
+    RepairType,
+    ReportState,
     set_mindio_export_version,
     tft_can_do_uce_repair,
     tft_destroy_controller,
@@ -41,8 +44,6 @@ from adaptor.mindio.newer import (
     tft_start_processor,
     tft_start_updating_os,
     tft_wait_next_action,
-)
-from adaptor.mindio.older import (
     ttp_init_controller,
     ttp_init_processor,
     ttp_register_rename_handler,

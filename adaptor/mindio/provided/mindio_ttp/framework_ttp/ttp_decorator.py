@@ -1,7 +1,10 @@
 """The module that defines the newer form in the original; some frameworks import from here."""
 
-from adaptor.mindio.enums import Action, OptimizerType, RepairType, ReportState
-from adaptor.mindio.newer import (
+from adaptor.mindio.interface import (
+    Action,
+    OptimizerType,
+    RepairType,
+    ReportState,
     get_device,
     get_mindio_export_version,
     set_mindio_export_version,

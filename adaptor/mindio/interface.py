@@ -1,16 +1,51 @@
-"""The newer form of the interface (`tft_*`), as MindSpeed-LLM uses it."""
+"""The interface of MindIO TTP: newer form (`tft_*`, MindSpeed-LLM) and older form (`ttp_*`, ModelLink)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 from adaptor.errors import ConfigError
-from adaptor.mindio import device, job, replicas
-from adaptor.mindio.enums import Action, ReportState
+from adaptor.mindio import job, replicas
 from adaptor.mindio.handlers import Handler
 
-# Frameworks whose handlers take the arguments of the training function, and nothing that is set.
+
+class OptimizerType(Enum):
+    ATTENTION = 0
+    MOE = 1
+
+
+class Action(Enum):
+    """The results of the original's `tft_wait_next_action`."""
+
+    RETRY = 0
+    EXIT = 1
+
+
+class ReportState(Enum):
+    RS_NORMAL = 0
+    RS_RETRY = 1
+    RS_UCE = 2
+    RS_UCE_CORRUPTED = 3
+    RS_HCCL_FAILED = 4
+    RS_INIT_FINISH = 5
+    RS_PREREPAIR_FINISH = 6
+    RS_STEP_FINISH = 7
+    RS_UNKNOWN = 8
+
+
+class RepairType(Enum):
+    RT_SEND = 0
+    RT_UCE_HIGHLEVEL = 1
+    RT_UCE_LOWLEVEL = 2
+    RT_RECV_REPAIR = 3
+    RT_ROLLBACK = 4
+    RT_LOAD_CKPT = 5
+    RT_LOAD_REBUILD = 6
+
+
+# Frameworks whose handlers take the arguments of the training function, not arguments that are set.
 _EXPORTED = ("MindSpeed", "MindSpeed-LLM")
 
 
@@ -26,14 +61,15 @@ def tft_init_controller(
 ) -> None:
     """Check the arguments; the controller is in ttprun's agent.
 
-    They are MindIO TTP's: `world_size`, `enable_local_copy`; `enable_arf` and `enable_zit` are refused.
+    The arguments are those of MindIO TTP: `world_size`, `enable_local_copy`; `enable_arf` and `enable_zit`
+    are refused.
     """
     _require_no_repair("tft_init_controller", enable_arf, enable_zit)
     job.get().join("tft_init_controller", rank, world_size, enable_local_copy)
 
 
 def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
-    """Do nothing: the controller runs already. TTP_PORT and TTP_TLS say where and how it listens.
+    """Do nothing: the controller runs already. TTP_PORT and TTP_TLS set its port and encryption.
 
     So `bind_ip`, `port`, `enable_tls` and `tls_info` are not used.
     """
@@ -49,7 +85,7 @@ def tft_init_processor(
     enable_arf: bool = False,
     enable_zit: bool = False,
 ) -> None:
-    """Set rank and world size. Damaged memory (UCE) ends the process, and others save what it held.
+    """Set rank and world size. Damaged memory (UCE) ends the process, and others save its part.
 
     Of MindIO TTP's arguments `world_size` and `enable_local_copy` are checked, `enable_arf` and `enable_zit`
     refused, `enable_tls`, `tls_info` and `enable_uce` not used.
@@ -70,14 +106,14 @@ def tft_destroy_controller() -> None:
 
 
 def tft_destroy_processor() -> None:
-    """Do nothing: the processor ends with the process and saves what it can until then."""
+    """Do nothing: the processor ends with the process, and saves until then."""
 
 
 def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> None:
     """Set the ranks that hold copies of this rank's optimizer states.
 
     Raises:
-        ConfigError: `rank` is not this process's, or `replica_info` is not what MindIO TTP says.
+        ConfigError: `rank` is another process's, or `replica_info` has not the form of MindIO TTP.
     """
     call = "tft_set_optimizer_replica"
     if rank != job.get().rank(call):
@@ -86,31 +122,31 @@ def tft_set_optimizer_replica(rank: int, replica_info: list[dict[str, Any]]) -> 
 
 
 def tft_set_dp_group_info(rank: int, dp_rank_list: list[int]) -> None:
-    """Do nothing: the original uses it for elastic training (ZIT) alone, too."""
+    """Do nothing: the original, too, uses the ranks for elastic training (ZIT) alone."""
 
 
 # a step
 
 
 def tft_start_copy_os() -> None:
-    """The optimizer state is about to be copied."""
+    """Begin a copy of the optimizer state."""
     job.get().start_copy()
 
 
 def tft_start_updating_os(backup_step: int = -1) -> None:
-    """The optimizer state is about to change; returns when it may.
+    """Begin an update of the optimizer state; return when the update may begin.
 
     Args:
-        backup_step: the step of which the script has a copy of it, -1 without one
+        backup_step: the step of the script's copy of the state, -1 without a copy
     """
     job.get().start_update(backup_step)
 
 
 def tft_end_updating_os(step: int) -> None:
-    """The optimizer state is that of `step` now. Does not return while the job saves.
+    """End the update: the optimizer state is the state of `step`. Does not return while the job saves.
 
     Raises:
-        ConfigError: `step` is no step, or the one before has not ended before it.
+        ConfigError: `step` is no step, or the step before has not ended.
     """
     if type(step) is not int or step < 1:
         raise ConfigError(f"tft_end_updating_os: step is {step!r}: it must be an integer from 1")
@@ -118,48 +154,48 @@ def tft_end_updating_os(step: int) -> None:
 
 
 def tft_report_load_ckpt_step(step: int) -> None:
-    """The state that was loaded is that of `step`; with it the first update is protected, too."""
+    """Report the step of the loaded state, so that the first update is protected, too."""
     job.get().loaded(step)
 
 
 def tft_set_step_args(args: Any) -> None:
-    """Set the arguments with which the handlers are called."""
+    """Set the arguments of the handlers."""
     if args is not None and not job.get().exported:
         job.get().handlers.args = args
 
 
 def tft_pause_train(cur_step: int) -> None:
-    """Step `cur_step` has ended, with an update or without one. Nothing pauses here."""
+    """Report the end of step `cur_step`, with or without an update. Nothing pauses here."""
     job.get().reached(cur_step)
 
 
 def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
-    """`func`, whose exceptions do not end the process before others have saved."""
+    """Return `func` with protection: an exception does not end the process before others have saved."""
     return job.get().guard(
         _callable("tft_exception_handler", func), sets_args=lambda: bool(job.get().exported)
     )
 
 
 def tft_report_error(error_type: ReportState | int, error_code: str = "") -> None:
-    """Report a fault of this rank. It returns only for RS_NORMAL, which is no fault."""
+    """Report a fault of this rank. Returns only for RS_NORMAL, which is no fault."""
     state = ReportState(error_type)
     if state in _REPAIRING:
         raise _unsupported(f"tft_report_error({state.name})")
     state_text = f"{state.name} {error_code}".strip()
     if state in _DAMAGED:
-        device.give_up(job.get().rank("tft_report_error"), state_text)
+        job.give_up(job.get().rank("tft_report_error"), state_text)
     if state is not ReportState.RS_NORMAL:
         job.get().fail(state_text)
 
 
 def tft_wait_next_action() -> int:
-    """Wait for what comes: the job saves, and this process ends."""
+    """Wait: the job saves, and this process ends."""
     job.get().wait()
     return Action.EXIT.value
 
 
 def set_mindio_export_version(framework_type: str) -> None:
-    """Handlers are those of MindSpeed, which want their device stopped and cleaned before a dump."""
+    """Declare handlers of MindSpeed, whose device is stopped and cleaned before a dump."""
     if framework_type not in _EXPORTED:
         raise ConfigError(
             f"set_mindio_export_version: {framework_type!r} is not known: use {' or '.join(_EXPORTED)}, "
@@ -176,40 +212,42 @@ def get_mindio_export_version() -> str | None:
 
 
 def tft_register_save_ckpt_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """`func(step, [{"type": kind, "ranks": ranks}], args, ctx)` saves this rank's part.
+    """Register `func(step, [{"type": kind, "ranks": ranks}], args, ctx)`, which saves this rank's part.
 
-    What it raises is a failure.
+    An exception of `func` is a failure.
     """
     job.get().handlers.save = Handler(_callable("tft_register_save_ckpt_handler", func), ctx)
     job.get().handlers.older = False
 
 
 def tft_register_rename_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """`func(step, args)` names what was saved, on one rank, once; what it raises is a failure."""
+    """Register `func(step, args)`, which names the checkpoint, on one rank. An exception is a failure."""
     job.get().handlers.rename = Handler(_callable("tft_register_rename_handler", func), ctx)
 
 
 def tft_register_exit_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """`func(ctx)` is called before the process is ended after an incident."""
+    """Register `func(ctx)`, called before the process is ended after an incident."""
     job.get().handlers.exit = Handler(_callable("tft_register_exit_handler", func), ctx)
 
 
 def tft_register_stop_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """`func(args, ctx)` stops the device; called before a dump with TTP_STOP_CLEAN_BEFORE_DUMP=1."""
+    """Register `func(args, ctx)`, which stops the device before a dump with TTP_STOP_CLEAN_BEFORE_DUMP=1."""
     job.get().handlers.stop = Handler(_callable("tft_register_stop_handler", func), ctx)
 
 
 def tft_register_clean_handler(func: Callable[..., Any], ctx: Any = None) -> None:
-    """`func(is_uce_error, args, ctx)` starts the device again; called after the stop handler."""
+    """Register `func(is_uce_error, args, ctx)`, which restarts the device after the stop handler."""
     job.get().handlers.clean = Handler(_callable("tft_register_clean_handler", func), ctx)
 
 
 def _never_called(name: str) -> Callable[..., None]:
-    def register(func: Callable[..., Any] | str, *rest: Any) -> None:
+    def register(func: Callable[..., Any] | str, *_: Any) -> None:
         job.get().never_called.append(name)
 
     register.__name__ = register.__qualname__ = name
-    register.__doc__ = "For repair in place, which this engine does not do; a line at the start says so."
+    register.__doc__ = (
+        "Note a handler of repair in place, which this engine never does; a line at the start says so."
+    )
     return register
 
 
@@ -225,7 +263,7 @@ tft_register_zit_upgrade_rebuild_handler = _never_called("tft_register_zit_upgra
 tft_register_zit_downgrade_rebuild_handler = _never_called("tft_register_zit_downgrade_rebuild_handler")
 
 
-# what there is to say of repair
+# repair
 
 
 def tft_is_reboot_node() -> bool:
@@ -248,12 +286,12 @@ def tft_set_update_start_time(start_time: Any = None) -> None:
 
 
 def tft_set_update_end_time(end_time: Any = None) -> None:
-    """Likewise."""
+    """Do nothing: `tft_can_do_uce_repair` needs no times here."""
 
 
 def get_device() -> int | None:
-    """The index of the device that this process uses; None where there is none."""
-    return device.current()
+    """Return the index of the device of this process; None without a device."""
+    return job.current_device()
 
 
 def _refuses(name: str) -> Callable[..., Any]:
@@ -261,7 +299,7 @@ def _refuses(name: str) -> Callable[..., Any]:
         raise _unsupported(name)
 
     refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = "Not supported: raises ConfigError."
+    refuse.__doc__ = "Raise ConfigError: not supported."
     return refuse
 
 
@@ -294,3 +332,63 @@ def _callable(call: str, func: Any) -> Callable[..., Any]:
     if not callable(func):
         raise TypeError(f"{call}: func is {func!r}, it must be callable")
     return func  # type: ignore[no-any-return]
+
+
+# the older form
+
+
+def ttp_init_controller(
+    rank: int, world_size: int, replica: int = 2, enable_local_copy: bool = False
+) -> None:
+    """Check the arguments; the controller is in ttprun's agent."""
+    job.get().join("ttp_init_controller", rank, world_size, enable_local_copy)
+
+
+def ttp_start_controller(ip: str, port: int) -> None:
+    """Do nothing: the controller runs already, and listens at TTP_PORT if needed."""
+
+
+def ttp_init_processor(
+    rank: int,
+    dp_ranks: Any,
+    dp_size: int,
+    world_size: int,
+    replica: int = 2,
+    enable_local_copy: bool = False,
+) -> None:
+    """Set rank, world size and the ranks with copies: `replica` is the distance between two copies.
+
+    With TTPOddReplicaOptimizer `replica` is the number of copies of a shard; the optimizer has reported their
+    places.
+    """
+    job.get().join("ttp_init_processor", rank, world_size, enable_local_copy)
+    job.get().replicas = replicas.of_older(rank, dp_ranks, dp_size, replica, job.get().apart)
+
+
+def ttp_start_processor(ip: str, port: int) -> None:
+    """Do nothing: the process has been connected to its agent from the start."""
+
+
+def ttp_register_save_ckpt_handler(func: Callable[[int, int, list[int], Any], Any]) -> None:
+    """Register `func(save_rank, step, rank_list, args)`, which saves this rank's part. An exception is a
+    failure.
+    """
+    job.get().handlers.save = Handler(_callable("ttp_register_save_ckpt_handler", func))
+    job.get().handlers.older = True
+
+
+def ttp_register_rename_handler(func: Callable[[Any], Any]) -> None:
+    """Register `func(args)`, which names the checkpoint, once, on one rank, and returns 0 after a success."""
+    job.get().handlers.rename = Handler(_callable("ttp_register_rename_handler", func))
+
+
+def ttp_set_ckpt_args(args: Any) -> None:
+    """Set the arguments of the handlers; the first argument is the iteration that has ended."""
+    job.get().handlers.args = args
+    if isinstance(args, tuple | list) and args and type(args[0]) is int:
+        job.get().reached(args[0])
+
+
+def ttp_to_persist(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `train` with protection: an exception does not end the process before others have saved."""
+    return job.get().guard(train)

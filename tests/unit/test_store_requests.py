@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,9 +18,9 @@ import pytest
 from adaptor.checkpoint import tracker
 from adaptor.errors import StoreError
 from adaptor.launchers.agent.programs import STORE
-from adaptor.store import push
+from adaptor.store import push, store_requests
 from adaptor.store.opening import open_store
-from adaptor.store.retrying import RETRY_S, BusyError, Retrying
+from adaptor.store.store_requests import RETRY_S, BusyError, Retrying
 from tests.unit.fault_proxy import FaultProxy, faults, server, url
 from tests.unit.launching import HEARS_CTRL_C
 from tests.unit.object_store import save
@@ -183,3 +186,46 @@ def test_a_question_is_answered_at_once(closed: str, url: str) -> None:
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.endswith(f"no answer from {closed}; is the address right, and does the server run?")
+
+
+def test_results_come_in_order_and_a_few_calls_run_ahead() -> None:
+    lock, begun = threading.Lock(), 0
+
+    def call(number: int) -> int:
+        nonlocal begun
+        with lock:
+            begun += 1
+        return number
+
+    taken = []
+    for done in store_requests.in_order([partial(call, number) for number in range(20)], "a-test", 3):
+        taken.append(done.result())
+        with lock:
+            assert begun <= len(taken) + 2
+    assert taken == list(range(20))
+
+
+def test_what_is_closed_begins_no_more_calls_and_waits_for_none() -> None:
+    release, begun, made = threading.Event(), threading.Event(), []
+
+    def held() -> None:
+        begun.set()
+        release.wait()
+
+    with contextlib.closing(store_requests.in_order([held, partial(made.append, 1)], "a-test", 1)) as coming:
+        first = next(coming)
+        assert begun.wait(60)
+    assert not first.done()
+    release.set()
+    first.result(60)
+    assert made == []
+
+
+def test_a_machine_without_threads_makes_each_call_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert store_requests.call(lambda: 1) == 1
+    assert store_requests.begin(lambda: 2, "a-test").result() == 2
+    assert [one.result() for one in store_requests.in_order([lambda: 3, lambda: 4], "a-test")] == [3, 4]
