@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -157,16 +158,29 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
     Raises:
         UnsupportedError: its update needs other ranks.
     """
-    session = runtime.get().session
     chain = getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer])
+    from adaptor.frameworks import mindspeed_memory  # torch, which is for the script to import
+
     if len(chain) > 1:
         require_one_gathering()
     for part in chain if len(chain) > 1 else ():
         # Only for timing, it would be a barrier of all ranks inside the update window.
         part.config.barrier_with_L1_time = False
-    for inner in inner_optimizers(megatron_optimizer):
-        inner.register_step_pre_hook(lambda which, *_: session.before_update(which))
-        inner.register_step_post_hook(lambda which, *_: session.after_update(which))
+    for part in chain:
+        memory = mindspeed_memory.attach(part)
+        for inner in inner_optimizers(part):
+            inner.register_step_pre_hook(partial(_before_update, memory))
+            inner.register_step_post_hook(partial(_after_update, memory))
+
+
+def _before_update(memory: Any, inner: Any, *_: Any) -> None:
+    runtime.get().session.before_update(inner)
+    memory.before_update()
+
+
+def _after_update(memory: Any, inner: Any, *_: Any) -> None:
+    memory.after_update()
+    runtime.get().session.after_update(inner)
 
 
 @optimizer.patch(

@@ -83,7 +83,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     yield lambda: supported_options.require_one_profiler(parsed)
     yield lambda: reshape_sizes.require_transformable(parsed)
     yield from supported_options.checks(parsed)
-    yield from supported_options.checks_of_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
+    yield from mindspeed_wrappers.checks(parsed)
     yield from fine_tuning.checks(parsed)
     yield lambda: supported_options.require_folders(parsed)
     choice = context.part(ReplicaChoice)
@@ -132,8 +132,7 @@ def _require_protected(parsed: Any) -> None:
     from adaptor.frameworks import mindspeed_wrappers
 
     supported_options.require_protected(parsed)
-    supported_options.require_values(mindspeed_wrappers.ALLOWED_VALUES, parsed)
-    for check in fine_tuning.checks(parsed):
+    for check in (*mindspeed_wrappers.checks(parsed), *fine_tuning.checks(parsed)):
         check()
 
 

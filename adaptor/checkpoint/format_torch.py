@@ -15,6 +15,7 @@ from adaptor.checkpoint.planned_tensors import PlannedTensors, Source
 from adaptor.checkpoint.training_state import Files, TrainingState
 from adaptor.checkpoint.weights import TensorSlot
 from adaptor.protocol import naming
+from adaptor.replica import optimizer_state
 
 MODEL_FILE = naming.MODEL_FILE
 OPTIMIZER_FILE = naming.OPTIMIZER_FILE
@@ -75,9 +76,11 @@ class TorchFormat:
 
 def can_be_planned(state: TrainingState) -> bool:
     """Return True if the archives can be laid out before the shards have arrived: no optimizer stores the
-    padding of its buckets, as Megatron-core did up to 0.6.
+    padding of its buckets, as Megatron-core did up to 0.6, or a form that is computed from all shards.
     """
     sharded = [optimizer for optimizer, _, _ in state.chained if shards.is_sharded(optimizer)]
+    if any(optimizer_state.storage_of(optimizer) is not None for optimizer in sharded):
+        return False
     return bool(sharded) and all(
         hasattr(buffer, "numel_unpadded") for optimizer in sharded for buffer in optimizer.buffers
     )
@@ -92,6 +95,9 @@ def _as_saved(world: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
     """Return world tensors as the optimizer saves them: up to Megatron-core 0.6 by bucket, with the
     padding.
     """
+    storage = optimizer_state.storage_of(optimizer)
+    if storage is not None:
+        return storage.as_saved(world)
     if all(hasattr(buffer, "numel_unpadded") for buffer in optimizer.buffers):
         return world
     saved: dict[Any, Any] = {

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from adaptor.errors import CheckpointError
+from adaptor.replica import optimizer_state
 from adaptor.replica.mirror import Piece
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
@@ -112,6 +113,11 @@ def part_of(optimizer: Any, number: int, bucket: int) -> Part:
 
 def _tensors(optimizer: Any, param: Any) -> Mapping[str, torch.Tensor]:
     """Return the rank's part of a model's param and of its state, by key."""
+    storage = optimizer_state.storage_of(optimizer)
+    if storage is not None:
+        group, order = optimizer.model_param_group_index_map[param]
+        main = optimizer.optimizer.param_groups[group]["params"][order]
+        return {"param": storage.param(main), **storage.state(main)}
     if hasattr(optimizer, "_get_main_param_and_optimizer_states"):
         named: Mapping[str, torch.Tensor] = optimizer._get_main_param_and_optimizer_states(param)
         return named

@@ -28,7 +28,7 @@ from adaptor.protocol.environment import Place
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import GroupOrder, Share
 from adaptor.protocol.state_provider import DumpRun, NotFiniteError
-from adaptor.replica import choice, supported_optimizers, twin
+from adaptor.replica import choice, optimizer_state, supported_optimizers, twin
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
@@ -290,11 +290,13 @@ def local_copy_of(
 
 def mirror_of(optimizer: Any) -> Mirror:
     """Make the copy of the neighbour's shard of a distributed optimizer: collective in its group."""
+    storage = optimizer_state.storage_of(optimizer)
+    device = optimizer.buffers[0].grad_data.device
     return Mirror(
         optimizer.optimizer,
         shards.places(optimizer),
         Ring(optimizer.data_parallel_group, apart(optimizer)),
-        optimizer.buffers[0].grad_data.device,
+        device if storage is None else storage.place_of_twins(device),
     )
 
 

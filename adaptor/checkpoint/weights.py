@@ -15,6 +15,7 @@ import torch
 
 from adaptor.checkpoint import shards
 from adaptor.errors import CheckpointError
+from adaptor.replica import optimizer_state
 
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 Cast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
@@ -69,15 +70,24 @@ class Weights:
 
     def add_sharded(self, optimizer: Any, state: Mapping[Any, Any]) -> None:
         """Add a distributed optimizer's params, from its gathered parameter state."""
+        storage = optimizer_state.storage_of(optimizer)
         for number, buffer in enumerate(optimizer.buffers):
             (world,) = state[number].values()
+            if storage is not None and not _is_in_order(buffer):
+                buckets = shards.buckets_of(optimizer, buffer)
+                for param, (start, end, number_of_bucket) in buffer.param_index_map.items():
+                    bucket = buckets[number_of_bucket]
+                    main = world["param"][start - bucket.offset + bucket.world :][: end - start]
+                    self._whole[_address(param)] = storage.cast(main, param.dtype).view(param.shape)
+                continue
             if (
                 buffer.param_data is None
             ):  # params have memory of their own, gradients alone are in the buffer
                 for param, (start, end, _) in buffer.param_index_map.items():
                     self._whole[_address(param)] = world["param"][start:end].view(param.shape)
                 continue
-            self._buffers.append(_Buffer(optimizer, buffer, world["param"], self._cast))
+            cast = self._cast if storage is None else storage.cast
+            self._buffers.append(_Buffer(optimizer, buffer, world["param"], cast))
 
     def add_whole(self, optimizer: Any, live: Any) -> None:
         """Add the params of an optimizer that every data-parallel rank has in full.
@@ -133,6 +143,14 @@ class Weights:
             if weight is not None:
                 return weight
         return None
+
+
+def _is_in_order(buffer: Any) -> bool:
+    """Return whether the weights lie in their buffer where its map says."""
+    first, size = buffer.param_data.data_ptr(), buffer.param_data.element_size()
+    return all(
+        param.data_ptr() == first + start * size for param, (start, _, _) in buffer.param_index_map.items()
+    )
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor.checkpoint import shards, step_record
+from adaptor.replica import optimizer_state
 
 # What routers of experts add up in the forward passes of a step. The framework zeroes it when the gradients
 # are final, and saves none of it.
@@ -145,7 +146,10 @@ def _end_async_caller(caller: Any) -> None:
 def gather_weights(model: Sequence[Any], optimizer: Any) -> None:
     """Make the model's weights from main params: collective, over the new groups."""
     for chained_optimizer in step_record.chain(optimizer):
-        if not shards.is_stub(chained_optimizer) and hasattr(
+        storage = optimizer_state.storage_of(chained_optimizer)
+        if storage is not None:
+            storage.make_weights()
+        elif not shards.is_stub(chained_optimizer) and hasattr(
             chained_optimizer, "_copy_main_params_to_model_params"
         ):
             chained_optimizer._copy_main_params_to_model_params()

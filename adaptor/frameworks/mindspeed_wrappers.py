@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from adaptor import patching
+from adaptor import context, patching
+from adaptor.errors import UnsupportedError
 from adaptor.frameworks import supported_options
 
 # As `supported_options` has them for Megatron-LM.
 ALLOWED_VALUES: supported_options.Values = (
-    ("reuse_fp32_param", (False, None), "main params that share their memory with the weights"),
-    ("swap_optimizer", (False, None), "optimizer state that is on the host between updates"),
     ("virtual_optimizer", (None,), "optimizer state that is on the host between updates"),
     ("smart_swap", (False, None), "tensors that are on the host when they are not used"),
     ("compress_optimizer", (False, None), "compressed optimizer state"),
@@ -33,7 +33,41 @@ ALLOWED_VALUES: supported_options.Values = (
     ("enable_expert_placement", (False, None), "experts that move from rank to rank"),
 )
 
+# The options with which main params have other memory between updates than in them (`mindspeed_memory`).
+_MEMORY_OPTIONS = ("reuse_fp32_param", "swap_optimizer")
+
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def checks(args: Any) -> Iterator[Callable[[], None]]:
+    """Return what must hold of MindSpeed's options; each raises UnsupportedError."""
+    yield from supported_options.checks_of_values(ALLOWED_VALUES, args)
+    for name in _MEMORY_OPTIONS:
+        if getattr(args, name, False):
+            yield partial(_require_restorable, args, f"--{name.replace('_', '-')} is True")
+
+
+def _require_restorable(args: Any, given: str) -> None:
+    """Refuse options beside which the framework, or the adaptor, would not bring main params back."""
+    settings = context.get().settings
+    wrong = [
+        (not args.use_distributed_optimizer, "without --use-distributed-optimizer"),
+        (
+            getattr(args, "ckpt_format", "torch") != "torch" or getattr(args, "use_dist_ckpt", False),
+            "with another --ckpt-format than torch, in which MindSpeed itself saves no whole state",
+        ),
+        (
+            getattr(args, "reuse_fp32_param", False) and getattr(args, "npu_deterministic", False),
+            "with --npu-deterministic, which keeps a bit of each main param in the sign of a moment",
+        ),
+        (settings.local_copy, "with a local copy (TTP_LOCAL_COPY, --local-copy-os)"),
+        (settings.reshape is not None, "with TTP_RESHAPE"),
+    ]
+    for holds, beside in wrong:
+        if holds:
+            raise UnsupportedError(
+                f"{given}: it cannot be protected {beside}; leave out one of them, or set ENABLE_TTP=False"
+            )
 
 
 def has_features() -> bool:

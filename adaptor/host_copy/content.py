@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
@@ -125,12 +126,13 @@ def write(
         OSError: there is no room.
     """
     shards = own_shards(trainee.state.optimizer)
-    tensors = [
-        tensor
+    weights = frozen(trainee.state.model)
+    kinds = [
+        (tensor.dtype, tensor.numel())
         for _, optimizer in shards
         for tensor in (*twin.params(optimizer), *optimizer_state.tensors_of(optimizer))
     ]
-    tensors += frozen(trainee.state.model)
+    kinds += [(weight.dtype, weight.numel()) for weight in weights]
     index = msgspec.msgpack.encode(
         _Index(
             record=packing.pack(dict(vars(record))),
@@ -140,15 +142,22 @@ def write(
                 _Part(number, optimizer_state.encode(transfer.describe(optimizer)))
                 for number, optimizer in shards
             ],
-            tensors=[(_name(tensor.dtype), tensor.numel()) for tensor in tensors],
+            tensors=[(_name(dtype), count) for dtype, count in kinds],
         )
     )
-    places, size = _places(len(index), [(tensor.dtype, tensor.numel()) for tensor in tensors])
+    places, size = _places(len(index), kinds)
     memory = room(size)
     memory[: _LENGTH.size] = _LENGTH.pack(len(index))
     memory[_LENGTH.size : _LENGTH.size + len(index)] = index
     device = trainee.device
     with torch.no_grad(), device.beside():
+        tensors = chain(
+            *(
+                chain(optimizer_state.values_of(optimizer), optimizer_state.tensors_of(optimizer))
+                for _, optimizer in shards
+            ),
+            weights,
+        )
         for tensor, place in zip(tensors, places, strict=True):
             if not tensor.numel():
                 continue
@@ -203,10 +212,11 @@ def read(memory: memoryview, state: TrainingState, device: Device) -> Told:
             f" this rank updates shard {_numbers(shards_by_index)}"
         )
     landed: list[torch.Tensor] = []
+    filled = {number: optimizer_state.to_be_filled(shard) for number, shard in shards_by_index.items()}
     for part in index.shards:
         described: Shard = optimizer_state.decode(part.described, Shard)
         try:
-            landed += transfer.lay_out(shards_by_index[part.index], described, part.index)
+            landed += transfer.lay_out(filled[part.index], described, part.index)
         except transfer.TransferError as error:
             raise CheckpointError(str(error)) from error
     landed += frozen(state.model)
@@ -220,6 +230,8 @@ def read(memory: memoryview, state: TrainingState, device: Device) -> Told:
                     memory, dtype=tensor.dtype, count=tensor.numel(), offset=place
                 )
                 tensor.data.copy_(stored_values.reshape(tensor.shape))
+        for number, shard in shards_by_index.items():
+            optimizer_state.keep(shard, filled[number])
     record = record_of({"record": packing.unpack(index.record)})
     return Told(record, packing.unpack(index.arguments), packing.unpack(index.extra))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.devices.device import Device
 from adaptor.online.transfer import TransferError
-from adaptor.replica import twin
+from adaptor.replica import optimizer_state
 from adaptor.worker.pace import Measures
 from adaptor.worker.processor import CannotRejoinError
 
@@ -128,5 +129,6 @@ def require_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         CannotRejoinError: the optimizer state of this rank is not finite.
     """
     for optimizer in optimizers:
-        if not all_finite([*twin.params(optimizer), dict(optimizer.state)]):
+        values = itertools.chain(optimizer_state.values_of(optimizer), optimizer_state.tensors_of(optimizer))
+        if not all(map(all_finite, values)):
             raise CannotRejoinError("its optimizer state is not finite")

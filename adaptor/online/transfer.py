@@ -7,6 +7,7 @@ its own. A shard counts as received only once its checksum is that of the sender
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 import msgspec
@@ -143,8 +144,8 @@ def answer(channel: TransferChannel, source: StateSource, cancelled: Callable[[]
         elif request.what == SHARD:
             optimizer = source.shard(request.index)
             channel.send(optimizer_state.encode(describe(optimizer)))
-            tensors = [*twin.params(optimizer), *optimizer_state.tensors_of(optimizer)]
             with source.device.beside():
+                tensors = chain(optimizer_state.values_of(optimizer), optimizer_state.tensors_of(optimizer))
                 channel.send_tensors(tensors, source.device.to_host)
         elif request.what == FROZEN:
             with source.device.beside():
@@ -174,7 +175,10 @@ def ask_shard(channel: TransferChannel, index: int, optimizer: torch.optim.Optim
     """
     channel.send(msgspec.msgpack.encode(Request(SHARD, index)))
     theirs: Shard = optimizer_state.decode(channel.receive(), Shard)
-    return channel.receive_tensors(lay_out(optimizer, theirs, index))
+    filled = optimizer_state.to_be_filled(optimizer)
+    count = channel.receive_tensors(lay_out(filled, theirs, index))
+    optimizer_state.keep(optimizer, filled)
+    return count
 
 
 def lay_out(optimizer: torch.optim.Optimizer, theirs: Shard, index: int) -> list[torch.Tensor]:

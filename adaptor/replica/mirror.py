@@ -20,7 +20,14 @@ import torch
 
 from adaptor.errors import UnsupportedError
 from adaptor.replica import optimizer_state, twin
-from adaptor.replica.optimizer_state import Entry, entries_of, make_state, tensors_of
+from adaptor.replica.optimizer_state import (
+    Entry,
+    entries_of,
+    make_state,
+    storage_of,
+    tensors_of,
+    values_of,
+)
 from adaptor.replica.ring import Ring, chunks, make_inbox, pieces
 
 
@@ -76,7 +83,11 @@ class Mirror:
             [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
             for sizes in theirs.sizes
         ]
-        self.optimizer = twin.make(owner, mirror_params, theirs.groups)
+        storage = storage_of(owner)
+        if storage is None:
+            self.optimizer = twin.make(owner, mirror_params, theirs.groups)
+        else:
+            self.optimizer = storage.make_twin(mirror_params, theirs.groups)
         self._params = twin.params(self.optimizer)
         sizes = [param.numel() for param in self._params]
         self._inbox, grads = make_inbox(sum(sizes), device)
@@ -93,7 +104,10 @@ class Mirror:
         own_params = twin.params(self._owner)
         present = bytes(param.grad is not None for param in own_params)
         update = _encoded(_Update(twin.scalars(self._owner), present))
-        own_grads = (torch.zeros_like(param) if param.grad is None else param.grad for param in own_params)
+        own_grads = (
+            (torch.zeros_like(param) if param.grad is None else param.grad).to(self._inbox.device)
+            for param in own_params
+        )
         taken = self._ring.swap_bytes(update, own_grads, self._inbox)
         theirs: _Update = optimizer_state.decode(taken, _Update)
         for group, scalars in zip(self.optimizer.param_groups, theirs.groups, strict=True):
@@ -120,20 +134,18 @@ class Mirror:
 
     def _fill(self, theirs: _Shard) -> None:
         """Take the params and their state, once."""
-        own_values = [param.detach().reshape(-1) for param in twin.params(self._owner)]
         sizes = [param.numel() for param in self._params]
         taken = torch.empty(sum(sizes), dtype=torch.float32)
-        self._ring.swap(chunks(own_values), pieces(taken))
+        self._ring.swap(chunks(values_of(self._owner)), pieces(taken))
         for param, part in zip(self._params, torch.split(taken, sizes), strict=True):
             param.copy_(part)
-        owner_tensors = tensors_of(self._owner)
         landed = [
             tensor.view(-1)
             for param, entries in zip(self._params, theirs.states, strict=True)
             for tensor in make_state(self.optimizer, param, entries)
         ]
         self._ring.swap(
-            (part for tensor in owner_tensors for part in pieces(tensor)),
+            (part for tensor in tensors_of(self._owner) for part in pieces(tensor)),
             (part for tensor in landed for part in pieces(tensor)),
         )
 

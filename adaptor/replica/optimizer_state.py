@@ -2,13 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import msgspec
 import torch
 
 from adaptor.replica import twin
+
+
+class Storage(Protocol):
+    """The place where a framework keeps params and state of an optimizer between two updates.
+
+    The tensors of the optimizer itself have these values inside the update window alone.
+    """
+
+    def param(self, param: torch.Tensor) -> torch.Tensor:
+        """Return the values of a param."""
+
+    def state(self, param: torch.Tensor) -> Mapping[str, Any]:
+        """Return the values of the entries of its state, by key."""
+
+    def store(self, values: torch.optim.Optimizer) -> None:
+        """Take the params and the state of `values`, which is laid out like the optimizer."""
+
+    def make_weights(self) -> None:
+        """Give this rank's part of the model the values of the params, as an update does."""
+
+    def cast(self, main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return main params as weights, as an update makes them."""
+
+    def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
+        """Return the gathered state of all shards as the framework saves it in the format `torch`."""
+
+    def place_of_twins(self, device: torch.device) -> torch.device:
+        """Return where a twin has its tensors, if those of the optimizer are on `device` when it updates."""
+
+    def make_twin(
+        self, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """Make a twin of the optimizer, whose tensors always have their values; see `twin.make`."""
+
+
+def storage_of(optimizer: Any) -> Storage | None:
+    """Return where the state of an optimizer is; None: in its own tensors.
+
+    Args:
+        optimizer: of torch, or a distributed optimizer of Megatron, which has one.
+    """
+    storage: Storage | None = getattr(getattr(optimizer, "optimizer", optimizer), twin.STORAGE, None)
+    return storage
+
+
+def values_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Return the values of all params, flat, in the order of the param groups, one after the other."""
+    storage = storage_of(optimizer)
+    for param in twin.params(optimizer):
+        yield (param if storage is None else storage.param(param)).detach().reshape(-1)
+
+
+def state_values(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
+    """Return the values of the entries of a param's state, by key."""
+    storage = storage_of(optimizer)
+    return optimizer.state.get(param, {}) if storage is None else storage.state(param)
+
+
+def to_be_filled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer to fill with another state, which `keep` then gives to `optimizer`."""
+    if storage_of(optimizer) is None:
+        return optimizer
+    params = [
+        [torch.empty_like(param, device="cpu") for param in group["params"]]
+        for group in optimizer.param_groups
+    ]
+    return twin.make(optimizer, params, twin.scalars(optimizer))
+
+
+def keep(optimizer: torch.optim.Optimizer, filled: torch.optim.Optimizer) -> None:
+    """Give `optimizer` the state of what `to_be_filled` has returned."""
+    storage = storage_of(optimizer)
+    if storage is not None:
+        for group, scalars in zip(optimizer.param_groups, twin.scalars(filled), strict=True):
+            group.update(scalars)
+        storage.store(filled)
+
 
 # A tensor of one number, in a message. A class that wants it on its device takes it there, as after a load.
 _COUNT = 1
@@ -51,7 +128,7 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [
         value.detach().reshape(-1)
         for param in twin.params(optimizer)
-        for value in optimizer.state.get(param, {}).values()
+        for value in state_values(optimizer, param).values()
         if isinstance(value, torch.Tensor)
     ]
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 
+# The attribute of an optimizer that names where its state is (`optimizer_state.Storage`).
+STORAGE = "_ttp_storage"
+
 
 def make(
     owner: torch.optim.Optimizer, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
@@ -22,7 +25,8 @@ def make(
     """
     twin: torch.optim.Optimizer = object.__new__(type(owner))
     # A scheduler of torch counts the steps by a `step` of the object's own.
-    twin.__dict__.update({key: value for key, value in vars(owner).items() if key != "step"})
+    left_out = ("step", STORAGE)
+    twin.__dict__.update({key: value for key, value in vars(owner).items() if key not in left_out})
     twin.state = defaultdict(dict)
     twin.param_groups = [
         {"params": tensors, **scalars} for tensors, scalars in zip(params, groups, strict=True)

@@ -70,6 +70,8 @@ class Bench:
             os.environ["PYTHONPATH"] = os.pathsep.join(
                 str(ROOT / "tests/standins" / part) for part in ("", "hugging_face")
             )
+            # MindSpeed looks below it for the headers of the operators that it builds.
+            os.environ["ASCEND_HOME_PATH"] = str(ROOT / "tests/standins")
             # MindSpeed-LLM 2.0 compiles by torch.jit, which cannot read what the device cpu stands in for.
             os.environ["PYTORCH_JIT"] = "0"
         if mindspeed and version < MINDSPEED_MOCKS:

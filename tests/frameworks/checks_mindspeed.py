@@ -116,7 +116,6 @@ MINDSPEED = {
         arguments=("--local-copy-os",),
     ),
     "odd-split": Check(replace(DP3, replica="split"), "none", refused("TTP_REPLICA is split, but "), REFUSED),
-    "reuse": refuses("--reuse-fp32-param"),
 }
 NODES_RESTART = replace(
     MINDSPEED["restart"],
@@ -167,6 +166,14 @@ def _context(name: str, algorithm: str, **more: int) -> Layout:
 
 NO_GLOO = Layout("dp2-no-gloo-group", 2, extra=("--disable-gloo-group",))
 OVERLAPS = Layout("dp2-overlap", 2, extra=("--overlap-grad-reduce", "--overlap-param-gather"))
+# Where the memory of the optimizer state is not that of torch.
+REUSE = Layout("dp2-reuse", 2, extra=("--reuse-fp32-param",))
+REUSE_DP3 = replace(DP3, name="dp3-reuse", extra=(*DP3.extra, "--reuse-fp32-param"))
+REUSE_EXPERTS = Layout("moe-dp4-ep2-reuse", 4, extra=(*MOE_EP2.extra, "--reuse-fp32-param"))
+# The experts of a rank are nowhere else: their shard is the whole of them.
+REUSE_LONE = replace(REUSE_EXPERTS, name="moe-dp2-ep2-reuse", processes=2)
+SWAP = Layout("dp2-swap", 2, extra=("--swap-optimizer",))
+SWAP_EXPERTS = Layout("moe-dp4-ep2-swap", 4, extra=(*MOE_EP2.extra, "--swap-optimizer"))
 ULYSSES = _context("cp2-dp2", "ulysses_cp_algo", processes=4)
 RING = _context("cp2-dp2-ring", "megatron_cp_algo", processes=4)
 RING_TP2 = _context("cp2-tp2-dp2-ring", "megatron_cp_algo", processes=8, tp=2)
@@ -180,7 +187,6 @@ LLM = {
         restarts=1,
     ),
     "lora-filter": refuses("--lora-ckpt-filter"),
-    "swap": refuses("--swap-optimizer"),
     "nodes": dies(DP4, 2, "norm", 5, nodes=2),
     "nodes-update": dies(DP4, 1, "update", 6, nodes=2),
     "nodes-loss": Check(
@@ -198,6 +204,30 @@ LLM = {
     "overlap": dies(OVERLAPS, 1, "norm", 5),
     "overlap-update": dies(OVERLAPS, 0, "update", 6),
     "fp16": dies(DP2_FP16, 1, "norm", 5),
+    "reuse": dies(REUSE, 1, "norm", 5),
+    "reuse-update": dies(REUSE, 0, "update", 6),
+    "reuse-restart": replace(MINDSPEED["restart"], layout=REUSE),
+    "reuse-odd": dies(REUSE_DP3, 1, "norm", 5),
+    "reuse-copies": Check(
+        replace(REUSE, replica="none"),
+        "SIGKILL of rank 1, before the gradient norm of step 8; TTP_HOST_COPY=2",
+        copies(6),
+        "started again from copies of step 6, as the framework saves it; trained to the end, bitwise",
+        "rank=1,step=8,phase=norm,kind=sigkill",
+        restarts=1,
+    ),
+    "reuse-experts": dies(REUSE_EXPERTS, 1, "norm", 5),
+    "reuse-lone": Check(
+        REUSE_LONE,
+        "exception in rank 1, before the gradient norm of step 6",
+        survives(5, code=1),
+        SAVED.format(5),
+        "rank=1,step=6,phase=norm,kind=exception",
+    ),
+    "swap": dies(SWAP, 1, "norm", 5),
+    "swap-update": dies(SWAP, 0, "update", 6),
+    "swap-restart": replace(MINDSPEED["restart"], layout=SWAP),
+    "swap-experts": dies(SWAP_EXPERTS, 1, "norm", 5),
     "averages": refuses("--optimizer-selection", "fused_ema_adamw"),
     # On a CPU the framework cannot load with this option, not even what it has saved.
     "no-gloo": replace(
@@ -248,6 +278,24 @@ LLM_ONLINE = {
             "rank=3,step=6,phase=norm,kind=sigkill",
         ),
         ("pipeline", STAGES, "SIGKILL of rank 1, in the update", "rank=1,step=6,phase=update,kind=sigkill"),
+        (
+            "reuse",
+            REUSE,
+            "SIGKILL of rank 0, before the gradient norm",
+            "rank=0,step=6,phase=norm,kind=sigkill",
+        ),
+        (
+            "reuse-update",
+            REUSE,
+            "SIGKILL of rank 1, in the update",
+            "rank=1,step=6,phase=update,kind=sigkill",
+        ),
+        (
+            "swap",
+            SWAP,
+            "SIGKILL of rank 0, before the gradient norm",
+            "rank=0,step=6,phase=norm,kind=sigkill",
+        ),
         (
             "experts",
             MOE_EP2,

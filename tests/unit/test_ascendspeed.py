@@ -64,11 +64,6 @@ def test_settings_of_megatron_lm_alone(variable: str, value: str, monkeypatch: p
 @pytest.mark.parametrize(
     ("given", "line"),
     [
-        (
-            {"reuse_fp32_param": True},
-            "--reuse-fp32-param is True: main params that share .*; leave it out, or",
-        ),
-        ({"swap_optimizer": True}, "--swap-optimizer is True: optimizer state that is on the host"),
         ({"virtual_optimizer": [65.0]}, r"--virtual-optimizer is \[65.0\]: optimizer state that is on the"),
         ({"smart_swap": True}, "--smart-swap is True: tensors that are on the host"),
         ({"compress_optimizer": True}, "--compress-optimizer is True: compressed optimizer state"),
@@ -88,10 +83,31 @@ def test_settings_of_megatron_lm_alone(variable: str, value: str, monkeypatch: p
 def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
     """They add these options to Megatron-LM's own."""
     usual: dict[str, Any] = dict.fromkeys(name for name, _, _ in mindspeed_wrappers.ALLOWED_VALUES)
-    usual |= {"reuse_fp32_param": False, "optimizer_selection": "fused_adamw"}
+    usual |= {"optimizer_selection": "fused_adamw"}
     megatron_training._require_protected(Namespace(**usual))
     with pytest.raises(UnsupportedError, match=line):
         megatron_training._require_protected(Namespace(**given))
+
+
+@pytest.mark.parametrize("option", ["reuse_fp32_param", "swap_optimizer"])
+def test_main_params_in_other_memory(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are protected in the form in which MindSpeed itself brings them back from a checkpoint."""
+    usual = {option: True, "use_distributed_optimizer": True, "ckpt_format": "torch"}
+    flag = f"--{option.replace('_', '-')} is True: it cannot be protected "
+
+    def refused(line: str, **given: Any) -> None:
+        with pytest.raises(UnsupportedError, match=f"^{flag}{line}"):
+            megatron_training._require_protected(Namespace(**{**usual, **given}))
+
+    megatron_training._require_protected(Namespace(**usual))
+    refused("without --use-distributed-optimizer", use_distributed_optimizer=False)
+    refused("with another --ckpt-format than torch", ckpt_format="torch_dist")
+    refused("with another --ckpt-format than torch", use_dist_ckpt=True)
+    if option == "reuse_fp32_param":
+        refused("with --npu-deterministic", npu_deterministic=True)
+    monkeypatch.setenv("TTP_LOCAL_COPY", "True")
+    context.forget()
+    refused("with a local copy")
 
 
 def test_what_is_protected_is_not() -> None:

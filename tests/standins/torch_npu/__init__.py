@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torch_npu import _C, npu
+from torch_npu import _C, built, npu
 from torch_npu.attention import npu_fusion_attention, npu_fusion_attention_grad
 from torch_npu.operators import (
     fast_gelu,
@@ -22,6 +22,7 @@ from torch_npu.utils import collect_env, storage
 
 __all__ = [
     "_C",
+    "built",
     "collect_env",
     "fast_gelu",
     "npu",
