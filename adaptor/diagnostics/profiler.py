@@ -1,4 +1,4 @@
-"""TTP_PROFILE: a trace of some steps by torch.profiler, or by that of torch_npu on an NPU."""
+"""TTP_PROFILE: a trace of some steps by torch.profiler, or by torch_npu's profiler on an NPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class _Trace(Protocol):
 class Profiler:
     """Records the steps of a request on this rank.
 
-    The trace is made in a local temporary folder first, for the profilers write while they hold the
-    interpreter; a thread of its own then copies it to the log folder, which may hang.
+    The trace is made in a local temporary folder first, because profilers write while they hold the
+    interpreter; a thread then copies the trace to the log folder, which may hang.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Profiler:
         if self._trace is not None:
             if step in steps:
                 return
-            self._stop()  # by a step that was left, and the loop has gone on elsewhere
+            self._stop()  # a step was left, and the loop has continued elsewhere
         if step in steps:
             self._start(step)
 
@@ -69,9 +69,9 @@ class Profiler:
         self._has_recorded = True
 
     def _start(self, step: int) -> None:
-        if torch.autograd._profiler_enabled():  # a second one would end the first, without an error
+        if torch.autograd._profiler_enabled():  # a second profiler would end the first, without an error
             raise RuntimeError("another profiler records this process")
-        is_there = self._scratch is not None and self._scratch.is_dir()  # something may have cleaned up there
+        is_there = self._scratch is not None and self._scratch.is_dir()  # the folder may have been cleaned up
         self._place = Path(tempfile.mkdtemp(prefix="profile-", dir=self._scratch if is_there else None))
         self._has_recorded = True
         self._from = step
@@ -87,7 +87,7 @@ class Profiler:
         npu = sys.modules.get("torch_npu")
         if npu is not None and hasattr(npu, "profiler") and torch.npu.is_available():  # type: ignore[attr-defined]
             handler = npu.profiler.tensorboard_trace_handler
-            # Else it is analysed here, while the other ranks wait in the next step.
+            # An analysis here would delay the other ranks in the next step.
             has_analyse_flag = "analyse_flag" in inspect.signature(handler).parameters
             ready = handler(str(place), **({"analyse_flag": False} if has_analyse_flag else {}))
             trace: _Trace = npu.profiler.profile(on_trace_ready=ready)

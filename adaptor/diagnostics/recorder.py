@@ -1,7 +1,7 @@
-"""Records chosen steps of this rank for people (TTP_PROFILE, TTP_DUMP), and never in the way of training.
+"""Records chosen steps of this rank for people (TTP_PROFILE, TTP_DUMP), without disturbing training.
 
-The session tells when steps begin and end. Whatever fails in here is said in one line, and ends the recording
-alone; files are written by a thread of their own, whose disk may hang.
+The session reports the begin and end of steps. A failure here is one line, and ends only the recording; a
+thread writes the files, because its disk may hang.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from adaptor.protocol.environment import Generation, Place, Scratch
 if TYPE_CHECKING:
     import torch
 
-# At the end of the script: what a disk that works has written by then.
+# The time for writing at the end of the script, enough for a working disk.
 _END_S = 30.0
 
 
 class Recording(Protocol):
-    """One of the things that are recorded; it is called on the main thread, and may raise anything."""
+    """A recording; it is called on the main thread, and may raise any exception."""
 
     def begin_step(self, step: int) -> None: ...
 
     def before_update(self) -> None:
-        """Gradients are complete, the update comes next, or is skipped."""
+        """Gradients are complete; the update is next, or is skipped."""
 
     def end_step(self, step: int) -> None:
-        """The step is over, or nobody knows and the next one begins."""
+        """The step has ended, or the next step begins."""
 
     def close(self) -> None:
-        """There is no further step; a second call does nothing."""
+        """No further step will come; a second call does nothing."""
 
 
 class Recorder:
@@ -51,11 +51,11 @@ class Recorder:
         self._models: Sequence[torch.nn.Module] = ()
         self._running: dict[str, Recording] = {}
         self._step = -1
-        self._has_begun = False  # a step of what is recorded now
+        self._has_begun = False  # a step of the present recordings
         self._writer = output.Writer("ttp-recorder")
 
     def require_ranks(self, world_size: int) -> None:
-        """Refuse ranks that the job does not have. Raises ConfigError."""
+        """Refuse ranks outside of the job. Raises ConfigError."""
         for variable, request in self._requests():
             if request is not None and request.ranks.last >= world_size:
                 raise ConfigError(
@@ -70,7 +70,7 @@ class Recorder:
         """
         if self._has_begun:
             self.close()
-        self._running.clear()  # without a step there is nothing to close, and nothing to say
+        self._running.clear()  # without a step nothing is open
         self._has_begun = False
         self._models = models
         folder = self._log_path / "-".join(filter(None, ("record", self._generation.name[:8])))
@@ -81,7 +81,7 @@ class Recorder:
                 self._running[variable] = self._make(request, folder)
 
     def begin_step(self, step: int) -> None:
-        """Note that `step` begins; an earlier one has ended, unless `end_step` has said so."""
+        """Note the begin of `step`; an earlier step has ended, even without `end_step`."""
         if not self._running:
             return
         self.end_step()
@@ -94,13 +94,15 @@ class Recorder:
             self._each(lambda recording: recording.before_update())
 
     def end_step(self) -> None:
-        """Note that the step has ended; without one it does nothing."""
+        """Note the end of the step; without a step do nothing."""
         if self._running and self._step >= 0:
             step, self._step = self._step, -1
             self._each(lambda recording: recording.end_step(step))
 
     def close(self) -> None:
-        """Note that no further step comes in this process; wait for a bounded time until all is written."""
+        """Note that no further step comes in this process; wait for a bounded time until all files are
+        written.
+        """
         if not self._running:
             return
         self.end_step()
@@ -112,7 +114,7 @@ class Recorder:
         return (("TTP_PROFILE", self._settings.profile), ("TTP_DUMP", self._settings.dump))
 
     def _make(self, request: requests.Profile | requests.Dump, folder: Path) -> Recording:
-        # torch, which is for the script to import
+        # Imported here: the script imports torch.
         from adaptor.diagnostics.profiler import Profiler
         from adaptor.diagnostics.tensor_dump import TensorDump
 

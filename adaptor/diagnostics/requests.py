@@ -1,4 +1,4 @@
-"""The values of TTP_PROFILE and TTP_DUMP: which steps of which ranks are recorded, and what of them."""
+"""The values of TTP_PROFILE and TTP_DUMP: which steps of which ranks are recorded, and which data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adaptor.errors import ConfigError
 
-# Of a tensor, in the order in which they are computed and written.
+# The statistics of a tensor, in the order of computation and output.
 STATISTICS = ("min", "max", "mean", "norm", "nan", "inf")
 _PAIR = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", re.ASCII)
 _KEYS = ("steps", "ranks", "modules", "stats", "tensors", "limit")
@@ -21,7 +21,7 @@ _SHOWN = 80  # characters of a value in a line that refuses it
 
 @dataclass(frozen=True)
 class Ranges:
-    """Whole numbers, as `0,8-15` has them.
+    """Whole numbers, in the form `0,8-15`.
 
     Raises:
         ValueError: the text is no such list.
@@ -75,8 +75,8 @@ class Dump:
 
     Attributes:
         modules: patterns of names of modules and parameters, as of files: `decoder.layers.0.*`
-        stats: which statistics are written of each tensor; empty: the tensors themselves are
-        limit: MiB that a rank writes at most
+        stats: the statistics of each tensor; empty: the tensors themselves
+        limit: the largest number of MiB per rank
     """
 
     steps: Ranges
@@ -87,10 +87,10 @@ class Dump:
 
 
 def profile(text: str) -> Profile | None:
-    """Return what `steps=10-12,ranks=0` asks for, None for an empty text.
+    """Return the request of a text such as `steps=10-12,ranks=0`, None for an empty text.
 
     Raises:
-        ConfigError: it makes no sense; the message says what of it.
+        ConfigError: the text is invalid; the message names the error.
     """
     if not text.strip():
         return None
@@ -123,10 +123,10 @@ def profile(text: str) -> Profile | None:
 
 
 def dump(text: str) -> Dump | None:
-    """Return what the JSON file of the name `text`, or `text` itself where it begins with `{`, asks for.
+    """Return the request of the JSON file `text`, or of the JSON in `text` if it begins with `{`.
 
     Raises:
-        ConfigError: it cannot be read, or makes no sense; the message says what of it.
+        ConfigError: the request is unreadable or invalid; the message names the error.
     """
     if not text.strip():
         return None
@@ -144,9 +144,9 @@ def dump(text: str) -> Dump | None:
 
 
 def inline(text: str) -> str:
-    """Return the content of the JSON file of the name `text`: what workers are given in its place.
+    """Return the content of the JSON file `text`, which workers get in place of the name.
 
-    A worker that starts again later needs no file then.
+    A worker that starts later then needs no file.
     """
     return _content(text) if text.strip() else text
 

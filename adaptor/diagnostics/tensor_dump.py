@@ -1,7 +1,7 @@
-"""TTP_DUMP: statistics, or the values, of what modules compute in some steps, and of the gradients.
+"""TTP_DUMP: statistics, or the values, of modules' outputs in some steps, and of the gradients.
 
-Hooks are there only during the steps that were asked for. They read, and change nothing: no random number is
-drawn and no node comes into the graph of autograd, so that losses stay bit for bit what they are without.
+Hooks exist only during the requested steps. Hooks read, and change nothing: no random number is drawn and no
+node is added to the graph of autograd, so losses stay bit for bit the same.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Statistics: TypeAlias = "dict[str, float | int | None]"
 class TensorDump:
     """Records the steps of a request on this rank.
 
-    `dump-rank<n>.jsonl` has a line for each tensor, in the order in which they were computed; with `tensors`
-    the tensor of a line is in the file that it names.
+    `dump-rank<n>.jsonl` has a line for each tensor, in the order of computation; with `tensors` a line names
+    the file of its tensor.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TensorDump:
         self._step = 0
         self._misses_gradients = False
         self._queue = deque[tuple[str, Path | None, torch.Tensor | None]]()
-        self._size = self._count = 0  # bytes and tensors that were given to the writer
+        self._size = self._count = 0  # bytes and tensors for the writer
         self._written = 0  # tensors
         self._full = self._told_of_nan = self._told_of_a_failure = False
         self._came = self._closed = False
@@ -123,7 +123,7 @@ class TensorDump:
     def _after_forward(
         self, name: str, module: torch.nn.Module, module_output: object, returned: object
     ) -> None:
-        """A forward hook; what it returns, None, leaves the result of the module as it is."""
+        """Look at a module's output; a forward hook, whose result None leaves the output unchanged."""
         self._guarded(self._look_at, name, returned)
 
     def _look_at(self, name: str, returned: object) -> None:
@@ -133,8 +133,8 @@ class TensorDump:
         call = self._calls[name]
         for place, tensor in _tensors(returned, "output"):
             self._write("forward", name, place, call, tensor)
-            # Not a backward hook of the module: those put a node of their own into the graph. What has no
-            # function that made it is a parameter, whose gradient has lines of its own.
+            # Not a backward hook of the module, which would add a node to the graph. A tensor without a
+            # function is a parameter, whose gradient has its own lines.
             if tensor.grad_fn is not None:
                 hook = partial(self._after_backward, name, place, call)
                 self._hooks.append(tensor.register_hook(hook))  # type: ignore[no-untyped-call]
@@ -143,7 +143,7 @@ class TensorDump:
         self._guarded(self._write, "backward", name, place, call, gradient)
 
     def _guarded(self, act: Callable[..., None], *arguments: object) -> None:
-        """Inside of the framework's passes: an error is said once, and does not reach them."""
+        """Call inside of the framework's passes: an error is reported once, and not raised."""
         try:
             with torch.no_grad():
                 act(*arguments)
@@ -184,12 +184,12 @@ class TensorDump:
             return
         self._size += size
         self._queue.append((written, path, tensor))
-        # Where there was one before, it is being written, or will be.
+        # If the queue was not empty, its writing is under way.
         if len(self._queue) == 1 and not self._writer.submit(self._append):
             self._give_up("no thread can be started that writes")
 
     def _append(self) -> None:
-        """Write all that is queued; in the writer's thread."""
+        """Write all queued lines; in the writer's thread."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with self._lines.open("a", encoding="utf-8") as file:
@@ -226,8 +226,8 @@ class TensorDump:
 def statistics(tensor: torch.Tensor) -> Statistics:
     """Return the statistics of a tensor (`requests.STATISTICS`).
 
-    nan and inf are counts; min, max, mean and norm (the 2-norm) are those of the finite elements, in float32,
-    None where there is none.
+    nan and inf are counts; min, max, mean and norm (the 2-norm) are of the finite elements, in float32, None
+    without finite elements.
     """
     if not tensor.numel():
         return {"min": None, "max": None, "mean": None, "norm": None, "nan": 0, "inf": 0}
@@ -259,7 +259,7 @@ def _chunks(models: Sequence[torch.nn.Module]) -> list[tuple[str, torch.nn.Modul
 
 
 def _tensors(value: object, place: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors in what a module returns, with their places in it: `output.0`."""
+    """Yield the tensors in a module's output, with their places: `output.0`."""
     if isinstance(value, torch.Tensor):
         if value.is_floating_point():
             yield place, value

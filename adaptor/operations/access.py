@@ -1,4 +1,4 @@
-"""The access to the files of a job that are served: addresses, the token of clients, certificates.
+"""The access to the served files of a job: addresses, the token of clients, certificates.
 
 An address that other machines reach needs both a token and a certificate.
 """
@@ -19,14 +19,14 @@ _SHORTEST_WORD = 16
 
 
 class ServeError(AdaptorError):
-    """An address, a secret or a certificate cannot be used as it was asked."""
+    """An address, a secret or a certificate cannot be used."""
 
 
 class Clients(NamedTuple):
-    """The token that a client must send, and the certificate that it is shown.
+    """The token that a client must send, and the certificate of the server.
 
     Attributes:
-        token: a word that each request must have (`Authorization: Bearer`); '' if none is needed
+        token: a word in each request (`Authorization: Bearer`); '' if none is needed
         tls: None: without TLS
     """
 
@@ -41,7 +41,7 @@ class Certificate:
         path, key: PEM files.
 
     Raises:
-        ServeError: they cannot be used.
+        ServeError: the files cannot be used.
     """
 
     def __init__(self, path: Path, key: Path) -> None:
@@ -55,13 +55,13 @@ class Certificate:
             ) from None
 
     def renew(self) -> None:
-        """Read the files again if they have changed; a pair that cannot be used changes nothing."""
+        """Read changed files again; an unusable pair has no effect."""
         state = self._state()
         if state is None or state == self._read_as:
             return
         self._read_as = state
         try:
-            self._load()  # first without what is in use: half a pair would stay there
+            self._load()  # into a new context first: half a pair would stay in the used context
             self.context.load_cert_chain(*self._files, password="")
         except (OSError, ssl.SSLError):
             return
@@ -83,7 +83,7 @@ class Certificate:
 
 
 def clients(address: Address, token: Path | None, certificate: tuple[Path, Path] | None) -> Clients:
-    """Return who is served at an address.
+    """Return the access rules of an address.
 
     Args:
         address: to serve at.
@@ -91,8 +91,8 @@ def clients(address: Address, token: Path | None, certificate: tuple[Path, Path]
         certificate: PEM files of the certificate and its key.
 
     Raises:
-        ServeError: other machines reach the address and a token or a certificate is missing, or a file is not
-            as it must be.
+        ServeError: other machines reach the address and a token or a certificate is missing, or a file cannot
+            be used.
     """
     word = read_word(token, "the token file") if token is not None else ""
     if not address.is_loopback and not (word and certificate):
@@ -104,7 +104,7 @@ def clients(address: Address, token: Path | None, certificate: tuple[Path, Path]
 
 
 def listen(address: Address) -> socket.socket:
-    """Return a socket that listens at an address; port 0: at any that is free.
+    """Return a socket that listens at an address; port 0: any free port.
 
     Raises:
         ServeError: the address cannot be had.
@@ -115,7 +115,7 @@ def listen(address: Address) -> socket.socket:
         )
         listener = socket.socket(family, kind, protocol)
         try:
-            # Connections of a server that has just ended are no hindrance.
+            # Connections of a server that has just ended do not block the address.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(socket_address)
             listener.listen(_BACKLOG)
@@ -133,10 +133,11 @@ def read_word(path: Path, subject: str) -> str:
 
     Args:
         path: the file.
-        subject: it is, for messages.
+        subject: the name of the file in messages.
 
     Raises:
-        ServeError: it cannot be read, others can read it, or it is no word that is long enough.
+        ServeError: the file cannot be read, other users can read the file, or its content is no word of the
+            needed length.
     """
     try:
         path.stat()

@@ -1,4 +1,4 @@
-"""Geometry of the page's charts: SVG in a box of 1000 x 100, which a browser stretches; no script."""
+"""The geometry of the page's charts: SVG in a box of 1000 x 100, which a browser stretches; no script."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Rect(NamedTuple):
 
 
 class ChartLine(NamedTuple):
-    """A curve over steps, or anything else that is counted.
+    """A curve over steps or another count.
 
     Attributes:
         points: of an SVG polyline
         low, high: the values at the lower and the upper edge
-        first, last: of what is counted
+        first, last: of the counted values
     """
 
     points: str
@@ -38,12 +38,13 @@ class ChartLine(NamedTuple):
 def rect(
     kind: str, begin: float, end: float, until: float, low: float = 0.0, high: float = 1.0
 ) -> Rect | None:
-    """Return the rectangle from `begin` to `end` on a scale of 0 to `until`; None if nothing of it is there.
+    """Return the rectangle from `begin` to `end` on a scale of 0 to `until`; None if it is outside of the
+    scale.
 
     Args:
         kind: the name of its colour.
-        begin: where it begins on the scale.
-        end: where it ends.
+        begin: its beginning on the scale.
+        end: its end.
         until: the end of the scale.
         low: its lower edge, from 0 to 1.
         high: its upper edge.
@@ -63,7 +64,7 @@ def rect(
 
 
 def row(seconds: Mapping[str, float], until: float = 0.0) -> list[Rect]:
-    """Return parts one behind the other, on a scale to `until`; 0: as wide as the chart."""
+    """Return rectangles one behind the other, on a scale to `until`; 0: as wide as the chart."""
     total = until or sum(seconds.values())
     rects, begin = [], 0.0
     for kind, took in seconds.items():
@@ -80,7 +81,7 @@ def line(
     """Return a curve; without `low` and `high` its values fill the chart.
 
     Args:
-        xs: what is counted, ascending; at least one.
+        xs: the counted values, ascending; at least one.
         ys: as many values.
         low: the value at the lower edge.
         high: the value at the upper edge.
@@ -100,16 +101,16 @@ def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-# Parts into which the time is cut; each is a column of the chart.
+# The number of columns of the chart.
 _PARTS = 80
 _TICKS = 4
-# A job that is younger has no history.
+# A younger job has no history.
 _LEAST_S = 2.0
 _COLOURS = {"training": "first", "startup": "load", "recovery": "write", "down": "other"}
 
 
 class History(NamedTuple):
-    """The columns of a chart, a curve over them, and the times below it.
+    """The columns of a chart of a job's time, a curve over them, and the times below.
 
     Attributes:
         total: the share of training since the beginning, at the end of each column
@@ -123,11 +124,11 @@ class History(NamedTuple):
 
 
 def history_of(changes: Sequence[tuple[float, str]], until: float) -> History | None:
-    """Return the history of a job; None while it has none.
+    """Return the history of a job; None while the job is too young.
 
     Args:
-        changes: when each state began, in Unix seconds, and which it was; in their order.
-        until: the time to which the last one lasts.
+        changes: the beginning of each state, in Unix seconds, and its name; in order.
+        until: the end of the last state.
     """
     if not changes or until - changes[0][0] < _LEAST_S:
         return None

@@ -1,7 +1,7 @@
-"""`ttp`: what an operator asks of a job, from its files alone.
+"""`ttp`: answers an operator's questions about a job, from its files alone.
 
-Exit codes: 0, all is well; 1, a finding (a job that is not protected or writes nothing any more, a damaged
-checkpoint); 2, bad usage, or nothing to read.
+Exit codes: 0, success; 1, a finding (an unprotected or silent job, a damaged checkpoint); 2, bad usage, or
+nothing to read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PORT = 9470
 _WATCH_S = 1.0
 
 Answer = Callable[[argparse.Namespace], int]
-# Adds a command: its name, the function that answers, and what it is for.
+# Adds a command: its name, the function that answers, and its help text.
 Add = Callable[[str, Answer, str], argparse.ArgumentParser]
 
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Add], N
 
     Args:
         arguments: of the command line; by default this process's.
-        add_commands: adds commands that this package does not have.
+        add_commands: adds commands of other packages.
     """
     parsed = parser_of(add_commands).parse_args(arguments)
     answer: Answer = parsed.answer
@@ -167,7 +167,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
 
 
 def _open(status: Status) -> str:
-    """Return the words about an incident that has not ended; '' where there is none."""
+    """Return the words about an open incident; '' without an open incident."""
     if status.state != "incident":
         return ""
     return f"; one is open: {status.open_incident or 'the newest step is being saved'}"
@@ -256,7 +256,7 @@ def _report(parsed: argparse.Namespace) -> int:
 
 
 def _incident(job: Path, name: str) -> Incident:
-    """Return the incident with an id; the newest one for ''."""
+    """Return the incident with an id; the newest incident for ''."""
     known_incidents = job_folder.incidents(job)
     if not known_incidents:
         raise job_folder.JobFolderError(f"{shown(str(job))}: this job has had no incident")
@@ -290,7 +290,7 @@ def _say_written(parsed: argparse.Namespace, out: Path, description: str, about:
 
 
 def _missing(error: ModuleNotFoundError, package: str, command: str, extra: str = "ops") -> Exception:
-    """Return what to raise where a package is not installed that only a command of `ttp` needs."""
+    """Return the error to raise if a package is missing that only one command of `ttp` needs."""
     if (error.name or "").partition(".")[0] != package:
         return error
     return job_folder.JobFolderError(f"{command} needs {package}: {distributions.install_command(extra)}")

@@ -2,16 +2,16 @@
 
 A job is in one state at a time. Its events end one state and begin the next:
 
-startup     workers are started, until every rank trains
+startup     workers start, until every rank trains
 training    steps, evaluations and saves
-recovery    from a fault that was noticed, or the begin of a hang, until every rank trains again (after an
+recovery    from the notice of a fault, or the begin of a hang, until every rank trains again (after an
             online recovery: until a step is finished), or to the end of ttprun
-down        from the end of one ttprun to the start of the next one of the same job; from its last event, if
-            it was ended without being able to say so
+down        from the end of one ttprun to the start of the next ttprun of the same job; from the last
+            event, if ttprun ended without an event
 
-Training is then divided. `data`, `evaluation`, `save` and `other` are what the first rank was not in steps
-for, by the status. What was spent on steps that were trained again is `wasted`, the rest `productive`. How
-much of a startup or a recovery was the load of a checkpoint is in the event `training`; it counts as `load`.
+Training is then divided. `data`, `evaluation`, `save` and `other` are the status's times of the first rank
+outside of steps. Time of steps that were trained again is `wasted`, the remaining time `productive`. The
+event `training` has the time in which a startup or a recovery loaded a checkpoint, counted as `load`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 
 from adaptor.operations.records import LOAD, STILL, Event, Incident, IncidentSummary, unix
 
-# By the state before an event and its type: the state after it. What is not here changes nothing.
+# By the state before an event and the event's type: the state afterwards. Other events change no state.
 _NEXT = {
     ("down", "generation"): "startup",
     ("training", "generation"): "startup",  # workers that are started again though nothing has failed
@@ -39,9 +39,9 @@ _NEXT = {
 }
 
 
-# What a rank in training is not in steps for; other: the writing of logs, and phases of other names.
+# The uses of a rank's time outside of steps; other: logs, and phases of other names.
 USES = ("data", "evaluation", "save", "other")
-# What a status counts: steps that are made again are `wasted` while they are made.
+# The uses that a status counts: repeated steps are `wasted` at once.
 COUNTED_USES = ("productive", "wasted", *USES)
 
 
@@ -49,11 +49,12 @@ class Goodput(msgspec.Struct, kw_only=True, frozen=True):
     """The time of a job by its use, in seconds.
 
     Attributes:
-        seconds: in each state: productive, those of `USES`, wasted, startup, load, recovery, down
-        steps: that count: from the first one that was trained to the newest one that is finished and not lost
-        lost: steps that had to be trained again, or would have to, where the job has ended; None: those of an
-            incident are not known, and count as none of the wasted ones
-        ratio: productive seconds over all seconds; None if there are none
+        seconds: in each state: productive, the states of `USES`, wasted, startup, load, recovery, down
+        steps: the number of steps that count: from the first trained step to the newest finished step that is
+            not lost
+        lost: the number of steps trained again, or lost at the end of the job; None: unknown for an incident,
+            whose steps do not count as wasted
+        ratio: productive seconds over all seconds; None without any time
     """
 
     seconds: dict[str, float]
@@ -69,16 +70,16 @@ class TimeSpent:
         self._seconds = dict.fromkeys(("training", "startup", LOAD, "recovery", "down"), 0.0)
         self._state = ""
         self._since = 0.0  # when the state began, in Unix seconds
-        self._last = 0.0  # when the last event was
-        self._first: int | None = None  # the step from which training began
+        self._last = 0.0  # the time of the last event
+        self._first: int | None = None  # the first step of training
         self._newest: int | None = None  # the newest step of an event
-        self.changes: list[tuple[float, str]] = []  # when each state began, and which it was
+        self.changes: list[tuple[float, str]] = []  # the beginning of each state, and its name
 
     def add(self, event: Event) -> None:
-        """Take the next event of the job, in the order of its file."""
+        """Add the next event of the job, in the order of its file."""
         at = unix(event.time)
         if event.type == "generation" and event.generation == 1 and self._state not in ("", "down"):
-            # A new ttprun, though the one before it has told of no end.
+            # A new ttprun, whose predecessor ended without an event.
             self._enter("down", self._last)
         self._last = max(self._last, at)
         if event.step is not None:
@@ -99,12 +100,12 @@ class TimeSpent:
 
     @property
     def closed(self) -> dict[str, float]:
-        """The seconds of all starts, loads, recoveries and breaks that have ended: they never become less."""
+        """Return the seconds of all ended starts, loads, recoveries and breaks, which never decrease."""
         return {state: self._seconds[state] for state in ("startup", LOAD, "recovery", "down")}
 
     def _enter(self, state: str, at: float) -> None:
         if self._state:
-            # Two nodes may have written, whose clocks disagree: no state lasts less than nothing.
+            # The clocks of two nodes may disagree: no state lasts less than nothing.
             self._seconds[self._state] += max(0.0, at - self._since)
         self._state, self._since = state, max(at, self._since)
         self.changes.append((self._since, state))
@@ -117,15 +118,15 @@ class TimeSpent:
         incidents: Sequence[Incident | IncidentSummary],
         uses: Mapping[str, float],
     ) -> Goodput:
-        """Return how the job has spent its time.
+        """Return the job's use of its time.
 
-        A step that was lost is taken to have cost what a step of this job costs on average.
+        A lost step is taken to have cost the average of this job's steps.
 
         Args:
-            until: the time to which the last state lasts, in Unix seconds; None: to the last event.
-            newest: the newest finished step, None if it is not known: then that of the events.
+            until: the end of the last state, in Unix seconds; None: the last event.
+            newest: the newest finished step; None: the newest step of the events.
             incidents: of the same job.
-            uses: seconds of training in each of `USES`; what is not there is 0.
+            uses: seconds of training in each of `USES`; 0 for a missing use.
         """
         seconds = dict(self._seconds)
         if self._state and self._state != "down" and until is not None:
@@ -138,7 +139,7 @@ class TimeSpent:
         )
         steps = max(0, steps - self._gone(incidents))
         other_uses = {use: max(0.0, uses.get(use, 0.0)) for use in USES}
-        # A phase that an incident has held up is counted with that, and in the recovery.
+        # A phase that an incident has held up is counted in the phase, and in the recovery.
         share = min(1.0, seconds["training"] / sum(other_uses.values())) if any(other_uses.values()) else 1.0
         other_uses = {use: took * share for use, took in other_uses.items()}
         stepping = max(0.0, seconds["training"] - sum(other_uses.values()))
@@ -161,9 +162,9 @@ class TimeSpent:
         )
 
     def _gone(self, incidents: Sequence[Incident | IncidentSummary]) -> int:
-        """Return the steps that the last incident has lost, where the job has ended with it.
+        """Return the steps that the last incident has lost, if the job has ended with the incident.
 
-        Else they have been trained again, and the newest step is one that counts.
+        Otherwise the steps were trained again, and the newest step counts.
         """
         if not incidents or self._state != "down":
             return 0
@@ -172,7 +173,7 @@ class TimeSpent:
 
 
 def _number(text: str) -> float:
-    """Return the seconds in a text; 0 where it has none."""
+    """Return the seconds in a text; 0 without a number."""
     with contextlib.suppress(ValueError):
         seconds = float(text)
         return seconds if math.isfinite(seconds) and seconds > 0.0 else 0.0

@@ -1,4 +1,4 @@
-"""Makes the part of a page about one incident, from its file."""
+"""Makes the part of a page about an incident, from its file and the stacks in the log folder."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from adaptor.operations.records import Event, Incident, unix
 from adaptor.operations.timeline import Lane, Span
 from adaptor.operations.words import duration, first_step_again
 
-# The page has the stacks of so many ranks, and so much of each: those of thousands would stall a browser.
+# The page has the stacks of so many ranks, and so many bytes of each: thousands would stall a browser.
 MOST_FILES = 8
 MOST_BYTES = 16_384
-# A file server's clock and a node's may differ so much.
+# The largest expected difference between the clocks of a file server and a node.
 _TOLERANCE_S = 5.0
 _NAME = re.compile(r"rank(\d+)(?:\.native)?\.txt")
 
 
 class Stack(NamedTuple):
-    """The content of one file: its path below the log folder, the rank, and its first bytes as text."""
+    """The content of a file of stacks: its path below the log folder, the rank, its first bytes as text."""
 
     path: str
     rank: int
@@ -35,14 +35,18 @@ class Stack(NamedTuple):
 
 
 class Stacks(NamedTuple):
-    """The stacks of an incident: those of the ranks to blame first; `left_out` other files are there."""
+    """The stacks of an incident, of the ranks to blame first; `left_out` further files are in the folder."""
 
     shown: list[Stack]
     left_out: int
 
 
 def stacks_of(log_path: Path, incident: Incident) -> Stacks:
-    """Return the stacks that were written while the incident lasted; none where they cannot be read."""
+    """Return the stacks written during the incident, none if unreadable: `stacks-*/rank<N>.txt` in the log
+    folder.
+
+    The file of an incident does not name the folder; the time of the files decides.
+    """
     begin, end = unix(incident.began) - _TOLERANCE_S, unix(incident.ended) + _TOLERANCE_S
     stack_files: list[tuple[bool, int, Path]] = []
     suspects = {incident.blamed, *incident.failed, *incident.silent}
@@ -71,7 +75,7 @@ def _text(path: Path) -> str:
     return read[:MOST_BYTES].decode(errors="replace") + omission
 
 
-# More events of an incident than these are left to its file: with thousands of ranks a browser would stall.
+# The page has no more events of an incident: with thousands of ranks a browser would stall.
 MOST_EVENTS = 500
 NOTICED = "the notice of the fault"
 _VERDICTS = {
@@ -80,7 +84,7 @@ _VERDICTS = {
     "nothing": "nothing to save",
     "lost": "could not be saved",
 }
-# The kinds of a lane's spans, which are names of colours, and what the key calls them.
+# The kinds of a lane's spans, which are names of colours, and their words in the key.
 _KINDS = {
     "gone": "no process",
     "silent": "does not answer",
@@ -101,10 +105,10 @@ _RECOVERY = {
 
 
 class Section(NamedTuple):
-    """The part of a page about one incident, and its line in the list of all.
+    """The part of a page about an incident, and its line in the list of incidents.
 
     Attributes:
-        order: of incidents: when it began, and its number
+        order: of incidents: the beginning and the number
         name: of the section in the page
     """
 
@@ -141,9 +145,9 @@ def section(
     Args:
         environment: of the page.
         incident: the incident.
-        stacks: that were written in it.
-        fault_at: when the fault happened, in Unix seconds; by default when it was noticed.
-        origin: what happened then, in words.
+        stacks: of the incident.
+        fault_at: the time of the fault, in Unix seconds; by default of its notice.
+        origin: the event at that time, in words.
         name: of the section in the page; by default the incident's id.
     """
     name = name or f"incident-{incident.id}"
@@ -187,7 +191,7 @@ def section(
         seconds=lambda event: _since(event, fault_at),
         words=timeline.words_of,
     )
-    mark = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]  # what a live page compares
+    mark = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]  # compared by a live page
     return Section(
         order=(incident.began, incident.incident),
         name=name,
@@ -218,7 +222,7 @@ def _view(lanes: Sequence[Lane], begin: float, ticks: Sequence[float]) -> View:
 
 
 def _advice(incident: Incident) -> str:
-    """Return the section of the runbook on the cause of an incident, as text; "" if there is none."""
+    """Return the section of the runbook on the cause of an incident, as text; "" without a section."""
     runbook = resources.files("adaptor.operations").joinpath("runbook.txt").read_text(encoding="utf-8")
     heading = incident.runbook.partition("#")[2]
     section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", runbook, re.MULTILINE | re.DOTALL)
@@ -229,19 +233,19 @@ def _advice(incident: Incident) -> str:
 
 
 def _sentence(incident: Incident) -> tuple[str, str]:
-    """Return the cause in one sentence, and what else the line says that was printed."""
+    """Return the cause in one sentence, and the remaining sentences of the printed line."""
     cause, _, further_sentence = incident.reason.partition("; ")
     return _begin(cause) or "The cause is not known", _begin(further_sentence)
 
 
 def _begin(sentence: str) -> str:
-    """Return words as a sentence begins; the name of a function, and ttprun's, stay as they are."""
+    """Return words with a capital first letter, except the name of a function and ttprun's."""
     sentence = sentence.strip().rstrip(".")
     return sentence if re.match(r"\S+ \(|ttprun\b", sentence) else sentence[:1].upper() + sentence[1:]
 
 
 def _since(event: Event, fault_at: float) -> float:
-    """Return the seconds from the fault; below 0 for what another node's clock has earlier."""
+    """Return the seconds from the fault; below 0 for an earlier time of another node's clock."""
     return unix(event.time) - fault_at
 
 
@@ -257,14 +261,14 @@ def _rects(spans: list[Span], until: float) -> list[charts.Rect]:
 
 
 def _detected(incident: Incident, fault_at: float) -> float | None:
-    """Return the seconds until the first order; for a hang those in which nothing had moved."""
+    """Return the seconds until the first order; for a hang the seconds without any movement."""
     if incident.phases.detect is None or incident.cause.kind == "hang":
         return incident.phases.detect
     return max(0.0, unix(incident.began) - fault_at) + incident.phases.detect
 
 
 def _published(incident: Incident, fault_at: float) -> float | None:
-    """Return the seconds until the checkpoint had its name; None if none was written."""
+    """Return the seconds until the checkpoint had its name; None without a checkpoint."""
     at = [unix(event.time) for event in incident.events if event.type == "published"]
     return max(0.0, max(at) - fault_at) if at else None
 

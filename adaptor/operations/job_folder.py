@@ -1,4 +1,4 @@
-"""The folder of a job below TTP_LOG_PATH, and what is read from it."""
+"""The folder of a job below TTP_LOG_PATH, and its files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from adaptor.operations.records import Incident, IncidentSummary, Status, unix
 STATUS_FILE = "status.json"
 EVENTS_FILE = "events.jsonl"
 INCIDENTS = "incidents"
-# What a name of a folder is made of where it is shown, and where it goes into a file of ours.
+# Characters that are replaced in names of folders.
 _UNUSUAL = re.compile(r"[^\w.@+=,-]+")
-# A file that is larger is none of ours: the report of 100,000 ranks has 200 MiB.
+# The largest file that is read: the report of 100,000 ranks has 200 MiB.
 MOST_BYTES = 1 << 30
-# A status is replaced each second. One that is older is of a ttprun that is gone, hangs or cannot write; a
-# loaded machine and a slow file system take some seconds.
+# A status is replaced each second. An older status means that ttprun is gone, hangs or cannot write; a loaded
+# machine and a slow file system take some seconds.
 STALE_S = 15.0
 _ADVICE = "call ttp in the folder in which ttprun was started, or name the job's TTP_LOG_PATH"
 
@@ -32,12 +32,12 @@ class JobFolderError(AdaptorError):
 
 
 def name_of(job: str) -> str:
-    """Return the name of the folder of a job, of the id that its user gave it."""
+    """Return the name of the folder of a job, from the user's id of the job."""
     return _UNUSUAL.sub("_", job).strip(".") or "_"
 
 
 def jobs(log_path: Path) -> list[Path]:
-    """Return the folders of jobs in `log_path`, the one whose status is newest last.
+    """Return the folders of jobs in `log_path`, the folder with the newest status last.
 
     Raises:
         JobFolderError: `log_path` cannot be read.
@@ -50,10 +50,10 @@ def jobs(log_path: Path) -> list[Path]:
 
 
 def find(folder: Path) -> Path:
-    """Return the folder of a job: `folder` itself, or the newest one in it.
+    """Return the folder of a job: `folder` itself, or the newest job in `folder`.
 
     Raises:
-        JobFolderError: it is neither.
+        JobFolderError: `folder` is neither.
     """
     if (folder / STATUS_FILE).is_file():
         return folder
@@ -69,13 +69,15 @@ def status(job: Path) -> Status:
 
 
 def silent_s(status: Status) -> float:
-    """Return for how long a job has written no status, in seconds; 0.0 if it has, or has ended."""
+    """Return for how long a job has written no status, in seconds; 0.0 if its status is recent or it has
+    ended.
+    """
     age = time.time() - unix(status.time)
     return age if status.state != "ended" and age > STALE_S else 0.0
 
 
 def goes_on(job: Path) -> bool:
-    """Return whether a job has not ended and writes its status; False where that cannot be read, too."""
+    """Return whether a job has not ended and writes its status; False also for an unreadable status."""
     try:
         job_status = status(job)
     except JobFolderError:
@@ -84,19 +86,19 @@ def goes_on(job: Path) -> bool:
 
 
 def incidents(job: Path) -> list[Incident]:
-    """Read the files of all incidents that have ended, in their order. Raises JobFolderError."""
+    """Read the files of all ended incidents, in order. Raises JobFolderError."""
     read_incidents = [read(path, Incident) for path in (job / INCIDENTS).glob("*.json")]
     return sorted(read_incidents, key=lambda incident: (incident.began, incident.incident))
 
 
 class Summaries:
-    """The summaries of a job's incidents; a file is read again only when it has changed."""
+    """The summaries of a job's incidents; a file is read again only after a change."""
 
     def __init__(self) -> None:
         self._read: dict[Path, tuple[tuple[int, int], IncidentSummary]] = {}
 
     def of(self, job: Path) -> list[IncidentSummary]:
-        """Return the summaries of the incidents of a job, in their order. Raises JobFolderError."""
+        """Return the summaries of the incidents of a job, in order. Raises JobFolderError."""
         entries_by_path: dict[Path, tuple[tuple[int, int], IncidentSummary]] = {}
         for path in (job / INCIDENTS).glob("*.json"):
             mark = mark_of(path)
@@ -113,7 +115,7 @@ class Summaries:
 
 
 def mark_of(path: Path) -> tuple[int, int] | None:
-    """Return what differs when a file has changed; None if it is not there. Raises JobFolderError."""
+    """Return a value that differs after a change of the file; None without a file. Raises JobFolderError."""
     try:
         stat = path.stat()
     except FileNotFoundError:

@@ -1,6 +1,6 @@
-"""Reads the files of a job again and again, and of those that have not changed nothing.
+"""Reads the files of a job again and again, and unchanged files not at all; the newest checkpoint.
 
-A job of months has hundreds of thousands of events, and its metrics are asked for every some seconds.
+A job of months has hundreds of thousands of events, and its metrics are scraped every few seconds.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class JobReader:
         return job_folder.status(self.job)
 
     def summaries(self) -> list[IncidentSummary]:
-        """Return the summaries of the incidents that have ended, in their order. Raises JobFolderError."""
+        """Return the summaries of the ended incidents, in order. Raises JobFolderError."""
         with self._lock:
             return self._summaries.of(self.job)
 
     def spent(self) -> Goodput:
-        """Return how the job has spent its time until its status was written. Raises JobFolderError."""
+        """Return the job's use of its time until its status was written. Raises JobFolderError."""
         status = self.status()
         with self._lock:
             self._read_on()
@@ -59,14 +59,14 @@ class JobReader:
             )
 
     def counted(self) -> dict[str, float]:
-        """Return the seconds in each state that are never taken back. Raises JobFolderError."""
+        """Return the seconds in each state that never decrease. Raises JobFolderError."""
         uses = self.status().spent
         with self._lock:
             self._read_on()
             return {**{use: uses.get(use, 0.0) for use in COUNTED_USES}, **self._spent.closed}
 
     def changes(self) -> list[tuple[float, str]]:
-        """Return when each state began, and which (see `goodput`). Raises JobFolderError."""
+        """Return the beginning of each state, and its name (see `goodput`). Raises JobFolderError."""
         with self._lock:
             self._read_on()
             return list(self._spent.changes)
@@ -79,9 +79,9 @@ class JobReader:
 
 
 class _NewEvents:
-    """Yields the events that are new since the last time, in the order of their file.
+    """Yields the events since the last time, in the order of their file.
 
-    A line that is cut, or none of ours, is left out.
+    A line that is cut, or of another form, is left out.
     """
 
     def __init__(self, path: Path) -> None:
@@ -90,7 +90,7 @@ class _NewEvents:
         self._read = 0  # bytes
 
     def is_replaced(self) -> bool:
-        """Return whether the file is another one than before, which is read from its beginning."""
+        """Return whether the file is another file than before, which is read from its beginning."""
         try:
             stat = self._path.stat()
             identity, size = (stat.st_dev, stat.st_ino), stat.st_size
@@ -159,19 +159,19 @@ def _decoded(line: bytes) -> Event | None:
     try:
         return msgspec.json.decode(line, type=Event)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None  # of a full disk
+        return None  # cut by a full disk
 
 
 def _unreadable(path: Path, error: OSError) -> JobFolderError:
     return JobFolderError(f"{path}: it cannot be read ({error.strerror})")
 
 
-# How old an answer may be. A checkpoint is written every some minutes at most.
+# The largest age of an answer. Checkpoints are minutes apart.
 REFRESH_S = 5.0
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint: its step, when it was written (Unix seconds), the bytes in its files."""
+    """A checkpoint: its step, its time (Unix seconds), the bytes of its files."""
 
     step: int
     at: float
@@ -179,7 +179,7 @@ class Checkpoint(NamedTuple):
 
 
 def newest(save: Path) -> Checkpoint | None:
-    """Return the checkpoint that the tracker of `save` names; None if there is none with a manifest."""
+    """Return the checkpoint that the tracker of `save` names; None without a manifest."""
     try:
         step = tracker.tracked_step(save)
         if step is None:
@@ -192,13 +192,15 @@ def newest(save: Path) -> Checkpoint | None:
 
 
 class NewestCheckpoint:
-    """Looks it up again and again, until `close`.
+    """Looks up the newest checkpoint in a save folder again and again, until `close`, in a thread.
+
+    A disk that hangs then stops no scrape.
 
     Args:
-        folder: returns the save folder, '' while it is not known.
+        folder: returns the save folder, '' while unknown.
 
     Attributes:
-        looked: set when it was looked up for the first time
+        looked: set after the first look
     """
 
     def __init__(self, folder: Callable[[], str]) -> None:
@@ -218,7 +220,7 @@ class NewestCheckpoint:
                 save = self._folder()
                 self.checkpoint = newest(Path(save)) if save else None
             except AdaptorError:
-                self.checkpoint = None  # the files of the job cannot be read just now
+                self.checkpoint = None  # the files of the job cannot be read now
             self.looked.set()
             if self._closed.wait(REFRESH_S):
                 return

@@ -1,4 +1,4 @@
-"""The metrics of a job, made from what is new in its files at each scrape, for Prometheus.
+"""The metrics of a job for Prometheus, from the new parts of its files at each scrape.
 
 docs/operations.md has the table.
 
@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from adaptor.operations.job_reader import Checkpoint, JobReader
 from adaptor.operations.records import IncidentSummary, Phases, Status, StepTimes, unix
 
-# From the milliseconds in which a death is noticed to the minutes in which a large job starts again.
+# From the milliseconds of the notice of a death to the minutes of a restart of a large job.
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _RANKS = ("starting", "training", "ended")
 
@@ -34,9 +34,9 @@ def exposition(reader: JobReader, newest: Checkpoint | None, accept: str) -> tup
     """Return the metrics of a job, and their content type.
 
     Args:
-        reader: reads it, and is kept from one scrape to the next.
-        newest: the newest checkpoint in its save folder, if that is known.
-        accept: the header `Accept` of the scrape: it chooses OpenMetrics or the older text format.
+        reader: of the job, kept from one scrape to the next.
+        newest: the newest checkpoint in its save folder, if known.
+        accept: the header `Accept` of the scrape, which chooses OpenMetrics or the older text format.
 
     Raises:
         JobFolderError: the files of the job cannot be read.
@@ -139,7 +139,7 @@ def _of_incidents(incidents: Sequence[IncidentSummary]) -> Iterator[Metric]:
         counter.add_metric([cause, verdict], count)
     yield counter
     lost = [incident.steps_lost for incident in incidents if incident.steps_lost is not None]
-    if lost or not incidents:  # else nothing is known, which is not 0
+    if lost or not incidents:  # else unknown, not 0
         yield CounterMetricFamily(
             "ttp_steps_lost", "finished steps that had to be trained again, or would have to", value=sum(lost)
         )

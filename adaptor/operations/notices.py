@@ -1,5 +1,5 @@
-"""Makes notices of incidents and failed saves, and delivers them over HTTP as JSON or for Slack, or to a
-command on its stdin.
+"""Makes notices of incidents and failed saves, and delivers them: over HTTP as JSON or for Slack, or to a
+command.
 """
 
 from __future__ import annotations
@@ -23,39 +23,41 @@ import msgspec
 from adaptor.endpoints import NoticeTarget
 from adaptor.operations.records import Incident, Notice
 
-# How long a target may take for one notice.
+# The time limit of a target for a notice.
 LIMIT_S = 2.0
 SIGNATURE = "X-TTP-Signature"
 
 
 class NotDeliveredError(Exception):
-    """A target has not taken a notice; the message is the reason, without the target."""
+    """A target has not accepted a notice; the message is the reason, without the target."""
 
 
 def of_incident(incident: Incident, time: str, kind: str = "incident") -> Notice:
     """Return the notice of an incident at `time`.
 
-    `kind`: `incident` with its verdict, `resumed` when training has gone on.
+    `kind`: `incident` with its verdict, `resumed` after training has continued.
     """
     lost = incident.steps_lost
     steps = "" if lost is None else f", {lost} step{'' if lost == 1 else 's'} lost"
-    # A reason says it where a step is saved or nothing is lost.
+    # The reason already names the steps if a step is saved or nothing is lost.
     reason = incident.reason + (steps if incident.verdict == "lost" else "")
     outcome = f"training goes on{steps}" if kind == "resumed" else reason
-    # The line of an online recovery has said it.
+    # The line of an online recovery has named the action.
     action = "" if incident.verdict == "recovered" else f"; {incident.next_action}"
     return Notice(
         type="resumed" if kind == "resumed" else "incident",
         time=time,
         job=incident.job,
         text=f"{incident.job}: {outcome}{action}",
-        # Its file has them; with thousands of ranks no target would take them in time.
+        # Without events and ranks: with thousands of ranks no target would accept them in time.
         incident=msgspec.structs.replace(incident, events=[], ranks=[]),
     )
 
 
 def of_save(job: str, step: int, reason: str, time: str) -> Notice:
-    """Return the notice that the save of `step` in `job` has failed for a `reason`; '': it has not, again."""
+    """Return the notice that the save of `step` in `job` has failed for `reason`; '': a save has succeeded
+    again.
+    """
     outcome = (
         f"step {step} could not be saved: {reason}; training goes on" if reason else f"step {step} is saved"
     )
@@ -63,7 +65,7 @@ def of_save(job: str, step: int, reason: str, time: str) -> Notice:
 
 
 def of_end(job: str, incidents: int, time: str) -> Notice:
-    """Return the notice that `job` has ended after so many `incidents`, at `time`."""
+    """Return the notice of the end of `job` after `incidents` incidents, at `time`."""
     several = "" if incidents == 1 else "s"
     return Notice(
         type="ended",
@@ -75,15 +77,15 @@ def of_end(job: str, incidents: int, time: str) -> Notice:
 
 
 def deliver(target: NoticeTarget, notice: Notice, secret: str = "") -> None:
-    """Deliver a notice; whoever calls it limits the time, for a name server may hang.
+    """Deliver a notice. The caller limits the time: a name server may hang.
 
     Args:
-        target: where.
-        notice: what.
-        secret: with which the body is signed for a target of JSON; '' for none.
+        target: the target.
+        notice: the notice.
+        secret: signs the body for a target of JSON; '' for no signature.
 
     Raises:
-        NotDeliveredError: it was not taken.
+        NotDeliveredError: the target has not accepted the notice.
     """
     body = msgspec.json.encode(notice)
     if target.kind == "exec":
@@ -101,12 +103,12 @@ def deliver(target: NoticeTarget, notice: Notice, secret: str = "") -> None:
 
 
 def signature(secret: str, body: bytes) -> str:
-    """Return the header by which a receiver knows that the body is from who has the secret."""
+    """Return the header that proves to a receiver that the sender has the secret."""
     return f"sha256={hmac.new(secret.encode(), body, hashlib.sha256).hexdigest()}"
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A notice is for the target that was named, and a redirected POST would become a GET."""
+    """Refuses redirects: a notice is for the named target, and a redirected POST would become a GET."""
 
     def redirect_request(
         self, req: urllib.request.Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
@@ -141,7 +143,7 @@ def _run(command: list[str], body: bytes) -> None:
     try:
         process.communicate(body, LIMIT_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+        os.killpg(process.pid, signal.SIGKILL)  # with its child processes
         process.wait()
         raise NotDeliveredError(f"it had not ended after {LIMIT_S:g} s") from None
     if process.returncode:

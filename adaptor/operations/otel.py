@@ -1,8 +1,8 @@
 """`ttp otel`: sends the incidents of a job to an OpenTelemetry collector, each as one trace.
 
-It reads the files that ttprun writes, in a process of its own. Where it sends to, and how, is said by the
-variables OTEL_EXPORTER_OTLP_* (OTLP over HTTP), OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of
-OpenTelemetry. The ids of a trace are made from the incident's: what is sent twice is the same trace.
+The command reads the files that ttprun writes, in a separate process. OpenTelemetry's variables
+OTEL_EXPORTER_OTLP_* (OTLP over HTTP), OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES configure the collector.
+The ids of a trace are made from the incident's id: an incident that is sent twice has the same trace.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _HTTP = "http/protobuf"
 _SERVICE = "ttp"
-# How often the files of a job that goes on are looked at; ttprun replaces its status as often.
+# Seconds between two looks at the files of a running job; ttprun replaces its status as often.
 _LOOK_S = 1.0
-# Of a span: an incident of thousands of ranks has more, and collectors refuse what is too large.
+# Marks of a span: an incident of thousands of ranks has more, and collectors refuse large spans.
 _MOST_MARKS = 1000
 _SCOPE = InstrumentationScope("ttp-adaptor")
 
 
 def check_variables() -> None:
-    """Check what the exporter would fail at, or take for something else.
+    """Refuse values that the exporter would fail at or misread.
 
     Raises:
         JobFolderError: a variable names no URL, or a protocol other than OTLP over HTTP.
@@ -65,17 +65,17 @@ def check_variables() -> None:
 
 
 def send(job: Path, *, follow: bool, as_json: bool) -> int:
-    """Send the incidents of a job; return the exit code: 1 if one was not taken.
+    """Send the incidents of a job; return the exit code: 1 if the collector refused one.
 
     Args:
         job: its folder.
-        follow: wait for more until the job has ended, and send each when all that is to be known of it is.
+        follow: wait for further incidents until the job has ended, and send each when it is completely known.
         as_json: print a line of JSON for each incident, in place of words.
 
     Raises:
         JobFolderError: the files of the job cannot be read.
     """
-    logging.getLogger("opentelemetry").addHandler(logging.NullHandler())  # what failed is said below
+    logging.getLogger("opentelemetry").addHandler(logging.NullHandler())  # failures are reported below
     exporter = OTLPSpanExporter()
     shut_down: Callable[[], None] = exporter.shutdown  # which has no types
     resource = Resource.create()
@@ -117,11 +117,11 @@ def _is_complete(summary: IncidentSummary) -> bool:
 
 
 def spans(incident: Incident, resource: Resource) -> list[ReadableSpan]:
-    """Return the trace of an incident: a span for it, and below it one for each part that is known.
+    """Return the trace of an incident: a span for the incident, and a child span for each known part.
 
     Args:
-        incident: as its file has it.
-        resource: what the spans are of.
+        incident: from its file.
+        resource: the resource of the spans.
     """
     span_parts = list(parts(incident))
     began = min((unix(incident.began), *(since for _, since, _ in span_parts)))

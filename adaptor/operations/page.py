@@ -1,4 +1,8 @@
-"""One page about a job, from its files: `ttp report`, and what `ttp serve` shows to a browser."""
+"""A page about a job, from its files: for `ttp report`, and for browsers of `ttp serve`.
+
+A page is one file. It loads nothing from any other place, so it can be sent to anybody: its policy allows
+this style and this script by their digests, and requests to the server of the page.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,7 @@ def environment(*folders: Path) -> jinja2.Environment:
     """Return the environment of the templates of pages.
 
     Args:
-        folders: with more templates; those here come first.
+        folders: with further templates; the templates of this package come first.
     """
     loaders: Sequence[jinja2.BaseLoader] = [
         jinja2.PackageLoader("adaptor.operations", ""),
@@ -64,7 +68,7 @@ def environment(*folders: Path) -> jinja2.Environment:
     return jinja_environment
 
 
-# More incidents than these, the newest ones, are left to `ttp incidents`.
+# The page has the newest incidents only; `ttp incidents` has all.
 MOST_INCIDENTS = 20
 _USED = {
     "first": ("productive", "productive"),
@@ -81,7 +85,7 @@ _USED = {
 
 
 class Pages:
-    """Makes pages; what they say of an incident is made again only when its file has changed."""
+    """Makes pages; the section of an incident is made again only after a change of its file."""
 
     def __init__(self) -> None:
         self._environment = environment()
@@ -93,8 +97,8 @@ class Pages:
 
         Args:
             reader: of the job.
-            checkpoint: the newest one of the job; None: none is known.
-            refresh_s: after so many seconds a browser asks for it again; 0: never.
+            checkpoint: the newest checkpoint of the job; None: unknown.
+            refresh_s: the seconds after which a browser reloads the page; 0: never.
 
         Raises:
             JobFolderError: the files of the job cannot be read.
@@ -128,7 +132,7 @@ class Pages:
     def _newest_sections(self, job: Path) -> list[Section]:
         """Return the sections of the newest incidents, the newest first."""
         entries_by_path: dict[str, tuple[tuple[int, int], Section]] = {}
-        # By their names, which begin with the time and have no order among those of one second.
+        # By their names, which begin with the time; incidents of the same second have no order.
         for path in sorted((job / job_folder.INCIDENTS).glob("*.json"))[-2 * MOST_INCIDENTS :]:
             mark = job_folder.mark_of(path)
             if mark is not None:

@@ -1,15 +1,13 @@
 """The files of a job that are for operators, and their schemas.
 
-Below TTP_LOG_PATH/<job>/, written by the `ttprun` of the node that has the controller:
+Below TTP_LOG_PATH/<job>/, written by the `ttprun` of the node with the controller:
 
-status.json          what the job does now; replaced each second
-events.jsonl         one line for each thing that happened, appended
-incidents/<id>.json  one file for each incident that has ended
+status.json          the state of the job; replaced each second
+events.jsonl         a line for each event, appended
+incidents/<id>.json  a file for each incident that has ended
 
-`Plan` is a part of the report of `python -m adaptor report --json`, which `ttp plan` reads.
-
-Times are RFC 3339 in UTC, durations seconds. None stands for what is not known, or does not apply. A field is
-never removed and never changes its meaning under one name of a schema; new fields may come.
+Times are RFC 3339 in UTC, durations seconds. None means unknown or not applicable. A field is never removed
+and never changes its meaning under one name of a schema; fields may be added.
 """
 
 from __future__ import annotations
@@ -27,18 +25,18 @@ STILL = "still"
 
 
 class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
-    """Something that happened: a line of events.jsonl, and an element of an incident's `events`.
+    """An event: a line of events.jsonl, and an element of an incident's `events`.
 
     Attributes:
-        time: when, as far as the process knew that noticed it
+        time: when, as far as the process knew that noticed the event
         job: the name of the job's folder
         generation: from 1 on: how often workers were started
-        incident: the number of the incident that was open; None between incidents
-        type: what: a word such as `fault-noticed`, `freeze`, `published`, `restart`
+        incident: the number of the open incident; None between incidents
+        type: a word such as `fault-noticed`, `freeze`, `published`, `restart`
         node, host, rank, pid: where
-        step: the step that it is about
-        data: what else is known; `detail` in words; of type `training`, `load`: seconds in which a checkpoint
-            was loaded before; of type `fault-noticed`, of a hang, `still`: seconds in which nothing moved
+        step: the step of the event
+        data: further data; `detail` in words; of type `training`, `load`: seconds of loading a checkpoint
+            before; of type `fault-noticed`, of a hang, `still`: seconds without any movement
     """
 
     time: str
@@ -63,9 +61,9 @@ class Cause(msgspec.Struct, kw_only=True, frozen=True):
     """The first failure.
 
     Attributes:
-        kind: signal: a process was ended by one; exit: it exited; exception: its script raised; hang: nothing
-            moved; told-to-end: by a signal to ttprun or a worker; node-lost: its agent is gone;
-            nodes-join: nobody has failed, more nodes are there; error: of ttprun itself
+        kind: signal: a signal ended a process; exit: a process exited; exception: its script raised; hang:
+            nothing moved; told-to-end: by a signal to ttprun or a worker; node-lost: the agent of a node is
+            gone; nodes-join: no failure, more nodes have come; error: of ttprun itself
         signal: its name, for kind signal and told-to-end
         exit_code: of the process, for kind exit
         exception: type and place, for kind exception
@@ -81,14 +79,14 @@ class Phases(msgspec.Struct, kw_only=True):
     """The durations of the parts of an incident, in seconds.
 
     Attributes:
-        detect: from when a node's agent noticed the fault to the controller's first order; for a hang, the
-            seconds in which nothing had moved
+        detect: from the notice of a node's agent to the controller's first order; for a hang, the seconds
+            without any movement
         freeze: from the first order to stop to the last answer
         write: from the first order to write to the last file written
         publish: from the order to publish to the checkpoint under its final name
         regroup: of an online recovery: from the first order to replace or regroup to its end
         restart: from the verdict until every worker had been started again
-        load: from then until training went on: imports, model, data, checkpoint
+        load: from the restart until training continued: imports, model, data, checkpoint
         first_step: from then to the first finished step
     """
 
@@ -111,30 +109,31 @@ class Versions(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Incident(msgspec.Struct, kw_only=True):
-    """The file of an incident: written with the verdict, and again when the job has gone on.
+    """The file of an incident: written with the verdict, and again when the job has continued.
 
     Attributes:
         id: of the file
         incident: its number in this job
-        began, ended: when the fault was noticed, and when the verdict was given
-        cause, reason: the first failure; the line that was printed
-        blamed: the rank to blame, with its node, host and pid; where there is none, host and pid are those of
-            a ttprun that was told to end
+        began, ended: the notice of the fault, and the verdict
+        cause, reason: the first failure; the printed line
+        blamed: the rank to blame, with its node, host and pid; without a rank, host and pid are those of a
+            ttprun that was told to end
         failed: ranks that failed by themselves, the first one first
         silent: ranks that did not answer the order to stop
-        verdict: saved: a checkpoint of `step` was written; recovered: training went on, no restart; nothing:
-            no finished step to save; lost: the state could not be saved
-        newest_step: the newest step that a rank had finished
-        steps_lost: how many of them must be trained again: since the step that is saved or, where the state
-            is lost, since the newest checkpoint, or all where there is none; since the step that the job has
-            gone on from, as soon as it has. None: nobody knows, as where the disk with the checkpoints hangs
-        checkpoint: the folder that was written, and `bytes` in its files
-        exit_code: that ttprun ends with, if the job ends
-        next_action: what happens now, in words
-        not_started_again: why restarts that were left are not used
-        runbook: the section of docs/runbook.md about it
-        ranks: that `events` names
-        collectives: of a hang: which rank misses which collective, where torch has recorded it
+        verdict: saved: a checkpoint of `step` was written; recovered: training continued, no restart;
+            nothing: no finished step to save; lost: the state could not be saved
+        newest_step: the newest finished step of a rank
+        steps_lost: how many of the finished steps must be trained again: since the saved step or, if the
+            state is lost, since the newest checkpoint, or all without a checkpoint; since the step from which
+            the job has continued, once known. None: unknown, for instance if the disk with the checkpoints
+            hangs
+        checkpoint: the written folder, and `bytes` in its files
+        exit_code: of ttprun, if the job ends
+        next_action: the next action, in words
+        not_started_again: why remaining restarts are not used
+        runbook: the section of docs/runbook.md
+        ranks: the ranks in `events`
+        collectives: of a hang: which rank misses which collective, if torch has recorded it
     """
 
     schema: Literal["ttp.incident/1"] = "ttp.incident/1"
@@ -170,7 +169,7 @@ class Incident(msgspec.Struct, kw_only=True):
 
 
 class IncidentSummary(msgspec.Struct, kw_only=True, frozen=True):
-    """The fields of an incident that are counted: with many ranks its events are hundreds of megabytes."""
+    """The counted fields of an incident: with many ranks its events are hundreds of megabytes."""
 
     id: str
     incident: int
@@ -188,12 +187,12 @@ class IncidentSummary(msgspec.Struct, kw_only=True, frozen=True):
 class StepTimes(msgspec.Struct, kw_only=True):
     """The durations of steps since this ttprun has had the controller, as a histogram.
 
-    A step lasts from the end of the one before it: evaluations, saves and waiting for data are in it. The one
-    in which an incident was, and the first one after a start of the workers, are not counted.
+    A step lasts from the end of the step before: evaluations, saves and waiting for data are included. A step
+    with an incident, and the first step after a start of the workers, are not counted.
 
     Attributes:
         limits: upper limits of the buckets, in seconds
-        counts: steps in each bucket alone; one more than limits: the last one has the steps above all limits
+        counts: steps in each bucket alone; one more than limits: the last has the steps above all limits
         sum: seconds of all of them
     """
 
@@ -206,33 +205,32 @@ class Status(msgspec.Struct, kw_only=True):
     """The file status.json.
 
     Attributes:
-        time: when it was written; if it is older than some seconds the job has ended, hangs, or cannot write
-        state: starting: workers run, and not all train yet; training; incident: a fault is being handled;
-            restarting: there is a verdict; ended: ttprun has ended
-        node, host, pid: of the ttprun that has the controller
+        time: when it was written; if older than some seconds the job has ended, hangs, or cannot write
+        state: starting: workers run, not all ranks train yet; training; incident: a fault is being handled;
+            restarting: after the verdict; ended: ttprun has ended
+        node, host, pid: of the ttprun with the controller
         term: of the controller; 0 for the first one
-        restarts: that were made, and `max_restarts` that may be made
-        nodes_lost: nodes whose agents are gone; `lost_nodes` are their numbers
+        restarts: the number of restarts; `max_restarts` is their limit
+        nodes_lost: the number of nodes whose agents are gone; `lost_nodes` are their numbers
         ranks: in the job; `ranks_training` have begun to train, `ranks_ended` have ended
         step: the newest step that ranks of this node have finished, at `step_time`
-        protected: whether all ranks train what can be saved; None before training
+        protected: whether all ranks train state that can be saved; None before training
         why_not: why the job is not protected
-        incidents: that have ended in this job; `last_incident` is the id of the newest one's file
+        incidents: the number of ended incidents; `last_incident` is the id of the newest file
         open_incident: the words about the incident that is being handled (state: incident); '' before they
             are known
         save: the folder of checkpoints
-        script: the script or module that is trained, as the command names it
-        shard_holders: how many ranks hold that shard of the state which the fewest hold; None while not all
-            ranks train
+        script: the script or module of the training, as the command names it
+        shard_holders: the smallest number of ranks that hold a shard of the state; None while not all ranks
+            train
         step_times: durations of steps
-        spare_nodes: nodes that wait, beyond `nodes`, to take the place of one that is lost
-        spent: what the first rank of this node has spent its time on, in seconds, in the whole job:
-            productive (steps that were made for the first time), wasted (steps that were made again), data
-            (it waited for a batch), evaluation, save, other (logs, phases of other names)
+        spare_nodes: nodes that wait, beyond `nodes`, to take the place of a lost node
+        spent: the uses of time of the first rank of this node, in seconds, in the whole job: productive
+            (steps made for the first time), wasted (steps made again), data (waiting for a batch),
+            evaluation, save, other (logs, phases of other names)
         host_copy_step: with TTP_HOST_COPY the newest step of which each rank of this node has a copy in host
-            memory, and the next node, too, where there is one, at `host_copy_time`; None: there is none
-        failed_saves: saves of the framework that have failed one after the other; `failed_save` is the newest
-            one, with its reason
+            memory, and the next node, too, if any, at `host_copy_time`; None: no copy
+        failed_saves: successive failed saves of the framework; `failed_save` is the newest, with its reason
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"
@@ -272,15 +270,15 @@ class Status(msgspec.Struct, kw_only=True):
 
 
 class Notice(msgspec.Struct, kw_only=True, frozen=True):
-    """The notice that a target of TTP_NOTIFY gets.
+    """The notice to a target of TTP_NOTIFY.
 
     Attributes:
-        type: incident: with the verdict; resumed: the first step after it is finished; save: saves begin to
-            fail, or succeed again; ended: ttprun has
+        type: incident: with the verdict; resumed: the first step afterwards is finished; save: saves begin to
+            fail, or succeed again; ended: ttprun has ended
         time: when
         job: the name of the job's folder
         text: one line for people
-        incident: as its file has it, without `events` and `ranks`; None for `save` and `ended`
+        incident: from its file, without `events` and `ranks`; None for `save` and `ended`
     """
 
     schema: Literal["ttp.notice/1"] = "ttp.notice/1"
@@ -316,7 +314,7 @@ def utc(at: float) -> str:
 
 
 def unix(time: str) -> float:
-    """Return the Unix seconds of what `utc` has made."""
+    """Return the Unix seconds of a text of `utc`."""
     return datetime.datetime.fromisoformat(time).timestamp()
 
 

@@ -1,15 +1,15 @@
-"""`ttp serve` and `ttprun --ttp-serve`: metrics and files of a job over HTTP, in a process of its own.
+"""`ttp serve` and `ttprun --ttp-serve`: metrics and files of a job over HTTP, in a separate process.
 
-At each request it reads what is new in the files that ttprun writes, and no job asks it anything: whatever
-happens to it, training goes on.
+At each request the server reads the new parts of the files that ttprun writes. It never communicates with the
+job, so training continues whatever happens to the server.
 
-/                   one page for people
+/                   a page for people
 /metrics            for Prometheus
 /healthz            200 as long as this process answers
 /readyz             200 if the job trains and is protected, 503 and the reason if not
 /api/v1/status      status.json
-/incidents/ID/trace one incident as a trace for ui.perfetto.dev
-/api/v1/incidents   the incidents, each without its events; /api/v1/incidents/ID: one with them
+/incidents/ID/trace an incident as a trace for ui.perfetto.dev
+/api/v1/incidents   the incidents, each without its events; /api/v1/incidents/ID: one with its events
 /api/v1/events      the newest events, at most `?limit=` of them
 """
 
@@ -37,14 +37,14 @@ from adaptor.operations.job_reader import JobReader, NewestCheckpoint, newest_ev
 from adaptor.operations.records import Incident
 from adaptor.operations.trace import chrome_trace
 
-# A client is dropped after so long: a scrape takes 10 s at most.
+# The time limit of a client: a scrape takes 10 s at most.
 _CLIENT_S = 10.0
 _MOST_EVENTS = 1000
-# Answered at the same time; each has a thread.
+# Clients that are answered at the same time, each by a thread.
 MOST_CLIENTS = 32
 _REFRESH_S = 5
 _INCIDENT_ID = re.compile(r"[\w.-]+")
-# As socketserver has it; here it is always the first.
+# socketserver's type of a request; here always a socket.
 Request = socket.socket | tuple[bytes, socket.socket]
 _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
@@ -53,13 +53,13 @@ _NO_INCIDENT = HTTPStatus.NOT_FOUND, _TEXT, b"there is no such incident\n"
 
 
 class Server(ThreadingHTTPServer):
-    """Serves one log folder: its newest job, or the job whose folder it is.
+    """Serves a log folder: its newest job, or the job whose folder it is.
 
     Args:
         folder: the folder.
-        listening: the socket; it is closed with the server.
-        clients: what they must send, and see.
-        come_round: is called again and again by `serve_forever`, which what it raises ends.
+        listening: the socket, closed with the server.
+        clients: the access rules.
+        come_round: called again and again by `serve_forever`, which its exception ends.
     """
 
     daemon_threads = True
@@ -80,17 +80,17 @@ class Server(ThreadingHTTPServer):
         self.pages = page.Pages()
         self.newest = NewestCheckpoint(lambda: job_folder.status(self.job()).save)
         super().__init__(listening.getsockname(), _Handler, bind_and_activate=False)
-        self.socket.close()  # the base class makes one
+        self.socket.close()  # made by the base class
         self.socket = listening
         self._certificate = clients.tls
 
     def job(self) -> Path:
-        """Return the folder of the job that is served: one that goes on, until it has ended or is silent.
+        """Return the folder of the served job: a running job, until it has ended or is silent.
 
-        Two jobs may write to one log folder, and each of them is its newest once in a second.
+        Two jobs may write to one log folder, and each is the newest job once in a second.
 
         Raises:
-            JobFolderError: there is none.
+            JobFolderError: the folder has no job.
         """
         current_job = self._job
         if current_job is None or not job_folder.goes_on(current_job):
@@ -98,7 +98,7 @@ class Server(ThreadingHTTPServer):
         return current_job
 
     def reader(self) -> JobReader:
-        """Return what reads the job that is served. Raises JobFolderError."""
+        """Return the reader of the served job. Raises JobFolderError."""
         job, reader = self.job(), self._reader
         if reader is None or reader.job != job:
             reader = self._reader = JobReader(job)
@@ -114,7 +114,7 @@ class Server(ThreadingHTTPServer):
         return context.wrap_socket(request, server_side=True, do_handshake_on_connect=False), address
 
     def process_request(self, request: Request, client_address: object) -> None:
-        """Answer in a thread, if not too many clients are answered already; no client has long."""
+        """Answer in a thread, unless too many clients are being answered."""
         if not self._clients.acquire(blocking=False):
             self.shutdown_request(request)
             return
@@ -125,7 +125,7 @@ class Server(ThreadingHTTPServer):
             raise
 
     def process_request_thread(self, request: Request, client_address: object) -> None:
-        """Answer one client, which is dropped when its time is over, whatever it sends."""
+        """Answer a client, which is dropped after its time limit."""
         ends = threading.Timer(_CLIENT_S, _drop, (request,))
         ends.daemon = True
         try:
@@ -145,7 +145,7 @@ class Server(ThreadingHTTPServer):
         super().server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: a client that leaves in the middle, or speaks no TLS, is nothing to tell."""
+        """Print nothing: clients may leave at any time, or speak no TLS."""
 
 
 def _drop(request: Request) -> None:
@@ -155,7 +155,7 @@ def _drop(request: Request) -> None:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers one client. Only GET and HEAD have an answer, so nothing can be changed."""
+    """Answers a client. Only GET and HEAD have an answer, so nothing can be changed."""
 
     server: Server
     server_version = "ttp"
@@ -180,14 +180,14 @@ class _Handler(BaseHTTPRequestHandler):
             status, kind, body = self._made(address.path, parse_qs(address.query))
         except JobFolderError as error:
             status, kind, body = HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error}\n".encode(errors="replace")
-        except (ValueError, OSError):  # a path that is none, or a name that is too long for a file's
+        except (ValueError, OSError):  # no path, or too long for a file name
             status, kind, body = HTTPStatus.BAD_REQUEST, _TEXT, b"this is no path of ttp serve\n"
         self._answer(status, kind, body)
 
     do_HEAD = do_GET
 
     def do_POST(self) -> None:
-        """Answer 405: requests change nothing here."""
+        """Answer 405: no request changes anything."""
         answer_text = b"nothing can be changed here; there are GET and HEAD\n"
         self._answer(HTTPStatus.METHOD_NOT_ALLOWED, _TEXT, answer_text, _ALLOWED)
 
@@ -246,14 +246,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Log no request: a scrape every some seconds would fill a disk."""
+        """Log no request: regular scrapes would fill a disk."""
 
 
 def _names_this_machine(host: str) -> bool:
     """Return whether a Host header names a loopback address.
 
-    Without a token only a loopback address is served; a page of another site may have a name of its own that
-    leads there, and its scripts could read what they get.
+    Without a token only a loopback address is served. A page of another site may have its own name for the
+    loopback address, and its scripts could read the answers.
     """
     try:
         return Address(urlsplit(f"//{host}").hostname or "", 0).is_loopback
@@ -266,7 +266,7 @@ def _json(body: object) -> tuple[HTTPStatus, str, bytes]:
 
 
 def _incident(job: Path, name: str) -> Incident | None:
-    """Return the incident of this name; None where there is none."""
+    """Return the incident of this name; None without such an incident."""
     path = job / job_folder.INCIDENTS / f"{name}.json"
     return job_folder.read(path, Incident) if _INCIDENT_ID.fullmatch(name) and path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""Prints the answers of `ttp`: with colours on a terminal, where rich is installed; else the same text."""
+"""Prints the answers of `ttp`, with colours on a terminal if rich is installed; hears Ctrl-C reliably."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from adaptor.operations.words import USAGE
 _CLEAR = "\x1b[H\x1b[2J"
 _CLOSED = 141  # as of a program that SIGPIPE has ended
 
-# Words of answers, by what they mean to a reader; the later ones win.
+# Styles of words of answers; a later style wins.
 _STYLES = (
     (r"^(job|at|step|protection|ranks|restarts|incidents|controller|save folder|host) {2,}", "bold"),
     (r"^(OK|protection +protected)\b", "green"),
@@ -32,7 +32,7 @@ def show(lines: Iterable[str], *, is_repeated: bool = False) -> None:
 
     Args:
         lines: the answer.
-        is_repeated: in the place of what is on the terminal.
+        is_repeated: replace the content of the terminal.
     """
     lines = list(lines)
     if is_repeated and sys.stdout.isatty():
@@ -42,20 +42,21 @@ def show(lines: Iterable[str], *, is_repeated: bool = False) -> None:
 
 
 def exit_code_of(answer: Callable[[], int | None], program: str) -> int:
-    """Return what `answer` returns, once all that it has printed is written.
+    """Return the result of `answer`, after all its output is written.
 
-    If nobody reads on, as behind `| head`, that is the end of it; where a disk is full there is one line.
+    If the reader of the output has gone, as behind `| head`, the command ends silently; for a full disk it
+    prints one line.
 
     Args:
         answer: prints to stdout.
-        program: says that line.
+        program: the name in the line.
     """
     try:
         code = answer() or 0
         sys.stdout.flush()
         return code
     except OSError as error:
-        # Nothing is left to be flushed at the end.
+        # Python flushes stdout again at the end of the process.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return _CLOSED
@@ -64,7 +65,7 @@ def exit_code_of(answer: Callable[[], int | None], program: str) -> int:
 
 
 def _in_colour(lines: Iterable[str]) -> bool:
-    """Print lines by rich; return False where it is not installed."""
+    """Print lines by rich; return False if rich is not installed."""
     try:
         from rich.console import Console
         from rich.text import Text
@@ -80,14 +81,20 @@ def _in_colour(lines: Iterable[str]) -> bool:
 
 
 class CtrlC:
-    """Hears Ctrl-C, as a context; where it is ignored, as in the background of a shell, it stays so."""
+    """Makes Ctrl-C end a command that runs until Ctrl-C, such as `ttp serve`; a context.
+
+    Python raises KeyboardInterrupt wherever the main thread is. In a destructor or a callback the exception
+    is dropped, and during the release of a lock (`threading.Condition`) another error takes its place: the
+    command would go on. Invariant: a lost Ctrl-C is raised again in the command's next round. If Ctrl-C is
+    ignored, as in the background of a shell, the context changes nothing.
+    """
 
     def __init__(self) -> None:
         self._has_come = False
         self._is_heard = False
 
     def raise_again(self) -> None:
-        """Raise KeyboardInterrupt if Ctrl-C has come; call it in each round of the command."""
+        """Raise KeyboardInterrupt if Ctrl-C has come; call in each round of the command."""
         if self._has_come:
             raise KeyboardInterrupt
 

@@ -1,4 +1,4 @@
-"""Lays out an incident for its page: what each rank did, as lanes over one scale, and in words."""
+"""Lays out an incident for its page: the actions of each rank, as lanes over one scale, and in words."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from adaptor.operations.records import Event, Incident, unix
 
-# More ranks than these would not be read: those with a part in the incident come first.
+# The largest number of lanes; ranks with a part in the incident come first.
 MOST_LANES = 10
-# More words than these in one lane are left to the table of events.
+# The largest number of words in a lane; the table of events has all.
 _MOST_WORDS = 12
-# By the order that a rank or an agent gets: the kind of the span until one of these answers.
+# By the order to a rank or an agent: the kind of the span, and the answers that end it.
 _SPANS = {
     "freeze": ("stop", ("frozen", "died")),
     "dump-ordered": ("write", ("gathered", "written", "failed")),
@@ -38,16 +38,17 @@ _WORDS = {
     "end-ordered": "may end its script",
     "exit": "told to end",
 }
-# Their text is of many lines; the table of events has it.
+# Events with a text of many lines, shown in the table of events only.
 _UNTOLD = {"calls"}
 _STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 _INTERVALS = 5
-# A scale that ends at so many seconds, or later, has this unit; a shorter one has milliseconds.
+# The units of scales: name, length, and the smallest end of a scale, in seconds; shorter scales have
+# milliseconds.
 _UNITS = (("h", 3600.0, 7200.0), ("min", 60.0, 120.0), ("s", 1.0, 1.0))
 
 
 class Span(NamedTuple):
-    """A part of a lane: its kind, and where it begins and ends, in seconds from the fault."""
+    """A part of a lane: its kind, its begin and its end, in seconds from the fault."""
 
     kind: str
     begin: float
@@ -55,11 +56,11 @@ class Span(NamedTuple):
 
 
 class Lane(NamedTuple):
-    """The actions of one rank, or of the controller and the agents together.
+    """The actions of a rank, or of the controller and the agents together.
 
     Attributes:
-        note: its part in the incident, '' for none
-        words: what happened there, with the seconds from the fault at which it did
+        note: the rank's part in the incident, '' for none
+        words: the events, with their seconds from the fault
     """
 
     name: str
@@ -76,17 +77,17 @@ class Lanes(NamedTuple):
 
 
 def words_of(event: Event) -> str:
-    """Return what an event is called on the page."""
+    """Return the words for an event on the page."""
     return _WORDS.get(event.type, event.type.replace("-", " "))
 
 
 def lanes_of(incident: Incident, fault_at: float, end_s: float) -> Lanes:
-    """Return the lanes of an incident: the controller's, then those of ranks, the blamed one first.
+    """Return the lanes of an incident: the controller's, then the ranks', the blamed rank first.
 
     Args:
         incident: its file.
-        fault_at: the time from which all seconds count, in Unix seconds.
-        end_s: the end of a span that has no other, in seconds from then.
+        fault_at: the zero of all seconds, in Unix seconds.
+        end_s: the end of an open span, in seconds from the fault.
     """
     of_rank: dict[int | None, list[Event]] = defaultdict(list)
     for event in sorted(incident.events, key=lambda event: event.time):
@@ -108,7 +109,7 @@ def lanes_of(incident: Incident, fault_at: float, end_s: float) -> Lanes:
 
 
 def _parts(incident: Incident, of_rank: Mapping[int | None, Sequence[Event]]) -> dict[int, str]:
-    """Return the part that each rank has in an incident; the first that fits."""
+    """Return the part of each rank in an incident; the first part that fits."""
     parts = {} if incident.blamed is None else {incident.blamed: "blamed"}
     parts |= {rank: "failed, too" for rank in incident.failed if rank not in parts}
     parts |= {rank: "did not answer" for rank in incident.silent if rank not in parts}
@@ -148,7 +149,7 @@ def _lane(name: str, note: str, events: Iterable[Event], fault_at: float, end_s:
 def _gone(
     events: Sequence[Event], ended_at_once: bool, replaced: float | None, fault_at: float, end_s: float
 ) -> list[Span]:
-    """Return when a rank had no process, and when a new one was being started."""
+    """Return the spans in which a rank had no process, and in which a new process was starting."""
     died = [unix(event.time) - fault_at for event in events if event.type == "died"]
     started = [unix(event.time) - fault_at for event in events if event.type == "started"]
     if ended_at_once:
@@ -163,7 +164,7 @@ def _gone(
 
 
 def scale(until: float) -> tuple[float, list[float]]:
-    """Return the end of a scale that has room for `until` seconds, and the round numbers on it."""
+    """Return the end of a scale for `until` seconds, and its round numbers."""
     if until <= 0:
         return 1.0, [0.0, 1.0]
     _, unit_s = _unit(until)
@@ -184,5 +185,5 @@ def tick_labels(ticks: Sequence[float]) -> list[str]:
 
 
 def _unit(seconds: float) -> tuple[str, float]:
-    """Return the unit for a scale of so many seconds: its name, and its length in seconds."""
+    """Return the unit of a scale of so many seconds: its name, and its length in seconds."""
     return next(((name, unit_s) for name, unit_s, least in _UNITS if seconds >= least), ("ms", 1e-3))

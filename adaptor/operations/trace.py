@@ -1,7 +1,7 @@
 """Makes a trace of an incident in Chrome's format, for ui.perfetto.dev and chrome://tracing.
 
-A row for the parts of the incident; and, by nodes, a row for each rank: what it was told, how long it took,
-and what happened there.
+The trace has a row for the parts of the incident and, by nodes, a row for each rank: its orders, their
+durations, and its events.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from adaptor.operations.records import Event, Incident, unix
 
 Entry = dict[str, object]
 
-# The rows that are no ranks'.
+# The row of the job, and of an agent.
 _JOB = 0
-# By the order that a rank gets: the events with which it has done that.
+# By the order to a rank: the events that complete the order.
 _TASKS = {
     "freeze": ("frozen",),
     "dump-ordered": ("written", "failed"),
     "regroup-ordered": ("joined", "failed"),
 }
-# By the part of an incident: the order with which it begins.
+# By the part of an incident: the orders that begin the part.
 _BEGIN = {
     "freeze": ("freeze",),
     "write": ("dump-ordered",),
@@ -67,7 +67,7 @@ def _names(incident: Incident) -> Iterator[Entry]:
 
 
 def parts(incident: Incident) -> Iterator[tuple[str, float, float]]:
-    """Yield the parts of an incident that are known: the field of `Phases`, its begin (Unix), its seconds."""
+    """Yield the known parts of an incident: the field of `Phases`, its begin (Unix), its seconds."""
     phases = incident.phases
     frozen = _first(incident, ("freeze",))
     begin = {name: _first(incident, orders) for name, orders in _BEGIN.items()}
@@ -95,7 +95,7 @@ def _first(incident: Incident, types: tuple[str, ...]) -> float | None:
 
 
 def _tasks(incident: Incident) -> Iterator[Entry]:
-    """Yield how long each rank took from an order to its answer."""
+    """Yield the time of each rank from an order to its answer."""
     begun_events: dict[tuple[int, str], Event] = {}
     for event in sorted(incident.events, key=lambda event: unix(event.time)):
         if event.rank is None:

@@ -54,11 +54,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def answer(parsed: argparse.Namespace) -> int:
     """Compare the checkpoints in a save folder with their manifests.
 
+    Args:
+        parsed: the arguments.
+
     Returns:
-        The exit code: 0, 1 where something is damaged or missing, 2 where that cannot be told.
+        The exit code: 0, 1 if a file is damaged or missing, 2 if unknown.
 
     Raises:
-        JobFolderError: the folder, or the step, is not there.
+        JobFolderError: the folder, or the step, is missing.
     """
     root: Path = parsed.save
     try:
@@ -123,9 +126,9 @@ def _verified(root: Path, step: int) -> _Checkpoint:
 
 
 def _examined(folder: Path, files: Sequence[FileEntry]) -> list[manifest.Examined]:
-    """Examine files, several at the same time; return what is found, in their order.
+    """Examine files, several at the same time; return the findings, in the order of the files.
 
-    Ctrl-C ends this at once; a pool would wait for the files that it has begun, which may be large.
+    Ctrl-C ends this at once; a pool would wait for the begun files, which may be large.
     """
     waiting_files: queue.SimpleQueue[tuple[int, FileEntry]] = queue.SimpleQueue()
     examined_queue: queue.SimpleQueue[tuple[int, manifest.Examined | Exception]] = queue.SimpleQueue()
@@ -158,7 +161,7 @@ def _examined(folder: Path, files: Sequence[FileEntry]) -> list[manifest.Examine
 
 
 def _table(answers: Sequence[_Checkpoint], named: int | None, *, all_files: bool) -> list[str]:
-    """Return a line for each checkpoint, and below it one for each file that is not as it should be."""
+    """Return a line for each checkpoint, and below it a line for each defective file."""
     lines = []
     for checkpoint_answer in answers:
         mark = " (the tracker names it)" if checkpoint_answer.step == named else ""

@@ -1,4 +1,4 @@
-"""The exit codes of the commands of `ttp`, and words for people that they have in common."""
+"""The exit codes of the commands of `ttp`, and their common words for people."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ OK, FINDING, USAGE = 0, 1, 2
 
 
 def shown(raw_text: str) -> str:
-    """Return text from a file as one line that any terminal can show."""
+    """Return text from a file as a line that any terminal can show."""
     return text.encodable(raw_text.replace("\n", " ").replace("\x1b", "?"))
 
 
 def protection(status: Status) -> str:
-    """Return whether a job is protected, and why it is not; of one that has ended, whether it was."""
+    """Return whether a job is protected, and why not; of an ended job, whether it was protected."""
     if status.protected is None:
         return "never protected" if status.state == "ended" else "not yet protected"
     if status.state == "ended" and status.protected:
@@ -23,7 +23,7 @@ def protection(status: Status) -> str:
 
 
 def first_step_again(incident: Incident, fault_at: float) -> float | None:
-    """Return the seconds from `fault_at`, in Unix seconds, to the first step after it; None: none yet."""
+    """Return the seconds from `fault_at`, in Unix seconds, to the next first step; None: none yet."""
     phases = incident.phases
     if phases.first_step is None:
         return None
@@ -32,7 +32,7 @@ def first_step_again(incident: Incident, fault_at: float) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """Return a number of seconds in the unit that fits it."""
+    """Return a number of seconds in a fitting unit."""
     if 0 < seconds < 0.001:
         return "below 1 ms"
     if seconds < 1:
@@ -43,7 +43,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes in the unit that fits it."""
+    """Return a number of bytes in a fitting unit."""
     for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if count >= unit:
             return f"{count / unit:.1f} {name}"
