@@ -1,8 +1,8 @@
 """The interface of MindIO TTP on this engine, for scripts that were adapted to MindIO TTP by hand.
 
-`provided/mindio_ttp` is the package that such a script imports; it holds names only. `interface` has the
-functions in both forms, `job` translates their calls for the engine, `trainee` dumps by the script's
-handlers. The functions and their limits: docs/mindio.md.
+A script imports the package `provided/mindio_ttp`, which holds names only. `interface` has the functions in
+both forms, `job` translates their calls for the engine, `trainee` dumps by the script's handlers. The
+functions and their limits: docs/mindio.md.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ def provide() -> None:
     """Let `import mindio_ttp` import the package here; repeated calls have no effect.
 
     Raises:
-        ConfigError: another mindio_ttp is installed. It would save beside this engine, which would have
-            nothing to save.
+        ConfigError: another mindio_ttp is installed, which would save in place of this engine.
     """
     if _FOLDER in sys.path:
         return

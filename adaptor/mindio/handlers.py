@@ -12,7 +12,7 @@ from adaptor.protocol.messages import GroupOrder
 
 @dataclass(frozen=True)
 class Handler:
-    """A function that the script has registered, and the context for its calls."""
+    """A function of the script, and the context for its calls."""
 
     func: Callable[..., Any]
     ctx: Any = None
@@ -23,8 +23,7 @@ class Handlers:
     """The script's callbacks. The main thread rebinds attributes; dump threads only read them.
 
     Attributes:
-        older: the script has registered its save handler in the older form, `f(save_rank, step, rank_list,
-            args)`
+        older: the save handler has the older form, `f(save_rank, step, rank_list, args)`
         args: the last value of ttp_set_ckpt_args or tft_set_step_args
     """
 
@@ -41,7 +40,7 @@ class Handlers:
 
         Args:
             step: the step.
-            orders: for each optimizer of which this rank gives a shard: its kind, and the holders.
+            orders: for each optimizer with a shard of this rank: its kind, and the holders.
         """
         assert self.save is not None
         chosen = [(kind, list(dict.fromkeys(order.holders))) for kind, order in sorted(orders, key=_kind)]
@@ -74,7 +73,7 @@ class Handlers:
             self.clean.func(False, self.args, self.clean.ctx)
 
     def leave(self) -> None:
-        """Call the exit handler before the process ends. Its exception does not stop the end."""
+        """Call the exit handler before the process ends. An exception does not stop the end."""
         if self.exit is None:
             return
         try:
@@ -86,7 +85,7 @@ class Handlers:
         """Return the arguments for a handler of `step`.
 
         In the older form the first argument is the iteration, from which alone the rename handler knows the
-        step. A rank that was let through its update has set the iteration of the step before.
+        step. After a passed update the iteration is the step before.
         """
         if isinstance(self.args, tuple | list) and self.args and type(self.args[0]) is int:
             return type(self.args)((step, *self.args[1:]))

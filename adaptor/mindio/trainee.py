@@ -118,9 +118,9 @@ def _present_groups() -> frozenset[Any]:
 
 
 def _drop_groups_except(kept: frozenset[Any]) -> None:
-    """Destroy the process groups that handlers have made in an attempt that others could not finish.
+    """Destroy the process groups of handlers in an attempt that other ranks could not finish.
 
-    torch names a group that its members alone make (`use_local_synchronization`) by its ranks, and by the
+    torch names a group made by its members alone (`use_local_synchronization`) by its ranks, and by the
     number of groups of a process. With a group left from an earlier attempt, a rank would wait under another
     name.
     """
