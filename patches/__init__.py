@@ -25,7 +25,13 @@ FILES: dict[str, tuple[str, ...]] = {
         "mindspeed",
     ),
     "worker": ("torch_rendezvous", "torch_serialization", "torch_data"),
-    "online": ("torch_groups", "megatron_online", "mindspeed_online", "ascendspeed_online"),
+    "online": (
+        "torch_groups",
+        "transformer_engine",
+        "megatron_online",
+        "mindspeed_online",
+        "ascendspeed_online",
+    ),
     "report": ("report_arguments",),
 }
 

@@ -22,6 +22,8 @@ TESTED = SpecifierSet(tested_versions.specifier(tested_versions.ONLINE), prerele
 # Backends of process groups that are exchanged. Over NCCL one version of Megatron-LM has gone on bitwise, on
 # one GPU (docs/accelerators.md); over HCCL nobody has tried it (docs/ascend.md).
 EXCHANGED = frozenset({"gloo", "nccl", "hccl"})
+# DeepEP connects so many ranks by NVLink, and more of them by NVSHMEM, too (`NUM_MAX_NVL_PEERS`).
+NVLINK_RANKS = 8
 _WATCHED = frozenset({"nccl", "hccl"})
 # Packages that put loops of their own in the place of Megatron-LM's, or change what it does.
 _OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
@@ -110,7 +112,6 @@ def of_options(options: Any) -> str:
 def reasons_in_options(options: Any) -> Iterator[str]:
     """Return a line for each option in `options` that keeps what a recovery does not put right."""
     for name, meaning in (
-        ("tp_comm_overlap", "--tp-comm-overlap has buffers of its own between ranks"),
         ("enable_cuda_graph", "CUDA graphs hold the groups of the start"),
         ("external_cuda_graph", "CUDA graphs hold the groups of the start"),
         ("cuda_graph_impl", "CUDA graphs hold the groups of the start"),
@@ -120,18 +121,10 @@ def reasons_in_options(options: Any) -> Iterator[str]:
         ("iterations_to_skip", "--iterations-to-skip reads data outside of steps"),
         ("delay_wgrad_compute", "--delay-wgrad-compute keeps work of a step in queues of its own"),
         (
-            "defer_embedding_wgrad_compute",
-            "--defer-embedding-wgrad-compute keeps work of a step in lists of its own",
-        ),
-        (
             "fine_grained_activation_offloading",
             "--fine-grained-activation-offloading keeps tensors of a step in queues of its own",
         ),
         ("cpu_offloading", "--cpu-offloading-num-layers keeps tensors of a step in queues of its own"),
-        (
-            "moe_shared_expert_overlap",
-            "--moe-shared-expert-overlap keeps tensors of a step between its parts",
-        ),
         ("moe_router_force_biased", "--moe-router-force-biased draws numbers once for each process"),
         (
             "moe_enable_routing_replay",
@@ -152,9 +145,9 @@ def reasons_in_options(options: Any) -> Iterator[str]:
             yield meaning
     for name, value, meaning in (
         (
-            "moe_token_dispatcher_type",
-            "flex",
-            "--moe-token-dispatcher-type flex has buffers of its own between ranks",
+            "tp_comm_bootstrap_backend" if getattr(options, "tp_comm_overlap", False) else "",
+            "mpi",
+            "--tp-comm-bootstrap-backend mpi makes process groups of MPI, which are not exchanged",
         ),
         ("stage", "dpo", "--stage dpo has a reference model, which a new process would not load"),
         (
@@ -165,6 +158,23 @@ def reasons_in_options(options: Any) -> Iterator[str]:
     ):
         if getattr(options, name, None) == value:
             yield meaning
+    if getattr(options, "moe_token_dispatcher_type", None) == "flex":
+        yield from filter(None, (_of_expert_buffers(options),))
+
+
+def _of_expert_buffers(options: Any) -> str:
+    """Return why the buffers of the flex dispatcher cannot be made anew in a process; empty: they can."""
+    backend = getattr(options, "moe_flex_dispatcher_backend", None) or "deepep"
+    if backend not in ("deepep", "hybridep"):
+        return f"--moe-flex-dispatcher-backend {backend} has buffers of its own between ranks"
+    experts_tensor_size = getattr(options, "expert_tensor_parallel_size", None)
+    ranks = options.expert_model_parallel_size * (experts_tensor_size or options.tensor_model_parallel_size)
+    if backend == "deepep" and ranks > NVLINK_RANKS:
+        return (
+            f"DeepEP over {ranks} ranks, more than {NVLINK_RANKS}, uses NVSHMEM, "
+            "which a process initializes once"
+        )
+    return ""
 
 
 def of_param_groups() -> str:

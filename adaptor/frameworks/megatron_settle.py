@@ -26,6 +26,16 @@ _SUMS = (
     *("global_tokens_per_expert", "ga_steps"),  # for `global_aux_loss`, since 0.15
     *("qb_beta_accum", "qb_beta_count"),  # for quantile balancing, since 0.20
 )
+# What the parts of a shared expert hand each other in a forward pass (--moe-shared-expert-overlap).
+_OF_SHARED_EXPERTS = (
+    "cached_fc1_input",
+    "cached_fc2_input",
+    "cached_fc2_output",
+    "cached_output",
+    "gate_score",
+)
+# What the backward pass of the embedding is put off for (--defer-embedding-wgrad-compute).
+_OF_EMBEDDING = ("embedding_activation_buffer", "grad_output_buffer")
 _CORE = "megatron.core.transformer"
 # What forward passes add up for the line of a step: where it is kept, which differs between versions.
 _AUXILIARY_LOSSES = (
@@ -60,7 +70,21 @@ def settle_core(model: Sequence[Any]) -> None:
             for name in _SUMS:
                 if (added_up := module._buffers.get(name)) is not None:
                     added_up.zero_()
+            _forget_parts(module)
     forget_auxiliary_losses()
+
+
+def _forget_parts(module: Any) -> None:
+    """Forget what the parts of a module have handed each other in the abandoned step."""
+    attributes = vars(module)
+    for name in _OF_SHARED_EXPERTS:
+        if attributes.get(name) is not None:
+            setattr(module, name, None)
+    if (state := attributes.get("_overlap_state")) is not None:  # 0.20
+        module._overlap_state = type(state).IDLE
+    for name in _OF_EMBEDDING:
+        if isinstance(put_off := attributes.get(name), list):
+            put_off.clear()
 
 
 def forget_auxiliary_losses() -> None:

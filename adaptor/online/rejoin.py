@@ -28,6 +28,7 @@ from adaptor.online.groups import Groups
 from adaptor.online.loop import Loop
 from adaptor.online.meeting import Meeting
 from adaptor.online.newcomer import Told
+from adaptor.online.rank_buffers import RankBuffers
 from adaptor.online.transfer import TransferChannel
 from adaptor.online.unwinding import until_it_comes
 from adaptor.protocol.messages import Joined, Proceed, Regroup, Replacement
@@ -318,7 +319,10 @@ class Rejoin:
             state.require_finite([*inner(trainee.state.optimizer), *copies])
         store = self._meeting.store(order, "groups")
         self._require_current(order)  # from here on `regroup` abandons the store
+        buffers = context.part(RankBuffers)
+        buffers.leave()
         groups.exchange(store, f"{order.incident}.{order.attempt}")
+        buffers.make_again()
         if order.replaced:
             trainee = loop.trainee(record)
         assert isinstance(trainee, MegatronTrainee)

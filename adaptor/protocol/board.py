@@ -104,7 +104,7 @@ SLOT = 4096  # a page each, so that a worker maps only its own
 # The sequence number is written at once, through a view of 64-bit integers. struct.pack_into clears its
 # target first: if interrupted in between, it would show a number that never existed.
 _SEQUENCE_BYTES = 8
-_RECORD = struct.Struct("<qqqqqqqqdddqq256s")
+_RECORD = struct.Struct("<qqqqqqqqdddqqd256s")
 # The uses of the main thread's time: finished steps, and phases between steps; "other" are phases of other
 # names.
 USES = ("steps", "data", "evaluation", "save", "load", "other")
@@ -165,7 +165,7 @@ class BoardMemory:
         if sequence == 0:
             return BoardRecord(rank=rank)
         rank, pid, phase, oldest, finished, ahead, inside, progress, *remaining_fields = fields
-        grad_norm, slowest, usual, turns, stage, error = remaining_fields
+        grad_norm, slowest, usual, turns, stage, lapse, error = remaining_fields
         text = error.rstrip(b"\0").decode("utf-8", "replace")
         return BoardRecord(
             rank=rank,
@@ -182,6 +182,7 @@ class BoardMemory:
             usual=usual,
             turns=turns,
             stage=stage,
+            lapse=lapse,
         )
 
     def newest_step(self) -> int:
@@ -239,6 +240,7 @@ class Board:
         self.progress = 0
         self.grad_norm = 0.0
         self.stage = ScriptStage.TRAINING
+        self.lapse = 0.0
         self._error = b""
         self._sequence = 0
         self._writing = threading.Lock()  # a dump counts its progress beside the main thread
@@ -277,6 +279,7 @@ class Board:
                 self.usual,
                 self.turns,
                 self.stage,
+                self.lapse,
                 self._error,
             )
             self._sequence_there[0] = self._sequence
@@ -432,4 +435,5 @@ class Board:
             self.usual,
             self.turns,
             self.stage,
+            self.lapse,
         )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.faults import harness, keeping, outcome
-from tests.faults.harness import ITERATIONS, Ended, Job, Layout
+from tests.faults.harness import ITERATIONS, Ended, Job, Layout, Program
 from tests.faults.same import differences
 from tests.frameworks import prepare, record
 
@@ -31,6 +31,7 @@ def baselines(
     environment: Mapping[str, str] | None = None,
     *,
     of_a_user: bool = False,
+    program: Program | None = None,
 ) -> BaselineOf:
     """Train a layout when it is first asked for, and keep the run below `root`.
 
@@ -39,6 +40,7 @@ def baselines(
         framework: the tree of Megatron-LM; None: the one that the tests train.
         device: of the jobs.
         environment: of the jobs, besides what every job has.
+        program: that trains in the place of Megatron-LM's own script.
         of_a_user: whether the jobs have the environment of a user's (`Job.of_a_user`).
     """
     tree = framework or prepare.megatron_lm()
@@ -55,11 +57,14 @@ def baselines(
                 device=device,
                 environment=dict(environment or {}),
                 of_a_user=of_a_user,
+                program=program,
             )
             ended = harness.run(job)
             assert ended.code == 0, ended.log[-3000:]
 
-        key = keeping.key(tree, layout, device, sorted((environment or {}).items()), of_a_user)
+        key = keeping.key(
+            tree, layout, device, sorted((environment or {}).items()), of_a_user, type(program).__name__
+        )
         out = keeping.once(root / f"{layout.name}-{key[:16]}", train)
         return Baseline(record.read(out / "record"), out / "checkpoints")
 

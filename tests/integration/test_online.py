@@ -49,6 +49,8 @@ MOE_DP2_SUMS = replace(
         *("--moe-router-bias-update-rate", "0.1"),
         *("--moe-router-load-balancing-type", "global_aux_loss", "--moe-aux-loss-coeff", "0.1"),
         *("--mtp-num-layers", "1", "--position-embedding-type", "rope"),
+        *("--moe-shared-expert-intermediate-size", "64", "--moe-shared-expert-overlap"),
+        *("--moe-token-dispatcher-type", "alltoall"),
     ),
 )
 # The first stage has no experts.

@@ -57,6 +57,20 @@ def test_a_job_with_slow_steps_has_more_time() -> None:
     assert watch.look(boards, 20 * FACTOR) == NodeStalled(0, 20 * FACTOR, 5, -1)
 
 
+def test_kernels_that_end_by_themselves_shorten_the_time() -> None:
+    """A step that takes a third of that time keeps the time that its own steps ask for."""
+    watch = HangDetector(0, 120.0)
+    boards = [IN_A_STEP, _changed(lapse=100.0)]
+    assert not _still_for(watch, 74, [*boards, IN_A_STEP])
+    assert not _still_for(HangDetector(0, 120.0), 119, [IN_A_STEP, OTHER])
+    assert HangDetector(0, 60.0)._step_may_take(boards[1]) == 60.0
+    assert HangDetector(0, 120.0)._step_may_take(_changed(lapse=100.0, slowest=30.0)) == 90.0
+    all_lapse = [msgspec.structs.replace(board, lapse=100.0) for board in boards]
+    watch = HangDetector(0, 120.0)
+    assert not _still_for(watch, 74, all_lapse)
+    assert watch.look(all_lapse, 75.0) == NodeStalled(0, 75.0, 5, -1)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"phase": Phase.READY}, {"finished": 5}, {"inside": 6}, {"progress": 1}, {"ahead": 5}],

@@ -10,6 +10,8 @@ import pytest
 
 from adaptor.frameworks.megatron_online_support import of_data, of_framework, of_options, of_version
 
+FLEX = {"moe_token_dispatcher_type": "flex", "tensor_model_parallel_size": 2}
+
 
 @pytest.mark.parametrize("version", ["0.12.4", "0.13.2", "0.14.1", "0.15.0rc5", "0.15.4", "0.16.1", "0.20.0"])
 def test_a_version_that_was_tested(version: str) -> None:
@@ -67,17 +69,28 @@ def test_data_that_cannot_be_read_once_more() -> None:
             "",
         ),
         ({"iterations_to_skip": [4]}, "--iterations-to-skip reads data outside of steps"),
+        ({**FLEX, "expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}, ""),
         (
-            {"moe_token_dispatcher_type": "flex"},
-            "--moe-token-dispatcher-type flex has buffers of its own between ranks",
+            {**FLEX, "expert_model_parallel_size": 8},
+            "DeepEP over 16 ranks, more than 8, uses NVSHMEM, which a process initializes once",
+        ),
+        (
+            {**FLEX, "expert_model_parallel_size": 64, "moe_flex_dispatcher_backend": "hybridep"},
+            "",
+        ),
+        (
+            {**FLEX, "moe_flex_dispatcher_backend": "ncclep"},
+            "--moe-flex-dispatcher-backend ncclep has buffers of its own between ranks",
+        ),
+        ({"tp_comm_overlap": True, "tp_comm_bootstrap_backend": "nccl"}, ""),
+        ({"tp_comm_overlap": False, "tp_comm_bootstrap_backend": "mpi"}, ""),
+        (
+            {"tp_comm_overlap": True, "tp_comm_bootstrap_backend": "mpi"},
+            "--tp-comm-bootstrap-backend mpi makes process groups of MPI, which are not exchanged",
         ),
         (
             {"delay_wgrad_compute": True},
             "--delay-wgrad-compute keeps work of a step in queues of its own",
-        ),
-        (
-            {"defer_embedding_wgrad_compute": True},
-            "--defer-embedding-wgrad-compute keeps work of a step in lists of its own",
         ),
         (
             {"fine_grained_activation_offloading": True},
@@ -87,10 +100,7 @@ def test_data_that_cannot_be_read_once_more() -> None:
             {"cpu_offloading": True},
             "--cpu-offloading-num-layers keeps tensors of a step in queues of its own",
         ),
-        (
-            {"moe_shared_expert_overlap": True},
-            "--moe-shared-expert-overlap keeps tensors of a step between its parts",
-        ),
+        ({"moe_shared_expert_overlap": True, "defer_embedding_wgrad_compute": True}, ""),
         ({"dataloader_type": "cyclic", "moe_router_force_biased": None, "logits_load_dir": None}, ""),
         (
             {"dataloader_type": "external"},

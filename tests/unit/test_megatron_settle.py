@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
 from collections.abc import Callable
@@ -66,6 +67,27 @@ def test_what_a_router_has_added_up_in_the_abandoned_step_is_not_added_up_again(
     settle_core([torch.nn.Sequential(torch.nn.ModuleList([router]), without)])
     left = {name for name, buffer in router.named_buffers() if buffer.any()}
     assert left == {"expert_bias", "qb_beta"}
+
+
+class State(enum.Enum):
+    """Of a shared expert, as Megatron-core 0.20 has it."""
+
+    IDLE = 0
+    FC1_FORWARD_DONE = 1
+
+
+def test_what_parts_of_a_step_have_handed_each_other_is_forgotten() -> None:
+    """With --moe-shared-expert-overlap and --defer-embedding-wgrad-compute."""
+    expert, model = torch.nn.Module(), torch.nn.Module()
+    expert.cached_fc2_input, expert.gate_score = torch.ones(2), torch.ones(2)
+    expert.cached_output, expert._overlap_state = None, State.FC1_FORWARD_DONE
+    put_off = model.embedding_activation_buffer = [torch.ones(2)]  # the output layer has the same list
+    model.grad_output_buffer, model.expert = [torch.ones(2)], expert
+    settle_core([model])
+    assert (expert.cached_fc2_input, expert.gate_score, expert.cached_output) == (None, None, None)
+    assert expert._overlap_state is State.IDLE
+    assert put_off is model.embedding_activation_buffer
+    assert (put_off, model.grad_output_buffer) == ([], [])
 
 
 @pytest.mark.parametrize(
