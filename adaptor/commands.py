@@ -171,7 +171,8 @@ def _report(
         patching.arm("ttp", raises=False, wait_for_claim=patches.own())
         if len(script) > 1:
             findings = _examined(script, world_size)
-        broken = _import_targets(patching.target_modules("ttp"))
+        absent = patches.of_absent_frameworks()
+        broken = _import_targets(tuple(name for name in patching.target_modules("ttp") if name not in absent))
         for misfit in patching.misfits("ttp"):
             (findings.refusals if isinstance(misfit, DriftError) else broken).append(str(misfit))
         outcomes = patching.outcomes("ttp")

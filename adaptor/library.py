@@ -103,7 +103,7 @@ class Protection:
         if self._recovery is None:
             return loop()
         self._is_in_loop = True
-        return self._recovery.run_loop(loop, go_back, why_not=why_not)
+        return self._recovery.run_loop(loop, go_back, why_not)
 
     def _require_first(self, name: str) -> None:
         if self._has_run:

@@ -33,8 +33,9 @@ from tests.frameworks import prepare
 from tests.pages import write_section
 
 SECTION = "What becomes of published recipes"
-# Frameworks whose training loop is patched: they call `megatron.training.pretrain`, or are MindSpeed-LLM.
-REACHED = frozenset({"megatron-lm", "mindspeed-llm", "pai"})
+# Frameworks whose training loop is patched: they call `megatron.training.pretrain`, or are MindSpeed-LLM, or
+# have an adapter.
+REACHED = frozenset({"megatron-lm", "mindspeed-llm", "pai", "flagscale", "ms-swift"})
 OTHER_LOOP, UNREADABLE = "a loop that nothing here patches", "arguments that nothing parses"
 REFUSED, ONE_RANK = "refused before the first step", "survive exceptions only: one data-parallel rank"
 ONE_HOLDER = "survive exceptions only: experts on one rank alone"
@@ -66,13 +67,16 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     if recipe["framework"] not in REACHED:
         return Verdict(OTHER_LOOP)
     from adaptor import preflight
+    from adaptor.adapters import ms_swift
     from adaptor.patches import megatron_training
 
-    fewest = preflight.least_world_size(recipe["args"])
+    is_swift = recipe["framework"] == "ms-swift"
+    arguments = _of_megatron(recipe["args"]) if is_swift else recipe["args"]
+    fewest = preflight.least_world_size(arguments)
     ranks = recipe["world"] if recipe["world"] and recipe["world"] % fewest == 0 else 2 * fewest
 
     def begin() -> None:
-        parsed = _parsed(recipe["args"])
+        parsed = _parsed(arguments)
         parsed.rank, parsed.world_size, parsed.save = 0, ranks, f"{folder}/save"
         megatron_training.examine(parsed)
         raise preflight.Stop
@@ -80,8 +84,11 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     findings = preflight.findings_of(begin)
     if findings.error:
         return Verdict(UNREADABLE, (findings.error,))
-    if findings.refusals:
-        return Verdict(REFUSED, tuple(sorted({line.partition(" is ")[0] for line in findings.refusals})))
+    refusals = [*findings.refusals, *(ms_swift.refused(_parsed(arguments)) if is_swift else ())]
+    if is_swift and recipe["entry"] not in ("megatron pt", "megatron sft"):
+        refusals.append(f"{recipe['entry']} is not protected")
+    if refusals:
+        return Verdict(REFUSED, tuple(sorted({line.partition(" is ")[0] for line in refusals})))
     assert findings.layout is not None
     if findings.layout.data_parallel == 1:
         return Verdict(ONE_RANK)
@@ -97,9 +104,23 @@ def _of_the_framework(recipe: Mapping[str, Any]) -> Iterator[str]:
 
     if recipe["framework"] == "mindspeed-llm":  # on the Megatron-LM that it names
         return
+    if recipe["framework"] == "flagscale":
+        yield "FlagScale's copy of the loop has not been tested with it"
+        return
     version = recipe["version"]
     if re.fullmatch(r"0\.\d+\.\d+\S*", version):  # else a branch, or a date
         yield from filter(None, (megatron_online_support.of_version(version),))
+
+
+def _of_megatron(arguments: Sequence[str]) -> list[str]:
+    """Return arguments of ms-swift in the form of Megatron-LM's; ms-swift always has the last two."""
+    words: list[str] = []
+    for word in arguments:
+        if word.lower() == "false" and words and words[-1].startswith("--"):
+            words.pop()
+        elif word.lower() != "true":
+            words.append(word.replace("_", "-") if word.startswith("--") else word)
+    return [*words, "--use-distributed-optimizer", "--bf16"]
 
 
 def _parsed(arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,8 +1,9 @@
-"""The patches, one file for each module of a framework, by group; and those of installed plug-ins."""
+"""The patches by group, a file for each module of a framework; adapters; and installed plug-ins."""
 
 from __future__ import annotations
 
 import importlib
+import sys
 
 from adaptor import plug_ins
 from adaptor.patching import Unit, units
@@ -23,6 +24,10 @@ FILES: dict[str, tuple[str, ...]] = {
         "ascendspeed_training",
         "ascendspeed_checkpointing",
         "mindspeed",
+        # Frameworks with loops of their own: declared as those of plug-ins are.
+        "adaptor.adapters.megatron_bridge",
+        "adaptor.adapters.ms_swift",
+        "adaptor.adapters.flagscale",
     ),
     "worker": ("torch_rendezvous", "torch_serialization", "torch_data"),
     "online": (
@@ -44,15 +49,23 @@ def load(group: str) -> None:
         StartError: a plug-in cannot be loaded; without it its framework would be trained unprotected.
     """
     for name in FILES[group]:
-        importlib.import_module(f"{__name__}.{name}")
+        importlib.import_module(name if "." in name else f"{__name__}.{name}")
     if group == "ttp":
         for plug_in in plug_ins.declared(plug_ins.PATCHES):
             plug_ins.load(plug_in)
 
 
 def of_plug_ins() -> tuple[Unit, ...]:
-    """Return the units of group `ttp` that others have declared."""
+    """Return the units of group `ttp` that plug-ins and adapters have declared."""
     return tuple(unit for unit in units("ttp") if not unit.declared_in.startswith(f"{__name__}."))
+
+
+def of_absent_frameworks() -> frozenset[str]:
+    """Return the modules that adapters patch and nobody has imported: a job of another framework needs none
+    of them, and they may be installed without what they import."""
+    adapters = [unit for unit in units("ttp") if unit.declared_in.startswith("adaptor.adapters.")]
+    modules = [{patch.module_name for patch in unit.patches} for unit in adapters]
+    return frozenset().union(*(names for names in modules if names.isdisjoint(sys.modules)))
 
 
 def own() -> tuple[Unit, ...]:

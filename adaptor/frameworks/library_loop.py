@@ -155,19 +155,21 @@ class Recovery:
                     if one_step(number) is False:
                         return
 
-        self.run_loop(train, go_back, last)
+        self._run(train, go_back, last)
 
-    def run_loop(
-        self, train: Callable[[], T], go_back: GoBack | None, last: int | None = None, why_not: str = ""
-    ) -> T:
+    def run_loop(self, train: Callable[[], T], go_back: GoBack, why_not: str) -> T:
         """Call `train`, and again behind the last finished step after each fault; return what it returns.
 
         Args:
             train: the loop.
             go_back: see `run_steps`.
-            last: the number of the last step, for a new process; None: `train` knows it.
             why_not: why the framework cannot call its loop again; empty: it can.
         """
+        if self._worker.newcomer:
+            self._worker.ask_record()
+        return self._run(train, go_back, None, why_not)
+
+    def _run(self, train: Callable[[], T], go_back: GoBack | None, last: int | None, why_not: str = "") -> T:
         session, worker = self._session, self._worker
         if self._why_not and not worker.newcomer:
             return train()

@@ -333,6 +333,21 @@ class Unit:
 
         return declare
 
+    def patch_copy(self, target: str, *, of: str) -> None:
+        """Declare on `target` the wrapper that is declared on `of`, a function of which it is a copy.
+
+        Args:
+            target: "module:name" in the framework that has the copy.
+            of: the target of a patch that has been declared, such as "megatron.training.training:train".
+
+        Raises:
+            KeyError: no patch has that target.
+        """
+        declared = {patch.target: patch for unit in _units.values() for patch in unit.patches}
+        patch = declared[of]
+        accepts = tuple(accepted.text for accepted in patch.accepts)
+        self.patches.append(Patch(self, target, patch.why, accepts, patch.optional, False, patch.effect))
+
     def settle(self) -> None:
         """Decide again whether the unit acts, after any change to its patches."""
         self.acts = self.armed and self._fits and not self.waits_for_claim

@@ -175,7 +175,7 @@ class Session:
             StepError: another step was expected.
         """
         if self.trainee is not None:
-            step_checks.require_next(step, self._step, self._origin, self.board.finished)
+            step_checks.require_next(step, self._step, self.board.finished)
 
     def begin_step(
         self,

@@ -5,25 +5,24 @@ from __future__ import annotations
 from adaptor.errors import StepError, UnsupportedError
 
 
-def require_next(step: int, last: int, origin: int, finished: int) -> None:
+def require_next(step: int, last: int, finished: int) -> None:
     """Check the number of a step that is begun.
 
     A step that was begun, and left without an update, may be begun again.
 
     Args:
         step: that is begun.
-        last: the step that was begun before; -1: none.
-        origin: the step that training goes on from.
+        last: the step that was begun before; -1: none, since training began or a fault was recovered online.
         finished: the newest step that was finished.
 
     Raises:
         StepError: another step was expected; nothing is saved under the wrong number.
     """
     if last < 0:
-        if step != origin + 1:
+        if step != finished + 1:
             raise StepError(
-                f"step {step} was begun, expected step {origin + 1}: "
-                f"adaptor.protect was told step={origin}; give it the step of the checkpoint that "
+                f"step {step} was begun, expected step {finished + 1}: "
+                f"adaptor.protect was told step={finished}; give it the step of the checkpoint that "
                 "was loaded, or 0"
             )
     elif step != last + 1 and not (step == last and finished < step):

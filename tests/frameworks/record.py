@@ -66,7 +66,7 @@ def install(out: Path) -> None:
 
         wrapt.wrap_function_wrapper(module, "train_step", step_is_recorded)
 
-    for module in ("megatron.training.training", "ascendspeed.training"):
+    for module in ("megatron.training.training", "ascendspeed.training", "flagscale.train.train"):
         wrapt.register_post_import_hook(wrap, module)
 
 

@@ -72,6 +72,6 @@ patches.load("ttp")
 from adaptor.patches import megatron_training
 unit = patching.Unit("theirs", framework="theirs", tested=">=1")
 unit.patch("theirs:train_step", why="a step begins", accepts="(...)")(megatron_training.steps_are_counted)
-assert patches.of_plug_ins() == (unit,)
+assert patches.of_plug_ins()[-1] is unit
 assert unit not in patches.own() and len(patches.own()) > 5
 """)

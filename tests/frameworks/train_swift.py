@@ -1,0 +1,53 @@
+"""A script of the small ms-swift: `train_swift.py --iters 8 --record DIR --output-dir DIR`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from record import Recorder
+from swift.megatron.trainers.base import BaseMegatronTrainer
+from swift.megatron.utils.megatron_lm_utils import initialize_megatron
+from train_core import batch, build, drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--iters", dest="train_iters", type=int, required=True)
+    parser.add_argument("--instances", type=int, default=1, help="copies of the optimizer state")
+    parser.add_argument("--global-batch-size", type=int, default=2)
+    parser.add_argument("--save-interval", type=int, default=2)
+    parser.add_argument("--mcore-model")
+    parser.add_argument("--finetune", action="store_true")
+    parser.add_argument("--record", type=Path, required=True)
+    parser.add_argument("--output-dir", required=True)
+    args = parser.parse_args()
+    args.virtual_pipeline_model_parallel_size = None
+    initialize_megatron(args)
+    shape = argparse.Namespace(
+        instances=args.instances, stages=1, experts=1, context=1, tensor=1, freeze=False, whole=False
+    )
+    model, _ = build(shape)
+    options = OptimizerConfig(
+        lr=1e-3, min_lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+    )
+    optimizer = get_megatron_optimizer(options, [model])
+    scheduler = OptimizerParamScheduler(
+        optimizer, 0.0, 1e-3, 1e-5, 8, 100, "cosine", 0.0, 0.0, 100, "constant"
+    )
+
+    def forward(tokens: Any, model: Any) -> torch.Tensor:
+        loss: torch.Tensor = model(**batch(tokens)).mean()
+        return loss
+
+    args.forward_step = forward
+    BaseMegatronTrainer(args, [model], optimizer, scheduler, Recorder(args.record).add).train(drawn, None)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

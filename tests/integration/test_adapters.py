@@ -1,0 +1,109 @@
+"""Frameworks with loops of their own, by their adapters: small ones of the same shape as the real ones."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+from tests.faults import harness, library, outcome
+from tests.faults.harness import DP2, ITERATIONS, Job
+from tests.frameworks import prepare
+
+TRACKER = "latest_train_state.pt"
+FRAMEWORKS = harness.ROOT / "tests/frameworks"
+bridge = partial(
+    library.train,
+    layout=DP2,
+    script=FRAMEWORKS / "train_bridge.py",
+    paths=[str(FRAMEWORKS / "small_bridge")],
+)
+
+swift = partial(
+    library.train, layout=DP2, script=FRAMEWORKS / "train_swift.py", paths=[str(FRAMEWORKS / "small_swift")]
+)
+
+
+def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
+    """Its own save of step 2 is older than last words, to which both of its trackers then point."""
+    save, steps = tmp_path / "save", range(4, ITERATIONS + 1)
+    undisturbed = bridge(tmp_path / "undisturbed", "--save", str(tmp_path / "own"), launcher="torchrun")
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    fault = "rank=1,step=4,phase=backward,kind=sigkill"
+    ended = bridge(tmp_path / "job", "--save", str(save), faults=[fault])
+    assert ended.code == 137, ended.log[-3000:]
+    assert outcome.tracked(save) == "3"
+    assert (save / TRACKER).read_bytes() == (save / "iter_0000003/train_state.pt").read_bytes()
+    copy = shutil.copytree(save, tmp_path / "copy")
+    by_itself = bridge(tmp_path / "by-itself", "--save", str(copy), launcher="torchrun")
+    assert by_itself.code == 0, by_itself.log[-3000:]
+    outcome.assert_same_training(by_itself, undisturbed.records, steps)
+    fault = "rank=1,step=7,phase=backward,kind=sigkill"
+    options = ("--ttp-online", "60")
+    ended = bridge(tmp_path / "online", "--save", str(save), restarts=1, faults=[fault], options=options)
+    assert ended.code == 0, ended.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
+    outcome.assert_same_training(ended, undisturbed.records, steps)
+
+
+def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:
+    """Its own save of step 2 is older than last words; a restart finds them beside it."""
+    output, steps = tmp_path / "output", range(4, ITERATIONS + 1)
+    undisturbed = swift(tmp_path / "undisturbed", "--output-dir", str(tmp_path / "own"), launcher="torchrun")
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    faults = ["rank=1,step=4,phase=backward,kind=sigkill"]
+    ended = swift(tmp_path / "job", "--output-dir", str(output), restarts=1, faults=faults)
+    assert ended.code == 0, ended.log[-3000:]
+    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
+    outcome.assert_same_training(ended, undisturbed.records)
+    last_words = ("--mcore-model", str(output / "last_words"))
+    job = ("--output-dir", str(tmp_path / "resumed"), *last_words)
+    by_itself = swift(tmp_path / "by-itself", *job, launcher="torchrun")
+    assert by_itself.code == 0, by_itself.log[-3000:]
+    outcome.assert_same_training(by_itself, undisturbed.records, steps)
+    options = ("--ttp-online", "60")
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
+    job = ("--output-dir", str(tmp_path / "online"))
+    ended = swift(tmp_path / "online-job", *job, restarts=1, faults=faults, options=options)
+    assert ended.code == 0, ended.log[-3000:]
+    assert "1 incident (1 without a restart), 0 steps lost" in ended.log
+    outcome.assert_same_training(ended, undisturbed.records)
+
+
+def flagscale_of(megatron: Path, root: Path) -> Path:
+    """Make a tree with a copy of Megatron-LM's loop, and a script which calls the copy, as FlagScale has."""
+    root.mkdir()
+    for path in megatron.iterdir():
+        (root / path.name).symlink_to(path)
+    loop = (megatron / "megatron/training/training.py").read_text()
+    package = root / "flagscale/train"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("")
+    loop = re.sub(r"^from \. import", "from megatron.training import", loop, flags=re.MULTILINE)
+    loop = re.sub(r"^from \.", "from megatron.training.", loop, flags=re.MULTILINE)
+    (package / "train.py").write_text(loop)
+    script = (root / "pretrain_gpt.py").read_text()
+    (root / "pretrain_gpt.py").unlink()
+    names = "get_args, get_timers, get_tokenizer, "
+    changed = script.replace(
+        f"from megatron.training import {names}pretrain, print_rank_0",
+        f"from megatron.training import {names}print_rank_0\nfrom flagscale.train.train import pretrain",
+    )
+    assert changed != script
+    (root / "pretrain_gpt.py").write_text(changed)
+    return root
+
+
+def test_flagscale_starts_again_from_last_words(tmp_path: Path) -> None:
+    """A fault restarts all ranks: its loop is a copy of Megatron-LM's, which is not called again."""
+    tree = flagscale_of(prepare.megatron_lm(), tmp_path / "tree")
+    undisturbed = harness.run(Job(tmp_path / "undisturbed", DP2, launcher="torchrun", framework=tree))
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    save = tmp_path / "save"
+    fault = "rank=1,step=4,phase=backward,kind=sigkill"
+    ended = harness.run(Job(tmp_path / "job", DP2, faults=[fault], restarts=1, save=save, framework=tree))
+    assert ended.code == 0, ended.log[-3000:]
+    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
+    outcome.assert_same_training(ended, undisturbed.records)

@@ -1,0 +1,94 @@
+"""What the adapters refuse; what they protect is trained for in tests/integration/test_adapters.py."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from adaptor import patches
+from adaptor.adapters import megatron_bridge, ms_swift
+
+
+def bridge_config(**sections: dict[str, Any]) -> SimpleNamespace:
+    """The config of a job that is protected, but for some values by section."""
+    known: dict[str, dict[str, Any]] = {
+        "checkpoint": {"save": "/save", "ckpt_format": "torch_dist", "async_save": False},
+        "train": {"exit_interval": None, "iterations_to_skip": []},
+        "dataset": {"dataloader_type": "single"},
+        **{name: {} for name in ("optimizer", "dist", "ddp", "rng", "model", "ft", "inprocess_restart")},
+    }
+    values = {name: SimpleNamespace(**{**known[name], **sections.get(name, {})}) for name in known}
+    return SimpleNamespace(**values, peft=sections.get("peft"))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"checkpoint": {"save": None}}, "checkpoint.save is None"),
+        ({"checkpoint": {"ckpt_format": "fsdp_dtensor"}}, "checkpoint.ckpt_format is 'fsdp_dtensor'"),
+        ({"dist": {"use_decentralized_pg": True}}, "use_decentralized_pg is set"),
+        ({"ddp": {"use_megatron_fsdp": True}}, "use_megatron_fsdp is set"),
+        ({"optimizer": {"optimizer_cuda_graph": True}}, "optimizer_cuda_graph is set"),
+        ({"train": {"iterations_to_skip": [3]}}, "iterations_to_skip is set"),
+        ({"rng": {"data_parallel_random_init": True}}, "data_parallel_random_init is set"),
+        ({"peft": {"dim": 8}}, "peft is set"),
+        ({"ft": {"enable_ft_package": True}}, "ft is on"),
+        ({"inprocess_restart": {"enabled": True}}, "inprocess_restart is on"),
+    ],
+)
+def test_megatron_bridge_refuses(sections: dict[str, Any], words: str) -> None:
+    (refusal,) = megatron_bridge.refused(bridge_config(**sections))
+    assert refusal.startswith(words)
+
+
+def test_megatron_bridge_protects_a_common_config() -> None:
+    config = bridge_config()
+    assert list(megatron_bridge.refused(config)) == []
+    assert megatron_bridge.why_not_online(config) == ""
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"checkpoint": {"async_save": True}}, "checkpoint.async_save"),
+        ({"model": {"cuda_graph_impl": "local"}}, "model.cuda_graph_impl is local"),
+        ({"train": {"exit_interval": 100}}, "train.exit_interval"),
+        ({"dataset": {"dataloader_type": "batch"}}, "dataset.dataloader_type batch"),
+    ],
+)
+def test_megatron_bridge_restarts_all(sections: dict[str, Any], words: str) -> None:
+    assert megatron_bridge.why_not_online(bridge_config(**sections)).startswith(words)
+
+
+def test_a_report_imports_no_framework_that_a_script_does_not_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    patches.load("ttp")
+    absent = patches.of_absent_frameworks()
+    assert {"megatron.bridge.training.train", "swift.megatron.trainers.base"} < absent
+    assert "megatron.training.training" not in absent
+    monkeypatch.setitem(sys.modules, "flagscale.train.train", ModuleType("flagscale.train.train"))
+    assert absent - patches.of_absent_frameworks() == {"flagscale.train.train"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"tuner_type": "lora"}, "--tuner_type is lora"),
+        ({"rlhf_type": "dpo"}, "--rlhf_type is dpo"),
+        ({"use_megatron_fsdp": True}, "--use_megatron_fsdp is set"),
+    ],
+)
+def test_ms_swift_refuses(options: dict[str, Any], words: str) -> None:
+    (refusal,) = ms_swift.refused(SimpleNamespace(**{"tuner_type": "full", **options}))
+    assert refusal.startswith(words)
+
+
+def test_ms_swift_loads_the_newest_of_its_own_saves_and_last_words(tmp_path: Path) -> None:
+    assert ms_swift._newest(tmp_path) is None
+    for name, step in (("checkpoint-9", 9), ("last_words", 10), ("checkpoint-2", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ms_swift.TRACKER).write_text(str(step))
+    assert ms_swift._newest(tmp_path) == tmp_path / "last_words"
