@@ -138,7 +138,6 @@ def reasons_in_options(options: Any) -> Iterator[str]:
         ("moe_fb_overlap", "--moe-fb-overlap keeps work of a step in schedules of its own"),
         ("recompute_in_bubble", "--recompute-in-bubble keeps work of a step in queues of its own"),
         ("recompute_in_advance", "--recompute-in-advance keeps work of a step in queues of its own"),
-        ("swap_attention", "--swap-attention keeps tensors of a step in queues of its own"),
         ("enable_share_memory", "--enable-share-memory has all ranks meet once in each process"),
     ):
         if getattr(options, name, False) not in (False, None, "none", []):

@@ -6,6 +6,7 @@ Lines are those of 2.2.0 (`mindspeed_llm/training/training.py`); the names are t
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,28 @@ from adaptor.frameworks.megatron_loop import MegatronLoop
 
 LLM = "mindspeed_llm"
 _UTILS = "mindspeed_llm.training.utils"
+# Where MindSpeed keeps activations that are on the host until the backward pass (--swap-attention).
+_PREFETCH = (
+    "mindspeed.core.memory.swap_attention.prefetch",
+    "mindspeed.core.memory.adaptive_recomputing.prefetch",  # before 2.1
+)
+# What one step has left of them, and the value at its begin; the manager is bound to the layers, and stays.
+_SWAPPED = {
+    **dict.fromkeys(("swap_tensors", "prefetch_list", "prefetch_data_ptr_list"), list),
+    **dict.fromkeys(("slice_tensor_storage_ptr_list",), list),
+    **dict.fromkeys(("data_ptr", "slice_tensor_storage_ptr"), dict),
+    **dict.fromkeys(("cur_micro_num", "remove_num"), int),
+    **dict.fromkeys(("forward_flag", "eval_end_flag"), bool),
+}
+
+
+def forget_swapped_activations() -> None:
+    """Forget the activations of the abandoned step that are on the host, or on their way."""
+    for name in _PREFETCH:
+        swapping = getattr(sys.modules.get(name), "SwapPrefetch", None)
+        if (manager := getattr(swapping, "swap_prefetch", None)) is not None:
+            for field, make in _SWAPPED.items():
+                setattr(manager, field, make())
 
 
 class MindspeedLoop(MegatronLoop):
@@ -36,6 +59,7 @@ class MindspeedLoop(MegatronLoop):
         clear = getattr(importlib.import_module(_UTILS), "clear_actual_attn_ratio", None)
         if clear is not None:
             clear()
+        forget_swapped_activations()
 
     def put_back(self, record: StepRecord) -> None:
         super().put_back(record)

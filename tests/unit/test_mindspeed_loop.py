@@ -8,7 +8,35 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaptor.frameworks.mindspeed_loop import MindspeedLoop
+from adaptor.frameworks.mindspeed_loop import MindspeedLoop, forget_swapped_activations
+
+
+class SwapPrefetch:
+    """MindSpeed's manager (`mindspeed/core/memory/swap_attention/prefetch.py`), in the middle of a step."""
+
+    swap_prefetch: SwapPrefetch | None = None
+
+    def __init__(self) -> None:
+        self.prefetch_stream, self.pp, self.vpp, self.interval, self.first_layer_id = object(), 2, 1, 1, 0
+        self.layer_name = "layers.0"
+        self.swap_tensors, self.data_ptr = ["a tensor"], {7: 0}
+        self.prefetch_list, self.prefetch_data_ptr_list = [[["a tensor"]]], [[{7: 0}]]
+        self.slice_tensor_storage_ptr, self.slice_tensor_storage_ptr_list = {7: ["0_0"]}, [[{}]]
+        self.cur_micro_num, self.remove_num = 1, 1
+        self.forward_flag = self.eval_end_flag = True
+
+
+def test_activations_of_the_abandoned_step_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --swap-attention; the manager itself is bound to the layers."""
+    module = types.ModuleType("mindspeed.core.memory.swap_attention.prefetch")
+    vars(module)["SwapPrefetch"] = SwapPrefetch
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    manager = SwapPrefetch()
+    monkeypatch.setattr(SwapPrefetch, "swap_prefetch", manager)
+    forget_swapped_activations()
+    left = {name for name, value in vars(manager).items() if value}
+    assert SwapPrefetch.swap_prefetch is manager
+    assert left == {"prefetch_stream", "pp", "vpp", "interval", "layer_name"}
 
 
 @pytest.mark.parametrize(
