@@ -35,6 +35,7 @@ def no_other_system_saves_the_job(wrapped: Any, instance: Any, args: Any, kwargs
     "mindspeed.features_manager.features_manager:MindSpeedFeaturesManager.apply_features_patches",
     why="a function that its features put in the place of a patched one is patched, too",
     accepts="(mindspeed_args)",
+    claims=True,  # MindSpeed-LLM replaces functions when it is imported, before any arguments are parsed
     optional=True,  # since 2.1
 )
 def our_feature_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -48,6 +49,7 @@ def our_feature_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     "mindspeed.patch_utils:Patch.apply_patch",
     why="versions without features put their functions in the place of patched ones here",
     accepts="()",
+    claims=True,  # as above
 )
 def our_wrapper_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.frameworks import mindspeed_wrappers

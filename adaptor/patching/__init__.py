@@ -21,10 +21,11 @@ Rules (the tests are named after the rules):
   module and silences the rest of the unit. `check` is called before the first step, when everything has been
   imported; `require_modules` earlier, for modules that are gone from the framework.
 - Until a job is claimed (`claim`), the units in `wait_for_claim` of `arm` change nothing: the framework is as
-  without the adaptor. Only patches declared with `claims=True` act, to find out whether the job will be
-  protected. A claim is made before process groups are made, or leaves process groups as they are. Claims come
-  from `adaptor.enable`, `adaptor.protect`, the import of a plug-in's framework (`adaptor._start`) and the
-  parsers of the supported frameworks (`adaptor.frameworks.script_loop`).
+  without the adaptor. Only patches declared with `claims=True` act: they find out whether the job will be
+  protected, or wrap what a framework replaces when it is imported (MindSpeed). A claim is made before process
+  groups are made, or leaves process groups as they are. Claims come from `adaptor.enable`, `adaptor.protect`,
+  the import of a plug-in's framework (`adaptor._start`) and the parsers of the supported frameworks
+  (`adaptor.frameworks.script_loop`).
 - `disarm` reaches names that were imported elsewhere, because every wrapper asks its unit whether to act.
 - A wrapper is copied and pickled by reference, like the function that it stands for: a pickle names the
   framework's function and loads without the adaptor.

@@ -189,6 +189,8 @@ class Patch:
                 self.status, self.found = Status.DRIFTED, render(parameters)
                 self._file = getattr(getattr(replacement, "__code__", None), "co_filename", "")
                 self.unit.settle()
+                if self.unit.waits_for_claim:  # a claim raises the error
+                    return function
                 raise self.drift()
         self._outside = self._outside or threading.local()
         return Wrapper(function, self._act, self._acts_inside, self._place.owner, self._place.name)
@@ -285,8 +287,8 @@ class Unit:
                 as ever. A module name: only a version without the module may lack the name.
             unless_imported: whether nothing is wrapped in a version whose module imports the function from
                 another.
-            claims: whether the wrapper acts before the job is claimed, because it may claim the job; its
-                target must fit in an unclaimed job, too.
+            claims: whether the wrapper acts before the job is claimed, because it may claim the job, or
+                because its target runs only before; the target must fit in an unclaimed job, too.
 
         Raises:
             ValueError: a target or signature cannot be parsed.

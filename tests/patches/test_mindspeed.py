@@ -154,6 +154,24 @@ assert fake.core.f(3, 5) == fake.user.f(3, 5) == 30
 """)
 
 
+def test_a_replacement_before_the_job_is_claimed(folder: Path, holds: Callable[..., None]) -> None:
+    """MindSpeed-LLM replaces functions when it is imported; the arguments of the job are parsed later."""
+    _write(folder, MINDSPEED)
+    holds("""
+import units
+from adaptor import patches, patching
+patches.load("ttp")
+patching.arm("ttp", wait_for_claim=patching.units("ttp"))
+import fake.core, fake.user, features
+def product(x, y=1):
+    return x * y
+features.apply(**{"fake.core.f": product})
+assert fake.core.f(3, 5) == fake.user.f(3, 5) == 15
+patching.claim("ttp")
+assert fake.core.f(3, 5) == fake.user.f(3, 5) == 30
+""")
+
+
 def test_once_when_it_is_applied_again(beside: Callable[[str], None]) -> None:
     beside("""
 def product(x, y=1):
