@@ -76,14 +76,14 @@ class Profiler:
         self._has_recorded = True
         self._from = step
         try:
-            trace = self._made(self._place)
+            trace = self._make_trace(self._place)
             trace.start()
         except Exception:
             shutil.rmtree(self._place, ignore_errors=True)
             raise
         self._trace = trace
 
-    def _made(self, place: Path) -> _Trace:
+    def _make_trace(self, place: Path) -> _Trace:
         npu = sys.modules.get("torch_npu")
         if npu is not None and hasattr(npu, "profiler") and torch.npu.is_available():  # type: ignore[attr-defined]
             handler = npu.profiler.tensorboard_trace_handler

@@ -131,7 +131,7 @@ def dump(text: str) -> Dump | None:
     if not text.strip():
         return None
     try:
-        return _made(json.loads(_content(text)))
+        return _dump_of(json.loads(_content(text)))
     except OSError as error:
         reason = f"the file cannot be read ({error.strerror})"
     except UnicodeDecodeError:
@@ -162,7 +162,7 @@ def _content(text: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _made(request: object) -> Dump:
+def _dump_of(request: object) -> Dump:
     if not isinstance(request, dict):
         raise ValueError('it must be a JSON object, like {"steps": "10-12", "ranks": "0"}')
     for key in request:

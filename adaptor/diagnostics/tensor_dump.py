@@ -64,8 +64,8 @@ class TensorDump:
         self._queue = deque[tuple[str, Path | None, torch.Tensor | None]]()
         self._size = self._count = 0  # bytes and tensors for the writer
         self._written = 0  # tensors
-        self._full = self._told_of_nan = self._told_of_a_failure = False
-        self._came = self._closed = False
+        self._full = self._has_reported_nan = self._has_reported_failure = False
+        self._has_recorded = self._closed = False
         if not self._modules and not self._parameters:
             patterns = ", ".join(request.modules)
             output.tell(f"[ttp] TTP_DUMP: rank {rank} has no module and no parameter like {patterns}")
@@ -74,10 +74,10 @@ class TensorDump:
         self._remove_hooks()
         if step not in self._request.steps:
             return
-        self._came = True
+        self._has_recorded = True
         if self._full:
             return
-        self._step, self._misses_gradients, self._told_of_nan = step, True, False
+        self._step, self._misses_gradients, self._has_reported_nan = step, True, False
         self._calls.clear()
         for name, module in self._modules:
             self._hooks.append(module.register_forward_hook(partial(self._after_forward, name)))
@@ -101,7 +101,7 @@ class TensorDump:
         if self._closed:
             return
         self._closed = True
-        if self._came:
+        if self._has_recorded:
             self._writer.submit(self._tell_where)  # after all that is still to be written
         else:
             output.tell(
@@ -148,8 +148,8 @@ class TensorDump:
             with torch.no_grad():
                 act(*arguments)
         except Exception as error:
-            if not self._told_of_a_failure:
-                self._told_of_a_failure = True
+            if not self._has_reported_failure:
+                self._has_reported_failure = True
                 output.tell(f"[ttp] TTP_DUMP: rank {self._rank} leaves out tensors: {text.describe(error)}")
 
     def _write(self, kind: str, name: str, place: str, call: int, tensor: torch.Tensor) -> None:
@@ -213,9 +213,9 @@ class TensorDump:
             output.tell(f"[ttp] TTP_DUMP: rank {self._rank} writes no more: {reason}")
 
     def _look_for_nan(self, line: dict[str, object], statistics_found: Statistics) -> None:
-        if self._told_of_nan or not (statistics_found["nan"] or statistics_found["inf"]):
+        if self._has_reported_nan or not (statistics_found["nan"] or statistics_found["inf"]):
             return
-        self._told_of_nan = True
+        self._has_reported_nan = True
         output.tell(
             f"[ttp] TTP_DUMP: step {self._step}, rank {self._rank}: the first tensor that is not finite is of"
             f" {line['kind']}, {line['name'] or 'the whole model'} ({statistics_found['nan']} NaN, "

@@ -31,7 +31,7 @@ class ReplicaOptimizer:
             interface.start_copy()
             self.copy_state()
         interface.start_update(iteration if interface.has_local_copy else -1)
-        # However the update ends: from here on the live state is not that of `iteration`.
+        # However the update ends, from here on the live state is not the state of `iteration`.
         self.current_step = iteration + 1
 
     def end_to_update(self) -> None:

@@ -113,14 +113,14 @@ def parser_of(add_commands: Callable[[Add], None] | None) -> argparse.ArgumentPa
     return parser
 
 
-def _where(parsed: argparse.Namespace) -> Path:
+def _job_folder(parsed: argparse.Namespace) -> Path:
     return job_folder.find(parsed.where or Path(config.load().log_path))
 
 
 def _status(parsed: argparse.Namespace) -> int:
     with CtrlC() as ctrl_c:
         while True:
-            status = job_folder.status(_where(parsed))
+            status = job_folder.status(_job_folder(parsed))
             silent_s = job_folder.silent_s(status)
             if parsed.json:
                 print(msgspec.json.encode(status).decode())
@@ -174,7 +174,7 @@ def _open(status: Status) -> str:
 
 
 def _incidents(parsed: argparse.Namespace) -> int:
-    job = _where(parsed)
+    job = _job_folder(parsed)
     all_incidents = job_folder.incidents(job)
     if parsed.json:
         print(msgspec.json.encode(all_incidents).decode())
@@ -207,7 +207,7 @@ def _parts(phases: Phases) -> dict[str, float | None]:
 
 
 def _goodput(parsed: argparse.Namespace) -> int:
-    spent = JobReader(_where(parsed)).spent()
+    spent = JobReader(_job_folder(parsed)).spent()
     if parsed.json:
         print(msgspec.json.encode(spent).decode())
     else:
@@ -237,7 +237,7 @@ def _goodput_lines(spent: Goodput) -> list[str]:
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    job = _where(parsed)
+    job = _job_folder(parsed)
     if parsed.trace is not None:
         incident = _incident(job, parsed.trace)
         trace_text = msgspec.json.encode(chrome_trace(incident)).decode()
@@ -302,7 +302,7 @@ def _otel(parsed: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise _missing(error, "opentelemetry", "ttp otel", "otel") from None
     otel.check_variables()
-    return otel.send(_where(parsed), follow=parsed.follow, as_json=parsed.json)
+    return otel.send(_job_folder(parsed), follow=parsed.follow, as_json=parsed.json)
 
 
 def _port(text: str) -> int:

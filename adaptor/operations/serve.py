@@ -177,7 +177,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             address = urlsplit(self.path)
-            status, kind, body = self._made(address.path, parse_qs(address.query))
+            status, kind, body = self._response(address.path, parse_qs(address.query))
         except JobFolderError as error:
             status, kind, body = HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error}\n".encode(errors="replace")
         except (ValueError, OSError):  # no path, or too long for a file name
@@ -193,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_POST
 
-    def _made(self, path: str, query: dict[str, list[str]]) -> tuple[HTTPStatus, str, bytes]:
+    def _response(self, path: str, query: dict[str, list[str]]) -> tuple[HTTPStatus, str, bytes]:
         server = self.server
         if path == "/":
             html = server.pages.page(server.reader(), server.newest.checkpoint, refresh_s=_REFRESH_S)

@@ -229,9 +229,9 @@ class Store:
         try:
             yield
         except (exceptions.BaseError, FileNotFoundError) as error:
-            raise self._said(error, doing) from None
+            raise self._translated(error, doing) from None
 
-    def _said(self, error: Exception, doing: str) -> StoreError:
+    def _translated(self, error: Exception, doing: str) -> StoreError:
         """Return the error in a single line, without the client's quotes of a URL or a body."""
         from obstore import exceptions
 

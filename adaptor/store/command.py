@@ -97,7 +97,9 @@ def _open(parsed: argparse.Namespace) -> Store:
 
 
 def _list(parsed: argparse.Namespace) -> int:
-    store = open_store(parsed.url, config.load().store_endpoint)  # a question: somebody waits for the answer
+    store = open_store(
+        parsed.url, config.load().store_endpoint
+    )  # without waiting: a user waits for the answer
     calls = [partial(_rows, store, step) for step in catalog.steps(store)]
     with contextlib.closing(store_requests.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
         found_rows = [row for rows in coming for row in rows.result()]

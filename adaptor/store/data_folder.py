@@ -31,7 +31,7 @@ JOURNAL = ".ttp_pull.jsonl"
 _LOCK = ".ttp_pull.lock"
 _PART = ".ttp_part."
 # Another user who may write to the folder cannot divert writes to another file of this user.
-_MADE = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+_CREATE_FLAGS = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 # A part that another machine is writing is no left-over, and some file systems have locks of one machine
 # only.
 _LEFT_OVER_S = 3600.0
@@ -52,7 +52,7 @@ _HAS_NO_LOCK = (
 )
 
 
-class _Come(msgspec.Struct, frozen=True):
+class _JournalLine(msgspec.Struct, frozen=True):
     """A line of the journal: a file, and the object from which the file was made."""
 
     source: str
@@ -80,7 +80,7 @@ class DataFolder:
         self.path = path
         self._source = source
         self._has_lock = False
-        self._now = 0.0  # when the lock was taken, by the clock of the file system
+        self._locked_at = 0.0  # when the lock was taken, by the clock of the file system
 
     @contextlib.contextmanager
     def locked(self, tell: Callable[[str], None]) -> Iterator[bool]:
@@ -105,10 +105,10 @@ class DataFolder:
             raise StoreError(f"{self.path}: is not a folder") from None
         descriptor = None
         try:
-            descriptor = os.open(self.path / _LOCK, os.O_RDWR | _MADE, 0o666)
+            descriptor = os.open(self.path / _LOCK, os.O_RDWR | _CREATE_FLAGS, 0o666)
             waited = self._lock(descriptor, tell)
             os.utime(descriptor)
-            self._now = os.fstat(descriptor).st_mtime
+            self._locked_at = os.fstat(descriptor).st_mtime
             self._has_lock = True
         except OSError as error:
             if error.errno not in _HAS_NO_LOCK:
@@ -158,23 +158,28 @@ class DataFolder:
         return {
             name: stored
             for name, stored in objects.items()
-            if not self._is_there(journal.get(name), existing.get(name), stored)
+            if not self._is_present(journal.get(name), existing.get(name), stored)
         }
 
-    def _is_there(self, come: _Come | None, status: os.stat_result | None, stored: Stored) -> bool:
-        if come is None or status is None or come.source != self._source:
+    def _is_present(
+        self, journal_line: _JournalLine | None, status: os.stat_result | None, stored: Stored
+    ) -> bool:
+        if journal_line is None or status is None or journal_line.source != self._source:
             return False
-        unchanged = (status.st_size, status.st_mtime_ns) == (come.bytes, come.mtime_ns)
-        return unchanged and (come.bytes, bare(come.version)) == (stored.bytes, _version(stored))
+        unchanged = (status.st_size, status.st_mtime_ns) == (journal_line.bytes, journal_line.mtime_ns)
+        return unchanged and (journal_line.bytes, bare(journal_line.version)) == (
+            stored.bytes,
+            _version(stored),
+        )
 
-    def _journal(self) -> dict[str, _Come]:
+    def _journal(self) -> dict[str, _JournalLine]:
         entries_by_name = {}
         with contextlib.suppress(FileNotFoundError), self._open_journal() as file:
             for line in file:
                 # A line that was cut short means that its file is pulled again.
                 with contextlib.suppress(msgspec.MsgspecError):
-                    come = msgspec.json.decode(line, type=_Come)
-                    entries_by_name[come.name] = come
+                    journal_line = msgspec.json.decode(line, type=_JournalLine)
+                    entries_by_name[journal_line.name] = journal_line
         return entries_by_name
 
     def _open_journal(self) -> BinaryIO:
@@ -215,7 +220,7 @@ class DataFolder:
         if entry.name.startswith(f"{_PART}{_machine()}."):
             return True
         with contextlib.suppress(FileNotFoundError):
-            return self._now - entry.stat(follow_symlinks=False).st_mtime >= _LEFT_OVER_S
+            return self._locked_at - entry.stat(follow_symlinks=False).st_mtime >= _LEFT_OVER_S
         return False
 
     @contextlib.contextmanager
@@ -248,12 +253,12 @@ class DataFolder:
             with contextlib.suppress(OSError):
                 part.unlink()
             raise
-        line = _Come(self._source, name, status.st_size, _version(stored), status.st_mtime_ns)
+        line = _JournalLine(self._source, name, status.st_size, _version(stored), status.st_mtime_ns)
         self._note(msgspec.json.encode(line) + b"\n")
 
     def _note(self, line: bytes) -> None:
         """Append a line to the journal by a single write: without locks several processes append."""
-        descriptor = os.open(self.path / JOURNAL, os.O_WRONLY | os.O_APPEND | _MADE, 0o666)
+        descriptor = os.open(self.path / JOURNAL, os.O_WRONLY | os.O_APPEND | _CREATE_FLAGS, 0o666)
         try:
             os.write(descriptor, line)
         finally:

@@ -25,7 +25,7 @@ from adaptor.store import store_requests
 from adaptor.store.client import PIECE, DamagedError, Part, Store, Stored
 from adaptor.store.data_folder import DataFolder, is_own
 
-TELL_S = 5.0  # between two lines about what has come
+TELL_S = 5.0  # between two lines about the progress
 
 Tell = Callable[[str], None]
 
@@ -126,11 +126,11 @@ class _Pull:
         self._folder = task.folder
         self._task = task
         self._tell = tell
-        self._now = clock
+        self._clock = clock
         self._total = sum(stored.bytes for stored in task.missing.values())
-        self._come = 0
-        self._began = self._told = clock()
-        self._has_agreed = False  # an etag was the MD5 of what came
+        self._pulled_bytes = 0
+        self._began = self._told_at = clock()
+        self._has_agreed = False  # an etag was the MD5 of the content
         self._compares = task.store.address.scheme in ("s3", "obs")
         self._differed: dict[str, str] = {}
 
@@ -142,7 +142,7 @@ class _Pull:
             self._tell(f"[ttp] {self._folder.path} has what is in {self._store} already ({summary})")
             return
         self._bring(missing)
-        seconds = max(self._now() - self._began, 1e-3)
+        seconds = max(self._clock() - self._began, 1e-3)
         self._tell(
             f"[ttp] {self._folder.path} has what is in {self._store} ({summary};"
             f" {size(self._total)} came in {duration(seconds)}, {size(int(self._total / seconds))}/s)"
@@ -197,7 +197,7 @@ class _Pull:
                     self._count(len(part.content))
                 self._compare(name, etag or "", digest.hexdigest())
         except DamagedError:
-            self._come -= count
+            self._pulled_bytes -= count
             raise
 
     def _compare(self, name: str, etag: str, etag_of_content: str) -> None:
@@ -218,15 +218,16 @@ class _Pull:
             raise DamagedError(f"{self._store}/{name}: the content that came has another MD5 than its etag")
 
     def _count(self, count: int) -> None:
-        self._come += count
-        current_time = self._now()
-        if current_time - self._told < TELL_S:
+        self._pulled_bytes += count
+        current_time = self._clock()
+        if current_time - self._told_at < TELL_S:
             return
-        self._told = current_time
-        rate = self._come / max(current_time - self._began, 1e-3)
+        self._told_at = current_time
+        rate = self._pulled_bytes / max(current_time - self._began, 1e-3)
+        remaining_s = (self._total - self._pulled_bytes) / rate
         self._tell(
-            f"[ttp] {self._folder.path}: {size(self._come)} of {size(self._total)} have come from"
-            f" {self._store} ({size(int(rate))}/s, {duration((self._total - self._come) / rate)} left)"
+            f"[ttp] {self._folder.path}: {size(self._pulled_bytes)} of {size(self._total)} have come from"
+            f" {self._store} ({size(int(rate))}/s, {duration(remaining_s)} left)"
         )
 
 

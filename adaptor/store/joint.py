@@ -90,7 +90,7 @@ class Watch:
         other_nodes: Others,
     ) -> None:
         self._store = store
-        self._where = prefix
+        self._prefix = prefix
         self._sizes = {file.path: file.bytes for file in files}
         self._nodes = nodes
         self._began = time.monotonic()
@@ -104,20 +104,20 @@ class Watch:
 
     def look(self) -> None:
         """Read the lists that have changed; if the lists have all files, check the objects."""
-        current_time, prefix = time.monotonic(), layout.parts_prefix(self._where)
+        current_time, prefix = time.monotonic(), layout.parts_prefix(self._prefix)
         stored_objects = self._store.objects(prefix)
         changed = {
             name: stored for name, stored in stored_objects.items() if self._objects.get(name) != stored
         }
         self._objects = stored_objects
-        for node, part_list in catalog.read_lists(self._store, self._where, changed).items():
+        for node, part_list in catalog.read_lists(self._store, self._prefix, changed).items():
             self._lists[node], self._moved[node] = part_list, current_time
-        parts = catalog.parts_of(self._lists, self._where, {})
+        parts = catalog.parts_of(self._lists, self._prefix, {})
         self.paths = set(parts)
         if self.paths >= set(self._sizes):
-            objects = self._store.objects(self._where)
+            objects = self._store.objects(self._prefix)
             for path, part in parts.items():
-                stored = objects.get(f"{self._where}/{path}")
+                stored = objects.get(f"{self._prefix}/{path}")
                 if stored is None or stored.bytes != self._sizes.get(path, part.bytes):
                     self.paths.discard(path)
 
@@ -125,7 +125,7 @@ class Watch:
     def apart(self) -> set[int]:
         """Return the nodes that are known to have their own disks."""
         return self.others.apart | {
-            node for node, part_list in self._lists.items() if part_list.seen != self._where
+            node for node, part_list in self._lists.items() if part_list.seen != self._prefix
         }
 
     def is_given_up(self, node: int) -> bool:
@@ -134,7 +134,7 @@ class Watch:
         if part_list is None:
             joins = self._patience.joins_at_end if self._at_end() else self._patience.joins
             return node in self.others.absent or not self._is_within(joins)
-        return part_list.done or part_list.seen != self._where or self._is_still(node)
+        return part_list.done or part_list.seen != self._prefix or self._is_still(node)
 
     def is_awaited(self, node: int) -> bool:
         """Return whether files may come from the disk of a node."""
@@ -160,7 +160,7 @@ class Watch:
     def remember(self) -> None:
         """Keep for the next checkpoint which nodes have joined, and which have their own disks."""
         joined = self._nodes & set(self._lists)
-        self.others.apart = {node for node in joined if self._lists[node].seen != self._where}
+        self.others.apart = {node for node in joined if self._lists[node].seen != self._prefix}
         self.others.absent = self._nodes - joined
 
 
@@ -249,13 +249,13 @@ class JointPush:
         self._store = store
         self._root = root
         self._tell = tell
-        self._known = push.read_folder(root, step)
+        self._manifest = push.read_folder(root, step)
         self._node = node
         self._nodes = nodes
         self._pace = pace
         self._wait = wait
         self._patience = patience
-        self._shares = divide(self._known.files, nodes)
+        self._shares = divide(self._manifest.files, nodes)
 
     def follow(self, prefix: str) -> int:
         """Send this node's part of the checkpoint at `prefix`; return the number of bytes.
@@ -264,10 +264,10 @@ class JointPush:
             CheckpointError: a file differs from the manifest.
             StoreError: the store refuses, or does not answer.
         """
-        shares_folder = layout.place(self._known) == prefix
+        shares_folder = layout.place(self._manifest) == prefix
         sending = self._sending(prefix)
-        with self._begun(sending):
-            sending.send(self._shares[self._node] if shares_folder else self._known.files)
+        with self._announced(sending):
+            sending.send(self._shares[self._node] if shares_folder else self._manifest.files)
         sending.tell(is_complete=True)
         return sending.sent
 
@@ -282,14 +282,14 @@ class JointPush:
             CheckpointError: the checkpoint is incomplete or differs from its manifest; nothing is committed.
             StoreError: the store refuses, or does not answer.
         """
-        saved_manifest, prefix = self._known, layout.place(self._known)
+        saved_manifest, prefix = self._manifest, layout.place(self._manifest)
         files, total = len(saved_manifest.files), sum(file.bytes for file in saved_manifest.files)
         stored_prefix = push.find(self._store, saved_manifest)
         if stored_prefix is not None:
             self._remove_left_over(stored_prefix)
             return Pushed(stored_prefix, files, total, 0, True)
         sending = self._sending(prefix)
-        with self._begun(sending):
+        with self._announced(sending):
             awaited_nodes = set(range(self._nodes)) - {self._node}
             watch = Watch(
                 self._store, prefix, saved_manifest.files, awaited_nodes, self._patience, at_end, other_nodes
@@ -316,7 +316,7 @@ class JointPush:
         Raises:
             CheckpointError: names the file or the nodes.
         """
-        folder = self._root / naming.final_name(self._known.step)
+        folder = self._root / naming.final_name(self._manifest.step)
         completeness.require(folder, watch.paths)
         if completeness.names_files(watch.paths):
             return
@@ -335,10 +335,10 @@ class JointPush:
         prune.remove_left_over(self._store, self._root, prefix, self._tell)
 
     def _sending(self, prefix: str) -> Sending:
-        return Sending(self._store, self._root, self._known, prefix, self._pace, self._node, self._tell)
+        return Sending(self._store, self._root, self._manifest, prefix, self._pace, self._node, self._tell)
 
     @contextlib.contextmanager
-    def _begun(self, sending: Sending) -> Iterator[None]:
+    def _announced(self, sending: Sending) -> Iterator[None]:
         """Write the list, and repeat it while files are sent, as a sign of life."""
         over = threading.Event()
 
@@ -373,7 +373,7 @@ class JointPush:
         own_files = [file for node, file in missing if node == self._node or watch.is_given_up(node)]
         if missing:
             return _Owed(own_files)
-        lacks = completeness.missing(self._root / naming.final_name(self._known.step), watch.paths)
+        lacks = completeness.missing(self._root / naming.final_name(self._manifest.step), watch.paths)
         # If completeness is unknown, a node with its own disk may have more files.
         awaited_nodes = set(range(self._nodes)) if lacks else watch.apart
         is_waiting = any(watch.is_awaited(node) for node in awaited_nodes - {self._node})

@@ -66,7 +66,7 @@ class LargeFile:
         self._store = store
         self._multipart = multipart
         self._root = root
-        self._seen = manifest_place
+        self._manifest_place = manifest_place
         self._path = path
         self._name = name
         self._file = file
@@ -86,7 +86,7 @@ class LargeFile:
             try:
                 return self._send()
             except LostUploadError:
-                stored = self._found()
+                stored = self._completed_object()
                 if stored is not None:
                     return stored
                 if attempt == _ATTEMPTS:
@@ -103,7 +103,7 @@ class LargeFile:
         sizes = self._store.part_size(self._file.bytes), self._file.bytes
         if self._noted is None:
             upload = self._multipart.begin(self._name)
-            noted = upload_journal.note(self._root, self._store.identity, self._seen, upload, sizes)
+            noted = upload_journal.note(self._root, self._store.identity, self._manifest_place, upload, sizes)
             self._noted = noted
         else:
             noted = self._noted
@@ -148,7 +148,7 @@ class LargeFile:
                 raise
             return stored.etag
 
-    def _found(self) -> UploadedPart | None:
+    def _completed_object(self) -> UploadedPart | None:
         """Return the object if its etag proves that it has the parts of this file, else None.
 
         Another process has completed the upload then, or has died before it heard of the completion.

@@ -197,7 +197,7 @@ class Multipart:
         try:
             yield
         except exceptions.ClientError as error:
-            raise self._said(error.response, doing) from None
+            raise self._translated(error.response, doing) from None
         except (exceptions.ConnectionError, exceptions.HTTPClientError):
             raise BusyError(str(answers.silent(doing))) from None
         except (exceptions.NoCredentialsError, exceptions.CredentialRetrievalError):
@@ -205,10 +205,10 @@ class Multipart:
                 doing, "no source of credentials that the environment names has given any"
             ) from None
         except exceptions.BotoCoreError as error:
-            # Its text may quote what was sent.
+            # Its text may quote the request.
             raise answers.failed(doing, f"botocore has failed ({type(error).__name__})") from None
 
-    def _said(self, response: Mapping[str, Any], doing: str) -> StoreError:
+    def _translated(self, response: Mapping[str, Any], doing: str) -> StoreError:
         """Return the error in a single line, without the store's quotes of the request."""
         status, code = _status(response)
         if code in NO_BUCKET:

@@ -61,7 +61,7 @@ class OutputUploader:
         self._leaving = threading.Event()
         self._sent: dict[str, _Version] = {}  # by the name of the object
         self._not_before: dict[str, float] = {}  # by the name of the object, on the monotonic clock
-        self._told: set[str] = set()  # failures
+        self._reported: set[str] = set()  # failures
         self._reason = "there was no time to send them"
         self._paced = 0.0  # when the next piece may be sent, on the monotonic clock
 
@@ -122,8 +122,8 @@ class OutputUploader:
         return f"outputs/node{self._order.node}"
 
     def _tell_once(self, line: str) -> None:
-        if line not in self._told:
-            self._told.add(line)
+        if line not in self._reported:
+            self._reported.add(line)
             self._tell(f"[ttp] {line}")
 
     def _note_what_was_sent(self, store: Store) -> None:

@@ -175,21 +175,21 @@ class Sending:
         self._store = store
         self._root = root
         self._folder = root / naming.final_name(saved_manifest.step)
-        self._seen = layout.place(saved_manifest)
-        self._where = prefix
+        self._manifest_place = layout.place(saved_manifest)
+        self._prefix = prefix
         self._pace = pace
         self._node = node
-        self._tell_user = tell
+        self._print = tell
         self._parts: dict[str, UploadedPart] = {}
         self._lock = threading.Lock()  # guards the list, which a second thread writes, too
         self.sent = 0
         self.pieces = 0
         # Read before this node writes a list.
-        self._there = store.objects(prefix)
+        self._stored = store.objects(prefix)
         try:
-            self._before = catalog.read_parts(store, prefix, self._there)
+            self._listed_parts = catalog.read_parts(store, prefix, self._stored)
         except DamagedError:
-            self._before = {}  # the files are written again
+            self._listed_parts = {}  # the files are written again
 
     def send(self, files: Iterable[FileEntry]) -> None:
         """Write the files that the store lacks.
@@ -199,8 +199,8 @@ class Sending:
             StoreError: the store refuses, or does not answer.
         """
         for file in files:
-            name = f"{self._where}/{file.path}"
-            stored, part = self._there.get(name), self._before.get(file.path)
+            name = f"{self._prefix}/{file.path}"
+            stored, part = self._stored.get(name), self._listed_parts.get(file.path)
             uploaded_part = None
             if stored is not None and self._may_be(file, stored, part):
                 uploaded_part = self._hashed(file, name, stored, part)
@@ -216,12 +216,12 @@ class Sending:
                 store,
                 store.multipart,
                 self._root,
-                self._seen,
+                self._manifest_place,
                 path,
                 name,
                 file,
                 self._count,
-                self._tell_user,
+                self._print,
             ).send()
         digest = xxhash.xxh3_128()
 
@@ -240,7 +240,7 @@ class Sending:
     @property
     def _is_apart(self) -> bool:
         """Return True if this node's manifest is not the manifest that the prefix is named after."""
-        return self._seen != self._where
+        return self._manifest_place != self._prefix
 
     def _may_be(self, file: FileEntry, stored: Stored, part: UploadedPart | None) -> bool:
         """Return whether the stored object may be this file."""
@@ -279,15 +279,19 @@ class Sending:
 
     def look_again(self) -> None:
         """Read the objects that other nodes have sent since the last look."""
-        self._there = self._store.objects(self._where)
+        self._stored = self._store.objects(self._prefix)
 
     def tell(self, *, is_complete: bool) -> None:
         """Write the list; `is_complete`: this node has sent its part."""
         with self._lock:
             content = layout.encode_parts(
-                self._node, list(self._parts.values()), self._seen, is_complete=is_complete, sent=self.sent
+                self._node,
+                list(self._parts.values()),
+                self._manifest_place,
+                is_complete=is_complete,
+                sent=self.sent,
             )
-            self._store.put(layout.parts_name(self._where, self._node), content)
+            self._store.put(layout.parts_name(self._prefix, self._node), content)
 
     def _count(self, count: int) -> None:
         self._pace(count)

@@ -77,11 +77,13 @@ class SeenCheckpoints:
         self._root = root
         self._clock = clock
         self._numbers: dict[str, int] = {}  # by place
-        self._known: dict[tuple[int, int, int], Saved] = {}  # by step, inode and time of the manifest
+        self._saved_by_manifest: dict[
+            tuple[int, int, int], Saved
+        ] = {}  # by step, inode and time of the manifest
         self._given_up: set[str] = set()  # places
         self._state: tuple[int, ...] | None = None  # of the folder at the last look; None where it has none
         self._since = 0.0  # when that was seen for the first time
-        self._listed: list[Saved] | None = None  # what is there as long as it stays; None: list it again
+        self._listed: list[Saved] | None = None  # the content while the folder is unchanged; None: list again
         self._listed_at = 0.0
 
     def now(self) -> list[Saved]:
@@ -176,10 +178,12 @@ class SeenCheckpoints:
         try:
             status = self._manifest(step).stat()
             key = (step, status.st_ino, status.st_mtime_ns)
-            if key not in self._known:
+            if key not in self._saved_by_manifest:
                 saved_manifest = manifest.read(folder)
-                self._known[key] = Saved(step, bool(saved_manifest.groups), layout.place(saved_manifest))
-            return self._known[key]
+                self._saved_by_manifest[key] = Saved(
+                    step, bool(saved_manifest.groups), layout.place(saved_manifest)
+                )
+            return self._saved_by_manifest[key]
         except (OSError, CheckpointError):
             return Saved(step, False, f"{folder.name}/{_UNREADABLE}")  # the push says why
 

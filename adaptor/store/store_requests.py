@@ -79,8 +79,8 @@ class Retrying:
         self._sleep = sleep
         self._first_s = first_s
         self._longest_s = longest_s
-        self._lock = threading.Lock()  # guards `_told_at`: several threads make requests
-        self._told_at: float | None = None
+        self._lock = threading.Lock()  # guards `_line_at`: several threads make requests
+        self._line_at: float | None = None
 
     def ask(self, request: Callable[[], T], *, from_start: bool = False) -> T:
         """Return the result of `request`.
@@ -113,9 +113,9 @@ class Retrying:
     def _is_line_due(self, current_time: float) -> bool:
         """Return whether no line was printed for as long as one request is repeated."""
         with self._lock:
-            due = self._told_at is None or current_time - self._told_at >= self._seconds
+            due = self._line_at is None or current_time - self._line_at >= self._seconds
             if due:
-                self._told_at = current_time
+                self._line_at = current_time
             return due
 
 

@@ -74,15 +74,15 @@ class Uploader:
         self._root = Path(order.save)
         self._tell = tell
         self._leaving = threading.Event()
-        self._seen = SeenCheckpoints(self._root)
+        self._checkpoints = SeenCheckpoints(self._root)
         self._handled: set[str] = set()  # places of checkpoints that were sent or given up
         self._last: int | None = None  # the step that was sent or given up last
         self._committed: Saved | None = None
-        self._said_later = self._said_unlisted = False
-        self._why = "there was no time to send it"
-        self._said = ""  # the failure that was told last
+        self._has_told_of_later = self._has_told_of_unlisted = False
+        self._reason = "there was no time to send it"
+        self._last_failure = ""  # the failure that was told last
         self._paced = 0.0  # when the next piece may be sent, on the monotonic clock
-        self._looked = 0.0
+        self._looked_at = 0.0
 
     def end(self) -> None:
         """Let `run` send the remaining checkpoints, and return."""
@@ -95,7 +95,7 @@ class Uploader:
         while True:
             leaving = self._leaving.is_set()  # read before the folder, whose later content is not sent
             if leaving:
-                self._seen.look_anew()
+                self._checkpoints.look_anew()
             try:
                 if store is None:
                     opened = open_store(self._order.url, self._order.endpoint, make=True)
@@ -122,24 +122,24 @@ class Uploader:
 
     def tell_what_is_local(self, reason: str = "") -> None:
         """Report the newest checkpoint that the store does not have, if there is one."""
-        saved = self._seen.now()
+        saved = self._checkpoints.now()
         if not saved or (self._committed is not None and saved[-1].place == self._committed.place):
             return
         if self._order.node:
             self._tell(
                 f"[ttp] node {self._order.node} has not sent its part of step {saved[-1].step} to"
-                f" {self._order.url}: {reason or self._why}"
+                f" {self._order.url}: {reason or self._reason}"
             )
         else:
             step = saved[-1].step
             self._tell(
                 f"[ttp] step {step} is only in {self._root}, not in {self._order.url}:"
-                f" {reason or self._why}; this sends it: {self._order.push_command(step)}"
+                f" {reason or self._reason}; this sends it: {self._order.push_command(step)}"
             )
 
     def _find_last(self, store: Store) -> None:
         """Continue after the newest step that was sent before this process began."""
-        saved, newest_stored, checkpoint = self._seen.now(), 0, None
+        saved, newest_stored, checkpoint = self._checkpoints.now(), 0, None
         newest = saved[-1].step if saved else -1
         for checkpoint_in_store in catalog.newest_first(store, None, []):
             if checkpoint_in_store.saved_manifest.step <= newest:
@@ -166,7 +166,7 @@ class Uploader:
 
     def _send_next(self, store: Store, leaving: bool) -> bool:
         """Send a checkpoint; return False if none is due."""
-        saved = self._seen.now()
+        saved = self._checkpoints.now()
         pending = [candidate for candidate in saved if candidate.place not in self._handled]
         chosen = seen_checkpoints.choose(pending, self._last, self._order.every, at_end=leaving)
         if chosen is None:
@@ -197,14 +197,14 @@ class Uploader:
             raise  # the disk may answer the next time
         except CheckpointError as error:
             if self._is_removed(saved):  # does not count for TTP_STORE_EVERY: the next may stay
-                self._handled.update(self._seen.until(saved))
+                self._handled.update(self._checkpoints.until(saved))
             else:
                 self._handle(saved)  # it will not get better
-            self._fail(self._why_not(error, saved))
+            self._fail(self._failure_reason(error, saved))
             return
         self._handle(saved)
         self._committed = saved
-        self._said = ""
+        self._last_failure = ""
         if not pushed.there:
             took = duration(time.monotonic() - began)
             self._tell(f"[ttp] step {saved.step} is in {store} ({size(pushed.sent)} in {took})")
@@ -216,7 +216,7 @@ class Uploader:
 
         Of the checkpoints with which node 0 has not begun, node 0 may have skipped all but the newest.
         """
-        saved = self._seen.now()
+        saved = self._checkpoints.now()
         pending = [candidate for candidate in saved if candidate.place not in self._handled]
         current_time = time.monotonic()
         if leaving and not self._left_at:
@@ -294,13 +294,13 @@ class Uploader:
         self._joined, self._signs = prefix, {}
         try:
             self._joint(store, saved, lambda count: self._pace(count, saved)).follow(prefix)
-            self._said = ""
+            self._last_failure = ""
         except manifest.UnreadableError:
             raise
         except CheckpointError as error:
-            self._fail(self._why_not(error, saved))
+            self._fail(self._failure_reason(error, saved))
 
-    def _why_not(self, error: CheckpointError, saved: Saved) -> str:
+    def _failure_reason(self, error: CheckpointError, saved: Saved) -> str:
         return f"{error}; {_REMOVED}" if self._is_removed(saved) else str(error)
 
     def _is_removed(self, saved: Saved) -> bool:
@@ -341,16 +341,16 @@ class Uploader:
     def _handle(self, last: Saved) -> None:
         """Do not send `last` again, nor any checkpoint before it."""
         self._last = last.step
-        self._handled.update(self._seen.until(last))
+        self._handled.update(self._checkpoints.until(last))
 
     def _prune(self, store: Store, step: int) -> None:
         """Remove old checkpoints; checkpoints of steps after `step` are of an earlier attempt, and stay."""
         pruned = prune.prune(store, self._order.keep, newest=step)
-        if pruned.unlisted and not self._said_unlisted:
-            self._said_unlisted = True
+        if pruned.unlisted and not self._has_told_of_unlisted:
+            self._has_told_of_unlisted = True
             self._tell(f"[ttp] {pruned.unlisted}")
-        if pruned.later and not self._said_later:
-            self._said_later = True
+        if pruned.later and not self._has_told_of_later:
+            self._has_told_of_later = True
             steps = ", ".join(map(str, pruned.later))
             self._tell(
                 f"[ttp] {store} holds steps {steps} of an earlier attempt, later than step {step}:"
@@ -358,9 +358,9 @@ class Uploader:
             )
 
     def _fail(self, reason: str) -> None:
-        self._why = reason
-        if reason != self._said:
-            self._said = reason
+        self._reason = reason
+        if reason != self._last_failure:
+            self._last_failure = reason
             newest = "no step" if self._committed is None else f"only step {self._committed.step}"
             newest_known = f"{newest} of this job is in {self._order.url} so far"
             if self._order.node:
@@ -382,10 +382,10 @@ class Uploader:
 
     def _look_for_last_words(self, sent: Saved) -> None:
         current_time = time.monotonic()
-        if current_time - self._looked < LOOK_S:
+        if current_time - self._looked_at < LOOK_S:
             return
-        self._looked = current_time
-        newer = self._seen.last_words_after(sent)
+        self._looked_at = current_time
+        newer = self._checkpoints.last_words_after(sent)
         if newer is not None:
             if not self._order.node:  # else node 0 says it
                 self._tell(

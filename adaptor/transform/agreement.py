@@ -27,11 +27,11 @@ def require_common(source: SourceCheckpoint, files: Files) -> None:
     """
     first, *other_ranks = source.sizes.ranks
     for rank in other_ranks:
-        own_value, theirs = source.bodies[first], source.bodies[rank]
+        own_value, other_value = source.bodies[first], source.bodies[rank]
         for key in _COMMON:
-            if _plain(own_value.get(key), files) != _plain(theirs.get(key), files):
+            if _plain(own_value.get(key), files) != _plain(other_value.get(key), files):
                 raise CheckpointError(f"{key}: differs on rank {first} and rank {rank} of {source.folder}")
-        if _plain(_optimizers(own_value), files) != _plain(_optimizers(theirs), files):
+        if _plain(_optimizers(own_value), files) != _plain(_optimizers(other_value), files):
             raise CheckpointError(
                 f"optimizer: the groups of params, their step or the loss scale differ on rank {first} and"
                 f" rank {rank} of {source.folder}"
@@ -109,7 +109,7 @@ def _require_equal(name: str, kind: str, replica_parts: Sequence[StoredPart], fi
         if part.stored == replica_parts[0].stored:
             continue
         pieces = zip(files.pieces(replica_parts[0].stored), files.pieces(part.stored), strict=True)
-        if not all(own_piece == theirs for own_piece, theirs in pieces):
+        if not all(own_piece == other_piece for own_piece, other_piece in pieces):
             description = kind if kind == WEIGHT else f"state {kind}"
             raise CheckpointError(
                 f"{name}: its {description} differs on rank {replica_parts[0].rank} and rank {part.rank}"

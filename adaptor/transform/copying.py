@@ -106,8 +106,8 @@ class Files:
         if axis:
             yield from self._columns(shape, axis, inner, item, wanted_parts)
             return
-        for part, theirs, _, length in wanted_parts:
-            yield from self._stretch(part.stored, theirs * inner, length * inner, _PIECE * item)
+        for part, source_begin, _, length in wanted_parts:
+            yield from self._stretch(part.stored, source_begin * inner, length * inner, _PIECE * item)
         if slot.item.cut.rows:
             yield from self._new_rows(slot, parts[-1], moments)
 
@@ -124,12 +124,12 @@ class Files:
         row_block = numpy.empty((min(at_once, outer), row), numpy.uint8)
         for start in range(0, outer, at_once):
             count = min(at_once, outer - start)
-            for part, theirs, own_begin, length in wanted_parts:
-                their_row = part.stored.shape[axis] * inner
-                block = numpy.empty((count, their_row), numpy.uint8)
-                self.read(part.stored, start * their_row, _flat(block))
+            for part, source_begin, own_begin, length in wanted_parts:
+                source_row = part.stored.shape[axis] * inner
+                block = numpy.empty((count, source_row), numpy.uint8)
+                self.read(part.stored, start * source_row, _flat(block))
                 row_block[:count, own_begin * inner : (own_begin + length) * inner] = block[
-                    :, theirs * inner : (theirs + length) * inner
+                    :, source_begin * inner : (source_begin + length) * inner
                 ]
             yield _flat(row_block[:count])
 
@@ -177,11 +177,13 @@ def rounds_to(main: memoryview, weight: memoryview, dtype: str) -> bool:
     """
     if dtype == "float32":
         return main == weight
-    main_bits, theirs = numpy.frombuffer(main, numpy.uint32), numpy.frombuffer(weight, numpy.uint16)
+    main_bits, weight_bits = numpy.frombuffer(main, numpy.uint32), numpy.frombuffer(weight, numpy.uint16)
     rounded = _bfloat16(main_bits) if dtype == "bfloat16" else _float16(main_bits)
-    is_equal = rounded == theirs
+    is_equal = rounded == weight_bits
     # Not a number has many forms, which are all equal here.
-    return bool(is_equal.all()) or bool((is_equal | (_is_nan(main_bits) & _is_nan_16(theirs, dtype))).all())
+    return bool(is_equal.all()) or bool(
+        (is_equal | (_is_nan(main_bits) & _is_nan_16(weight_bits, dtype))).all()
+    )
 
 
 def _bfloat16(bits: Bits) -> Bits:

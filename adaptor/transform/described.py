@@ -176,8 +176,8 @@ def _slot(layout: RankLayout, entry: Entry, items: Mapping[str, Item]) -> Slot:
             f" in the checkpoint {item.dtype}, cut along axis {axis}"
         )
     axes_agree = [
-        (axis is not None and item.cut.rows and place == axis) or own_length == theirs
-        for place, (own_length, theirs) in enumerate(zip(entry.whole, item.shape, strict=False))
+        (axis is not None and item.cut.rows and place == axis) or own_length == stored_length
+        for place, (own_length, stored_length) in enumerate(zip(entry.whole, item.shape, strict=False))
     ]
     if len(entry.whole) != len(item.shape) or not all(axes_agree):
         raise UnsupportedError(

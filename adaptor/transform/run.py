@@ -323,7 +323,7 @@ def say(line: str) -> None:
     print(f"transform: {line}", file=sys.stderr, flush=True)
 
 
-# The version of Megatron-core whose rules say what the source's layout file does not.
+# The version of Megatron-core whose rules apply without a layout file of the source.
 _CORE = "0.15"
 
 

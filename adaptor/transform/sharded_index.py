@@ -81,7 +81,7 @@ def _index(value: Any, path: Path) -> Index:
         if type(name) is not str:
             raise ValueError("a name is not a text")
         if tensor_metadata.source.name == "BytesStorageMetadata":
-            objects[name] = _found(places, ItemKey(name, None), path)
+            objects[name] = _archive_of(places, ItemKey(name, None), path)
             continue
         tensor = _state(tensor_metadata, "TensorStorageMetadata")
         dtype = tensor["properties"].state[0]
@@ -91,7 +91,7 @@ def _index(value: Any, path: Path) -> Index:
         for chunk in tensor["chunks"]:
             place = _state(chunk, "ChunkStorageMetadata")
             offset = _lengths(place["offsets"])
-            archive = _found(places, ItemKey(name, offset), path)
+            archive = _archive_of(places, ItemKey(name, offset), path)
             chunks[offset] = StoredChunk(_lengths(place["sizes"]), archive)
         tensors[name] = WholeTensor(dtype.name, _lengths(tensor["size"]), chunks)
     return Index(path, tensors, objects)
@@ -109,7 +109,7 @@ def _lengths(value: Any) -> tuple[int, ...]:
     return value
 
 
-def _found(places: Mapping[ItemKey, Archive], key: ItemKey, path: Path) -> Archive:
+def _archive_of(places: Mapping[ItemKey, Archive], key: ItemKey, path: Path) -> Archive:
     if key not in places:
         position = "" if key.offset is None else f" at {list(key.offset)}"
         raise CheckpointError(f"{path}: does not say where {key.name[:200]}{position} lies")

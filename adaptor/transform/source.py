@@ -105,12 +105,12 @@ class SourceCheckpoint:
                     )
                     raise UnsupportedError(
                         f"{self.file(rank, MODEL_FILE)}: the tensors of {key} are not those of a GPT model"
-                        f" that is cut as {self._said} ({self.sizes}): {odd}"
+                        f" that is cut as {self._layout_says} ({self.sizes}): {odd}"
                     )
         return views_by_rank
 
     @property
-    def _said(self) -> str:
+    def _layout_says(self) -> str:
         return "its arguments say" if self.layout is None else f"its {naming.LAYOUT} says"
 
     def file(self, rank: Rank, name: str) -> Path:
@@ -290,14 +290,14 @@ def needed(slot: Slot, parts: Sequence[StoredPart]) -> Iterator[tuple[StoredPart
         return
     own_pieces = pieces_of(axis, slot.pieces, slot.shape)
     for part in parts:
-        for theirs in pieces_of(axis, part.pieces, part.stored.shape):
+        for source_piece in pieces_of(axis, part.pieces, part.stored.shape):
             for own_piece in own_pieces:
-                begin = max(own_piece.whole, theirs.whole)
-                end = min(own_piece.whole + own_piece.length, theirs.whole + theirs.length)
+                begin = max(own_piece.whole, source_piece.whole)
+                end = min(own_piece.whole + own_piece.length, source_piece.whole + source_piece.length)
                 if begin < end:
                     yield (
                         part,
-                        begin - theirs.whole + theirs.here,
+                        begin - source_piece.whole + source_piece.here,
                         begin - own_piece.whole + own_piece.here,
                         end - begin,
                     )

@@ -116,13 +116,13 @@ class TargetCheckpoint:
     def needs(self, rank: Rank) -> dict[Rank, set[Path]]:
         """Return the ranks of the source from which a rank is made, and the files with their parts."""
         needed_paths: dict[Rank, set[Path]] = {}
-        for slot, kind in self._wanted(rank):
+        for slot, kind in self._needed_tensors(rank):
             parts = one_of_each(slot, self.source.parts(slot.item.name, kind))
             for part, *_ in needed(slot, parts):
                 needed_paths.setdefault(part.rank, set()).update(part.stored.paths)
         return needed_paths
 
-    def _wanted(self, rank: Rank) -> Iterator[tuple[Slot, str]]:
+    def _needed_tensors(self, rank: Rank) -> Iterator[tuple[Slot, str]]:
         view = self.views[rank]
         for own_slots in view.chunks.values():
             for slot in own_slots:
@@ -136,7 +136,7 @@ class TargetCheckpoint:
     def require_parts(self) -> None:
         """Refuse a source without a part. Raises CheckpointError."""
         for rank in self.sizes.ranks:
-            for slot, kind in self._wanted(rank):
+            for slot, kind in self._needed_tensors(rank):
                 parts = self.source.parts(slot.item.name, kind)
                 if not parts:
                     raise CheckpointError(f"{self.source.folder}: no rank has {kind} of {slot.item.name}")
@@ -285,7 +285,9 @@ class TargetCheckpoint:
             if any(group_key not in groups for _, group_key in chosen):
                 raise self._other_groups(groups, order)
             used.update(group_key for _, group_key in chosen)
-            of_kind = [{**groups[group_key], **_said(key, groups[group_key])} for key, group_key in chosen]
+            of_kind = [
+                {**groups[group_key], **_expert_flag(key, groups[group_key])} for key, group_key in chosen
+            ]
             optimizer_states.append({**body, "optimizer": {**body["optimizer"], "param_groups": of_kind}})
         if len(optimizer_states) == len(own_states) and used != set(groups):
             raise self._other_groups(groups, used)
@@ -304,7 +306,7 @@ def _of_other_kind(key: Group) -> Group:
     return decays, rate, not expert, decoupled
 
 
-def _said(key: Group, group: Mapping[str, Any]) -> dict[str, bool]:
+def _expert_flag(key: Group, group: Mapping[str, Any]) -> dict[str, bool]:
     return {"is_expert_parallel": key[2]} if bool(group.get("is_expert_parallel")) != key[2] else {}
 
 
@@ -343,7 +345,7 @@ def rows_for(source: SourceCheckpoint, sizes: Sizes, vocabulary: int | None) -> 
         return rules.padded_rows(vocabulary, multiple, sizes.tp)
     stored_rows = getattr(args, "vocab_size", None)
     if stored_rows is not None:
-        # Some tokenizers have one token more than the argument says: that of the end of a document.
+        # Some tokenizers have one more token than the argument says: the end of a document.
         possible = [
             n
             for n in (stored_rows, stored_rows + 1)

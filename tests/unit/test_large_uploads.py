@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.__main__ import main
 from adaptor.checkpoint import regular_folder
 from adaptor.errors import CheckpointError, StoreError
+from adaptor.launchers.cli.ttp import main
 from adaptor.protocol import naming
 from adaptor.store import catalog, layout, push, upload_journal
 from adaptor.store.client import AT_ONCE, Store

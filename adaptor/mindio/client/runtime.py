@@ -46,7 +46,7 @@ class MindioRuntime:
         self._generation.name = f"{environ.get('TORCHELASTIC_RUN_ID', '')}-{restarts}"
         self._generation.is_restart = restarts > 0
         self._known = False  # to the SDK
-        self._memory = BoardMemory([self.rank])  # nobody else reads it
+        self._memory = BoardMemory([self.rank])  # read by this process alone
         board = Board(self.rank, self._memory.path, self._memory.slots)
         self.session = MindioSession(board, self._connect, self._wait_for_the_sdk)
 
