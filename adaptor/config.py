@@ -19,6 +19,7 @@ from adaptor.setting_values import (
     Pull,
     Reshape,
     Setting,
+    auto_or,
     endpoint,
     folder,
     folders,
@@ -58,7 +59,7 @@ class Config:
     engine: str
     replica: str
     local_copy: bool
-    host_copy: int
+    host_copy: int | None  # None: auto
     require_protection: bool
     provide_mindio: bool
     platform: str
@@ -224,11 +225,12 @@ SETTINGS = (
     Setting(
         "host_copy",
         "TTP_HOST_COPY",
-        "0",
-        "a number of steps from 0 to 1000000000",
-        number(0, 10**9, int),
+        "auto",
+        "auto, or a number of steps from 0 to 1000000000",
+        auto_or(number(0, 10**9, int)),
         "every so many steps each rank copies its state to memory of its host, beside the next step; where"
-        " all holders of a shard are lost, the next start goes on from the newest copy; 0: never",
+        " all holders of a shard are lost, the next start goes on from the newest copy; auto: where a shard"
+        " has one holder alone, at least every 50 steps; 0: never",
         same_on_all_nodes=True,
     ),
     Setting(

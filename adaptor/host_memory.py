@@ -11,6 +11,9 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 _GROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 _MIB = 1 << 20
+# The part of the free memory that copies take at most which nobody has asked for (TTP_HOST_COPY=auto): the
+# training may need more memory later.
+FOR_COPIES = 0.5
 
 
 @dataclass(frozen=True)

@@ -310,7 +310,9 @@ def protect(
             left_overs.clean(Path(save))
     rank_folder = library_state.folder_of_rank()
     runtime_of_rank = runtime.get()
-    if isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
+    # A new process does not ask: the ranks that train tell it whether they make copies.
+    copies = comes_new or context.part(library_state.CopiesAsked).asked
+    if copies and isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
         start.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
     everyone = group.of_everyone()
 
@@ -322,7 +324,7 @@ def protect(
             parallel_state.get_expert_data_parallel_world_size(),
             is_repeated,
         )
-        place = place_of(optimizer, mirrors, rank_folder, everyone)
+        place = place_of(optimizer, mirrors, rank_folder, everyone, copies=copies)
         return MegatronTrainee(
             state=library_state.training_state(model, optimizer, scheduler, extra, place, format, contents),
             save=str(Path(save).resolve()),
@@ -346,7 +348,7 @@ def protect(
         )
     if not comes_new:
         trainee = describe(is_repeated=False)
-        start.reserve(session.copier, trainee)
+        trainee = start.reserve(session, trainee)
         context.part(Recorder).watch(trainee.state.model)
         session.begin_training(trainee, step_record.inner(optimizer), step)
     return Protection(session, step, recovery)

@@ -14,7 +14,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -54,6 +54,7 @@ class Layout:
         instances: the optimizer instances that the user asked the framework for.
         tensor: the tensor parallel size.
         expert: ranks with different experts, their own tensor parallel size included.
+        may_copy: whether ranks may have copies in host memory (TTP_HOST_COPY).
     """
 
     world_size: int
@@ -63,6 +64,7 @@ class Layout:
     instances: int
     tensor: int = 1
     expert: int = 1
+    may_copy: bool = True
 
 
 @dataclass
@@ -107,8 +109,9 @@ class Findings:
             expert=layout.expert,
         )
         ranks = layout.world_size
-        every = context.get().settings.host_copy
-        return plan(sharing, self.model, self.replica, ranks, ranks_per_node or ranks, racks, every)
+        host_copy = context.get().settings.host_copy if layout.may_copy else 0
+        made = plan(sharing, self.model, self.replica, ranks, ranks_per_node or ranks, racks, host_copy)
+        return made if layout.may_copy else replace(made, remedy="")
 
     def cost(self) -> float | None:
         """Return the bytes that replicas take on each rank for each parameter of the model, None if unknown.
@@ -129,7 +132,9 @@ class Findings:
         if self.replica == "none":
             lone = "no two ranks share experts" if self.layout.experts == 1 else "TTP_REPLICA is none"
             reason = "the data-parallel size is 1" if size == 1 else lone
-            return f"{ranks} {tolerance.alone(context.get().settings.host_copy)}: {reason}"
+            host_copy = context.get().settings.host_copy if self.layout.may_copy else 0
+            copied = tolerance.steps_between_copies(host_copy)
+            return f"{ranks} {tolerance.alone(copied)}: {reason}"
         alone = ", but none of experts, which no two ranks share" if self.layout.experts == 1 else ""
         if self.replica == "whole":
             return (

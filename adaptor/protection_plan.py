@@ -73,7 +73,7 @@ def plan(
     ranks: int,
     ranks_per_node: int,
     racks: Sequence[str] = (),
-    host_copy: int = 0,
+    host_copy: int | None = 0,
 ) -> Plan:
     """Return the plan of a job.
 
@@ -84,17 +84,18 @@ def plan(
         ranks: of the job, in the framework's usual order: tensor, context, data, pipeline.
         ranks_per_node: how many are on one node.
         racks: the rack of each node; empty: not known.
-        host_copy: after how many steps copies in host memory are made; 0: never.
+        host_copy: after how many steps copies in host memory are made; 0: never; None: auto.
     """
+    copied = tolerance.steps_between_copies(host_copy)
     kinds = ("whole",) if not sharing.sharded and chosen != "none" else ("split", "mirror", "none")
     sizes = {size for size in (sharing.dense, sharing.experts) if size}
     fits = {"split": all(size % 2 == 0 for size in sizes), "mirror": sharing.dense > 1}
     rows = [
-        _replicas(kind, sharing, model, kind == chosen, _nodes(ranks, ranks_per_node), racks, host_copy)
+        _replicas(kind, sharing, model, kind == chosen, _nodes(ranks, ranks_per_node), racks, copied)
         for kind in kinds
         if kind == chosen or fits.get(kind, True)
     ]
-    lone = [row for row in rows if row.chosen and row.survives == "exceptions alone"]
+    has_lone_shards = any(row.chosen and row.survives.startswith("exceptions") for row in rows)
     return Plan(
         ranks=ranks,
         nodes=-(-ranks // ranks_per_node),
@@ -103,7 +104,8 @@ def plan(
         replicas=tuple(rows),
         save=_save(sharing, model, ranks) if model is not None else None,
         writer=_STATE * model.dense if model is not None else None,
-        remedy=tolerance.REMEDY if lone else "",
+        remedy=tolerance.REMEDY if has_lone_shards and not copied else "",
+        makes_copies=has_lone_shards if host_copy is None else copied > 0,
     )
 
 
@@ -145,16 +147,16 @@ def _replicas(
     chosen: bool,
     node_of: dict[int, int],
     racks: Sequence[str],
-    host_copy: int,
+    copied: int,
 ) -> Replicas:
     memory = local = host = sent = None
     if model is not None:
-        shard, copied = _shard(sharing, model), _mirrored(sharing, model)
-        memory, sent = _COPY.get(kind, 0) * copied, _SENT.get(kind, 0) * copied
-        local = _STATE * (shard + (copied if kind in _COPY else 0))
-        host = _HOST_COPIES * _STATE * (shard + (copied if kind == "split" else 0))
+        shard, mirrored = _shard(sharing, model), _mirrored(sharing, model)
+        memory, sent = _COPY.get(kind, 0) * mirrored, _SENT.get(kind, 0) * mirrored
+        local = _STATE * (shard + (mirrored if kind in _COPY else 0))
+        host = _HOST_COPIES * _STATE * (shard + (mirrored if kind == "split" else 0))
     shares = _shares(kind, sharing, node_of)
-    survival = tolerance.survives(kind, shares, node_of, host_copy)
+    survival = tolerance.survives(kind, shares, node_of, copied)
     survival = survival.removeprefix(f"{kind}; ").partition(":")[
         0
     ]  # behind it are words for the job's first line

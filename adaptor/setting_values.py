@@ -63,6 +63,11 @@ def zero_or(parse: Callable[[str], float]) -> Callable[[str], float]:
     return lambda text: 0.0 if text.strip() == "0" else parse(text)
 
 
+def auto_or(parse: Callable[[str], float]) -> Callable[[str], float | None]:
+    """Return what reads `auto` as None, or what `parse` reads."""
+    return lambda text: None if text == "auto" else parse(text)
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """Return what takes one of `choices`."""
 

@@ -29,6 +29,7 @@ from typing import Any
 
 import _bench
 
+from adaptor.replica import tolerance
 from tests.frameworks import prepare
 from tests.pages import write_section
 
@@ -37,11 +38,14 @@ SECTION = "What becomes of published recipes"
 # have an adapter.
 REACHED = frozenset({"megatron-lm", "mindspeed-llm", "pai", "flagscale", "ms-swift"})
 OTHER_LOOP, UNREADABLE = "a loop that nothing here patches", "arguments that nothing parses"
-REFUSED, ONE_RANK = "refused before the first step", "survive exceptions only: one data-parallel rank"
-ONE_HOLDER = "survive exceptions only: experts on one rank alone"
+REFUSED = "refused before the first step"
+# If the host has the memory; else exceptions alone are survived.
+COPIES = f"copies in host memory: a death restarts all, up to {tolerance.MOST_STEPS} steps lost"
+ONE_RANK, ONE_HOLDER = f"{COPIES} (one data-parallel rank)", f"{COPIES} (experts on one rank alone)"
+NO_COPIES = "survive exceptions only: a shard on one rank alone, in a loop that does not load copies"
 RESTART = "a second copy of everything, every fault restarts all"
 ONLINE = "a second copy of everything, and online recovery"
-CLASSES = (REFUSED, ONE_RANK, ONE_HOLDER, RESTART, ONLINE)
+CLASSES = (REFUSED, NO_COPIES, ONE_RANK, ONE_HOLDER, RESTART, ONLINE)
 
 
 @dataclass(frozen=True)
@@ -90,10 +94,10 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     if refusals:
         return Verdict(REFUSED, tuple(sorted({line.partition(" is ")[0] for line in refusals})))
     assert findings.layout is not None
-    if findings.layout.data_parallel == 1:
-        return Verdict(ONE_RANK)
-    if findings.layout.experts == 1:
-        return Verdict(ONE_HOLDER)
+    if 1 in (findings.layout.data_parallel, findings.layout.experts):
+        if is_swift:  # its adapter does not call `write_host_copies`
+            return Verdict(NO_COPIES)
+        return Verdict(ONE_RANK if findings.layout.data_parallel == 1 else ONE_HOLDER)
     reasons = (*_of_the_framework(recipe), *(findings.not_online or ()))
     return Verdict(RESTART if reasons else ONLINE, reasons)
 

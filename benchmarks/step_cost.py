@@ -220,12 +220,17 @@ def main() -> None:
     parser.add_argument("--replica", choices=tuple(TARGETS), default="split")
     parser.add_argument("--online", action="store_true", help="online recovery armed against not armed")
     parser.add_argument(
-        "--host-copy", type=int, default=0, metavar="K", help="copies every K steps against none"
+        "--host-copy",
+        default="0",
+        metavar="K",
+        help="copies every K steps against none; auto: of shards that have no second holder",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the order of turns and of the interval")
     given = parser.parse_args()
     given.instances = given.instances or (2 if given.replica == "split" else 1)
-    against = given.online or given.host_copy > 0
+    copies = given.host_copy != "0"
+    against = given.online or copies
+    replica = "none" if given.host_copy == "auto" else given.replica
     target = ONLINE_TARGET if given.online else HOST_COPY_TARGET if against else TARGETS[given.replica]
     name = "step_cost_online" if given.online else "step_cost_host_copy" if against else "step_cost"
     benchmark = Benchmark(name, vars(given))
@@ -241,12 +246,12 @@ def main() -> None:
             *("--global-batch-size", str(given.global_batch)),
         ],
         {
-            "TTP_REPLICA": given.replica,
+            "TTP_REPLICA": replica,
             "TTP_ONLINE": "60" if given.online else "0",
-            "TTP_HOST_COPY": str(given.host_copy),
+            "TTP_HOST_COPY": given.host_copy,
         },
-        {"TTP_REPLICA": given.replica} if against else None,
-        middle=statistics.mean if given.host_copy else statistics.median,
+        {"TTP_REPLICA": replica, "TTP_HOST_COPY": "0"} if against else None,
+        middle=statistics.mean if copies else statistics.median,
     )
     starts = []
     for number in range(given.starts):
@@ -273,7 +278,7 @@ def main() -> None:
         verdict += f", but known only to ±{100 * resolution:.1f} %: use more pairs or a quiet machine"
     compared = sum(start["compared"] for start in starts)
     what = "online recovery" if given.online else "host copies" if against else "adaptor"
-    middle = "mean" if given.host_copy else "median"
+    middle = "mean" if copies else "median"
     benchmark.finish(
         table([f"{middle} step, ms", "off", "on", "on / off"], rows)
         + f"\n\n{what} on / off: {ratio:.4f}, 95 % interval {low:.4f} to {high:.4f} ({len(ratios)} pairs); "

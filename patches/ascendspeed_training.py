@@ -80,6 +80,7 @@ def _examine(parsed: Any) -> None:
             sharded=parsed.use_distributed_optimizer,
             instances=1,
             tensor=parsed.tensor_model_parallel_size,
+            may_copy=False,
         )
 
     checks = [*_checks(parsed), lambda: folder.require_possible(parsed.save)]

@@ -19,7 +19,7 @@ from adaptor.frameworks.failed_saves import SaveFailedError
 from adaptor.frameworks.megatron_restart import ChosenStep
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
-from adaptor.protocol.environment import Generation
+from adaptor.protocol.environment import Generation, HeldCopies
 from adaptor.worker import runtime
 
 checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=MEGATRON)
@@ -134,7 +134,8 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
 
     megatron_args = get_args()
     load_arg = args[3] if len(args) > 3 else kwargs.get("load_arg", "load")
-    copies = context.get().settings.host_copy and context.part(Generation).is_restart and load_arg == "load"
+    is_restart, may_have = context.part(Generation).is_restart, bool(context.part(HeldCopies).paths)
+    copies = may_have and is_restart and load_arg == "load"
     if copies:
         _write_host_copies(args, kwargs)
         start.require_training()

@@ -218,7 +218,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     trainee = megatron_lm.trainee(*state, operations, rerun)
     if path := context.get().settings.layout_only:
         layout_beside.write_alone(Path(path), trainee.barrier)
-    start.reserve(runtime.get().session.copier, trainee)
+    trainee = start.reserve(runtime.get().session, trainee)
     context.part(Watchdogs).warn_if_on()
     context.part(Recorder).watch(trainee.state.model)
     runtime.get().session.begin_training(

@@ -83,14 +83,12 @@ def place_of(
         offset += count
     stored = tuple(index == 0 for index in gathered[first][1])
     kind = "mirror" if any(mirrors) else "split" if any(map(shards.is_sharded, inner)) else "whole copies"
-    every = context.get().settings.host_copy if copies else None
-    survives = _survives(kind, tuple(shares), everyone, every)
+    copied = tolerance.steps_between_copies(context.get().settings.host_copy) if copies else None
+    survives = _survives(kind, tuple(shares), everyone, copied)
     return CheckpointPlacement(group, first, stored, tuple(shares), survives)
 
 
-def _survives(
-    kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup, host_copy: int | None
-) -> str:
+def _survives(kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup, copied: int | None) -> str:
     """Return the possible losses, for rank 0 to print; called on every rank at the same time."""
     gathered: list[Any] = [None] * everyone.size()
     dist.all_gather_object(gathered, (shares, context.part(Place).node), group=everyone)
@@ -103,7 +101,7 @@ def _survives(
         for shard_group in groups_of(shares_by_rank).values()
         for owners in shard_group.owners.values()
     )
-    return tolerance.survives("no second copies" if alone else kind, shares_by_rank, nodes, host_copy)
+    return tolerance.survives("no second copies" if alone else kind, shares_by_rank, nodes, copied)
 
 
 def state_at(

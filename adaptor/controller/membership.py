@@ -28,12 +28,10 @@ class Membership:
         pids: the processes of ranks that have said hello
         hosts: the machines of nodes
         agent_pids: the processes of agents, by node
-        host_copy: the number of steps between copies in host memory (TTP_HOST_COPY); 0: no copies
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.host_copy = 0
         self.node_of: dict[int, int] = {}
         self.agents: set[int] = set()
         self.lost: set[int] = set()
@@ -187,7 +185,8 @@ class Membership:
                 )
             else:
                 helps.add("a larger data-parallel size")
-        if self.host_copy:
-            return f"copies in host memory, made every {self.host_copy} steps, may have an earlier step"
+        copied = max((layout.copied for layout in self.layouts.values()), default=0)
+        if copied:
+            return f"copies in host memory, made at least every {copied} steps, may have an earlier step"
         helps = helps or {"second copies of each shard on other nodes, a shorter --save-interval"}
         return f"{' and '.join(sorted(helps))}, or copies in host memory (TTP_HOST_COPY), would have helped"

@@ -108,7 +108,7 @@ def take_place(args: Any) -> None:
     """Set a newcomer to the step of the job; model and optimizer are built, and no data is read yet."""
     worker = rejoin.of_this_process()
     assert worker is not None
-    record, answers, _ = worker.ask_record()
+    record, answers, *_ = worker.ask_record()
     context.part(Recovery).answers.update(answers)
     set_args(args, {**record.counters, "iteration": record.step})
     if consumed_before := answers["tail"]["consumed_before"]:  # an evaluation behind the step may come again

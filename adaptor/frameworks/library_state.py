@@ -107,7 +107,7 @@ def write_host_copies(
         save: the save folder.
     """
     context.part(CopiesAsked).asked = True
-    if not context.get().settings.host_copy or not context.part(Generation).is_restart:
+    if context.get().settings.host_copy == 0 or not context.part(Generation).is_restart:
         return None
     none_mirrored = (None,) * len(step_record.chain(optimizer))
 

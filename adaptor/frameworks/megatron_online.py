@@ -54,7 +54,7 @@ def take_place(args: Any) -> None:
     """Set a newcomer to the step of the job; model and optimizer are built, and no data is read yet."""
     worker = rejoin.of_this_process()
     assert worker is not None
-    record, answers, _ = worker.ask_record()
+    record, answers, *_ = worker.ask_record()
     set_args(args, {**record.counters, "iteration": record.step})
     context.part(Recovery).answers.update(answers)
     if consumed_before := answers["tail"]["consumed_before"]:

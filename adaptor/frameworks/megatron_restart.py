@@ -11,7 +11,7 @@ from typing import Any
 from adaptor import context, output
 from adaptor.checkpoint import tracker
 from adaptor.context import Context
-from adaptor.protocol.environment import Generation, Nodes
+from adaptor.protocol.environment import Generation, HeldCopies, Nodes
 from adaptor.protocol.naming import TRACKER
 from adaptor.protocol.start_options import LEFT_OUT, START_ONLY
 
@@ -24,7 +24,7 @@ def resume_after_restart(args: Any) -> None:
     if not (Path(args.save) / TRACKER).is_file():
         # Before the framework loads, host copies become a checkpoint there. And a node with a disk of its own
         # may have none where others have one: all ranks load then, or none.
-        may_come = context.get().settings.host_copy or _may_have_own_disk(args)
+        may_come = context.get().settings.host_copy or _may_find_one(args)
         if may_come and args.load is None:
             args.load = args.save
         return
@@ -46,9 +46,14 @@ def _load_from_save(args: Any) -> None:
         setattr(args, name, value)
 
 
-def _may_have_own_disk(args: Any) -> bool:
-    """Return whether other nodes may have a tracker that this one does not see, and may be asked for it."""
-    return context.part(Nodes).here > 1 and not getattr(args, "exit_on_missing_checkpoint", False)
+def _may_find_one(args: Any) -> bool:
+    """Return whether there may be a checkpoint to load all the same, and the framework may look in vain.
+
+    Copies may be in host memory (TTP_HOST_COPY=auto), or other nodes have a tracker that is not seen here.
+    """
+    may_have_copies = context.get().settings.host_copy is None and bool(context.part(HeldCopies).paths)
+    looks_in_vain = getattr(args, "exit_on_missing_checkpoint", False)
+    return (may_have_copies or context.part(Nodes).here > 1) and not looks_in_vain
 
 
 def _is_given(args: Any, name: str) -> bool:

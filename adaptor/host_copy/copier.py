@@ -1,16 +1,20 @@
 """Makes the host copies of a rank: a thread copies the state of a finished step beside the next step.
 
 Between two updates nothing changes what is copied. The main thread waits for the rest of a copy only before
-its next update. There are two files, and all ranks agree which of them is written next: every TTP_HOST_COPY
-steps they exchange the newest step that is sure on each: whole, and on a job of several nodes kept by another
-node, too. Invariant: the newest step that is sure on all ranks is overwritten by none. So whatever dies and
-whenever, there is a step of which every rank has a whole copy, once there was one. While the newest copies
-are on their way to other nodes no new ones are made. A rank that cannot copy says so, and keeps what it has.
+its next update. There are two files, and all ranks agree which of them is written next: when a copy is due
+they exchange the newest step that is sure on each: whole, and on a job of several nodes kept by another node,
+too. With TTP_HOST_COPY=auto they agree then in how many steps the next copy is due.
+
+Invariant: the newest step that is sure on all ranks is overwritten by none. So whatever dies and whenever,
+there is a step of which every rank has a whole copy, once there was one. While the newest copies are on their
+way to other nodes no new ones are made. A rank that cannot copy says so, and keeps what it has.
 """
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,18 +24,22 @@ from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.host_copy import content
 from adaptor.host_copy.content import CopyAbandonedError
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
+from adaptor.replica import tolerance
 
 # A rank that holds none.
 NONE = -1
 # A copy that is queued behind a collective that never ends is given up after so many seconds.
 DEVICE_S = 60.0
+# With TTP_HOST_COPY=auto: the part of the training's time that copies take at most, even if each holds the
+# training up for as long as it takes. `tolerance.MOST_STEPS` goes before it.
+_SHARE_OF_TIME = 0.02
 
 
 class Copier:
     """The host copies of one rank; the main thread calls it (`state_provider.StateCopier`).
 
     Args:
-        every: a step whose number this divides is copied.
+        every: a step whose number this divides is copied; None: as often as `_SHARE_OF_TIME` allows.
         rank, world_size: of this process, and of the job.
         generation: the start of the workers.
         files: two, which the agent holds.
@@ -42,7 +50,7 @@ class Copier:
 
     def __init__(
         self,
-        every: int,
+        every: int | None,
         rank: int,
         world_size: int,
         generation: str,
@@ -63,7 +71,24 @@ class Copier:
         self._job: Callable[[], None] | None = None
         self._is_cancelled = False
         self._failed = ""  # why this rank copies no more
+        self._is_told = False  # the user, of how often copies are made
+        self._copy_s = 0.0  # what the newest copy has taken
+        self._forget_pace()
         self._thread: threading.Thread | None = None
+
+    def _forget_pace(self) -> None:
+        self._due = 0  # with `auto`: the step from which on a copy is due
+        self._agreed: tuple[int, float] | None = None  # the step at which ranks have agreed on that, and when
+
+    @property
+    def steps_between(self) -> int:
+        """Return the most steps between two copies."""
+        return tolerance.steps_between_copies(self._every)
+
+    @property
+    def is_auto(self) -> bool:
+        """Return whether a job that has no shard with one holder alone makes no copies."""
+        return self._every is None
 
     @property
     def count(self) -> int:
@@ -76,8 +101,9 @@ class Copier:
             file.clear()
 
     def forget_after(self, step: int) -> None:
-        """Give up what is later than `step`: the job goes on from there."""
+        """Give up what is later than `step`: the job goes on from there. A copy is due, as on a new rank."""
         self.stop()
+        self._forget_pace()
         for file in self._files:
             header = file.header
             if header is not None and header.step > step:
@@ -101,14 +127,16 @@ class Copier:
             mark: the device's, behind the update of the step and the record.
             is_intact: whether the live state is that of the step.
         """
-        if record.step % self._every:
+        if record.step < self._due or (self._every and record.step % self._every):
             return
         self.wait()
         steps_by_copy = self._held()
         newest, sure = max(steps_by_copy.values(), default=NONE), self._sure(steps_by_copy)
-        sure, oldest, latest = self._smallest([sure, newest, -newest])
+        wanted = self._wanted_interval(record.step)
+        sure, oldest, latest, interval = self._smallest([sure, newest, -newest, -wanted])
         if sure < oldest == -latest:
             return  # every rank has the newest copy, and not every keeper
+        self._agree(record.step, -interval)
         target = self._target(steps_by_copy, sure, record.step)
         if target is None or not is_intact or self._failed:
             return
@@ -155,6 +183,28 @@ class Copier:
         )
         return max(kept, default=NONE)
 
+    def _wanted_interval(self, step: int) -> int:
+        """Return in how many steps the next copy may be due, by what copies and steps have taken here."""
+        if self._agreed is None:
+            return 1
+        earlier_step, at = self._agreed
+        step_s = (time.monotonic() - at) / (step - earlier_step)
+        return min(tolerance.MOST_STEPS, max(1, math.ceil(self._copy_s / (_SHARE_OF_TIME * step_s))))
+
+    def _agree(self, step: int, interval: int) -> None:
+        """Note that the next copy but that of `step` is due in `interval` steps."""
+        if self._every is not None:
+            return
+        is_measured = self._agreed is not None
+        self._due, self._agreed = step + interval, (step, time.monotonic())
+        if is_measured and not self._is_told and self._rank == 0:
+            self._is_told = True
+            output.tell(
+                f"[ttp] copies in host memory: one of rank 0 has taken {self._copy_s:.3g} s, so now every"
+                f" {interval} steps",
+                to="stdout",
+            )
+
     def _target(self, steps_by_copy: dict[int, int], sure: int, step: int) -> CopyFile | None:
         """Return the file to overwrite with `step`; None: this rank has it already.
 
@@ -194,6 +244,7 @@ class Copier:
         file.begin()
         if not trainee.device.wait(mark, DEVICE_S):
             raise CopyAbandonedError
+        began = time.monotonic()
         size = content.write(
             trainee, record, extra, lambda size: _room(file, size), lambda: self._is_cancelled
         )
@@ -201,6 +252,7 @@ class Copier:
         if self._is_cancelled:
             raise CopyAbandonedError
         file.commit(CopyHeader(self._generation, self._world_size, self._rank, record.step, size, digest))
+        self._copy_s = time.monotonic() - began
         self._on_whole(record.step)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -11,11 +13,13 @@ from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import UnsupportedError
 from adaptor.host_copy import content, room
 from adaptor.host_copy.copier import Copier
+from adaptor.host_memory import FOR_COPIES, available
 from adaptor.protocol.copy_file import FILES, HEADER_BYTES, CopyFile
 from adaptor.protocol.environment import Generation, HeldCopies, Place
-from adaptor.protocol.state_provider import StateCopier
-from adaptor.replica import group
+from adaptor.replica import group, tolerance
 from adaptor.worker.session import Session
+
+T = TypeVar("T")
 
 
 def attach(session: Session, on_whole: Callable[[int], None]) -> None:
@@ -32,7 +36,7 @@ def attach(session: Session, on_whole: Callable[[int], None]) -> None:
     require_training()
     every, place = context.get().settings.host_copy, context.part(Place)
     paths = context.part(HeldCopies).paths.get(place.rank, ())
-    if not every or not paths:
+    if every == 0 or not paths:
         return
 
     def smallest(numbers: Sequence[int]) -> list[int]:
@@ -62,44 +66,88 @@ def require_training() -> None:
         raise UnsupportedError("no restart is left")
 
 
-def reserve(copier: StateCopier | None, trainee: MegatronTrainee) -> None:
+def reserve(session: Session, trainee: MegatronTrainee) -> MegatronTrainee:
     """Take the memory for the copies of this rank, before its first step; collective.
 
+    With TTP_HOST_COPY=auto no copies are made where each shard has a second holder, or where a node lacks the
+    memory; a line says the latter.
+
     Args:
-        copier: of this rank; None: it makes no copies.
+        session: of this process; its copier goes where no copies are made.
         trainee: its state.
 
+    Returns:
+        `trainee`, which says what of the job may be lost.
+
     Raises:
-        UnsupportedError: a node has not so much memory, or something in the state cannot be copied.
+        UnsupportedError: with TTP_HOST_COPY=K a node has not so much memory, or something in the state cannot
+            be copied.
     """
+    copier, everyone = session.copier, group.of_this_job()
     if copier is None:
-        return
+        return trainee
     assert isinstance(copier, Copier)
-    everyone = group.of_this_job()
     assert everyone is not None
-    try:
-        size = content.most_bytes(trainee)
-    except TypeError as error:
-        raise UnsupportedError(f"TTP_HOST_COPY is set, and this state cannot be copied: {error}") from None
-    place = context.part(Place)
+    if copier.is_auto and tolerance.spare(
+        dict(enumerate(_gathered(trainee.shares, everyone))), lambda rank: rank
+    ):
+        session.copier = None
+        return trainee
     copier.forget_all()  # what an earlier start has left is on disk, or was given up
-    dist.barrier(group=everyone)
-    of_the_node = room.require(place, copier.count * (HEADER_BYTES + size), everyone)
-    try:
-        copier.reserve(size)
-    except OSError as error:
-        raise UnsupportedError(
-            f"TTP_HOST_COPY is set: no memory for {copier.count} copies of {size} bytes of rank"
-            f" {place.rank} ({error.strerror}): leave it out, or give node {place.node} more memory"
-        ) from None
+    problem, needs = _take(copier, trainee, everyone)
+    place = context.part(Place)
+    if problem and not copier.is_auto:
+        raise UnsupportedError(f"TTP_HOST_COPY is set: {problem}: leave it out, or give the node more memory")
+    if problem:
+        copier.forget_all()
+        session.copier = None
+        if place.rank == 0:
+            output.tell(f"[ttp] no copies in host memory (TTP_HOST_COPY=auto): {problem}", to="stdout")
+        kind = trainee.survives.partition(";")[0]
+        return replace(trainee, survives=f"{kind}; {tolerance.exceptions_alone(has_remedy=False)}")
     survives = (
         "and the loss of any node: the next node keeps them, too"
         if context.part(HeldCopies).has_keeper
         else "not that of ttprun or of the node: there is no other node"
     )
     if place.rank == 0 and not context.part(Generation).is_restart:
+        least = "at least " if copier.is_auto else ""
         output.tell(
-            f"[ttp] copies in host memory every {context.get().settings.host_copy} steps:"
-            f" {of_the_node / 2**20:.1f} MiB on node 0; they survive the death of all workers, {survives}",
+            f"[ttp] copies in host memory {least}every {copier.steps_between} steps:"
+            f" {room.bytes_on(needs)[place.node] / 2**20:.1f} MiB on node 0; they survive the death of all"
+            f" workers, {survives}",
             to="stdout",
         )
+    return trainee
+
+
+def _take(
+    copier: Copier, trainee: MegatronTrainee, everyone: dist.ProcessGroup
+) -> tuple[str, Sequence[room.Need]]:
+    """Take the memory for the copies of this rank; return why it cannot be had, and the needs; collective."""
+    place, size, problem = context.part(Place), 0, ""
+    try:
+        size = content.most_bytes(trainee)
+    except TypeError as error:
+        problem = f"this state cannot be copied: {error}"
+    needed_bytes = copier.count * (HEADER_BYTES + size)
+    dist.barrier(group=everyone)  # every rank has given up what an earlier start has left
+    needs = _gathered(room.Need(place.node, needed_bytes, available()), everyone)
+    problem = next(filter(None, _gathered(problem, everyone)), "")
+    problem = problem or room.shortage(needs, FOR_COPIES if copier.is_auto else 1.0)
+    if problem:
+        return problem, needs
+    try:
+        copier.reserve(size)
+    except OSError as error:
+        problem = (
+            f"no memory for {needed_bytes} bytes of rank {place.rank} on node {place.node} ({error.strerror})"
+        )
+    return next(filter(None, _gathered(problem, everyone)), ""), needs
+
+
+def _gathered(value: T, everyone: dist.ProcessGroup) -> list[T]:
+    """Return the value of each rank; collective."""
+    gathered: list[Any] = [None] * everyone.size()
+    dist.all_gather_object(gathered, value, group=everyone)
+    return gathered

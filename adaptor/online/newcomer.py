@@ -20,11 +20,13 @@ class Told(NamedTuple):
         record: of the step
         answers: what it would have asked other ranks at its start
         measures: what steps and phases take (`Pace.measures`)
+        is_copied: whether all ranks make copies in host memory
     """
 
     record: StepRecord
     answers: Mapping[str, Any]
     measures: Measures
+    is_copied: bool
 
 
 def ask_record(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel]) -> Told:
@@ -36,7 +38,7 @@ def ask_record(order: Regroup, rank: int, line_to: Callable[[int], TransferChann
         line_to: connects to a survivor.
     """
     answer = transfer.ask_record(line_to(_replacement(order, rank).twin))
-    return Told(state.record_of(answer), answer["answers"], answer["measures"])
+    return Told(state.record_of(answer), answer["answers"], answer["measures"], answer["is_copied"])
 
 
 def fetch(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], loop: Loop) -> None:

@@ -187,8 +187,9 @@ class Rejoin:
         past = self._session.from_local_copy(order.step)
         record = self._session.record_of(order.step)
         loop = self._loop
+        measures, is_copied = self._session.pace.measures(), self._session.copier is not None
         shared_state = state.Given(
-            trainee, record, past, lambda: loop.answers(order.step), self._session.pace.measures()
+            trainee, record, past, lambda: loop.answers(order.step), measures, is_copied
         )
         line = self._meeting.to_newcomer(order, replacement.rank)
         transfer.answer(line, shared_state, cancelled=lambda: self._is_old(order))
@@ -333,6 +334,8 @@ class Rejoin:
         trainee.random.put_back(record.rng)
         optimizers = inner(trainee.state.optimizer)
         measures = answer.measures if answer is not None else None
+        if answer is not None and not answer.is_copied:
+            session.copier = None  # the other ranks wait in no agreement on copies
         session.begin_again(trainee, optimizers, record, order.step, order.origin, measures)
         return state.digest(record, groups.count())
 

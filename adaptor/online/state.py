@@ -40,6 +40,7 @@ class Given:
         past: the step is before the last update, and so in the local copy.
         answers: what the newcomer would have asked other ranks at its start.
         measures: what steps and phases take here.
+        is_copied: whether this rank makes copies in host memory, so that all ranks do.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class Given:
         past: bool,
         answers: Callable[[], Mapping[str, Any]],
         measures: Measures,
+        is_copied: bool,
     ) -> None:
         self.device: Device = trainee.device
         self._trainee = trainee
         self._record = record
         self._answers = answers
         self._measures = measures
+        self._is_copied = is_copied
         self._optimizer, self._mirrors = trainee.state.optimizer, trainee.mirrors
         if past:
             assert trainee.local_copy is not None
@@ -65,6 +68,7 @@ class Given:
             "record": dict(vars(self._record)),
             "answers": dict(self._answers()),
             "measures": self._measures,
+            "is_copied": self._is_copied,
         }
 
     def shard(self, index: int) -> torch.optim.Optimizer:

@@ -357,6 +357,7 @@ class Plan:
         save: bytes that a save writes, by all ranks together.
         writer: bytes of host memory of a rank that gathers the state of its group for a save.
         remedy: the setting with which a death would cost less, in words; empty: none is needed.
+        makes_copies: whether ranks copy their state to host memory.
     """
 
     ranks: int
@@ -367,3 +368,4 @@ class Plan:
     save: float | None
     writer: float | None
     remedy: str = ""
+    makes_copies: bool = False

@@ -101,6 +101,10 @@ class Trainee(Protocol):
 class StateCopier(Protocol):
     """Copies the state of finished steps into host memory (TTP_HOST_COPY); called on the main thread."""
 
+    @property
+    def steps_between(self) -> int:
+        """Return the most steps between two copies."""
+
     def forget_after(self, step: int) -> None:
         """Give up copies of later steps, while no copy is being made: the job goes on from `step`."""
 

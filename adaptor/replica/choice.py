@@ -138,7 +138,7 @@ def describe(
     elements: int,
     mirrored: int,
     alone: bool = False,
-    host_copy: int = 0,
+    host_copy: int | None = 0,
 ) -> str:
     """Return the line about replicas that a user reads at the start.
 
@@ -149,11 +149,12 @@ def describe(
         elements: of the main params that rank 0 updates.
         mirrored: bytes that its mirrors take.
         alone: whether experts have no second copy, because no other rank has the same.
-        host_copy: after how many steps copies in host memory are made; 0: never.
+        host_copy: after how many steps copies in host memory are made; 0: never; None: auto, of which another
+            line says the outcome.
     """
+    fate = "" if host_copy is None else f": {tolerance.alone(host_copy)}"
     if size == 1:
-        fate = tolerance.alone(host_copy)
-        return f"no second copies of the optimizer state, the data-parallel size is 1: {fate}"
+        return f"no second copies of the optimizer state, the data-parallel size is 1{fate}"
     if not sharded:
         return "every data-parallel rank has the whole optimizer state: nothing is added"
     if instances > 1:
@@ -163,12 +164,10 @@ def describe(
             "more on rank 0"
         )
     if mirrored:
-        only = (
-            f", but none of experts, which no two ranks share: {tolerance.alone(host_copy)}" if alone else ""
-        )
+        only = f", but none of experts, which no two ranks share{fate}" if alone else ""
         return f"second copies of optimizer shards by mirror: {_mib(mirrored)} more on rank 0{only}"
     why = "no two ranks share experts" if alone else "TTP_REPLICA=none"
-    return f"no second copies of optimizer shards ({why}): {tolerance.alone(host_copy)}"
+    return f"no second copies of optimizer shards ({why}){fate}"
 
 
 def _mib(count: int) -> str:

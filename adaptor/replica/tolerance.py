@@ -7,18 +7,29 @@ from collections.abc import Callable, Iterable, Mapping
 from adaptor.controller.plan import groups_of
 from adaptor.protocol.messages import Share
 
+# Steps between two copies in host memory at most, with TTP_HOST_COPY=auto.
+MOST_STEPS = 50
 # The setting with which a death costs some steps where a shard has one holder alone.
-REMEDY = "TTP_HOST_COPY=K keeps copies in host memory, from which at most K steps are lost"
+REMEDY = f"TTP_HOST_COPY=auto keeps copies in host memory, from which at most {MOST_STEPS} steps are lost"
 
 
-def alone(host_copy: int) -> str:
+def steps_between_copies(host_copy: int | None) -> int:
+    """Return the most steps between two copies in host memory; 0: none are made.
+
+    Args:
+        host_copy: the value of TTP_HOST_COPY; None: auto, in a job in which a shard has one holder alone.
+    """
+    return MOST_STEPS if host_copy is None else host_copy
+
+
+def alone(copied: int) -> str:
     """Return what a job survives in which a shard has one holder alone, in words.
 
     Args:
-        host_copy: after how many steps copies in host memory are made (TTP_HOST_COPY); 0: never.
+        copied: the most steps between two copies in host memory; 0: none are made.
     """
-    if host_copy:
-        return f"exceptions are survived; a process that dies costs up to {host_copy} steps (TTP_HOST_COPY)"
+    if copied:
+        return f"exceptions are survived; a process that dies costs up to {copied} steps (TTP_HOST_COPY)"
     return "exceptions are survived, the death of a process is not"
 
 
@@ -26,7 +37,7 @@ def survives(
     kind: str,
     shares: Mapping[int, Iterable[Share]],
     node_of: Mapping[int, int],
-    host_copy: int | None = 0,
+    copied: int | None = 0,
 ) -> str:
     """Return what may be lost, in words.
 
@@ -34,19 +45,19 @@ def survives(
         kind: of the replicas, as the user knows them.
         shares: what each rank of the job holds.
         node_of: the node of each rank.
-        host_copy: after how many steps copies in host memory are made; 0: never; None: the job cannot have
+        copied: the most steps between two copies in host memory; 0: none are made; None: the job cannot have
             such copies.
     """
-    ranks = spare(shares, lambda rank: rank)
-    if not ranks and host_copy:
+    ranks, has_one_node = spare(shares, lambda rank: rank), len(set(node_of.values())) == 1
+    if not ranks and copied:
+        node = "" if has_one_node else ", or any 1 node,"
         return (
-            f"{kind}; exceptions; a rank that dies costs up to {host_copy} steps, from copies in host memory"
+            f"{kind}; exceptions; ranks that die{node} cost up to {copied} steps, from copies in host memory"
         )
     if not ranks:
-        remedy = "" if host_copy is None else f"; {REMEDY}"
-        return f"{kind}; exceptions alone: a rank that dies takes the steps since the last save along{remedy}"
+        return f"{kind}; {exceptions_alone(has_remedy=copied is not None)}"
     description = f"{kind}; any {ranks} rank{'s' if ranks > 1 else ''}"
-    if len(set(node_of.values())) == 1:
+    if has_one_node:
         return description
     nodes = spare(shares, node_of.__getitem__)
     return (
@@ -54,6 +65,12 @@ def survives(
         if nodes
         else f"{description}, but no whole node"
     )
+
+
+def exceptions_alone(*, has_remedy: bool) -> str:
+    """Return what may be lost where a shard has one holder alone and no copy in host memory, in words."""
+    remedy = f"; {REMEDY}" if has_remedy else ""
+    return f"exceptions alone: a rank that dies takes the steps since the last save along{remedy}"
 
 
 def spare(shares: Mapping[int, Iterable[Share]], place_of: Callable[[int], object]) -> int:

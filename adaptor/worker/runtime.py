@@ -199,6 +199,7 @@ class Runtime:
                 self.online,
                 context.part(Nodes).fitting,
                 trainee.in_parts,
+                self.session.copier.steps_between if self.session.copier is not None else 0,
             )
         )
 

@@ -81,6 +81,7 @@ class AgentControl:
         records: the files of the job for operators.
         gate: where spare nodes wait; None on other nodes than node 0.
         keeper: gives host copies to another node; None without host copies or other nodes.
+        makes_copies: workers of this node have begun to make host copies.
         client: the connection to the controller; None while no generation is open.
         news: the messages of the workers of this generation, summarised.
         verdict: on this generation; None before the verdict.
@@ -100,6 +101,7 @@ class AgentControl:
         self.records = JobRecords(config, job, max_restarts, self.workers, self._newest_copy)
         self.gate: SpareGate | None = None
         self.keeper: CopyKeeper | None = None
+        self.makes_copies = False
         self.node = 0
         self.generations_begun = 0
         self.generation = ""
@@ -191,7 +193,7 @@ class AgentControl:
         return is_known and self.verdict is None
 
     def _newest_copy(self) -> int | None:
-        return self._copies.newest(is_kept=self.keeper is not None) if self._config.host_copy else None
+        return self._copies.newest(is_kept=self.keeper is not None) if self.makes_copies else None
 
     def _on_broken_off(self, reason: str) -> None:
         """End all workers: nothing runs on the control thread any more."""
@@ -245,6 +247,7 @@ class AgentControl:
         self.news.note(message)
         match message:
             case Layout(save=save):
+                self.makes_copies = message.copied > 0
                 self._replacements.hear_layout(message)
                 if message.in_parts:
                     self._folder_tasks.expect_parts()

@@ -86,26 +86,18 @@ class CopyKeeper:
 
         return msgspec.json.encode(self._thread.wait_for(serve())).decode()
 
-    def give(self, endpoint: str, find: Callable[[], str]) -> None:
-        """Give copies of this node's ranks from now on to the keeper at `endpoint`.
+    def give(self, find: Callable[[], str]) -> None:
+        """Give copies of this node's ranks to the next node, from the first copy on.
+
+        Until then no store is asked and no connection is made: with `auto` there may never be a copy.
 
         Args:
-            endpoint: of the next node, as returned by `listen`.
-            find: returns the endpoint again, which differs after a spare node has taken the place; called in
-                a thread.
-
-        Raises:
-            StartError: `endpoint` is malformed.
+            find: returns what `listen` has returned on the next node, also on a spare node that has taken its
+                place meanwhile. It is called in a thread.
         """
-        try:
-            endpoint_of_keeper = msgspec.json.decode(endpoint, type=Endpoint)
-        except msgspec.DecodeError as error:
-            raise StartError(
-                f"the rendezvous store has no address of a node for host copies: {error}"
-            ) from None
 
         async def begin() -> None:
-            self._thread.spawn(self._give(endpoint_of_keeper, find))
+            self._thread.spawn(self._give(find))
 
         self._thread.wait_for(begin())
 
@@ -141,22 +133,26 @@ class CopyKeeper:
 
     # giving
 
-    async def _give(self, endpoint: Endpoint, find: Callable[[], str]) -> None:
-        own_files = self._files.own()
+    async def _give(self, find: Callable[[], str]) -> None:
+        await self._changed.wait()
+        own_files, endpoint = self._files.own(), None
         with contextlib.ExitStack() as opened:
             for file in (file for files in own_files.values() for file in files):
                 opened.callback(file.close)
             while True:
-                await self._give_until_it_is_lost(endpoint, own_files)
-                await asyncio.sleep(AGAIN_S)
-                other_endpoint = await self._find_again(find)
-                if other_endpoint is not None and other_endpoint != endpoint:
-                    endpoint = other_endpoint
+                found = await self._find(find)
+                if endpoint is not None and found not in (None, endpoint):
                     for file in (file for files in own_files.values() for file in files):
                         file.forget_kept()  # the previous keeper is lost
+                endpoint = found or endpoint
+                if endpoint is None:
+                    self._tell("the rendezvous store has no address of that node")
+                else:
+                    await self._give_until_it_is_lost(endpoint, own_files)
+                await asyncio.sleep(AGAIN_S)
 
     @staticmethod
-    async def _find_again(find: Callable[[], str]) -> Endpoint | None:
+    async def _find(find: Callable[[], str]) -> Endpoint | None:
         """Return the endpoint of the next node's keeper now; None if the store does not answer."""
         try:
             answer = await call_in_thread(threads.reserve, "ttp-find", find)

@@ -387,11 +387,13 @@ class SurvivorsAgent(LocalElasticAgent):
     def _may_have_copies(self, verdict: Verdict) -> bool:
         """Return True if nothing was saved, and restarted workers may have host copies to write.
 
-        The answer depends on the verdict alone, so all agents answer alike.
+        All agents answer alike: the verdict is the same, and in a job that has finished a step all nodes make
+        copies, or none does.
         """
-        every, lost = self._config.host_copy, verdict.lost or verdict.leaves
-        first = not self._node.only_writes_copies
-        return bool(first and every and verdict.outcome == "lost" and verdict.newest >= every and not lost)
+        # With auto the copy of the first step is whole before the update of the second.
+        every, lost = self._config.host_copy or 2, verdict.lost or verdict.leaves
+        is_first, is_due = not self._node.only_writes_copies, verdict.newest >= every
+        return self._control.makes_copies and is_first and is_due and verdict.outcome == "lost" and not lost
 
     def _tell(self, verdict: Verdict) -> None:
         noticed = self._control.news.noticed or time.time()

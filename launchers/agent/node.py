@@ -162,7 +162,7 @@ class Node:
             control.records.files.job = name_of(
                 own_invitation.job
             )  # after a take-over this node writes to the same folder
-        if self._config.host_copy and nodes > 1:
+        if self._config.host_copy != 0 and nodes > 1:
             self._keep_copies(client, node, nodes, store)
         control.generation = os.environ[GENERATION] = own_invitation.generation
         os.environ[IS_RESTART] = str(int(own_invitation.restart))
@@ -176,7 +176,7 @@ class Node:
         def find() -> str:
             return store.get(_KEEPER.format(next_node)).decode("utf-8", "replace")
 
-        keeper.give(wait_for(find, lambda: f"node {next_node}, which keeps copies of this one"), find)
+        keeper.give(find)
 
     def _set_environment(self, ranks: Sequence[int]) -> None:
         """Make the boards of `ranks`, and put all paths into the workers' environment."""
@@ -186,7 +186,7 @@ class Node:
         os.environ[BOARD_RANKS] = boards.slots
         os.environ[SCRATCH] = self._scratch.name
         os.environ[ONLY_COPIES] = str(int(self.only_writes_copies))
-        os.environ[COPY_FILES] = self._copies.begin(ranks if self._config.host_copy else ())
+        os.environ[COPY_FILES] = self._copies.begin(ranks if self._config.host_copy != 0 else ())
         with contextlib.suppress(OSError):  # a cleaner may have removed the folder; workers can do without
             Path(self._scratch.name).mkdir(mode=0o700, exist_ok=True)
         os.environ.update(self.control.lease.environment())

@@ -238,9 +238,12 @@ def _lines(report: Report, hosts: Sequence[str], bandwidth: float, save_seconds:
     for row in plan.replicas:
         if row.chosen:
             lines += _of_racks(row, hosts)
+            host = f"{_bytes(row.host_copy)} of host memory for each rank" if row.host_copy else ""
             if plan.remedy:
-                host = f"; {_bytes(row.host_copy)} of host memory for each rank" if row.host_copy else ""
-                lines.append(f"remedy       {plan.remedy}{host}")
+                lines.append("; ".join(filter(None, (f"remedy       {plan.remedy}", host))))
+            if plan.makes_copies and host:
+                twice = ", and as much again for the node before" if plan.nodes > 1 else ""
+                lines.append(f"host copies  {host}{twice}")
     if save_seconds is not None:
         save, speed, writer = map(_bytes, (plan.save, bandwidth, plan.writer))
         seconds = duration(save_seconds)

@@ -334,7 +334,6 @@ class ControllerClient:
             rejected=self._rejected,
             recurrence=self._recurrence,
             online_s=self._online_s,
-            host_copy=self._config.host_copy,
         )
         controller_host.start()
         self._send = lambda message: controller_host.receive(self._node, message, self._obey_soon)

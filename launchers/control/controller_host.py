@@ -55,7 +55,6 @@ class ControllerHost:
         rejected: counts messages that an agent may not send.
         recurrence: the faults of earlier generations.
         online_s: the time limit of a recovery without a restart; 0: none.
-        host_copy: the number of steps between copies in host memory; 0: never.
 
     Attributes:
         controller: the pure controller
@@ -75,7 +74,6 @@ class ControllerHost:
         rejected: RejectedConnections,
         recurrence: Recurrence | None = None,
         online_s: float = 0.0,
-        host_copy: int = 0,
     ):
         self.term = term
         self.nodes = nodes
@@ -88,7 +86,6 @@ class ControllerHost:
             world_size, timeout_s, store, report.next_incident, term, recurrence, online_s
         )
         members = self.controller.membership
-        members.host_copy = host_copy
         self._registry = AgentRegistry(world_size, nodes, members.lost, members.expected)
         self._incident_report = report
         self._rejected = rejected

@@ -116,7 +116,16 @@ def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
         return
     on_host = host_memory.available()
     # With several nodes each node also keeps the copies of another node.
-    copies = (row.host_copy or 0.0) * ranks * min(2, of_job.nodes) if settings.host_copy else 0.0
+    copies = (row.host_copy or 0.0) * ranks * min(2, of_job.nodes) if of_job.makes_copies else 0.0
+    if settings.host_copy is None and copies > on_host * host_memory.FOR_COPIES:
+        description = f"the copies of this node would take {_bytes(copies)}, and {_bytes(on_host)} are free"
+        yield Finding(
+            "host copies",
+            "WARN",
+            f"{description}: none are made",
+            "give the node more memory, or set TTP_HOST_COPY",
+        )
+        copies = 0.0
     device = _device_memory(settings)
     free, memory_place = (
         device
@@ -133,7 +142,7 @@ def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
         yield Finding("replica", "WARN", description, "activations come on top: docs/costs.md")
     else:
         yield Finding("replica", "OK", f"{description}; activations come on top")
-    if settings.host_copy and row.host_copy is not None:
+    if copies:
         description = f"the copies of this node take {_bytes(copies)}, and {_bytes(on_host)} are free"
         bad = copies > on_host
         remedy = "leave TTP_HOST_COPY out, or give the node more memory" if bad else ""

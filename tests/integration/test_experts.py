@@ -67,20 +67,24 @@ def test_a_rank_is_killed(
 
 
 def test_experts_that_no_two_ranks_share(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """An exception is survived, a death is not, and the user is told so at the start."""
+    """An exception is survived, a death without host copies is not: the user is told so at the start."""
     job = Job(
         tmp_path / "job",
         MOE_EP2_DP2,
         save=tmp_path / "save",
+        options=["--ttp-host-copy", "0"],
         faults=["rank=1,step=6,phase=backward,kind=exception"],
     )
     ended = survives(job, baseline_of(MOE_EP2_DP2), code=1, saved={5})
     assert "but none of experts, which no two ranks share: exceptions are survived, the death of" in ended.log
-    assert "; TTP_HOST_COPY=K keeps copies in host memory, from which at most K steps are lost)" in ended.log
+    assert (
+        "; TTP_HOST_COPY=auto keeps copies in host memory, from which at most 50 steps are lost)" in ended.log
+    )
     job = Job(
         tmp_path / "killed",
         MOE_EP2_DP2,
         save=tmp_path / "nothing",
+        options=["--ttp-host-copy", "0"],
         faults=["rank=1,step=3,phase=backward,kind=sigkill"],
     )
     lost = harness.run(replace(job, layout=replace(MOE_EP2_DP2, replica="auto")))

@@ -41,7 +41,7 @@ def test_no_replica_was_asked_for(tmp_path: Path) -> None:
         tmp_path / "job",
         DP2,
         save=tmp_path / "save",
-        options=["--ttp-replica", "none"],
+        options=["--ttp-replica", "none", "--ttp-host-copy", "0"],
         faults=["rank=1,step=3,phase=backward,kind=sigkill"],
     )
     ended = harness.run(job)

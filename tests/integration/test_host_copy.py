@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
-from tests.faults.harness import DP2, DP2_FP16, DP3, TP2_DP1, Job, Layout
+from tests.faults.harness import DP2, DP2_FP16, DP3, MOE_EP2_DP2, TP2_DP1, Ended, Job, Layout
 from tests.faults.library import train, undisturbed
 from tests.faults.pickles import load
 from tests.faults.same import differences
-from tests.faults.scenario import BaselineOf
+from tests.faults.scenario import Baseline, BaselineOf
+
+# No two ranks have the same experts, and no rank has a second copy of anything.
+EXPERTS_ALONE = replace(MOE_EP2_DP2, replica="auto", instances=False)
+IN_PARTS = replace(
+    EXPERTS_ALONE, name="moe-dp2-ep2-dist", extra=(*EXPERTS_ALONE.extra, "--ckpt-format", "torch_dist")
+)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +56,80 @@ def test_no_holder_of_a_shard_is_left(
     assert job.save is not None
     folder = job.save / "iter_0000006"
     assert differences(folder, baseline.checkpoints / folder.name) == []
+    outcome.assert_same_training(ended, baseline.records)
+
+
+def test_every_step_is_copied(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """With TTP_HOST_COPY=1 the death of a rank with experts of its own costs no step that all have finished.
+    The buddy's files and the own ones are parts of one checkpoint (torch_dist)."""
+    job = Job(
+        tmp_path / "job",
+        IN_PARTS,
+        save=tmp_path / "save",
+        options=["--ttp-host-copy", "1"],
+        restarts=1,
+        faults=["rank=1,step=8,phase=update,kind=sigkill"],
+    )
+    baseline = baseline_of(IN_PARTS)
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    assert "[ttp] step 7 is written from the copies in host memory (nothing was saved)" in ended.said
+    assert job.save is not None
+    folder = job.save / "iter_0000007"
+    assert differences(folder, baseline.checkpoints / folder.name) == []
+    outcome.assert_same_training(ended, baseline.records)
+
+
+@pytest.mark.parametrize("layout", [EXPERTS_ALONE, TP2_DP1], ids=lambda layout: layout.name)
+def test_without_a_setting(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Where a shard has one holder alone, copies are made (TTP_HOST_COPY=auto), and the user is told."""
+    job = Job(
+        tmp_path / "job",
+        layout,
+        save=tmp_path / "save",
+        restarts=1,
+        faults=["rank=1,step=8,phase=update,kind=sigkill"],
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    (line,) = [line for line in ended.said if "copies in host memory at least every 50 steps: " in line]
+    assert line.endswith("not that of ttprun or of the node: there is no other node")
+    assert "; exceptions; ranks that die cost up to 50 steps, from copies in host memory)" in ended.log
+    assert "copies in host memory, made at least every 50 steps, may have an earlier step" in ended.log
+    _assert_goes_on_from_copies(ended, job, baseline_of(layout))
+
+
+def test_experts_are_lost_with_their_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Without a setting; the loss of any of the two nodes costs some steps. The network is between them."""
+    if not namespaces.permitted():
+        pytest.skip("this user may make no network namespace")
+    with namespaces.three() as network:
+        job = Job(
+            tmp_path / "job",
+            EXPERTS_ALONE,
+            save=tmp_path / "save",
+            nodes=2,
+            spares=1,
+            restarts=1,
+            network=network,
+            environment=Authority(tmp_path / "signer").settings(),
+            faults=["rank=1,step=8,phase=backward,kind=agent-sigkill-behind-a-kept-copy"],
+        )
+        ended = harness.run(job)
+    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
+    assert "; exceptions; ranks that die, or any 1 node, cost up to 50 steps, from copies in" in ended.log
+    _assert_goes_on_from_copies(ended, job, baseline_of(EXPERTS_ALONE), places="local_rank")
+
+
+def _assert_goes_on_from_copies(ended: Ended, job: Job, baseline: Baseline, places: str = "") -> None:
+    """A step that was copied is written as the framework saves it, but for `places`; then all is the same."""
+    (line,) = [line for line in ended.said if "is written from the copies in host memory" in line]
+    step = int(line.split()[2])
+    assert 1 <= step <= 7
+    assert job.save is not None
+    folder = job.save / f"iter_{step:07d}"
+    found = differences(folder, baseline.checkpoints / folder.name)
+    assert [line for line in found if not places or places not in line] == []
     outcome.assert_same_training(ended, baseline.records)
 
 

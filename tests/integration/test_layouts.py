@@ -114,6 +114,7 @@ def test_a_data_parallel_size_of_one_survives_an_exception(tmp_path: Path, basel
         tmp_path / "job",
         TP2_DP1,
         save=tmp_path / "save",
+        options=["--ttp-host-copy", "0"],
         faults=["rank=1,step=6,phase=backward,kind=exception"],
     )
     ended = survives(job, baseline_of(TP2_DP1), code=1, saved={5})

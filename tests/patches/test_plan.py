@@ -123,11 +123,14 @@ def test_whether_a_fault_is_recovered_online(python: Run, tmp_path: Path) -> Non
     assert "; a data loader of the script's own (--dataloader-type external) " in line
     (chosen,) = (line for line in done.stdout.splitlines() if line.startswith(("* mirror", "* none")))
     assert chosen.startswith("* none ")
-    assert chosen.endswith("  exceptions alone")
-    assert "\nremedy       TTP_HOST_COPY=K keeps copies in host memory, from which at most K" in done.stdout
-    copied = python("-m", "adaptor.launchers.cli.ttp", *words, env={**environ, "TTP_HOST_COPY": "5"})
-    assert "exceptions; a rank that dies costs up to 5 steps, from copies in host memory\n" in copied.stdout
-    assert "remedy" not in copied.stdout
+    assert chosen.endswith("  exceptions; ranks that die cost up to 50 steps, from copies in host memory")
+    assert "remedy" not in done.stdout
+    without = python("-m", "adaptor.launchers.cli.ttp", *words, env={**environ, "TTP_HOST_COPY": "0"})
+    assert "  exceptions alone\n" in without.stdout
+    assert (
+        "\nremedy       TTP_HOST_COPY=auto keeps copies in host memory, from which at most 50 "
+        in without.stdout
+    )
     words = ("plan", "--nproc-per-node", "2", "--", script, *tiny_gpt(save=tmp_path))
     done = python("-m", "adaptor.launchers.cli.ttp", *words, env=environ)
     assert (

@@ -194,7 +194,7 @@ def replica(kind: str, memory: float, *, chosen: bool = False) -> Replicas:
 def needed(split: float, training: float = 1e6, **settings: str) -> dict[str, Any]:
     """Return what is found of the memory for a rank that takes `split` bytes more."""
     rows = [replica("split", split, chosen=True), replica("mirror", split / 1e9), replica("none", 0.0)]
-    of_job = Plan(8, 2, 1e6, training, tuple(rows), 1e6, 1e6)
+    of_job = Plan(8, 2, 1e6, training, tuple(rows), 1e6, 1e6, makes_copies="TTP_HOST_COPY" in settings)
     found = doctor_job.memory(of_job, config.load({"TTP_DEVICE": "cpu", **settings}))
     return {one.name: one for one in found}
 
@@ -238,6 +238,10 @@ def test_too_little_memory_for_host_copies() -> None:
     found = needed(1e15, TTP_HOST_COPY="10")["host copies"]
     assert (found.level, found.remedy) == ("FAIL", "leave TTP_HOST_COPY out, or give the node more memory")
     assert found.words.startswith("the copies of this node take 8000000.0 GB")
+    found = needed(1e15, TTP_HOST_COPY="auto")["host copies"]
+    assert found.level == "WARN"
+    assert found.words.startswith("the copies of this node would take 8000000.0 GB, and ")
+    assert found.words.endswith(" are free: none are made")
 
 
 @pytest.mark.parametrize(

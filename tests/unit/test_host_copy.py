@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier, Event
 from types import SimpleNamespace
@@ -23,13 +24,15 @@ import torch.distributed as dist
 from adaptor import config, descriptors
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.devices.device import HOST
-from adaptor.errors import CheckpointError, UnsupportedError
-from adaptor.host_copy import content, room
+from adaptor.errors import CheckpointError
+from adaptor.host_copy import content, copier, room, start
 from adaptor.host_copy.copier import Copier
 from adaptor.launchers.agent.copy_files import CopyFiles
 from adaptor.launchers.agent.copy_keeper import CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
 from adaptor.protocol.environment import COPY_FILES, HeldCopies
+from adaptor.protocol.messages import Share
+from adaptor.replica import group, tolerance
 from tests import waiting
 from tests.unit.threads import LONG_S, Thread
 
@@ -117,14 +120,21 @@ def test_a_state_comes_back_bit_for_bit(made: Callable[[], CopyFile]) -> None:
 class _Ranks:
     """The copiers of a job, each on a thread when all do something together."""
 
-    def __init__(self, count: int, made: Callable[[], CopyFile], *, has_keeper: bool = False) -> None:
+    def __init__(
+        self,
+        count: int,
+        made: Callable[[], CopyFile],
+        *,
+        has_keeper: bool = False,
+        every: int | None = EVERY,
+    ) -> None:
         self._barrier = Barrier(count)
         self._said: list[Sequence[int]] = [()] * count
         self._pool = ThreadPoolExecutor(count)
         self.files = [[made(), made()] for _ in range(count)]
         self.trainees = [trainee() for _ in range(count)]
         self.copiers = [
-            Copier(EVERY, rank, count, "a", files, has_keeper, lambda step: None, self._smallest_of(rank))
+            Copier(every, rank, count, "a", files, has_keeper, lambda step: None, self._smallest_of(rank))
             for rank, files in enumerate(self.files)
         ]
 
@@ -201,8 +211,8 @@ def test_what_the_job_goes_back_behind_is_given_up(made: Callable[[], CopyFile])
     ranks = _Ranks(2, made)
     ranks.step(2)
     ranks.step(4)
-    for copier in ranks.copiers:
-        copier.forget_after(3)
+    for of_rank in ranks.copiers:
+        of_rank.forget_after(3)
     assert ranks.whole() == {2}
 
 
@@ -237,26 +247,102 @@ def test_a_rank_that_can_have_no_thread_says_so_and_trains_on(
     for step in (2, 4):
         ranks.step(step)
         assert ranks.whole() == set()
-    for copier in ranks.copiers:
-        copier.stop()  # as an incident does
+    for of_rank in ranks.copiers:
+        of_rank.stop()  # as an incident does
     said = [line for line in capfd.readouterr().err.splitlines() if "TTP_HOST_COPY" in line]
     assert len(said) == 2
     assert all(line.endswith("RuntimeError: can't start new thread") for line in said)
 
 
-def test_copies_that_do_not_fit_are_refused_with_their_bytes() -> None:
+def test_copies_that_do_not_fit_are_named_with_their_bytes() -> None:
+    """Of two nodes each keeps the copies of the other, too; of one rank of node 1 they are larger."""
+    needs = [room.Need(0, 30, 100), room.Need(0, 30, 90), room.Need(1, 25, 100)]
+    assert room.bytes_on(needs) == {0: 85, 1: 85}
+    assert room.shortage(needs) == ""
+    assert room.bytes_on(needs[:2]) == {0: 60}
+    assert room.shortage(needs[:2], 0.5) == (
+        "the copies of node 0 take 60 bytes of its memory, and 90 bytes are free (limits of its control group"
+        " included), of which copies take 50% at most"
+    )
+    assert "the copies of node 0 take 85 bytes" in room.shortage([*needs, room.Need(0, 0, 80)])
+
+
+@pytest.fixture
+def alone_in_its_job() -> Iterator[None]:
+    """A job of this process alone, in which no other rank has a copy of anything."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        everyone = dist.group.WORLD
-        assert everyone is not None
-        place = SimpleNamespace(node=0)
-        assert room.require(place, 4096, everyone) == 4096  # type: ignore[arg-type]
-        with pytest.raises(
-            UnsupportedError, match=rf"the copies of node 0 take {1 << 50} bytes .* \d+ bytes"
-        ):
-            room.require(place, 1 << 50, everyone)  # type: ignore[arg-type]
+        group.of_everyone()
+        yield
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
+@pytest.mark.parametrize("free", [1 << 30, 1 << 20], ids=["room", "no room"])
+@pytest.mark.usefixtures("alone_in_its_job")
+def test_auto_copies_what_no_other_rank_has(
+    free: int,
+    shared: bool,
+    made: Callable[[], CopyFile],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Where half of the free memory is enough; else a line says what it would take, and what is free."""
+    monkeypatch.setattr(start, "available", lambda: free)
+    if shared:
+        monkeypatch.setattr(tolerance, "spare", lambda shares, place_of: 1)
+    monkeypatch.setattr(content, "most_bytes", lambda trainee: 1 << 20)
+    own = Copier(None, 0, 1, "a", [made(), made()], False, lambda step: None, list)
+    given, session = _Given(), SimpleNamespace(copier=own)
+    kept = start.reserve(session, given)  # type: ignore[arg-type]
+    said = capfd.readouterr().out
+    if shared:
+        assert (session.copier, kept, said) == (None, given, "")
+    elif free == 1 << 30:
+        assert (session.copier, kept) == (own, given)
+        assert said.startswith("[ttp] copies in host memory at least every 50 steps: 2.0 MiB on node 0; they")
+    else:
+        assert session.copier is None
+        assert kept.survives == (
+            "none; exceptions alone: a rank that dies takes the steps since the last save along"
+        )
+        assert "no copies in host memory (TTP_HOST_COPY=auto): the copies of node 0 take 2" in said
+        assert f", and {free} bytes are free" in said
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What `reserve` reads of a trainee, besides its size."""
+
+    survives: str = "none; whatever"
+    shares: tuple[Share, ...] = (Share("group", 0, 1),)
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "step_s", "interval"),
+    [(0.001, 1.0, 1), (0.1, 1.0, 5), (0.1, 0.5, 10), (60.0, 1.0, tolerance.MOST_STEPS)],
+)
+def test_auto_copies_as_often_as_the_share_of_time_allows(
+    copy_s: float, step_s: float, interval: int, made: Callable[[], CopyFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """2 per cent of the time of the steps between two copies. The slowest rank counts; a job that has gone
+    back begins anew, as its new ranks do."""
+    ranks = _Ranks(2, made, every=None)
+    now = [0.0]
+    monkeypatch.setattr(copier, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def copied(step: int) -> bool:
+        ranks.step(step)
+        now[0] += step_s
+        ranks.copiers[1]._copy_s = copy_s
+        return step in ranks.whole()
+
+    steps = range(1, 3 + 2 * interval)
+    assert [step for step in steps if copied(step)] == sorted({1, 2, 2 + interval, 2 + 2 * interval})
+    for of_rank in ranks.copiers:
+        of_rank.forget_after(3)
+    assert copied(4)  # although no copy was due
 
 
 def test_an_agent_keeps_the_files_of_the_start_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,7 +375,8 @@ def keepers() -> Iterator[list[tuple[CopyFiles, CopyKeeper]]]:
         nodes.append((files, CopyKeeper(node, files, settings, None)))
     secret = b"of this start of the workers, 32 bytes"
     endpoints = [keeper.listen(secret, "127.0.0.1") for _, keeper in nodes]
-    nodes[0][1].give(endpoints[1], lambda: endpoints[2])
+    found = [endpoints[2], endpoints[1]]
+    nodes[0][1].give(lambda: found.pop() if len(found) > 1 else found[0])
     yield nodes
     for files, keeper in nodes:
         keeper.close()
@@ -446,7 +533,8 @@ def find():
     threading.Event().wait()
 keeper = copy_keeper.CopyKeeper(0, CopyFiles(), config.load({}), None)
 keeper.listen(bytes(32), "127.0.0.1")
-keeper.give(json.dumps({"address": "ttp-nobody-listens-here", "port": 0}), find)
+keeper.give(find)
+keeper.copied()
 asked.wait()
 keeper.close()
 """

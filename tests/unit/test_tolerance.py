@@ -47,8 +47,10 @@ def test_how_many(shares: dict[int, list[Share]], nodes: tuple[int, ...], words:
 def test_no_rank(shares: dict[int, list[Share]]) -> None:
     nodes = {0: 0, 1: 1, 2: 2}
     alone = "mirror; exceptions alone: a rank that dies takes the steps since the last save along"
-    remedy = "TTP_HOST_COPY=K keeps copies in host memory, from which at most K steps are lost"
+    remedy = "TTP_HOST_COPY=auto keeps copies in host memory, from which at most 50 steps are lost"
     assert tolerance.survives("mirror", shares, nodes) == f"{alone}; {remedy}"
-    assert tolerance.survives("mirror", shares, nodes, host_copy=None) == alone, "no remedy for this job"
-    words = "mirror; exceptions; a rank that dies costs up to 5 steps, from copies in host memory"
-    assert tolerance.survives("mirror", shares, nodes, host_copy=5) == words
+    assert tolerance.survives("mirror", shares, nodes, copied=None) == alone, "no remedy for this job"
+    words = "mirror; exceptions; ranks that die{} cost up to 5 steps, from copies in host memory"
+    several = words.format(", or any 1 node,")
+    assert tolerance.survives("mirror", shares, nodes, copied=5) == several
+    assert tolerance.survives("mirror", shares, dict.fromkeys(shares, 0), copied=5) == words.format("")

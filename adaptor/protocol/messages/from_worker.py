@@ -31,7 +31,8 @@ class Layout(Message, frozen=True):
     whether the rank keeps a local copy of the state before an update (TTP_LOCAL_COPY). `online`: why the rank
     cannot take part in an online recovery, in a few words for the user; "off" if TTP_ONLINE is 0; "" if the
     rank can. `nodes`: the numbers of nodes that fit the job; empty: unknown. `in_parts`: whether the
-    publishing agent joins last words of parts (`torch_dist`).
+    publishing agent joins last words of parts (`torch_dist`). `copied`: the most steps between two copies in
+    host memory; 0: the rank makes no copies.
     """
 
     rank: Number
@@ -43,6 +44,7 @@ class Layout(Message, frozen=True):
     online: str = "off"
     nodes: tuple[Number, ...] = ()
     in_parts: bool = False
+    copied: int = 0
 
 
 class Refused(Message, frozen=True):
