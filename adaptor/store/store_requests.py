@@ -87,7 +87,7 @@ class Retrying:
 
         Args:
             request: the request.
-            from_start: count the seconds from now, not from the first failure.
+            from_start: count from now, not from the first failure, and begin no request after the time.
 
         Raises:
             BusyError: the request has failed for that long.
@@ -99,15 +99,14 @@ class Retrying:
             try:
                 return request()
             except BusyError as error:
-                current_time = self._clock()
+                current_time, wait_s = self._clock(), backoff.next()
                 until = current_time + self._seconds if until is None else until
-                if current_time >= until:
+                if current_time >= until or (from_start and current_time + wait_s > until):
                     if self._tell is None:
                         raise
                     raise BusyError(f"{error} (it was asked for {self._seconds:g} s)") from None
                 if self._tell is not None and self._is_line_due(current_time):
                     self._tell(f"{error}; it is asked again for {self._seconds:g} s (Ctrl-C ends that)")
-            wait_s = backoff.next()
             self._sleep(wait_s * random.uniform(0.5, 1) if self._longest_s > self._first_s else wait_s)
 
     def _is_line_due(self, current_time: float) -> bool:
