@@ -142,6 +142,8 @@ MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*_EXPERTS, "--expert-model-parallel-si
 VARIABLE = (*SFT, "--no-pad-to-seq-lengths")
 PACKED = (*SFT, "--use-flash-attn", "--reset-attention-mask", "--reset-position-ids")
 NEAT = (*PACKED, "--neat-pack")
+# Activations of less than 1 MiB are not swapped.
+SWAPPED = (*SFT, "--swap-attention", "--micro-batch-size", "64", "--global-batch-size", "128")
 # Without dropout: the framework makes the reference model after it has loaded the random states.
 STILL = ("--hidden-dropout", "0", "--attention-dropout", "0")
 DPO_ALONE = ("--stage", "dpo", "--is-pairwise-dataset", "--dpo-loss-type", "sigmoid", *STILL)
@@ -206,6 +208,7 @@ CHECKS = {
     ),
     "qlora-tensor-restart": quantized(again(dies("QLoRA", TP2_DP2, QLORA, 3, 4, "norm"))),
     "full-restart": again(dies("full", DP2, SFT, 0, 4, "norm")),
+    "swap-online": online(dies("full, --swap-attention", DP2, SWAPPED, 1, 4, "norm")),
     "variable": dies("full, variable lengths", DP2, VARIABLE, 1, 6, "update"),
     "variable-restart": again(dies("full, variable lengths", DP2, VARIABLE, 0, 4, "norm")),
     "variable-pipeline-restart": again(dies("full, variable lengths", PP2_DP2, VARIABLE, 1, 4, "norm")),

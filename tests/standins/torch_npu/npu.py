@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 
 Event = torch.cuda.Event
@@ -45,3 +47,12 @@ def stop_device(device_id: int) -> int:
 
 def restart_device(device_id: int, rebuild_all_resources: bool = False) -> None:
     """After `stop_device`."""
+
+
+def init() -> None:
+    """A CPU has nothing to start."""
+
+
+def memory_stats(device: object = None) -> dict[str, int]:
+    """Return counts of a memory that nothing is taken from."""
+    return defaultdict(int)
