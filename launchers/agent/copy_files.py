@@ -37,7 +37,7 @@ class CopyFiles:
         self._ranks = set(ranks)
         for rank in ranks:
             if rank not in self._own:
-                self._own[rank] = [_made() for _ in range(FILES)]
+                self._own[rank] = [_new_file() for _ in range(FILES)]
         paths: dict[int, list[str]] = {}
         for files_by_rank in (self._own, self._others):
             for rank, files in files_by_rank.items():
@@ -59,7 +59,7 @@ class CopyFiles:
             OSError: no more files can be made or opened.
         """
         if rank not in self._others:
-            self._others[rank] = [_made() for _ in range(FILES)]
+            self._others[rank] = [_new_file() for _ in range(FILES)]
         return CopyFile(_path(self._others[rank][slot]))
 
     def to_overwrite(self, rank: int, generation: str, step: int, other_step: int) -> CopyFile:
@@ -122,7 +122,7 @@ def _path(file: int) -> str:
     return f"/proc/{os.getpid()}/fd/{file}"
 
 
-def _made() -> int:
+def _new_file() -> int:
     file = descriptors.in_memory("ttp-host-copy")
     os.fchmod(file, 0o600)
     return file

@@ -20,8 +20,8 @@ from adaptor.errors import StartError
 from adaptor.launchers.agent.control_thread import ControlThread, ControlThreadError, call_in_thread
 from adaptor.launchers.agent.copy_files import CopyFiles
 from adaptor.launchers.control.agent_connection import connect
-from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, RejectedConnections
-from adaptor.launchers.control.invitation import UNIX, kind_of
+from adaptor.launchers.control.agent_listener import AgentListener, RejectedConnections
+from adaptor.launchers.control.invitation import kind_of
 from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.copy_file import (
@@ -79,10 +79,7 @@ class CopyKeeper:
 
         async def serve() -> Endpoint:
             self._listener = AgentListener(secret, self._tls, self._rejected, self._keep, _first)
-            if self._kind == UNIX:
-                return Endpoint(self._listener.listen_here(), 0)
-            port = self._listener.listen(LOOPBACK if address == LOOPBACK else "", self._port)
-            return Endpoint(address, port)
+            return self._listener.open(self._kind, address, self._port)
 
         return msgspec.json.encode(self._thread.wait_for(serve())).decode()
 

@@ -245,7 +245,7 @@ def take_hosts(arguments: list[str]) -> tuple[list[str], str | None]:
     return arguments, None
 
 
-def given(arguments: list[str]) -> set[str]:
+def given_names(arguments: list[str]) -> set[str]:
     """Return the names in torch's namespace set by flags among `arguments`, without defaults."""
     torchs = _torchs()
     unset = object()
@@ -254,6 +254,17 @@ def given(arguments: list[str]) -> set[str]:
         _split(arguments, torchs)[1], argparse.Namespace(**dict.fromkeys(names, unset))
     )
     return {name for name in names if getattr(parsed_flags, name, unset) is not unset}
+
+
+def script_option(arguments: Sequence[str], name: str) -> str | None:
+    """Return the last value of an option of a script, as argparse does; None without the option."""
+    value_text = None
+    for number, argument in enumerate(arguments):
+        if argument == name and number + 1 < len(arguments):
+            value_text = arguments[number + 1]
+        elif argument.startswith(f"{name}="):
+            value_text = argument.partition("=")[2]
+    return value_text
 
 
 def require_sense(parsed: argparse.Namespace) -> None:

@@ -88,7 +88,7 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
     except (*rendezvous_errors.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
         verdict = record.verdict
         if engine.has_own_agent and not record.has_started:
-            output.tell(f"ttprun: error: {rendezvous_errors.why_not(error, parsed)}")
+            output.tell(f"ttprun: error: {rendezvous_errors.no_start_reason(error, parsed)}")
             return USAGE_EXIT_CODE
         if verdict is not None and rendezvous_errors.lacks_means(error):
             reason = text.describe(error)
@@ -100,7 +100,7 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             log.tell_error("an error in ttprun itself", error)
             _conclude(f"{verdict.line}; ttprun has failed: {text.describe(error)}", verdict.save)
             return 1
-        reason = rendezvous_errors.why_not_again(error, parsed)
+        reason = rendezvous_errors.no_restart_reason(error, parsed)
         _conclude(f"{verdict.line}; nodes cannot meet again, {reason}", verdict.save)
         return int(verdict.exit_code)
     except SignalException as error:

@@ -64,8 +64,8 @@ def _main(arguments: list[str]) -> int:
         settings = config.load()
         parsed.ttp_spare = is_spare
         if is_spare:
-            spare_node.require(parsed, flags.given(arguments), settings)
-        read = detect.fill(parsed, flags.given(arguments), os.environ, settings.platform, machine)
+            spare_node.require(parsed, flags.given_names(arguments), settings)
+        read = detect.fill(parsed, flags.given_names(arguments), os.environ, settings.platform, machine)
         if dry_run:
             return _plan(parsed, settings, hosts)
         if hosts is not None:

@@ -23,11 +23,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from adaptor.launchers.control.invitation import UNIX
 from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import authentication, wire
 from adaptor.protocol.authentication import is_same_user
 from adaptor.protocol.deadline import deadline
-from adaptor.protocol.messages import AgentHello
+from adaptor.protocol.messages import AgentHello, Endpoint
 
 _log = logging.getLogger("adaptor")
 
@@ -147,11 +148,19 @@ class AgentListener(Generic[T]):
             return candidate
         raise OSError(f"no free port from {port} on for the controller")
 
-    def listen_here(self) -> str:
-        """Accept connections from this machine and user; return the name of the abstract unix socket."""
-        name, listeners = bind_here()
-        self.serve(listeners)
-        return name
+    def open(self, kind: str, address: str, port: int) -> Endpoint:
+        """Accept connections; return the endpoint for other agents.
+
+        Args:
+            kind: of connections between agents (`invitation.kind_of`).
+            address: of this node for other nodes.
+            port: of TCP connections, or the next free port.
+        """
+        if kind == UNIX:
+            name, listeners = bind_here()
+            self.serve(listeners)
+            return Endpoint(name, 0)
+        return Endpoint(address, self.listen(LOOPBACK if address == LOOPBACK else "", port))
 
     def serve(self, listeners: list[socket.socket]) -> None:
         """Accept connections at the listeners, which are closed with this object."""

@@ -73,11 +73,7 @@ class StandbyListener:
         self._listener = AgentListener(
             secret, self._tls, self._rejected, self._welcome, read_hello, further_connections=self._nodes
         )
-        if self._kind == UNIX:
-            self.endpoint = Endpoint(self._listener.listen_here(), 0)
-        else:
-            port = self._listener.listen(LOOPBACK if address == LOOPBACK else "", self._port)
-            self.endpoint = Endpoint(address, port)
+        self.endpoint = self._listener.open(self._kind, address, self._port)
         return self.endpoint
 
     def begin_turn(self, host: ControllerHost | None, verdict: Verdict | None = None) -> None:
@@ -263,8 +259,7 @@ class ControllerClient:
         """
         invitation = Invitation.decode(invitation_bytes, self._kind)
         self._secret = invitation.secret
-        address_of_controller = (host, invitation.port) if invitation.kind != UNIX else (invitation.name, 0)
-        reader, writer = await connect(*address_of_controller, invitation.secret, self._tls)
+        reader, writer = await connect(*invitation.address(host), invitation.secret, self._tls)
         endpoint = None
         if self._kind != UNIX:
             self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]

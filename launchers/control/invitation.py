@@ -65,6 +65,10 @@ class Invitation(NamedTuple):
         token = self.name if self.kind == PLAIN else ""
         return f"{self.generation} {self.restart:d} {token} {self.job}".encode()
 
+    def address(self, host: str) -> tuple[str, int]:
+        """Return address and port to connect to; `host`: the address of node 0."""
+        return (self.name, 0) if self.kind == UNIX else (host, self.port)
+
     def encode(self) -> bytes:
         """Return the text for the rendezvous store."""
         fields = (self.kind, self.generation, f"{self.restart:d}", str(self.port), self.name, self.job)

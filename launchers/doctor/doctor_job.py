@@ -109,7 +109,7 @@ def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
     """
     ranks = -(-of_job.ranks // of_job.nodes)
     row = next((row for row in of_job.replicas if row.chosen), None)
-    need = None if row is None else _of_a_rank(of_job, row, settings)
+    need = None if row is None else _rank_memory(of_job, row, settings)
     if row is None or need is None:
         description = "how much memory a rank takes is not known of this framework"
         yield Finding("replica", "WARN", description, "calculate it with the formulas of docs/costs.md")
@@ -137,7 +137,7 @@ def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
         f" optimizer; {_bytes(free)} are free on {memory_place}"
     )
     if need > free:
-        yield Finding("replica", "FAIL", description, _instead(of_job, settings, free))
+        yield Finding("replica", "FAIL", description, _smaller_replica(of_job, settings, free))
     elif need * _MARGIN > free:
         yield Finding("replica", "WARN", description, "activations come on top: docs/costs.md")
     else:
@@ -160,17 +160,17 @@ def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
         )
 
 
-def _of_a_rank(of_job: Plan, row: Replicas, settings: Config) -> float | None:
+def _rank_memory(of_job: Plan, row: Replicas, settings: Config) -> float | None:
     """Return the bytes of weights, gradients, optimizer and the adaptor's additions; None if unknown."""
     if of_job.training is None or row.memory is None:
         return None
     return of_job.training + row.memory + ((row.local_copy or 0.0) if settings.local_copy else 0.0)
 
 
-def _instead(of_job: Plan, settings: Config, free: float) -> str:
+def _smaller_replica(of_job: Plan, settings: Config, free: float) -> str:
     """Return the remedy for a rank without room for its replica."""
     for row in of_job.replicas:
-        need = _of_a_rank(of_job, row, settings)
+        need = _rank_memory(of_job, row, settings)
         if not row.chosen and need is not None and need <= free:
             return f"TTP_REPLICA={row.kind} takes {_bytes(row.memory)} more, and survives {row.survives}"
     return "spread the job over more ranks: no kind of replica fits"

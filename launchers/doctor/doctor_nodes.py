@@ -376,7 +376,9 @@ def reach(peers: Sequence[Peer], contexts: Contexts | None) -> Iterator[Finding]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(
             pool.map(
-                lambda peer_and_port: _why_not(peer_and_port[0].address, peer_and_port[1], contexts),
+                lambda peer_and_port: _unreachable_reason(
+                    peer_and_port[0].address, peer_and_port[1], contexts
+                ),
                 connections_tried,
             )
         )
@@ -402,7 +404,7 @@ def reach(peers: Sequence[Peer], contexts: Contexts | None) -> Iterator[Finding]
         )
 
 
-def _why_not(address: str, port: int, contexts: Contexts | None) -> str:
+def _unreachable_reason(address: str, port: int, contexts: Contexts | None) -> str:
     """Return why a port of a node cannot be reached; '' if reachable."""
     try:
         with contextlib.ExitStack() as stack:

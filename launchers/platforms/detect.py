@@ -92,9 +92,9 @@ def fill(
     try:
         for other_reading in readings[1:]:
             _require_agreement(best, other_reading)
-            best = _joined(best, other_reading)
+            best = _merged(best, other_reading)
         if not ("nnodes" in flags and _is_alone(parsed.nnodes)):  # one node has no number
-            _require_agreement(best, _of_torchrun(parsed, flags, environ), per_node=False)
+            _require_agreement(best, _torchrun_reading(parsed, flags, environ), per_node=False)
     except PlatformError as error:
         raise ConfigError(f"{error}; {_remedy(readings)}") from None
     try:
@@ -161,7 +161,7 @@ def _require_agreement(reading: Reading, other_reading: Reading | None, per_node
             )
 
 
-def _joined(first: Reading, second: Reading) -> Reading:
+def _merged(first: Reading, second: Reading) -> Reading:
     """Return the values of both readings; the first reading wins."""
     return Reading(
         first.platform,
@@ -175,7 +175,7 @@ def _joined(first: Reading, second: Reading) -> Reading:
     )
 
 
-def _of_torchrun(
+def _torchrun_reading(
     parsed: argparse.Namespace, flags: Collection[str], environ: Mapping[str, str]
 ) -> Reading | None:
     """Return the values of torchrun's own variables that no flag replaces; 0 nodes: unknown."""

@@ -173,17 +173,17 @@ def _nodes(table: dict[str, object], table_name: str) -> list[_Node]:
     """Return the nodes, in the order of their ranks."""
     version = table.get("version")
     if _GROUPS in table:
-        table_nodes = _of_groups(table, table_name)
+        table_nodes = _nodes_of_groups(table, table_name)
     elif version in ("1.0", "1.2"):
-        table_nodes = _of_servers(table, table_name)
+        table_nodes = _nodes_of_servers(table, table_name)
     elif version == "2.0":
-        return _of_cards(table, table_name)
+        return _nodes_of_cards(table, table_name)
     else:
         raise PlatformError(f"{table_name} has the version {shown(version)}: 1.0, 1.2 and 2.0 are known")
     return sorted(table_nodes, key=lambda node: min(node.ranks))
 
 
-def _of_servers(table: dict[str, object], table_name: str) -> list[_Node]:
+def _nodes_of_servers(table: dict[str, object], table_name: str) -> list[_Node]:
     servers = _list(table, "server_list", table_name)
     _require_count(table, "server_count", len(servers), table_name)
     table_nodes = []
@@ -194,7 +194,7 @@ def _of_servers(table: dict[str, object], table_name: str) -> list[_Node]:
     return table_nodes
 
 
-def _of_groups(table: dict[str, object], table_name: str) -> list[_Node]:
+def _nodes_of_groups(table: dict[str, object], table_name: str) -> list[_Node]:
     groups = _list(table, _GROUPS, table_name)
     _require_count(table, "group_count", len(groups), table_name)
     if len(groups) != 1:
@@ -233,7 +233,7 @@ def _by_number(instances: list[dict[str, object]], table_name: str) -> list[dict
     return [numbered[number] for number in sorted(numbered)]
 
 
-def _of_cards(table: dict[str, object], table_name: str) -> list[_Node]:
+def _nodes_of_cards(table: dict[str, object], table_name: str) -> list[_Node]:
     """Return nodes of consecutive ranks; a node ends where the numbers of cards begin again."""
     cards = _list(table, "rank_list", table_name)
     _require_count(table, "rank_count", len(cards), table_name)

@@ -39,13 +39,13 @@ class TrackerReading:
     @property
     def step(self) -> int | None:
         """Return the step in the tracker, 0 without a checkpoint; None if unknown."""
-        tracker_answer = self._found
+        tracker_answer = self._answer
         return None if tracker_answer is None else tracker_answer[0] or 0
 
     @property
     def words(self) -> str:
         """Name the newest checkpoint; '' if the disk hangs, or without a folder."""
-        tracker_answer = self._found
+        tracker_answer = self._answer
         if tracker_answer is None:
             return ""
         step = tracker_answer[0]
@@ -56,7 +56,7 @@ class TrackerReading:
         )
 
     @property
-    def _found(self) -> tuple[int | None] | None:
+    def _answer(self) -> tuple[int | None] | None:
         return None if self._read is None else self._read.within(TRACKER_S)
 
 
@@ -99,7 +99,7 @@ class Account:
         if verdict.unprotected:
             self._lost = None
         self._newest = max(self._newest, verdict.newest)
-        self._say_incident(verdict.incident, _who(verdict), noticed, report)
+        self._say_incident(verdict.incident, _failed_process(verdict), noticed, report)
 
     def recovered(self, recovered: Recovered, report: str) -> None:
         """Write the lines of an incident after which the job goes on without a restart."""
@@ -225,9 +225,9 @@ def _utc(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
 
 
-def _who(verdict: Verdict) -> list[str]:
+def _failed_process(verdict: Verdict) -> list[str]:
     if verdict.cause_rank < 0:
-        location = _where(verdict.fault)
+        location = _location(verdict.fault)
         return [f"ttprun ({location})"] if location else []
     return _rank(verdict.fault, verdict.cause_rank)
 
@@ -236,11 +236,11 @@ def _rank(fault: Fault, rank: int) -> list[str]:
     """Return the failed rank, with its process, machine and progress."""
     if rank < 0:
         return []
-    location = _where(fault)
+    location = _location(fault)
     return list(filter(None, [f"rank {rank}" + (f" ({location})" if location else ""), fault.when]))
 
 
-def _where(fault: Fault) -> str:
+def _location(fault: Fault) -> str:
     fault_parts = [f"pid {fault.pid}" if fault.pid else "", f"host {fault.host}" if fault.host else ""]
     return ", ".join(filter(None, fault_parts))
 

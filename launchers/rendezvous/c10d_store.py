@@ -60,13 +60,13 @@ def connect(registry: Any, params: Any, note: Callable[[str], None] = ignore) ->
     if _is_here(host) if host_setting is None else host_setting:
         params = _with_own_address(params)
         try:
-            return registry.get_rendezvous_handler(_told(params, is_host=True)), True
+            return registry.get_rendezvous_handler(_with_is_host(params, is_host=True)), True
         except RendezvousConnectionError:
             if host_setting is not None:
                 raise
     timeout_s = params.get_as_int("read_timeout", _TIMEOUT_S)
     wait_until_it_answers(host, port, time.monotonic() + timeout_s, note)
-    return registry.get_rendezvous_handler(_told(params, is_host=False)), False
+    return registry.get_rendezvous_handler(_with_is_host(params, is_host=False)), False
 
 
 def limit(params: Any) -> str:
@@ -76,7 +76,7 @@ def limit(params: Any) -> str:
     return f"{params.get_as_int('read_timeout', _TIMEOUT_S)} s at most (--rdzv-conf read_timeout)"
 
 
-def _told(params: Any, *, is_host: bool) -> Any:
+def _with_is_host(params: Any, *, is_host: bool) -> Any:
     copied_parameters = copy.copy(params)
     copied_parameters.config = {**params.config, "is_host": is_host}
     return copied_parameters

@@ -45,7 +45,7 @@ def lacks_means(error: Exception) -> bool:
     return isinstance(error, OSError) or "can't start new thread" in text.say(error)
 
 
-def why_not_again(error: Exception, parsed: argparse.Namespace) -> str:
+def no_restart_reason(error: Exception, parsed: argparse.Namespace) -> str:
     """Return why the workers could not be started again, as the end of a sentence.
 
     Args:
@@ -64,7 +64,7 @@ def _in_time(parsed: argparse.Namespace) -> str:
     return f"within {seconds} s (--rdzv-conf {name})"
 
 
-def why_not(error: Exception, parsed: argparse.Namespace) -> str:
+def no_start_reason(error: Exception, parsed: argparse.Namespace) -> str:
     """Return why the job could not start, in one line with the flags to change.
 
     Args:

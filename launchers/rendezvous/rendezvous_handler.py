@@ -137,11 +137,7 @@ class Rendezvous:
         return waiting + (self._signs.nodes_that_meet if self._signs is not None else 0)
 
     def meet(self, work: Callable[[], None]) -> None:
-        """Run `work`, which meets the other nodes.
-
-        Raises:
-            Interrupted: a signal came first.
-        """
+        """Run `work`, which meets the other nodes. Raises Interrupted: a signal came first."""
         try:
             first_s = AGAIN_S if self._most == 1 else FIRST_S
             wait_for(work, lambda: self.missing, limit=lambda: self.limit, first_s=first_s)

@@ -22,8 +22,8 @@ import msgspec
 
 from adaptor import output
 from adaptor.launchers.agent.generation_state import StartCounts
-from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, RejectedConnections
-from adaptor.launchers.control.invitation import UNIX, Invitation
+from adaptor.launchers.control.agent_listener import AgentListener, RejectedConnections
+from adaptor.launchers.control.invitation import Invitation
 from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
@@ -52,7 +52,7 @@ ANSWER_S = 3.0
 READ_S = 3.0
 
 
-async def those_that_answer(waiting: list[T], count: int, answers: Callable[[T], Awaitable[bool]]) -> list[T]:
+async def answering_spares(waiting: list[T], count: int, answers: Callable[[T], Awaitable[bool]]) -> list[T]:
     """Return `count` spares that have answered and still wait, or fewer.
 
     Args:
@@ -106,9 +106,8 @@ class SpareGate:
         """
         drawn = self._invitation
         self._listener = AgentListener(drawn.secret, self._tls, self._rejected, self._welcome, _read_hello)
-        if drawn.kind == UNIX:
-            return drawn._replace(name=self._listener.listen_here())
-        return drawn._replace(port=self._listener.listen(LOOPBACK if address == LOOPBACK else "", self._port))
+        endpoint = self._listener.open(drawn.kind, address, self._port)
+        return drawn._replace(port=endpoint.port, name=drawn.name if endpoint.port else endpoint.address)
 
     async def fill(
         self,
@@ -128,7 +127,7 @@ class SpareGate:
         Returns:
             The new owner of each place; empty if the spares are too few.
         """
-        ready = await those_that_answer(self._waiting, len(lost), _Waiting.answers)
+        ready = await answering_spares(self._waiting, len(lost), _Waiting.answers)
         if len(ready) < len(lost) or not is_wanted():
             return {}
         owners = {}
@@ -141,7 +140,7 @@ class SpareGate:
             self.gone.pop(node, None)
             place = TakePlace(node, counts.restarts, counts.generations, owners[node], incident)
             spare.writer.write(wire.frame(place))
-            output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left}")
+            output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left_text}")
         return owners
 
     def tell_imports(self, imports: Import) -> None:
@@ -164,7 +163,7 @@ class SpareGate:
         return len(self._waiting)
 
     @property
-    def _left(self) -> str:
+    def _left_text(self) -> str:
         count = self.waiting
         return f"{count} spare node{'' if count == 1 else 's'} left"
 
@@ -188,7 +187,7 @@ class SpareGate:
         writer.write(wire.frame(SpareAccepted()))
         if self._imports is not None:
             writer.write(wire.frame(SpareImports(self._imports)))
-        output.tell(f"[ttp] {spare.where} waits; {self._left}")
+        output.tell(f"[ttp] {spare.where} waits; {self._left_text}")
         try:
             while True:
                 await wire.read(reader, from_spare_node, wire.SLOW_S)
@@ -196,7 +195,7 @@ class SpareGate:
         except (EOFError, OSError, msgspec.DecodeError):
             if spare in self._waiting:
                 self._waiting.remove(spare)
-                output.tell(f"[ttp] {spare.where} is gone; {self._left}")
+                output.tell(f"[ttp] {spare.where} is gone; {self._left_text}")
             elif spare.agent is not None:
                 self._end(spare.agent, reader)
 

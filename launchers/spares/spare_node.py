@@ -28,7 +28,7 @@ from adaptor.launchers.agent.programs import SPARE, WORKER
 from adaptor.launchers.cli import flags
 from adaptor.launchers.control import invitation, tls
 from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
-from adaptor.launchers.control.invitation import UNIX, Invitation
+from adaptor.launchers.control.invitation import Invitation
 from adaptor.launchers.control.tls import Tls
 from adaptor.launchers.spares.spare_pool import Spare, partial_imports
 from adaptor.protocol import wire
@@ -212,20 +212,9 @@ def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> Spa
         "--nnodes": str(parsed.nnodes).strip(),
         "--nproc-per-node": str(run.determine_local_world_size(parsed.nproc_per_node)),
         "the script": Path(parsed.training_script).name,
-        "--save": _value_of("--save", arguments),
+        "--save": flags.script_option(arguments, "--save") or "",
     }
     return SpareHello({**facts, **further_facts}, arguments, socket.gethostname(), os.getpid())
-
-
-def _value_of(flag: str, arguments: tuple[str, ...]) -> str:
-    """Return the last value of `flag`; '' without the flag."""
-    value = ""
-    for place, argument in enumerate(arguments):
-        if argument == flag and place + 1 < len(arguments):
-            value = arguments[place + 1]
-        elif argument.startswith(f"{flag}="):
-            value = argument.partition("=")[2]
-    return value
 
 
 def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) -> Taken | None:
@@ -292,8 +281,7 @@ async def stay_at_gate(
     Returns:
         None if the gate cannot be reached; the job trains nevertheless.
     """
-    gate_address = (gate_invitation.name, 0) if gate_invitation.kind == UNIX else (host, gate_invitation.port)
-    reached = await try_connect(*gate_address, gate_invitation.secret, tls)
+    reached = await try_connect(*gate_invitation.address(host), gate_invitation.secret, tls)
     if reached is None:
         return None
     reader, writer = reached
@@ -377,8 +365,7 @@ async def wait_at_gate(
 ) -> Taken | None:
     """Wait at the gate of `gate_invitation` while `warm` imports; for the rest see `wait`."""
     imports: list[asyncio.Task[None]] = []
-    gate_address = (gate_invitation.name, 0) if gate_invitation.kind == UNIX else (host, gate_invitation.port)
-    reader, writer = await connect(*gate_address, gate_invitation.secret, tls.load(settings))
+    reader, writer = await connect(*gate_invitation.address(host), gate_invitation.secret, tls.load(settings))
     try:
         writer.write(wire.frame(own_hello))
         while True:

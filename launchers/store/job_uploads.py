@@ -63,7 +63,7 @@ class JobUploads:
     """The process of the node that sends checkpoints."""
 
     _command = "send"
-    _what = "checkpoint"
+    _noun = "checkpoint"
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -113,7 +113,7 @@ class JobUploads:
             except RuntimeError as error:  # no more threads for this process; the next call tries again
                 if not self._has_told:
                     output.tell(
-                        f"[ttp] no {self._what} is sent to {self._config.store} yet: {text.say(error)}"
+                        f"[ttp] no {self._noun} is sent to {self._config.store} yet: {text.say(error)}"
                     )
                 self._has_told = True
                 return
@@ -171,7 +171,7 @@ class JobUploads:
                 with contextlib.suppress(OSError), process:  # closes the pipe, and waits
                     pass
             output.tell(
-                f"[ttp] no {self._what} is sent to {self._config.store} any more: {text.describe(error)}"
+                f"[ttp] no {self._noun} is sent to {self._config.store} any more: {text.describe(error)}"
             )
 
     def _keep(self, order: UploadSettings | OutputSettings) -> None:
@@ -185,8 +185,8 @@ class JobUploads:
             if not end_description:
                 return
             output.tell(
-                f"[ttp] the process that sends {self._what}s to {order.url} has ended {end_description}; "
-                + ("it is started again" if is_repeated else _what_is_left(order))
+                f"[ttp] the process that sends {self._noun}s to {order.url} has ended {end_description}; "
+                + ("it is started again" if is_repeated else _unsent_warning(order))
             )
             if not is_repeated:
                 return
@@ -239,7 +239,7 @@ class OutputUploads(JobUploads):
     """The process of the node that sends outputs other than checkpoints."""
 
     _command = "outputs"
-    _what = "output"
+    _noun = "output"
 
     def begin_outputs(self) -> None:
         """Send the files of the folders of TTP_STORE_ALSO from now on."""
@@ -252,7 +252,7 @@ class OutputUploads(JobUploads):
             )
 
 
-def _what_is_left(order: UploadSettings | OutputSettings) -> str:
+def _unsent_warning(order: UploadSettings | OutputSettings) -> str:
     """Return the warning about unsent files if the uploader ends after the job: nobody starts it again."""
     if isinstance(order, OutputSettings):
         return f"files of {', '.join(order.folders)} may be on this machine only"

@@ -18,6 +18,7 @@ from adaptor import output
 from adaptor.config import Config
 from adaptor.errors import ConfigError, StoreError
 from adaptor.launchers.agent import programs
+from adaptor.launchers.cli import flags
 from adaptor.protocol.start_options import START_ONLY
 from adaptor.store import address
 
@@ -55,14 +56,14 @@ def take(parsed: argparse.Namespace) -> Load | None:
         ConfigError: the URL is wrong, no save folder is set, or the script is to begin from the checkpoint.
     """
     arguments: list[str] = parsed.training_script_args
-    url = _value(arguments, "--load")
+    url = flags.script_option(arguments, "--load")
     if url is None or url.partition("://")[0] not in address.SCHEMES or "://" not in url:
         return None
     try:
         place = str(address.parse(url))
     except StoreError as error:
         raise ConfigError(f"--load: {error}") from None
-    save, step = _value(arguments, "--save"), _value(arguments, "--ckpt-step")
+    save, step = flags.script_option(arguments, "--save"), flags.script_option(arguments, "--ckpt-step")
     if not save or "://" in save:
         raise ConfigError(f"--load is {place}: it is pulled to the folder of --save, and that is missing")
     if step is not None and not (step.isascii() and step.isdigit()):
@@ -81,22 +82,11 @@ def take(parsed: argparse.Namespace) -> Load | None:
 def _sizes(arguments: Sequence[str]) -> tuple[int, int] | None:
     if any(argument.startswith(_NUMBERS_OTHERWISE) for argument in arguments):
         return None
-    size_texts = [_value(arguments, name) or "1" for name in _SIZES]
+    size_texts = [flags.script_option(arguments, name) or "1" for name in _SIZES]
     if not all(size.isascii() and size.isdigit() and int(size) for size in size_texts):
         return None
     tensor, pipeline = map(int, size_texts)
     return tensor, pipeline
-
-
-def _value(arguments: Sequence[str], name: str) -> str | None:
-    """Return the last value of an option, as argparse does."""
-    value_text = None
-    for number, argument in enumerate(arguments):
-        if argument == name and number + 1 < len(arguments):
-            value_text = arguments[number + 1]
-        elif argument.startswith(f"{name}="):
-            value_text = argument.partition("=")[2]
-    return value_text
 
 
 def _replaced(arguments: Sequence[str], name: str, value: str) -> list[str]:

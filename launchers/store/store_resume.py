@@ -68,7 +68,7 @@ class StoreResume:
                 store.set(_KEY, json.dumps(step))
         elif self._is_first:
             puller = f"node 0, which pulls {self._load.url}"
-            start_message = wait_for(lambda: _told(store), lambda: puller).decode()
+            start_message = wait_for(lambda: _wait_for_step(store), lambda: puller).decode()
             if start_message.startswith(_REFUSED):
                 raise ResumeError(start_message.removeprefix(_REFUSED))
             step = json.loads(start_message)
@@ -116,7 +116,7 @@ class StoreResume:
         return pulled
 
 
-def _told(store: Store) -> bytes:
+def _wait_for_step(store: Store) -> bytes:
     """Wait for node 0, however long the download takes."""
     while True:
         try:

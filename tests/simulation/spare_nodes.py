@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
 from adaptor.launchers.agent.generation_state import StartCounts
-from adaptor.launchers.spares.spare_gate import ANSWER_S, those_that_answer
+from adaptor.launchers.spares.spare_gate import ANSWER_S, answering_spares
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_messages import TakePlace
 from tests.simulation.clock import Process
@@ -126,7 +126,7 @@ class SpareGate:
         is_wanted: Callable[[], bool] = lambda: True,
     ) -> dict[int, str]:
         """Give each place to a spare that has just answered, or none."""
-        ready = await those_that_answer(self.waiting, len(lost), self._answers)
+        ready = await answering_spares(self.waiting, len(lost), self._answers)
         if len(ready) < len(lost) or not is_wanted():
             return {}
         owners = {}

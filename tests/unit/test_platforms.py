@@ -113,7 +113,7 @@ def fill(
             monkeypatch.setenv(name, environ[name])
     argv = [*arguments, "script.py"]
     parsed = flags.parse(argv)
-    return parsed, detect.fill(parsed, flags.given(argv), environ, platform, on or machine())
+    return parsed, detect.fill(parsed, flags.given_names(argv), environ, platform, on or machine())
 
 
 def layout(parsed: argparse.Namespace) -> tuple[str, int, str, str, int]:
