@@ -117,7 +117,7 @@ def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     async def act() -> None:
         rejected = RejectedConnections("the gate")
         listener = AgentListener(b"secret", None, rejected, welcome, read_hello)
-        name = listener.listen_here()
+        name = listener.open(UNIX, "", 0).address
         found = await asyncio.gather(*(try_connect(name, 0, b"secret", None) for _ in range(20)))
         assert None not in found
         for one in found:

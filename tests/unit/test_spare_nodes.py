@@ -248,7 +248,7 @@ def test_a_node_comes_again_to_the_gate_when_its_connection_ends(kind: str, job:
         rejected = Rejected("the gate")
         listener = AgentListener(made.secret, tls.load(settings), rejected, welcome, first)
         if kind == "unix":
-            made = made._replace(name=listener.listen_here())
+            made = made._replace(name=listener.open(invitation.UNIX, "", 0).address)
         else:
             made = made._replace(port=listener.listen("127.0.0.1", free_port()))
         await asyncio.to_thread(node.stay_at_gate, made.encode(), "127.0.0.1", 1, (1,))
