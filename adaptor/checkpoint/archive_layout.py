@@ -37,7 +37,7 @@ _CRC_POLYNOMIAL = 0xEDB88320
 
 
 @dataclass(frozen=True)
-class Entry(Generic[T]):
+class ArchiveEntry(Generic[T]):
     """A file in the archive; all in bytes.
 
     Attributes:
@@ -62,7 +62,7 @@ class FileLayout(Protocol[T]):
         reader: is called with the content of the complete file, front to back; None: no reader
     """
 
-    entries: list[Entry[T]]
+    entries: list[ArchiveEntry[T]]
     size: int
     reader: Callable[[bytes], object] | None
 
@@ -89,10 +89,10 @@ class ArchiveLayout(Generic[T]):
         pickler = _Pickler(pickled)
         pickler.dump(value)
         self.structure = pickled.getvalue()
-        self.entries: list[Entry[T]] = []
+        self.entries: list[ArchiveEntry[T]] = []
         self.reader: Callable[[bytes], object] | None = None
         # All entries, `entries` included; with the content where the layout knows the content already.
-        self._all: list[tuple[Entry[Any], bytes | None]] = []
+        self._all: list[tuple[ArchiveEntry[Any], bytes | None]] = []
         self._end = 0
         self._fix("data.pkl", self.structure)
         self._fix("byteorder", b"little")
@@ -110,16 +110,16 @@ class ArchiveLayout(Generic[T]):
         self._all.append((self._placed(name, None, _ALIGNMENT, len(content)), content))
 
     def _add(self, name: str, content: torch.Tensor | T, alignment: int, size: int) -> None:
-        entry: Entry[T] = self._placed(name, content, alignment, size)
+        entry: ArchiveEntry[T] = self._placed(name, content, alignment, size)
         self.entries.append(entry)
         self._all.append((entry, None))
 
-    def _placed(self, name: str, content: Any, alignment: int, size: int) -> Entry[Any]:
+    def _placed(self, name: str, content: Any, alignment: int, size: int) -> ArchiveEntry[Any]:
         name = f"{_ROOT}/{name}"
         extra = 20 if size >= _LIMIT else 0
         least = self._end + _LOCAL.size + len(name) + extra + 4
         begin = least + -least % alignment
-        entry = Entry(name, self._end, begin, size, content)
+        entry = ArchiveEntry(name, self._end, begin, size, content)
         self._end = begin + size
         return entry
 
@@ -157,7 +157,7 @@ class ArchiveLayout(Generic[T]):
         yield _END.pack(b"PK\5\6", 0, 0, count, count, length, end, 0)
 
 
-def _local(entry: Entry[Any], crc: int) -> bytes:
+def _local(entry: ArchiveEntry[Any], crc: int) -> bytes:
     size, version, extra = entry.size, 0, b""
     if size >= _LIMIT:
         extra, size, version = struct.pack("<2H2Q", 1, 16, size, size), _LIMIT, 45
@@ -168,7 +168,7 @@ def _local(entry: Entry[Any], crc: int) -> bytes:
     return header + name + extra
 
 
-def _central(entry: Entry[Any], crc: int) -> bytes:
+def _central(entry: ArchiveEntry[Any], crc: int) -> bytes:
     size, header, extra_field = entry.size, entry.header, b""
     if size >= _LIMIT:
         extra_field, size = struct.pack("<2Q", size, size), _LIMIT
@@ -250,7 +250,7 @@ class SequenceLayout(Generic[T]):
 
     def __init__(self) -> None:
         self.reader: Callable[[bytes], object] | None = None
-        self.entries: list[Entry[T]] = []
+        self.entries: list[ArchiveEntry[T]] = []
         self.size = 0
         # Each with its begin, and the number of its first entry.
         self._archives: list[tuple[int, int, ArchiveLayout[T] | ArchiveLayout[torch.Tensor]]] = []
@@ -261,7 +261,7 @@ class SequenceLayout(Generic[T]):
         """Add `content`; return its place and its size, in bytes."""
         begin = self.size
         data = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        self.entries.append(Entry("", begin, begin, len(content), data))
+        self.entries.append(ArchiveEntry("", begin, begin, len(content), data))
         self.size += len(content)
         return begin, len(content)
 
@@ -305,7 +305,7 @@ class SequenceLayout(Generic[T]):
         for archive_entry in archive.entries:
             content = archive_entry.content if placeholder is None else placeholder
             self.entries.append(
-                Entry(
+                ArchiveEntry(
                     archive_entry.name,
                     begin + archive_entry.header,
                     begin + archive_entry.begin,

@@ -230,9 +230,10 @@ def write(folder: Path, name: str, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace(folder: Path, name: str, content: bytes) -> None:
-    """Replace the file `name` in `folder` by a file with this `content`, atomically; `folder` may be a
-    link.
+def replace(folder: Path, name: str, content: bytes, *, durable: bool = True) -> None:
+    """Replace the file `name` in `folder` by a file with this `content`, atomically; `folder` may be a link.
+
+    Without `durable` nothing is synced: readers get the old or the new file, a power cut may lose both.
     """
     draft = f"{name}.{secrets.token_hex(4)}{DRAFT}"
     folder_descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -240,9 +241,11 @@ def replace(folder: Path, name: str, content: bytes) -> None:
         with os.fdopen(os.open(draft, _ANEW, 0o666, dir_fd=folder_descriptor), "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         os.rename(draft, name, src_dir_fd=folder_descriptor, dst_dir_fd=folder_descriptor)
-        os.fsync(folder_descriptor)
+        if durable:
+            os.fsync(folder_descriptor)
     except Exception as error:
         with contextlib.suppress(OSError):
             os.unlink(draft, dir_fd=folder_descriptor)

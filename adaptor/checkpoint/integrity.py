@@ -49,13 +49,12 @@ def digest() -> hashlib._Hash:
 def with_part(
     files: Mapping[str, _Write], rank: int, other_digests: Mapping[str, Callable[[], str]] | None = None
 ) -> dict[str, _Write]:
-    """Return the files of a writer, and behind them its part: the digests of all files that are not joined.
+    """Return the files of a writer, and behind them the part with the digests of all other files.
 
     Args:
         files: the files of the writer, by name.
         rank: names the part.
-        other_digests: for each file that was written before, a function that returns its digest in
-            hexadecimal.
+        other_digests: for each earlier file a function that returns the digest in hexadecimal.
     """
     digests: dict[str, str] = {}
 

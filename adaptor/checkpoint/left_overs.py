@@ -31,16 +31,16 @@ _LEFT_OVER_S = 60.0
 def clean(root: Path, term: int | None = None, generation: str = "", *, saves: bool = True) -> list[str]:
     """Remove left-overs of dead processes, and return the names; only called while no worker lives.
 
-    Large folders are removed in a thread that outlives this call, if they take long: a line says so.
+    Large folders are removed in a thread that outlives the call, if the removal takes long: a line says so.
 
     Args:
         root: the save folder.
-        term: given at the end of an incident: only folders of this `generation`, made under the controller of
-            this term, are removed. Workers on the other side of a cut network may live and write for another
+        term: given at the end of an incident: only folders of `generation`, made under the controller of
+            `term`, are removed. Workers on the other side of a cut network may live and write for another
             controller. The framework's own unfinished saves (`regular_folder`) count as made under term 0.
-        generation: of the workers of this job.
-        saves: False: regular saves stay, for the next start. On a disk of the node's own the start names them
-            if rank 0 has named them on its disk.
+        generation: of the workers of the job.
+        saves: False: regular saves stay, for the next start. On a disk of the node's own the start names
+            saves that rank 0 has named on its disk.
     """
     left_over: list[Path] = []
     removed: list[str] = []

@@ -83,10 +83,10 @@ def publish(
     """Turn the temporary folder of `step`, `term`, `number` into a checkpoint, and let the tracker name the
     step.
 
-    Called once every group has reported its files. A complete checkpoint of this step by the same
-    `generation` of workers stays, and the temporary folder is removed. A checkpoint of another generation may
-    differ, and is moved aside. If the tracker names a later step of the same generation, another controller
-    has saved the later step, and the tracker stays.
+    Called once every group has reported its files. A complete checkpoint of the step by the same `generation`
+    of workers stays, and the temporary folder is removed. A checkpoint of another generation may differ, and
+    is moved aside. If the tracker names a later step of the same generation, another controller has saved the
+    later step, and the tracker stays.
 
     Args:
         root: the save folder.
@@ -95,14 +95,14 @@ def publish(
         groups: the writers of each group, for the manifest.
         world_size: the number of ranks.
         generation: of workers.
-        term: of the controller that ordered the folder.
-        number: of its order to publish.
-        written: the number of the order that made the folder, if different; the folder is taken from an agent
-            that may be at work in it.
-        progress: is called for each file, of which there may be thousands.
+        term: of the controller.
+        number: of the order to publish.
+        written: the number of the order that made the folder, if different; the folder is taken from a former
+            agent, perhaps still at work.
+        progress: is called for each file, perhaps thousands of times.
 
     Returns:
-        False if a complete checkpoint of this step existed already and stays.
+        False if a complete checkpoint of the step existed already and stays.
 
     Raises:
         CheckpointError: a file is missing or has another size, parts make no whole, or the disk refuses.

@@ -2,11 +2,10 @@
 
 Rank 0 decides on checks and actions (`resume_selection`), and sends its decisions to the other ranks, which
 might see an older state of a shared file system; the ranks divide the files among them, and the blocks of a
-file with a checksum of blocks, because a checksum reads everything (`divided_reading`). So all ranks go on,
-or all raise the same error. A node with a disk of its own may have only the files that its ranks load, of the
-same save; the agreed actions are done on its disk, too (`tracker_rollback`), and at the end all trackers lead
-the framework to the same step. A folder without a manifest, which the adaptor has not made, is left to the
-framework.
+file with a checksum of blocks (`divided_reading`). So all ranks go on, or all raise the same error. A node
+with a disk of its own may have only the files for its ranks, of the same save; the agreed actions are done on
+its disk, too (`tracker_rollback`), and at the end all trackers lead the framework to the same step. A folder
+without a manifest was not made by the adaptor, and is left to the framework.
 """
 
 from __future__ import annotations
@@ -69,18 +68,19 @@ class _Told:
 
 
 def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tuple[str, ...] = ()) -> None:
-    """Make sure that the checkpoint which the framework is about to read is intact.
+    """Make sure that the checkpoint for the framework's load is intact.
 
-    All ranks call this at the same time: the files are divided among the ranks that see the same folder.
-    Intact files are `CheckedFiles` afterwards, so the framework need not read them once more.
+    All ranks call the function at the same time: the files are divided among the ranks with the same view of
+    the folder. Intact files are `CheckedFiles` afterwards, so the framework need not read the files once
+    more.
 
     Args:
-        load: the folder that the framework loads from.
-        save: the folder that this job saves to; if equal, another checkpoint may replace a damaged
-            checkpoint, or a checkpoint that is not whole on every node.
-        chosen: the step that the user named, None for the step of the tracker.
-        loads: the beginnings of the paths, below the checkpoint, of the files that this rank is about to
-            load; the files are read on its node then.
+        load: the folder of the load.
+        save: the save folder of the job; if equal, another checkpoint may replace a checkpoint that is
+            damaged, or not whole on every node.
+        chosen: the step named by the user, None for the step of the tracker.
+        loads: the beginnings of the paths, below the checkpoint, of the files for the rank; its node reads
+            the files.
 
     Raises:
         ResumeError: a checkpoint is damaged, and no other may replace it; or cannot be read; or nodes do not

@@ -1,9 +1,9 @@
 """The shards of Megatron's distributed optimizer: their places, their tensors, and the search for NaNs.
 
-A distributed optimizer keeps its params in buffers, each buffer in buckets, each bucket padded so that it can
-be cut in as many equal shards as its data-parallel group has ranks. A *world tensor* is one whole buffer
-without the padding at the end of its buckets, as `get_parameter_state_dp_zero` builds it. The transport of
-shards to the rank that writes them: `shard_exchange.py`.
+A distributed optimizer keeps params in buffers, a buffer consists of buckets, and a bucket is padded to equal
+shards, one for each rank of the data-parallel group. A *world tensor* is one whole buffer without the padding
+of buckets, as `get_parameter_state_dp_zero` builds it. The transport of shards to the writing rank:
+`shard_exchange.py`.
 
 Numbers that are not finite are signs of diverging training or of a failing device.
 """

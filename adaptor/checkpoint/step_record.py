@@ -128,16 +128,15 @@ def advance(
     rerun: Mapping[str, Any] | None = None,
     also: Mapping[str, Any] | None = None,
 ) -> StepRecord:
-    """Derive the record of the step after `record`, as the framework will have it when the step is finished.
+    """Derive the record of the step after `record`, as the framework will have it at the end of the step.
 
     Args:
-        updated: False for a step that the framework skips (overflow): the framework moves the counters, not
-            the scheduler
-        scheduler: the live scheduler; only its constants are read
-        increment: samples by which the framework moves its scheduler
+        updated: False for a skipped step (overflow): the framework moves the counters, not the scheduler
+        scheduler: the live scheduler; only constants are read
+        increment: samples by which the framework moves the scheduler
         growth: the growth of each counter; other counters stay
         scalers, rng, buffers, rerun: taken at the door of the new step, and unchanged afterwards
-        also: further arguments of the framework for its scheduler's step
+        also: further arguments of the framework for the scheduler's step
     """
     counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
     state, groups = record.scheduler, record.groups

@@ -66,22 +66,22 @@ Files = dict[str, Callable[[HashingFile], Any]]
 
 @dataclass(frozen=True)
 class CheckpointContents:
-    """What the checkpoints of a framework contain besides model, optimizer, scheduler and random states.
+    """The contents of a framework's checkpoints besides model, optimizer, scheduler and random states.
 
     `entries_of` and `files_of` are called with a finished step and its counters when last words are written,
-    in a thread beside the main thread: they read nothing that the main thread changes, and communicate with
+    in a thread beside the main thread: both read nothing that the main thread changes, and communicate with
     no other rank.
 
     Attributes:
-        counters: returns the framework's counters by name, as they are between two steps
-        growth: returns by how much the running step changes each counter; called before the update
+        counters: returns the framework's counters by name, between two steps
+        growth: returns the growth of each counter in the running step; called before the update
         entries_of: returns the entries of the checkpoint's common part for a step
-        files_of: returns the small files of the checkpoint for a step, by path below its folder; only the
+        files_of: returns the small files of the checkpoint for a step, by path below the folder; only the
             files of rank 0 are written
         trackers: by name in the save folder: the file of the checkpoint which is copied there when a
             checkpoint is published
-        metadata: for `torch_dist`: what the framework gives to all `sharded_state_dict`
-        random: for `torch_dist`: the ShardedObject of random states which the framework saves
+        metadata: for `torch_dist`: the framework's argument for all `sharded_state_dict`
+        random: for `torch_dist`: the saved ShardedObject of random states
     """
 
     counters: Callable[[], Mapping[str, int | float]] = dict
@@ -170,20 +170,20 @@ class TrainingState:
 
     Attributes:
         model: its chunks, wrapped (DDP, Float16Module) or not
-        optimizer: a ChainedOptimizer or a bare one
-        scheduler: the parameter scheduler, None without one; for records, a dump does not read it
-        folder: of this model-parallel rank below the checkpoint folder, as the framework names it
-        args: the framework's namespace of arguments; None for a library user, who has none
-        args_overrides: what the namespace would say on data-parallel rank 0 without the adaptor (`rank`, ...)
+        optimizer: a ChainedOptimizer or a bare optimizer
+        scheduler: the parameter scheduler, or None; for records, a dump does not read the scheduler
+        folder: of the model-parallel rank below the checkpoint folder, as the framework names the folder
+        args: the framework's namespace of arguments; None for a library user without arguments
+        args_overrides: the values of the namespace on data-parallel rank 0 without the adaptor (`rank`, ...)
         extra: further entries beside the framework's own
-        stored: per optimizer of the chain: whether the rank's group saves its state; empty: it does
-        keeps: whether an entry of the model is saved, by its name; None: all are
-        beside: further files of the rank's folder, by name; the framework has none of them
-        on_top: further files of the checkpoint, by path below its folder, in every format
-        contents: what else the framework's checkpoints contain
-        writes_common: whether this rank writes the files that a checkpoint has once
-        live: the optimizer that updates the model, where `optimizer` is a copy of it; else None
-        format: the one to write; None for `torch` (`format_torch.TorchFormat`)
+        stored: per optimizer of the chain: whether the rank's group saves the state; empty: yes
+        keeps: whether an entry of the model is saved, by name; None: all are
+        beside: further files of the rank's folder, by name, unknown to the framework
+        on_top: further files of the checkpoint, by path below the folder, in every format
+        contents: further contents of the framework's checkpoints
+        writes_common: whether the rank writes the files that a checkpoint has once
+        live: the optimizer that updates the model, where `optimizer` is a copy; else None
+        format: the format of last words; None for `torch` (`format_torch.TorchFormat`)
     """
 
     model: Sequence[Any]

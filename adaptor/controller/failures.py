@@ -258,9 +258,8 @@ _NAMED = 8
 def missing_collectives(of_ranks: Mapping[int, Collectives], silent: Iterable[int] = ()) -> list[str]:
     """Return the ranks that miss a collective, one sentence for each group, causes before consequences.
 
-    A rank that is missed in one group may only wait in another group: ranks that wait nowhere come first,
-    alone if any exist. Ranks that do not answer (`silent`) come before all, because their collectives are
-    unknown.
+    A rank missed in one group may only wait in another group: ranks without any wait come first, alone if any
+    exist. Ranks without an answer (`silent`) come before all, because their collectives are unknown.
     """
     groups = sorted({group for collectives in of_ranks.values() for group in collectives})
     differences = [difference for group in groups if (difference := _compare(group, of_ranks)) is not None]

@@ -29,10 +29,9 @@ from adaptor.controller.incident_state import IncidentOutcome, IncidentState, Or
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import FromNewcomer
 from adaptor.controller.plan import Plan
-from adaptor.controller.reassignment import STUCK_S
 from adaptor.controller.regrouping import Regrouping
 from adaptor.controller.save_attempts import PublishTarget, Writing
-from adaptor.controller.saving import STAGES, Saving
+from adaptor.controller.saving import STAGES, STUCK_S, Saving
 from adaptor.protocol.messages import (
     BoardRecord,
     EndScript,
@@ -174,7 +173,7 @@ class Incident:
         return [] if self.freeze_state.waits else self.state.freeze([rank], stacks=self._hangs)
 
     def on_replay_complete(self) -> Orders:
-        """Note that a node has repeated its reports: one node less is awaited."""
+        """Note the repeated reports of a node: one node less is awaited."""
         if self._waits:
             return self._end(NEVER_BEGUN) if self.freeze_state.never_begun else []
         return self._decide_when_frozen()

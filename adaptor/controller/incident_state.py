@@ -73,7 +73,7 @@ class IncidentOutcome:
 
 @dataclass
 class IncidentState:
-    """The state of incident `number`, which all its parts read and change.
+    """The state of incident `number`, shared by all its parts.
 
     Attributes:
         term: of the controller, 0 for the first
@@ -81,13 +81,13 @@ class IncidentState:
         membership: the members of the job, kept by the controller
         opened_at: monotonic seconds
         timeout_s: the time limit without progress (TTP_OT)
-        writing: the groups of the step that are on disk, and the rest
-        target: the temporary folder and the agent that publishes the folder
-        nodes: of the ranks that are alive and were not given up
-        boards: of those ranks that have answered
+        writing: the groups on disk, and the rest
+        target: the temporary folder and its publisher
+        nodes: of live ranks, without given-up ranks
+        boards: of the ranks with an answer
         deadline: the end of the time limit
         now: the time of the newest message
-        silent: ranks that were given up because they did not close their doors in time
+        silent: ranks that were given up because their doors were not closed in time
         stuck: ranks that were given up in the dump
         outcome: set with the last stage
     """

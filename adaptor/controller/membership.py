@@ -13,19 +13,19 @@ class Membership:
 
     Attributes:
         node_of: the node of each rank
-        agents: nodes whose agents are connected
-        lost: nodes whose agents are gone, and whose places are empty in this generation of workers
+        agents: nodes with a connected agent
+        lost: nodes without an agent, whose places are empty in the generation of workers
         expected: the lost nodes whose places were given to spare nodes, with the new owners
-        late: the lost nodes whose agents came after all: they get the verdict, and nothing else
-        connected: ranks that have said hello
+        late: the lost nodes whose agents came after all: late agents get the verdict only
+        connected: ranks after their hello
         layouts: the reported layouts of ranks
-        dead: the status of each process that has ended
-        dying: ranks whose main threads are gone, and whose statuses are not known yet
+        dead: the status of each ended process
+        dying: ranks without a main thread, whose statuses are not known yet
         vanished: ranks that were lost with their agents: their last messages may be lost
-        unbegun: other ranks that ended before they had reported their layout
+        unbegun: other ranks that ended before a report of their layout
         unprotected: ranks whose training cannot be saved, and why
-        boards: the last boards of ranks that have ended, as far as their agents could read them
-        pids: the processes of ranks that have said hello
+        boards: the last boards of ended ranks, as far as readable by their agents
+        pids: the processes of connected ranks
         hosts: the machines of nodes
         agent_pids: the processes of agents, by node
     """

@@ -171,11 +171,8 @@ class Newcomers:
         for rank in ranks:
             self.by_rank[rank].has_failed = True
 
-    def is_told(self, rank: int) -> bool:
-        return self.by_rank[rank].stage is NewcomerStage.JOINING
-
     def speak_for(self, rank: int) -> bool:
-        """Return whether what is said of `rank` is of a new process: the one that failed has ended."""
+        """Return True if messages of `rank` come from its new process: the former process has ended."""
         return rank in self.by_rank and rank in self.membership.dead
 
     def has_ended(self, rank: int) -> None:

@@ -92,15 +92,15 @@ def plan(
 ) -> Plan | NoPlan:
     """Return the largest step whose shards all have live holders, with the order for each group.
 
-    A step that no rank has begun is taken only if no other step is possible. A rank that is let through to
-    the step gives up the step before, at which other ranks may be; after one more death no common step might
-    be left.
+    A step that no rank has begun is taken only for want of other steps. A rank that is let through to the
+    step gives up the step before, at which other ranks may be; after one more death no common step might be
+    left.
 
     Args:
         groups: the groups to save, with the holders of their shards.
-        alive: the boards of the ranks that can still give their state.
-        only: consider this step alone.
-        avoid: ranks that are chosen only for shards that no other rank can give.
+        alive: the boards of the ranks with readable state.
+        only: consider `only` alone.
+        avoid: ranks that are chosen only for want of other holders.
     """
     if not groups:
         return NoPlan("no rank has told what it holds")

@@ -68,15 +68,15 @@ MAX_ATTEMPTS = 5
 
 @dataclass
 class Writing:
-    """The writing of one incident. Invariant: a group that is on disk is not written again at the same step.
+    """The writing of one incident. Invariant: a group on disk is not written again at the same step.
 
     Attributes:
-        step, attempt: the current ones; no two attempts of an incident have the same number
+        step, attempt: the current ones; attempts of an incident have different numbers
         pending: the groups that are not on disk, with their orders
-        files: of the groups that are on disk
-        holders: the ranks that gave the groups on disk
-        avoid: ranks that are chosen only for shards or groups that no other rank can give or write
-        failures: attempts that have failed since the last death
+        files: of the groups on disk
+        holders: the givers of the groups on disk
+        avoid: ranks that are chosen only for want of other ranks
+        failures: failed attempts since the last death
     """
 
     membership: Membership
@@ -271,9 +271,8 @@ class PublishTarget:
     """The temporary folder of one incident, and its publisher.
 
     Invariant: two agents never work on one folder, whether the former agent is lost, cut off, stopped or
-    waits for its disk. So an agent that makes the folder in the place of another makes another `number`, and
-    an agent that publishes in the place of another gives the folder a new number first. Answers count only
-    from the node that was asked, for the step and the folder that were ordered.
+    waits for its disk. So a new maker of the folder makes another `number`, and a new publisher gives the
+    folder a new number first. Answers count only from the asked node, for the ordered step and folder.
 
     Args:
         agents: the nodes with an agent; the owner removes lost nodes.
@@ -282,8 +281,8 @@ class PublishTarget:
     Attributes:
         number: of the newest order
         is_first: whether the newest order is the first of the incident
-        path: of the folder, once it exists
-        written: the number of the order that made the folder
+        path: of the existing folder
+        written: the number of the order for the existing folder
         blocked: nodes on which the save folder does not answer
         hung: whether the publication has hung for too long
     """

@@ -7,7 +7,6 @@ disk, or a removed folder, costs only the files.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from adaptor import output, text
+from adaptor.checkpoint import disk
 from adaptor.launchers.records.time_uses import JobUses
 from adaptor.operations.job_folder import EVENTS_FILE, INCIDENTS, STALE_S, STATUS_FILE, name_of
 from adaptor.operations.records import Event, Incident, Status
@@ -133,13 +133,5 @@ class JobFiles:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Replace the file atomically: a reader gets the old or the new file."""
     path.parent.mkdir(parents=True, exist_ok=True)  # the folder may have been removed
-    scratch = path.with_name(f"{path.name}.{os.getpid()}")
-    try:
-        scratch.write_bytes(data)
-        scratch.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            scratch.unlink()  # a full disk has the name, and none of the bytes
-        raise
+    disk.replace(path.parent, path.name, data, durable=False)

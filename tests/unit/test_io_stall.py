@@ -5,7 +5,7 @@ from __future__ import annotations
 from adaptor.controller.failures import Failures
 from adaptor.controller.incident import Incident
 from adaptor.controller.membership import Membership
-from adaptor.controller.reassignment import IoStallDetector
+from adaptor.controller.saving import IoStallDetector
 from adaptor.protocol.messages import AgentHello, BoardRecord, Dump, Layout, Phase, Share, Written
 
 
