@@ -6,7 +6,7 @@ Both in one unit: replicas without the door, or the door without replicas, would
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,13 +28,24 @@ _HALVES = {
 
 
 class PutOff:
-    """The calls that would have gathered parameters between two updates of a chain, by part of the model.
+    """The calls that need other ranks, and that would have come between two updates of a chain.
 
     A part of the context of a process.
+
+    Attributes:
+        calls: which would have gathered parameters, by part of the model
+        copies: which would have quantized parameters, for which ranks compare their largest elements
     """
 
     def __init__(self, context: Context) -> None:
         self.calls: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
+        self.copies: list[Callable[[], Any]] = []
+
+    def quantize(self) -> None:
+        """Make the copies, in the order of the chain."""
+        copies, self.copies = self.copies, []
+        for copy_parameters in copies:
+            copy_parameters()
 
 
 optimizer = patching.Unit(
@@ -133,11 +144,31 @@ def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, k
         if call not in put_off:
             put_off.append(call)
         return None
+    context.part(PutOff).quantize()
     # The last optimizer of the chain gathers what the others would have; in MindSpeed those of experts, for
     # which there is an argument, gather theirs alone, and so do the others.
     for put_off_call in context.part(PutOff).calls.pop(instance, []):
         if put_off_call != call:
             wrapped(*put_off_call[0], **put_off_call[1])
+    return wrapped(*args, **kwargs)
+
+
+@optimizer.patch(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params",
+    why="quantized parameters compare their largest elements over all ranks once the whole chain is updated",
+    accepts="()",
+    optional=True,
+)
+def parameters_are_quantized_at_the_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    import torch
+
+    buffers = getattr(instance, "buffers", ())
+    if not any(getattr(buffer, "param_dtype", None) == torch.uint8 for buffer in buffers):
+        return wrapped(*args, **kwargs)
+    if runtime.get().session.window.is_open:
+        context.part(PutOff).copies.append(wrapped)
+        return None
+    context.part(PutOff).quantize()
     return wrapped(*args, **kwargs)
 
 
@@ -190,9 +221,13 @@ def _after_update(memory: Any, inner: Any, *_: Any) -> None:
     optional=SINCE_0_7,
 )
 def ranks_that_train_nothing_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    put_off = context.part(PutOff)
+    put_off.copies.clear()  # of a step that was abandoned
     if not inner_optimizers(instance):
         runtime.get().session.update_nothing()
-    return wrapped(*args, **kwargs)
+    result = wrapped(*args, **kwargs)
+    put_off.quantize()
+    return result
 
 
 @optimizer.patch(

@@ -69,8 +69,13 @@ def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], s
     stand_in.distributed_optimizer_instance_id = 0 if stored else 1
     stand_in.state_dict = lambda *_, **__: dict(plain)
     stand_in.get_parameter_state_dp_zero = lambda *_, **__: gathered
+    # Moments of fewer bits are gathered in float32, which is exact, and are saved as they are kept.
+    config = getattr(optimizer, "config", None)
+    dtypes = {key: getattr(config, f"{key}_dtype", torch.float32) for key in shards.KEYS}
     whole_state = {
-        param: {key: tensor[start:end] for key, tensor in tensors.items() if key in shards.KEYS}
+        param: {
+            key: tensor[start:end].to(dtypes[key]) for key, tensor in tensors.items() if key in shards.KEYS
+        }
         for number, buffer in enumerate(stand_in.buffers)
         for tensors in gathered[number].values()
         for param, (start, end, _) in buffer.param_index_map.items()

@@ -124,6 +124,10 @@ class PlannedTensors:
             return tensor.to(dtype)
         return self._make(replace(planned_range, dtype=dtype)).view(tensor.shape)
 
+    def requantize(self, main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Refuse to plan a quantized weight. Raises CannotBePlanned: its scales depend on its numbers."""
+        raise CannotBePlanned("a quantized weight")
+
     def is_finite(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor is finite, or a stand-in, whose content is not known yet."""
         return self.stands_for_state(tensor) or shards.is_finite(tensor)

@@ -206,7 +206,10 @@ def _planned_with(
 ) -> _Plan:
     own_format = cast(PlannableFormat, _format(state))
     weights = Weights(
-        lambda tensor: planned.to_host(tensor, exchange.device.to_host), planned.cast, planned.is_finite
+        lambda tensor: planned.to_host(tensor, exchange.device.to_host),
+        planned.cast,
+        planned.is_finite,
+        planned.requantize,
     )
     gathered: list[Any] = []
     for position, (optimizer, live, _) in enumerate(state.chained):

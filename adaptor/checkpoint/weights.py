@@ -4,10 +4,15 @@ The weights in the model itself may be half updated or half gathered when a dump
 the chosen holders are not. A tensor of the model's state dict is recognised by its memory, whatever its name.
 So tied embeddings need no rule: on one pipeline stage both names have the same memory, and the copy of the
 last stage is a param of its own, with a main param of its own.
+
+A weight that Transformer Engine keeps in fp8 is quantized anew, by its own quantizer, and saved dequantized,
+as the framework saves it in the format `torch_dist`. Its scales depend on the main param alone: recipes with
+scales of earlier steps are refused (`supported_options`).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -20,8 +25,28 @@ from adaptor.replica import optimizer_state
 ToHost = Callable[[torch.Tensor], torch.Tensor]
 Cast = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 IsFinite = Callable[[torch.Tensor], bool]
+# Returns the numbers of a weight in fp8, from its main param and the live weight.
+Requantize = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # A saved tensor of a model: its name, the tensor, and a function that replaces it.
 TensorSlot = tuple[str, torch.Tensor, Callable[[torch.Tensor], None]]
+# The attributes in which tensors of Transformer Engine have their bytes.
+_BYTES = ("_data", "_rowwise_data", "_columnwise_data")
+
+
+def is_quantized(tensor: torch.Tensor) -> bool:
+    """Tell whether Transformer Engine keeps a tensor in fewer bits than its dtype says."""
+    return getattr(tensor, "_quantizer", None) is not None
+
+
+def requantized(main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the numbers that `weight`, which is quantized, has when it is made of its main param."""
+    quantizer: Any = copy.copy(weight._quantizer)  # type: ignore[attr-defined]
+    for name in ("scale", "amax"):  # scratch, which the main thread may be using
+        if isinstance(scratch := getattr(quantizer, name, None), torch.Tensor):
+            setattr(quantizer, name, scratch.clone())
+    values = main.detach().to(_memory(weight).device, weight.dtype).view(weight.shape)
+    numbers: torch.Tensor = quantizer(values).dequantize(dtype=weight.dtype)
+    return numbers
 
 
 class _Buffer:
@@ -58,13 +83,19 @@ class Weights:
 
     Args:
         to_host: brings a tensor to the host's memory.
-        cast, is_finite: of main params and of weights; replaced if the main params are stand-ins.
+        cast, is_finite, requantize: of main params and of weights; replaced if the main params are
+            stand-ins.
     """
 
     def __init__(
-        self, to_host: ToHost, cast: Cast = torch.Tensor.to, is_finite: IsFinite = shards.is_finite
+        self,
+        to_host: ToHost,
+        cast: Cast = torch.Tensor.to,
+        is_finite: IsFinite = shards.is_finite,
+        requantize: Requantize = requantized,
     ) -> None:
         self._to_host, self._cast, self._is_finite = to_host, cast, is_finite
+        self._requantize = requantize
         self._buffers: list[_Buffer] = []
         self._whole: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
 
@@ -80,14 +111,17 @@ class Weights:
                     main = world["param"][start - bucket.offset + bucket.world :][: end - start]
                     self._whole[_address(param)] = storage.cast(main, param.dtype).view(param.shape)
                 continue
-            if (
-                buffer.param_data is None
-            ):  # params have memory of their own, gradients alone are in the buffer
-                for param, (start, end, _) in buffer.param_index_map.items():
-                    self._whole[_address(param)] = world["param"][start:end].view(param.shape)
-                continue
-            cast = self._cast if storage is None else storage.cast
-            self._buffers.append(_Buffer(optimizer, buffer, world["param"], cast))
+            places = getattr(buffer, "param_index_map", {})
+            # Params with memory of their own: gradients alone are in the buffer.
+            apart = {param: place for param, place in places.items() if not _is_in(param, buffer.param_data)}
+            buckets = shards.buckets_of(optimizer, buffer) if apart else []
+            for param, (start, end, number_of_bucket) in apart.items():
+                padding = buckets[number_of_bucket].offset - buckets[number_of_bucket].world
+                main = world["param"][start - padding : end - padding]
+                self._whole[_address(param)] = main.view(param.shape)
+            if not places or len(apart) < len(places):
+                cast = self._cast if storage is None else storage.cast
+                self._buffers.append(_Buffer(optimizer, buffer, world["param"], cast))
 
     def add_whole(self, optimizer: Any, live: Any) -> None:
         """Add the params of an optimizer that every data-parallel rank has in full.
@@ -120,14 +154,17 @@ class Weights:
         Raises:
             CheckpointError: a trained weight has no main param on the rank.
         """
-        trained = {param.data_ptr() for param in chunk.parameters() if param.requires_grad and param.numel()}
+        trained = {
+            _memory(param).data_ptr() for param in chunk.parameters() if param.requires_grad and param.numel()
+        }
         not_finite = []
         for name, value, put in places:
             weight = self._rebuilt(value)
             if weight is None:
-                if value.data_ptr() in trained:
+                address = _memory(value).data_ptr()
+                if address in trained:
                     raise CheckpointError(f"{name}: no optimizer of this rank has its main param")
-                put(self._to_host(buffers.get(value.data_ptr(), value)))
+                put(self._to_host(buffers.get(address, value)))
                 continue
             if not self._is_finite(weight):
                 not_finite.append(name)
@@ -136,6 +173,8 @@ class Weights:
 
     def _rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
         main = self._whole.get(_address(tensor))
+        if main is not None and is_quantized(tensor):
+            return self._to_host(self._requantize(main, tensor))
         if main is not None:
             return self._cast(self._to_host(main.detach()), tensor.dtype)
         for buffer in self._buffers:
@@ -153,5 +192,22 @@ def _is_in_order(buffer: Any) -> bool:
     )
 
 
+def _memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has the memory of `tensor`."""
+    if is_quantized(tensor):
+        for name in _BYTES:
+            if isinstance(held := getattr(tensor, name, None), torch.Tensor):
+                return held
+    return tensor
+
+
+def _is_in(param: torch.Tensor, data: torch.Tensor | None) -> bool:
+    """Tell whether the memory of a param is a part of `data`, in numbers that a cast makes of main params."""
+    if data is None or is_quantized(param):
+        return False
+    start = data.data_ptr()
+    return not param.numel() or start <= param.data_ptr() < start + data.numel() * data.element_size()
+
+
 def _address(tensor: torch.Tensor) -> tuple[int, torch.Size, torch.dtype]:
-    return tensor.data_ptr(), tensor.shape, tensor.dtype
+    return _memory(tensor).data_ptr(), tensor.shape, tensor.dtype

@@ -157,6 +157,11 @@ def reasons_in_options(options: Any) -> Iterator[str]:
     ):
         if getattr(options, name, None) == value:
             yield meaning
+    if getattr(options, "reuse_grad_buf_for_mxfp8_param_ag", False) and options.overlap_param_gather:
+        yield (
+            "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather has weights in the memory of"
+            " gradients when a step begins"
+        )
     if getattr(options, "moe_token_dispatcher_type", None) == "flex":
         yield from filter(None, (_of_expert_buffers(options),))
 

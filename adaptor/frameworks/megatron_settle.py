@@ -170,13 +170,16 @@ def _end_async_caller(caller: Any) -> None:
 def gather_weights(model: Sequence[Any], optimizer: Any) -> None:
     """Make the model's weights from main params: collective, over the new groups."""
     for chained_optimizer in step_record.chain(optimizer):
+        # With this option weights are gathered in the memory of gradients, and quantized behind that.
+        in_gradients = getattr(
+            getattr(chained_optimizer, "config", None), "reuse_grad_buf_for_mxfp8_param_ag", False
+        )
+        name = f"_copy_main_params_to_{'param_buffer' if in_gradients else 'model_params'}"
         storage = optimizer_state.storage_of(chained_optimizer)
         if storage is not None:
             storage.make_weights()
-        elif not shards.is_stub(chained_optimizer) and hasattr(
-            chained_optimizer, "_copy_main_params_to_model_params"
-        ):
-            chained_optimizer._copy_main_params_to_model_params()
+        elif not shards.is_stub(chained_optimizer) and hasattr(chained_optimizer, name):
+            getattr(chained_optimizer, name)()
     if any(map(shards.is_sharded, step_record.chain(optimizer))):
         for chunk in model:
             chunk.start_param_sync(force_sync=True)

@@ -6,6 +6,7 @@ To refuse one, add a row to `ALLOWED_VALUES`, or a check to `checks`.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -24,9 +25,7 @@ ALLOWED_VALUES: Values = (
     ("use_megatron_fsdp", (False,), "Megatron FSDP"),
     ("use_custom_fsdp", (False,), "Megatron FSDP"),  # its name up to 0.13
     ("use_torch_fsdp2", (False,), "torch FSDP2"),
-    ("use_precision_aware_optimizer", (False,), "the precision-aware optimizer"),
     ("optimizer_cpu_offload", (False,), "optimizer offload"),
-    ("fp8", (None,), "fp8"),
     ("fp4", (None,), "fp4"),
     ("optimizer", ("adam", "sgd"), "an optimizer other than adam and sgd"),
     ("non_persistent_save_interval", (None,), "non-persistent checkpoints"),
@@ -42,6 +41,11 @@ ALLOWED_VALUES: Values = (
     ("yaml_cfg", (None,), "a job whose arguments are in a file, which it reads later,"),
 )
 
+
+# Recipes of fp8 whose scales depend on the numbers of a step alone.
+_STATELESS_RECIPES = ("tensorwise", "blockwise", "mxfp8")
+# Types of Adam's moments that have no scale outside of the optimizer's state.
+_MOMENTS = ("fp32", "float32", "bf16", "bfloat16")
 
 # Switches of other systems that save a job when it fails.
 _OTHERS = ("enable_high_availability", "ttp_enabled")
@@ -59,7 +63,8 @@ _PROFILERS = ("profile", "use_pytorch_profiler")
 def require_cpu_options(args: Any) -> None:
     """Refuse options that need the kernels of an accelerator where TTP_DEVICE is cpu.
 
-    Megatron-LM would raise later, for one option at a time. MindSpeed has replacements for such kernels.
+    Megatron-LM would raise later, for one option at a time. MindSpeed has replacements for such kernels, and
+    what can be imported as Transformer Engine on a CPU has its own.
 
     Args:
         args: Megatron-LM's parsed arguments.
@@ -70,6 +75,8 @@ def require_cpu_options(args: Any) -> None:
     if context.get().settings.device != "cpu" or "mindspeed" in sys.modules:
         return
     for name, value in _NEEDS_KERNELS:
+        if importlib.util.find_spec(str(value)) is not None:
+            continue
         if getattr(args, name, None) == value:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {value}, which a CPU has no kernels for: a job with"
@@ -151,7 +158,58 @@ def checks(*configs: Any) -> Iterator[Callable[[], None]]:
     """The parts of `require_protected`: each raises UnsupportedError for one reason."""
     yield from checks_of_values(ALLOWED_VALUES, *configs)
     for config in configs:
+        yield partial(_require_fp8, config)
+        yield partial(_require_precision_aware, config)
         yield partial(_require_formats, config)
+
+
+def _recipe(config: Any) -> str:
+    recipe = getattr(config, "fp8_recipe", None) or "delayed"
+    return str(getattr(recipe, "value", recipe))
+
+
+def _recipes() -> str:
+    return f"{', '.join(_STATELESS_RECIPES[:-1])} or {_STATELESS_RECIPES[-1]}"
+
+
+def _require_fp8(config: Any) -> None:
+    recipe = _recipe(config)
+    if getattr(config, "fp8", None) and recipe not in _STATELESS_RECIPES:
+        raise UnsupportedError(
+            f"--fp8-recipe is {recipe}: its scales depend on steps before, and Transformer Engine changes"
+            f" this history within a step, so it cannot be protected yet; use {_recipes()}, or set"
+            " ENABLE_TTP=False"
+        )
+    if getattr(config, "fp8_param_gather", False) and not writes_torch_dist(config):
+        raise UnsupportedError(
+            "--fp8-param-gather is True: last words in the format torch would have other scales than the"
+            " framework's own; use --ckpt-format torch_dist (Megatron-core 0.13 or later), or set"
+            " ENABLE_TTP=False"
+        )
+
+
+def _require_precision_aware(config: Any) -> None:
+    if not getattr(config, "use_precision_aware_optimizer", False):
+        return
+    mains = _type_name(config, "main_params_dtype")
+    if mains not in ("fp32", "float32") or _recipe(config) not in _STATELESS_RECIPES:
+        raise UnsupportedError(
+            "--use-precision-aware-optimizer is True: main params that Transformer Engine's optimizer keeps"
+            " in itself cannot be protected yet; the framework keeps them with --main-params-dtype fp32 and"
+            f" --fp8-recipe {_recipes()}; use these, or set ENABLE_TTP=False"
+        )
+    for name in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if (kind := _type_name(config, name)) not in _MOMENTS:
+            raise UnsupportedError(
+                f"--{name.replace('_', '-')} is {kind}: moments of this type have scales outside of"
+                " the optimizer's state, which cannot be protected yet; use fp32 or bf16, or set"
+                " ENABLE_TTP=False"
+            )
+
+
+def _type_name(config: Any, name: str) -> str:
+    """Return the name of a dtype, which is a text until the framework has checked its arguments."""
+    return str(getattr(config, name, "fp32")).removeprefix("torch.")
 
 
 def _require_formats(config: Any) -> None:
@@ -206,11 +264,21 @@ def require_folders(args: Any) -> None:
     """
     if getattr(args, "num_experts", None) is None or not lacks_folders(args):
         return
-    if getattr(args, "ckpt_format", "torch") == "torch_dist":
-        checkpointing = importlib.import_module("megatron.training.checkpointing")
-        if hasattr(checkpointing, "_build_sharded_state_dict_metadata"):
-            return  # else last words are in the format torch
+    if writes_torch_dist(args):
+        return
     require_folders_for_experts(*_sizes_of_experts(args))
+
+
+def writes_torch_dist(args: Any) -> bool:
+    """Return whether last words are in the format `torch_dist`; before 0.13 they are in `torch`.
+
+    Args:
+        args: of the framework.
+    """
+    if getattr(args, "ckpt_format", "torch") != "torch_dist":
+        return False
+    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    return hasattr(checkpointing, "_build_sharded_state_dict_metadata")
 
 
 def lacks_folders(args: Any) -> bool:

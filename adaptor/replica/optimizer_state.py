@@ -136,14 +136,21 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def make_state(
     optimizer: torch.optim.Optimizer, param: torch.Tensor, entries: Sequence[Entry]
 ) -> list[torch.Tensor]:
-    """Give `param` the state that `entries` describe; return its tensors, which are to be filled."""
+    """Give `param` the state that `entries` describe; return its tensors, which are to be filled.
+
+    Transformer Engine's Adam has a scale for each tensor that is not in float32, also for moments in
+    bfloat16, whose scale is not used.
+    """
     state_tensors = []
+    scales = getattr(optimizer, "_scales", None)
     for entry in entries:
         value: Any = entry.value
         if entry.dtype:
             device = param.device if entry.beside else torch.device("cpu")
             value = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device=device)
             state_tensors.append(value)
+            if scales is not None and value.dtype != torch.float32:
+                scales.setdefault(param, {})[entry.key] = torch.ones(1, device=device)
         optimizer.state[param][entry.key] = value
     return state_tensors
 

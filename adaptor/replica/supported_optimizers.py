@@ -1,10 +1,11 @@
 """The optimizers that can be protected, told by how they keep their state.
 
-torch's, apex's and Transformer Engine's are alike in what matters here: float32 tensors in the state of each
-param, beside it, and numbers in the param groups; so a twin can be made of them. The count of updates is one
-of these numbers (apex, Transformer Engine), a tensor in their place (MindSpeed), or one in the state of each
-param (torch). Options change that; they are known by their names, so that none of these packages has to be
-there.
+torch's, apex's and Transformer Engine's are alike in what matters here: tensors in float32, or moments in
+bfloat16, in the state of each param, beside it, and numbers in the param groups; so a twin can be made of
+them. Moments of other types have a scale that changes in each update, outside of the state. The count of
+updates is one of these numbers (apex, Transformer Engine), a tensor in their place (MindSpeed), or one in the
+state of each param (torch). Options change that; they are known by their names, so that none of these
+packages has to be there.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import torch
 
 from adaptor.errors import UnsupportedError
 
-# (attribute, the value with which state is kept as above, what another one means)
-_OPTIONS = (
-    ("capturable", False, "rates and counts are tensors, which change while a dump reads them"),
-    ("use_master", False, "the optimizer has main params of its own"),
-    ("master_weights", False, "the optimizer has main params of its own"),
-    ("store_param_remainders", False, "main params are split in two"),
-    ("use_decoupled_grad", False, "gradients are not where torch has them"),
-    ("exp_avg_dtype", torch.float32, "moments are not in float32"),
-    ("exp_avg_sq_dtype", torch.float32, "moments are not in float32"),
+_MOMENTS = (torch.float32, torch.bfloat16)
+# (attribute, the values with which state is kept as above, what another one means)
+_OPTIONS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("capturable", (False,), "rates and counts are tensors, which change while a dump reads them"),
+    ("use_master", (False,), "the optimizer has main params of its own"),
+    ("master_weights", (False,), "the optimizer has main params of its own"),
+    ("store_param_remainders", (False,), "main params are split in two"),
+    ("use_decoupled_grad", (False,), "gradients are not where torch has them"),
+    ("exp_avg_dtype", _MOMENTS, "moments have scales outside of the state"),
+    ("exp_avg_sq_dtype", _MOMENTS, "moments have scales outside of the state"),
 )
 
 
@@ -32,13 +34,13 @@ def require_protected(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedError: names the class, the option and its value.
     """
     kind = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
-    for name, known_value, meaning in _OPTIONS:
+    for name, known_values, meaning in _OPTIONS:
         values = [getattr(optimizer, name, None), *(group.get(name) for group in optimizer.param_groups)]
         for value in values:
-            if value not in (None, known_value):
+            if value is not None and value not in known_values:
                 raise UnsupportedError(
                     f"{kind} has {name}={value}: {meaning}, which cannot be protected yet; "
-                    f"use {name}={known_value}, or set ENABLE_TTP=False"
+                    f"use {name}={known_values[0]}, or set ENABLE_TTP=False"
                 )
     for group in optimizer.param_groups:
         for name, value in group.items():

@@ -28,6 +28,8 @@ def make(
     left_out = ("step", STORAGE)
     twin.__dict__.update({key: value for key, value in vars(owner).items() if key not in left_out})
     twin.state = defaultdict(dict)
+    if hasattr(owner, "_scales"):  # of Transformer Engine; `optimizer_state.make_state` fills it
+        vars(twin)["_scales"] = {}
     twin.param_groups = [
         {"params": tensors, **scalars} for tensors, scalars in zip(params, groups, strict=True)
     ]

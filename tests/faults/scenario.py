@@ -101,6 +101,10 @@ def first_of_each(layouts: Sequence[Layout]) -> list[bool]:
 
 def goes_on(job: Job, baseline: Baseline, step: int) -> None:
     """The unmodified framework resumes from what `job` has left and trains as if nothing had happened."""
+    # Of the environment on a CPU only where packages are: the rest is for the adaptor.
+    environment = {
+        name: value for name, value in job.environment.items() if job.device != "cpu" or name == "PYTHONPATH"
+    }
     resumed = harness.run(
         Job(
             job.out / "resumed",
@@ -109,7 +113,7 @@ def goes_on(job: Job, baseline: Baseline, step: int) -> None:
             load=job.save,
             framework=job.framework,
             device=job.device,
-            environment=job.environment if job.device != "cpu" else {},
+            environment=environment,
         )
     )
     assert resumed.code == 0, resumed.log[-3000:]

@@ -40,7 +40,7 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
     [
         (recipe(), ["a second copy of everything, and online recovery"]),
         (recipe("--cuda-graph-impl", "none", "--new-option", "1", "2"), ["and online recovery"]),
-        (recipe("--use-megatron-fsdp", "--fp8-format", "e4m3"), ["refused", "--fp8", "--use-megatron-fsdp"]),
+        (recipe("--use-megatron-fsdp", "--fp8-format", "e4m3"), ["refused", "--fp8-r", "--use-megatron-f"]),
         (recipe("--optimizer", "muon"), ["refused before the first step", "--optimizer"]),
         (recipe("--o2-optimizer", framework="mindspeed-llm"), ["refused", "--o2-optimizer"]),
         (recipe("--swap-optimizer", framework="mindspeed-llm"), ["refused", "--swap-optimizer"]),

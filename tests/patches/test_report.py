@@ -165,7 +165,7 @@ def test_every_refusal_is_named(python: Run, tmp_path: Path) -> None:
     refused = ("--use-megatron-fsdp", "--fp8-format", "hybrid", "--non-persistent-save-interval", "5")
     code, report = _asked(python, *_megatron(*tiny_gpt(), *refused))
     assert (code, report["fits"]) == (1, False)
-    names = ["--use-megatron-fsdp is True", "--fp8 is hybrid", "--non-persistent-save-interval is 5"]
+    names = ["--use-megatron-fsdp is True", "--non-persistent-save-interval is 5", "--fp8-recipe is delayed"]
     names += ["--save is missing", "the script ended with AssertionError"]
     assert [line.partition(":")[0] for line in report["refusals"]] == names
     assert report["verdict"].startswith("not protected: --use-megatron-fsdp is True: ")

@@ -113,8 +113,8 @@ def test_torch_s_own_are_protected(kind: Callable[[Any], torch.optim.Optimizer])
         ("master_weights", True, "the optimizer has main params of its own"),
         ("store_param_remainders", True, "main params are split in two"),
         ("use_decoupled_grad", True, "gradients are not where torch has them"),
-        ("exp_avg_dtype", torch.uint8, "moments are not in float32"),
-        ("exp_avg_sq_dtype", torch.float16, "moments are not in float32"),
+        ("exp_avg_dtype", torch.uint8, "moments have scales outside of the state"),
+        ("exp_avg_sq_dtype", torch.float16, "moments have scales outside of the state"),
     ],
 )
 def test_what_is_kept_otherwise_is_refused_when_training_begins(

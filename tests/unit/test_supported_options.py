@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from adaptor import context
 from adaptor.errors import ConfigError, UnsupportedError
@@ -47,9 +48,7 @@ REFUSED = [
     ("use_megatron_fsdp", True),
     ("use_custom_fsdp", True),
     ("use_torch_fsdp2", True),
-    ("use_precision_aware_optimizer", True),
     ("optimizer_cpu_offload", True),
-    ("fp8", "hybrid"),
     ("fp4", "e2m1"),
     ("optimizer", "muon"),
     ("non_persistent_save_interval", 100),
@@ -122,6 +121,48 @@ def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) 
     assert line.startswith(f"--{name.replace('_', '-')} is {value}: ")
     assert line.endswith("or set ENABLE_TTP=False")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        ({"fp8": "hybrid"}, "--fp8-recipe is delayed: its scales depend on steps before"),
+        ({"fp8": "hybrid", "fp8_recipe": "custom"}, "--fp8-recipe is custom: "),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, ""),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param_gather": True},
+            "--fp8-param-gather is True: last words in the format torch would have other scales",
+        ),
+        ({"use_precision_aware_optimizer": True}, "--use-precision-aware-optimizer is True: main params"),
+        (
+            {"use_precision_aware_optimizer": True, "fp8_recipe": "mxfp8", "main_params_dtype": "fp16"},
+            "--use-precision-aware-optimizer is True: main params",
+        ),
+        (
+            {"use_precision_aware_optimizer": True, "fp8_recipe": "mxfp8", "exp_avg_sq_dtype": torch.uint8},
+            "--exp-avg-sq-dtype is uint8: moments of this type have scales outside of",
+        ),
+        ({"use_precision_aware_optimizer": True, "fp8_recipe": "mxfp8", "exp_avg_dtype": "bf16"}, ""),
+        (
+            {
+                "use_precision_aware_optimizer": True,
+                "fp8_recipe": "blockwise",
+                "exp_avg_dtype": torch.bfloat16,
+                "main_params_dtype": torch.float32,
+            },
+            "",
+        ),
+    ],
+)
+def test_fp8_and_moments_of_fewer_bits(changed: dict[str, Any], line: str) -> None:
+    if not line:
+        supported_options.require_protected(args(**changed))
+        return
+    with pytest.raises(UnsupportedError) as caught:
+        supported_options.require_protected(args(**changed))
+    assert str(caught.value).startswith(line)
+    assert str(caught.value).endswith("set ENABLE_TTP=False")
+    assert "\n" not in str(caught.value)
 
 
 def test_the_distributed_checkpoints_of_an_older_framework_are_refused() -> None:

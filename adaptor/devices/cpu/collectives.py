@@ -55,6 +55,15 @@ def _without_autograd(original: Any, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
 
 
+def _coalesced_as_bytes(
+    original: Any, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    # Gloo makes one tensor of all that are gathered together, and would convert numbers of different types.
+    if distributed_c10d._world.pg_coalesce_state:
+        output_tensor, input_tensor = output_tensor.view(torch.uint8), input_tensor.view(torch.uint8)
+    return original(output_tensor, input_tensor, *args, **kwargs)
+
+
 def install() -> None:
     # P2POp compares the identity of isend, so both modules must hold the same function.
     """Replace what torch.distributed does with NCCL."""
@@ -65,5 +74,6 @@ def install() -> None:
         "isend": _send_a_copy,
         "all_to_all_single": _split_sizes_as_lists,
         "_all_gather_base": _without_autograd,
+        "all_gather_into_tensor": _coalesced_as_bytes,
     }.items():
         rebind((distributed_c10d, dist), name, effect)

@@ -1,0 +1,72 @@
+"""fp8, weights in fp8, moments in bfloat16: Megatron-LM's own code, and a stand-in for Transformer Engine.
+
+The stand-in (`tests/standins/te`) rounds as Transformer Engine's sources say, and what it keeps has the same
+names and types.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness, keeping, scenario
+from tests.faults.harness import DP2, Job, Layout
+from tests.integration.test_online import online, trains_on
+
+WITH_TRANSFORMER_ENGINE = {"PYTHONPATH": str(harness.ROOT / "tests/standins/te")}
+baseline_of = scenario.baselines(keeping.KEPT, environment=WITH_TRANSFORMER_ENGINE)
+
+
+def fp8(name: str, recipe: str, *extra: str, replica: str = "auto") -> Layout:
+    """A layout that computes in fp8, on two ranks."""
+    kernels = ("--transformer-impl", "transformer_engine", "--attention-dropout", "0")
+    formats = ("--fp8-format", "e4m3", "--fp8-recipe", recipe, "--ckpt-format", "torch_dist")
+    extra = (*kernels, *formats, *extra)
+    return replace(DP2, name=f"dp2-fp8-{name}", extra=extra, replica=replica)
+
+
+WEIGHTS = "--fp8-param-gather"
+MOMENTS = ("--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16")
+BLOCKWISE = fp8("blockwise", "blockwise", *MOMENTS)
+TENSORWISE = fp8(
+    "tensorwise-mirror",
+    "tensorwise",
+    *(WEIGHTS, *MOMENTS, "--dist-ckpt-optim-fully-reshardable"),
+    replica="mirror",
+)
+# With --overlap-param-gather a save of 0.15.0rc5 changes what the framework itself trains from there on.
+MXFP8 = fp8("mxfp8", "mxfp8", WEIGHTS, "--reuse-grad-buf-for-mxfp8-param-ag", *MOMENTS)
+# A chain of two optimizers, each of which compares the largest elements of its weights over its ranks.
+EXPERTS = fp8("experts", "blockwise", WEIGHTS, *harness.EXPERTS)
+
+
+@pytest.mark.parametrize("layout", [BLOCKWISE, TENSORWISE, MXFP8, EXPERTS], ids=lambda layout: layout.name)
+def test_only_the_failed_rank_is_replaced(layout: Layout, tmp_path: Path) -> None:
+    """The last words, and what is trained behind them, are those of the framework, bit for bit."""
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
+    trains_on(online(tmp_path, layout, faults, environment=WITH_TRANSFORMER_ENGINE), baseline_of(layout))
+
+
+def test_the_framework_goes_on_by_itself(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "job",
+        BLOCKWISE,
+        save=tmp_path / "save",
+        faults=["rank=1,step=6,phase=backward,kind=sigkill"],
+        environment=WITH_TRANSFORMER_ENGINE,
+    )
+    scenario.survives(job, baseline_of(BLOCKWISE), code=137, saved={5}, resumed=True)
+
+
+def test_a_restart_with_weights_in_fp8(tmp_path: Path) -> None:
+    job = Job(
+        tmp_path / "job",
+        EXPERTS,
+        save=tmp_path / "save",
+        restarts=1,
+        faults=["rank=0,step=6,phase=backward,kind=sigkill"],
+        environment=WITH_TRANSFORMER_ENGINE,
+    )
+    scenario.restarts(job, baseline_of(EXPERTS), saved={5})

@@ -1,0 +1,5 @@
+"""The recipes."""
+
+from transformer_engine.common import recipe
+
+__all__ = ["recipe"]

@@ -1,0 +1,5 @@
+"""The older place of a class."""
+
+from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
+
+__all__ = ["Float8Tensor"]

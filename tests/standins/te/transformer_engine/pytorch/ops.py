@@ -1,0 +1,9 @@
+"""Names, which Megatron-LM has in signatures."""
+
+
+class FusibleOperation:
+    pass
+
+
+class Sequential:
+    pass
