@@ -17,13 +17,13 @@ import _holdings
 from _bench import Benchmark, table
 from _job import Job, JobError, new_folder, run
 
-from adaptor.controller.feasibility import MAX_RECOVERED
+from adaptor.online.groups import MOST_EXCHANGES
 from tests.faults.fault import ONCE, Fault
 
 GAP = 8
 # Steps after a fault: time for the spare to be ready, and for what is let go of to be gone.
 SETTLED = 6
-SHOWN = (0, 1, 2, 5, MAX_RECOVERED)
+SHOWN = (0, 1, 2, 5, MOST_EXCHANGES)
 COLUMNS = ("MiB", "tensors", "tensors_MiB", "threads", "descriptors", "sockets")
 _LIMIT_S = 1200.0
 WAYS = {
@@ -36,7 +36,7 @@ def faults(kind: str, ranks: Sequence[int]) -> list[Fault]:
     """One more than are recovered online, each on the next of `ranks`."""
     return [
         Fault(ranks[number % len(ranks)], "backward", kind, step=GAP * (number + 1), restart=ONCE)
-        for number in range(MAX_RECOVERED + 1)
+        for number in range(MOST_EXCHANGES + 1)
     ]
 
 
@@ -56,10 +56,10 @@ def measure(folder: Path, kind: str, ranks: Sequence[int]) -> dict[str, Any]:
         code = job.wait(_LIMIT_S, _watcher(job, agent))
     incidents = job.incidents()
     verdicts = [incident["verdict"] for incident in incidents]
-    if code != 0 or verdicts != ["recovered"] * MAX_RECOVERED + ["saved"]:
+    if code != 0 or verdicts != ["recovered"] * MOST_EXCHANGES + ["saved"]:
         raise JobError(f"exit code {code}, the verdicts are {', '.join(verdicts)}: see {job.log}")
     said = incidents[-1]["reason"]
-    if f"{MAX_RECOVERED} faults were recovered online" not in said:
+    if f"{MOST_EXCHANGES} faults were recovered online" not in said:
         raise JobError(f"the last incident says {said!r}: see {job.log}")
     worker = {
         line["step"] // GAP: line
@@ -96,7 +96,7 @@ def main() -> None:
     )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     given = parser.parse_args()
-    benchmark = Benchmark("online_leaks", {"recoveries": MAX_RECOVERED})
+    benchmark = Benchmark("online_leaks", {"recoveries": MOST_EXCHANGES})
     folder = new_folder("online_leaks")
     found = {name: measure(folder / str(number), *WAYS[name]) for number, name in enumerate(given.ways)}
     shutil.rmtree(folder)

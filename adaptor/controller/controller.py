@@ -14,7 +14,7 @@ import msgspec
 
 from adaptor.controller.failover import AwaitedNodes
 from adaptor.controller.failures import Failures
-from adaptor.controller.feasibility import MAX_RECOVERED, Recoveries
+from adaptor.controller.feasibility import Recoveries
 from adaptor.controller.hang_detector import StalledNodes
 from adaptor.controller.incident import Incident
 from adaptor.controller.incident_state import Orders, Stage
@@ -57,6 +57,9 @@ from adaptor.protocol.messages import (
     Verdict,
 )
 
+# More than a generation of workers can have: each online recovery is an incident.
+_ONLINE_INCIDENTS = 10_000
+
 
 class Controller:
     """Decides for one generation of workers (from one start of all workers to the next).
@@ -86,7 +89,7 @@ class Controller:
         self._timeout_s = timeout_s
         self._store = store
         # So messages of an incident of an earlier term are recognised by the number.
-        self._number = number + term * (1 + (MAX_RECOVERED if online_s else 0))
+        self._number = number + term * (_ONLINE_INCIDENTS if online_s else 1)
         self.term = term
         self._recurrence = recurrence or Recurrence()
         self._awaited_nodes = AwaitedNodes()

@@ -56,10 +56,6 @@ class LostPlaces:
         self.taken.discard(node)
 
 
-# In one generation: each recovery leaves threads and descriptors of the former groups in every survivor.
-MAX_RECOVERED = 10
-
-
 class CannotRegroupError(Exception):
     """An incident cannot be recovered online; the text says why, for the user."""
 
@@ -124,8 +120,10 @@ class Feasibility:
             raise CannotRegroupError(f"the script of rank {min(failures.ended_scripts)} had come to its end")
         if trained := [rank for rank, board in self.state.boards.items() if board.stage]:
             raise CannotRegroupError(f"the training loop of rank {min(trained)} had come to its end")
-        if self.recoveries.count >= MAX_RECOVERED:
-            raise CannotRegroupError(f"{MAX_RECOVERED} faults were recovered online since the last start")
+        # Where torch cannot reconnect groups, each recovery leaves threads and descriptors in every survivor.
+        limits = [layout.most_recoveries for layout in membership.layouts.values() if layout.most_recoveries]
+        if limits and self.recoveries.count >= min(limits):
+            raise CannotRegroupError(f"{min(limits)} faults were recovered online since the last start")
         for rank, layout in membership.layouts.items():
             if layout.online:
                 # The reason of rank 0 was printed at the start.

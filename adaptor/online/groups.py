@@ -1,9 +1,9 @@
 """The process groups of a worker: their backends are exchanged, and the framework keeps the groups.
 
-A framework holds its process groups in hundreds of places, so after a fault the objects stay and only what is
-below them is made anew (`group_books.py`). A fresh backend is made by torch's own helper, with the arguments
-that the framework gave when it made the group, so that gloo, NCCL and plug-ins share one way. A collective
-costs nothing more.
+A framework holds its process groups in hundreds of places, so after a fault the objects stay, and only the
+connections below them are made anew. torch does so itself where it can (`reconfiguration.py`). Otherwise
+torch's helper makes a fresh backend, with the arguments that the framework gave when it made the group
+(`group_books.py`). A collective costs nothing more.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ import inspect
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from adaptor.context import Context
 from adaptor.online import group_books
 from adaptor.online.group_books import ExchangeError
 from adaptor.worker import abort_gloo
+
+if TYPE_CHECKING:
+    from adaptor.online.reconfiguration import Reconfigured
 
 # A backend that was exchanged stays in its group (gloo: 3 threads and 4 descriptors), so not for ever.
 MOST_EXCHANGES = 10
@@ -31,10 +34,11 @@ LONE_BACKEND = "fake"
 
 
 class _Made(NamedTuple):
-    """A group, and the arguments with which torch was asked to make it."""
+    """A group, the arguments with which torch made it, and how torch reconnects it; None: torch cannot."""
 
     group: Any
     arguments: dict[str, Any]
+    reconfigured: Reconfigured | None
 
 
 class Groups:
@@ -75,7 +79,14 @@ class Groups:
             return helper(*args, **kwargs)
         call = inspect.signature(helper).bind(*args, **kwargs)
         request = dict(call.arguments)
+        from torch.distributed import PrefixStore
+
+        from adaptor.online import reconfiguration
+
         self._helper = helper
+        reconfigured = reconfiguration.of_group(helper, request)
+        if reconfigured is not None and not self.lone:
+            call.arguments.update(enable_reconfigure=True, store=reconfigured.store)
         if self.lone and _is_alone_in_gloo(request):
             from torch.distributed import HashStore
 
@@ -89,9 +100,16 @@ class Groups:
         # Without other ranks there are no connections; to look for them takes as long as to make the group.
         with contextlib.nullcontext() if self.lone else self._connecting():
             created = helper(*call.args, **call.kwargs)
-        group = created[0]
-        if _is_member(group) and request["group_name"] not in self._made:
-            self._made[request["group_name"]] = _Made(group, request)
+            group = created[0]
+            is_new = _is_member(group) and request["group_name"] not in self._made
+            if is_new and reconfigured is not None and not self.lone:
+                reconfigured.connect(group)
+        if is_new:
+            self._made[request["group_name"]] = _Made(group, request, reconfigured)
+            if reconfigured is not None:  # whoever makes groups later uses the framework's store
+                world = group_books.books()
+                store = PrefixStore(f"{request['group_name']}/", request["store"])
+                world.pg_map[group] = (world.pg_map[group][0], store)
             if self.lone:  # who asks for the backend is told the one that it will be
                 world = group_books.books()
                 world.pg_map[group] = (request["backend"], world.pg_map[group][1])
@@ -102,6 +120,18 @@ class Groups:
     def known(self) -> int:
         """Return how many groups with this rank are remembered."""
         return len(self._made)
+
+    @property
+    def most_exchanges(self) -> int:
+        """Return how often `exchange` can be called in this process; 0: any number of times."""
+        return (
+            MOST_EXCHANGES
+            if any(created.reconfigured is None for created in self._to_exchange().values())
+            else 0
+        )
+
+    def _to_exchange(self) -> dict[str, _Made]:
+        return {name: created for name, created in self._made.items() if not _is_sound(created.group)}
 
     @property
     def backends(self) -> frozenset[str]:
@@ -156,15 +186,32 @@ class Groups:
             ExchangeError: it was done too often in this process, or there are too few descriptors for it.
             Exception: whatever torch raises where a member does not come.
         """
-        if self._exchanges >= MOST_EXCHANGES:
-            raise ExchangeError(f"the process groups were exchanged {MOST_EXCHANGES} times in this process")
-        exchanged = {name: created for name, created in self._made.items() if not _is_sound(created.group)}
-        _require_descriptors(len(exchanged))
+        from torch.distributed import PrefixStore
+
+        from adaptor.online import reconfiguration
+
+        exchanged = self._to_exchange()
+        reconfigured = {
+            name: (created.group, created.reconfigured)
+            for name, created in exchanged.items()
+            if created.reconfigured is not None
+        }
+        adopting = {name: created for name, created in exchanged.items() if name not in reconfigured}
+        if adopting:
+            if self._exchanges >= MOST_EXCHANGES:
+                raise ExchangeError(
+                    f"the process groups were exchanged {MOST_EXCHANGES} times in this process"
+                )
+            _require_descriptors(len(adopting))
         self._exchanges += 1
         self.lone = False
         group_books.leave_batches()
+        if not adopting:
+            self._sockets = frozenset()  # all connections of groups are closed in this exchange
         with self._connecting():
-            for name, created in exchanged.items():
+            if reconfigured:
+                reconfiguration.exchange(reconfigured, occasion, PrefixStore("reconfigured", store))
+            for name, created in adopting.items():
                 self._exchange_one(f"{name}@{occasion}", created, store)
 
     def sockets(self) -> frozenset[int]:

@@ -47,6 +47,10 @@ _runtime: WorkerRuntime | None = None
 class Groups(Protocol):
     """The process groups that are remembered for an online recovery (`adaptor.online`)."""
 
+    @property
+    def most_exchanges(self) -> int:
+        """Return how often the connections of the groups can be made anew; 0: any number of times."""
+
     def forget(self) -> None:
         """Remember no group any more: this job is not recovered online."""
 
@@ -200,6 +204,7 @@ class Runtime:
                 context.part(Nodes).fitting,
                 trainee.in_parts,
                 self.session.copier.steps_between if self.session.copier is not None else 0,
+                0 if self.groups is None else self.groups.most_exchanges,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from adaptor.online import group_books
 from tests.faults import warm
@@ -115,10 +117,12 @@ import os, resource, sys
 import torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from adaptor import context
+from adaptor.online import reconfiguration
 from adaptor.online.group_books import ExchangeError
 from adaptor.online.groups import DESCRIPTORS_OF_A_GROUP, LEFT_DESCRIPTORS, Groups
 
 more, rank, port = (int(word) for word in sys.argv[1:])
+reconfiguration.of_group = lambda helper, request: None  # as with torch before 2.14
 made = context.part(Groups)
 made.remember(lone=False)
 helper = c10d._new_process_group_helper
@@ -180,3 +184,49 @@ def test_descriptors_are_left_for_last_words() -> None:
         r"the limit \(ulimit -n\) is \d+, \d+ would do",
         said,
     ), said
+
+
+RECONNECTED = """
+import os, sys
+import torch, torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from adaptor import context
+from adaptor.online.groups import Groups
+
+rank, port = (int(word) for word in sys.argv[1:])
+made = context.part(Groups)
+made.remember(lone=False)
+helper = c10d._new_process_group_helper
+c10d._new_process_group_helper = lambda *args, **kwargs: made.make(helper, args, kwargs)
+store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+groups = [dist.new_group([0, 1]) for _ in range(5)]
+for number in range(40):
+    made.exchange(dist.PrefixStore(str(number), store), f"{number}.1")
+    for group in groups:
+        total = torch.ones(1000)
+        dist.all_reduce(total, group=group)
+        assert total[0] == 2
+    if number in (0, 39):
+        counts = len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+        print(made.most_exchanges, *counts, len(made.sockets()) > 0)
+"""
+
+
+def test_what_torch_reconnects_leaves_nothing_behind() -> None:
+    """Forty exchanges: as many threads and descriptors as after the first."""
+    if "enable_reconfigure" not in inspect.signature(distributed_c10d._new_process_group_helper).parameters:
+        pytest.skip("torch 2.14 or later")
+    (port,) = free_ports(1)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", RECONNECTED]
+    other = Warm([*command, "1", str(port)], env=environment, stdout=subprocess.DEVNULL)
+    try:
+        ran = warm.run([*command, "0", str(port)], env=environment, timeout=240)
+    finally:
+        other.kill()
+        other.wait()
+    first, last = ran.stdout.splitlines()
+    assert first == last, ran.stderr
+    assert first.startswith("0 ")
+    assert first.endswith(" True")

@@ -8,7 +8,6 @@ import pytest
 
 from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
-from adaptor.controller.feasibility import MAX_RECOVERED
 from adaptor.controller.incident import Incident
 from adaptor.controller.incident_state import TRANSITIONS, Orders, Stage
 from adaptor.controller.membership import Membership
@@ -43,16 +42,18 @@ from adaptor.protocol.messages import (
 )
 
 RANKS = range(4)
+MOST_RECOVERIES = 10
 
 
-def _job(online: str = "", term: int = 0) -> Controller:
+def _job(online: str = "", term: int = 0, most_recoveries: int = MOST_RECOVERIES) -> Controller:
     job = Controller(len(RANKS), 120.0, ("store", 1, b""), term=term, online_s=60.0)
     job.handle(AgentHello(0, tuple(RANKS)), 0.0)
     for rank in RANKS:
         job.handle(Hello(rank, rank), 0.0)
         why_not = online if rank == 2 else ""
         share = Share("g", rank % 2, 2)
-        job.handle(Layout(rank, (share,), "/save", 0, "same", False, why_not), 0.0)
+        layout = Layout(rank, (share,), "/save", 0, "same", False, why_not, most_recoveries=most_recoveries)
+        job.handle(layout, 0.0)
     return job
 
 
@@ -101,7 +102,7 @@ def _join(job: Controller, pid: int, step: int) -> Orders:
 def test_after_so_many_recoveries_all_are_started_again() -> None:
     """What an exchange of groups leaves behind in each process is given back by a restart."""
     job = _job()
-    for number in range(MAX_RECOVERED):
+    for number in range(MOST_RECOVERIES):
         _kill(job, number % 4, step=5 + number)
         orders = _join(job, 100 + number, step=5 + number)
         assert [type(order) for _, order in orders] == [Recovered, *[Addressed] * 4]
@@ -114,10 +115,19 @@ def test_after_so_many_recoveries_all_are_started_again() -> None:
     assert job.incident.regrouping.why_not == "10 faults were recovered online since the last start"
 
 
+def test_where_torch_reconnects_groups_recoveries_have_no_limit() -> None:
+    job = _job(most_recoveries=0)
+    for number in range(3 * MOST_RECOVERIES):
+        _kill(job, number % 4, step=5 + number)
+        _join(job, 100 + number, step=5 + number)
+        assert job.incident is None
+        assert job.verdict is None
+
+
 def test_a_later_controller_uses_no_number_of_an_earlier_one() -> None:
     job, next_one = _job(), _job(term=1)
     numbers = set()
-    for number in range(MAX_RECOVERED):
+    for number in range(MOST_RECOVERIES):
         _kill(job, number % 4, step=5 + number)
         assert job.incident is not None
         numbers.add(job.incident.number)

@@ -32,7 +32,8 @@ class Layout(Message, frozen=True):
     cannot take part in an online recovery, in a few words for the user; "off" if TTP_ONLINE is 0; "" if the
     rank can. `nodes`: the numbers of nodes that fit the job; empty: unknown. `in_parts`: whether the
     publishing agent joins last words of parts (`torch_dist`). `copied`: the most steps between two copies in
-    host memory; 0: the rank makes no copies.
+    host memory; 0: the rank makes no copies. `most_recoveries`: how often the process can exchange its
+    process groups; 0: any number of times.
     """
 
     rank: Number
@@ -45,6 +46,7 @@ class Layout(Message, frozen=True):
     nodes: tuple[Number, ...] = ()
     in_parts: bool = False
     copied: int = 0
+    most_recoveries: Number = 0
 
 
 class Refused(Message, frozen=True):
