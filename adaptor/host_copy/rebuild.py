@@ -38,7 +38,7 @@ from adaptor.protocol.environment import Generation, HeldCopies
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import BoardRecord, Phase
 from adaptor.protocol.state_provider import DumpRun
-from adaptor.replica import twin
+from adaptor.replica import optimizer_state, twin
 from adaptor.worker import dump_store
 
 T = TypeVar("T")
@@ -250,22 +250,48 @@ def _meet(name: str, ranks: tuple[int, ...], rank: int) -> ProcessGroupGloo:
 
 @contextlib.contextmanager
 def _put_back(optimizer: Any) -> Iterator[None]:
-    """Let the optimizers have the state and the scalars again that they had before; what they update is
-    about to be loaded."""
+    """Let the optimizers have the params, the state and the scalars again that they had before: the framework
+    loads what was written, or trains with what was built where nothing could be written."""
     inner = step_record.inner(optimizer)
-    states_before = [
-        (twin.scalars(inner_optimizer), dict(inner_optimizer.state)) for inner_optimizer in inner
+    before = [
+        (twin.scalars(inner_optimizer), dict(inner_optimizer.state), _tensors(inner_optimizer))
+        for inner_optimizer in inner
     ]
     try:
         yield
     finally:
-        for inner_optimizer, (groups, state) in zip(inner, states_before, strict=True):
+        for inner_optimizer, (groups, state, tensors) in zip(inner, before, strict=True):
+            _fill(inner_optimizer, tensors)
             inner_optimizer.state.clear()
             inner_optimizer.state.update(state)
             for group, scalars in zip(inner_optimizer.param_groups, groups, strict=True):
                 for key in group.keys() - scalars.keys() - {"params"}:
                     del group[key]
                 group.update(scalars)
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Return copies of each param and, where a framework keeps it elsewhere, of its state, on the host."""
+
+    def state_of(param: torch.Tensor) -> dict[str, torch.Tensor]:
+        if optimizer_state.storage_of(optimizer) is None:
+            return {}
+        entries = optimizer_state.state_values(optimizer, param).items()
+        return {key: entry.to("cpu", copy=True) for key, entry in entries if isinstance(entry, torch.Tensor)}
+
+    values = (value.to("cpu", copy=True) for value in optimizer_state.values_of(optimizer))
+    return list(zip(values, map(state_of, twin.params(optimizer)), strict=True))
+
+
+def _fill(
+    optimizer: torch.optim.Optimizer, tensors: Sequence[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+) -> None:
+    filled = optimizer_state.to_be_filled(optimizer)
+    for param, (value, state) in zip(twin.params(filled), tensors, strict=True):
+        param.data.copy_(value.view(param.shape))
+        if state:
+            filled.state[param] = state
+    optimizer_state.keep(optimizer, filled)
 
 
 def _first_of_all(act: Callable[[], None]) -> str:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Barrier, Event
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from adaptor import config, descriptors
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
-from adaptor.host_copy import content, copier, room, start
+from adaptor.host_copy import content, copier, rebuild, room, start
 from adaptor.host_copy.copier import Copier
 from adaptor.launchers.agent.copy_files import CopyFiles
 from adaptor.launchers.agent.copy_keeper import CopyKeeper
@@ -115,6 +115,45 @@ def test_a_state_comes_back_bit_for_bit(made: Callable[[], CopyFile]) -> None:
         content.read(file.content[:size], trainee(size=5, frozen=1).state, HOST)
     with pytest.raises(CheckpointError, match="other types or sizes"):
         content.read(file.content[:size], trainee().state, HOST)
+
+
+@pytest.mark.usefixtures("alone_in_its_job")
+def test_copies_that_cannot_be_written_leave_the_optimizer_as_it_was(
+    made: Callable[[], CopyFile],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing else may be there to load, and the job begins with what was built."""
+    file, given, taken = made(), trainee(), trainee()
+
+    def memory(size: int) -> memoryview:
+        file.reserve(size)
+        return file.content
+
+    size = content.write(given, record(20), content.take_extra(given), memory, lambda: False)
+    file.commit(CopyHeader("a", 1, 0, 20, size, file.digest(size)))
+    monkeypatch.setattr(rebuild, "_held", lambda: {(("a", 20), 0): (file, file.header)})
+    before = tensors(taken)
+
+    def full(*args: Any, **kwargs: Any) -> Path:
+        assert not all(map(torch.equal, tensors(taken), before))
+        raise CheckpointError("no space is left")
+
+    monkeypatch.setattr(rebuild.publish, "prepare", full)
+    state = _State(taken.state.optimizer, taken.state.model)
+    described: Any = (state, SimpleNamespace(shares=()), HOST)
+    assert rebuild.write_newest(tmp_path, taken.state.optimizer, lambda: described) is None
+    assert "step 20 cannot be written from the copies in host memory: no space" in capfd.readouterr().out
+    assert all(map(torch.equal, tensors(taken), before))
+
+
+@dataclass(frozen=True)
+class _State:
+    optimizer: Any
+    model: list[Any]
+    args: None = None
+    extra: Any = field(default_factory=dict)
 
 
 class _Ranks:
