@@ -1,13 +1,13 @@
-"""Waking a main thread that hangs in a broken gloo collective.
+"""Wakes a main thread that hangs in a broken gloo collective.
 
-Nothing in torch aborts a gloo operation (pytorch#130345), and a rank that is not connected to the dead one
-waits for as long as its neighbours live. Shutting down the process's own gloo sockets makes every waiting
-operation raise at once, but for those that gloo forgets (`adaptor.waits`): of them there are few when nothing
-is on its way, so the ranks come to rest first, and the wait for one of them is ended.
+torch cannot abort a gloo operation (pytorch#130345), and a rank without a connection to the dead rank waits
+for as long as its neighbours live. Shutting down the process's own gloo sockets makes every waiting operation
+raise at once, except operations that gloo forgets (`adaptor.waits`): few operations are forgotten when no
+data is in flight, so the ranks come to rest first, and the wait for a forgotten operation is ended.
 
 Invariant: a main thread whose waits go through `adaptor.waits` (the barrier before an update; with TTP_ONLINE
-all of the framework's, but those with a time of their own) leaves a gloo collective as long as its `Waker` is
-called, whatever was on its way, whoever has died, and whichever end was shut first.
+all waits of the framework, except waits with a time-out of their own) leaves a gloo collective as long as its
+`Waker` is called, whatever was in flight, whoever has died, and whichever end was shut first.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pathlib import Path
 from adaptor import context
 from adaptor.waits import Wait, Waits
 
-# Of a connection: bytes that are sent and not yet received by the other kernel; bytes that nobody has read.
+# Per connection: bytes sent and not yet received by the other kernel; bytes not read yet.
 _SIOCOUTQ = 0x5411
 _FIONREAD = 0x541B
-# Ranks stand still when nothing has moved for so long. gloo's thread reads what is there within some
+# Ranks stand still when nothing has moved for so long. gloo's thread reads arrived data within some
 # milliseconds on a loaded machine.
 _STILL_S = 0.012
 # Between two looks.
 _LOOK_S = 0.002
-# A rank that goes on sending is not waited for longer: it does not wait for the lost one.
+# The longest wait for a rank that goes on sending: such a rank does not wait for the lost rank.
 _PATIENCE_S = 0.5
 # Between two calls of a `Waker`: gloo's threads have seen that their connections are shut.
 LOOK_S = 0.2
@@ -42,13 +42,14 @@ _RUNNERS = "pt_gloo_runloop"
 
 
 class Waker:
-    """Lets the main thread leave a collective that is broken; called again and again until it has.
+    """Lets the main thread leave a broken collective; call the waker again and again until the main thread
+    has left.
 
-    A wait is ended only where no work of gloo can touch its tensors any more: at two calls in a row there was
-    no connection to shut, the main thread was in the same wait, and none of gloo's threads has run.
+    A wait is ended only when no work of gloo can touch the wait's tensors any more: at two calls in a row
+    there was no connection to shut, the main thread was in the same wait, and none of gloo's threads has run.
 
     Args:
-        keep_ports: ports that are no collectives.
+        keep_ports: ports of the stores, which carry no collectives.
     """
 
     def __init__(self, keep_ports: frozenset[int]) -> None:
@@ -58,13 +59,13 @@ class Waker:
         self._since = 0.0
 
     def __call__(self, inodes: frozenset[int] | None = None) -> int:
-        """Shut what can be shut, and end a wait for work that gloo has forgotten.
+        """Shut all connections that can be shut, and end a wait for work that gloo has forgotten.
 
         Args:
-            inodes: of the sockets that may be shut; None: all, because the process is about to end.
+            inodes: inodes of the sockets that may be shut; None: all, because the process is about to end.
 
         Returns:
-            The number of connections that were shut.
+            The number of shut connections.
         """
         shut_inodes = frozenset(
             os.fstat(connection.fileno()).st_ino for connection in _collectives(self._keep_ports, inodes)
@@ -83,10 +84,10 @@ class Waker:
 
 
 def _runs() -> frozenset[tuple[str, int]] | None:
-    """Return how often each of gloo's threads in which collectives run has stopped; None: one runs."""
+    """Return how often each of gloo's threads in which collectives run has stopped; None: a thread runs."""
     runs_by_thread = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
             lines = (line.partition(":\t") for line in (task / "status").read_text().splitlines())
             status = {name: value for name, _, value in lines}
             if status["Name"] == _RUNNERS:
@@ -101,8 +102,8 @@ def shut_collectives(keep_ports: frozenset[int], inodes: frozenset[int] | None =
     """Shut down this process's connected TCP sockets, once nothing moves on them; returns how many.
 
     Args:
-        keep_ports: ports that are no collectives: the stores of the job, at the other end or at this one.
-        inodes: of the sockets that may be shut; None: all, because the process is about to end.
+        keep_ports: ports that carry no collectives: ports of the stores of the job, at either end.
+        inodes: inodes of the sockets that may be shut; None: all, because the process is about to end.
     """
     _come_to_rest(keep_ports, inodes)
     count = 0
@@ -116,7 +117,7 @@ def shut_collectives(keep_ports: frozenset[int], inodes: frozenset[int] | None =
 
 
 def _come_to_rest(keep_ports: frozenset[int], inodes: frozenset[int] | None) -> None:
-    """Return when nothing is on its way from here and nothing arrives, or after `_PATIENCE_S`."""
+    """Return when no data is in flight in either direction, or after `_PATIENCE_S`."""
     until = time.monotonic() + _PATIENCE_S
     traffic_before, since = None, time.monotonic()
     while (time_now := time.monotonic()) < until:
@@ -129,7 +130,7 @@ def _come_to_rest(keep_ports: frozenset[int], inodes: frozenset[int] | None) -> 
 
 
 def _traffic(keep_ports: frozenset[int], inodes: frozenset[int] | None) -> list[tuple[int, int, int]]:
-    """Return the port of each connection on which something is, bytes on their way and bytes unread."""
+    """Return port, bytes in flight and bytes unread of each busy connection."""
     busy_connections = []
     for connection in _collectives(keep_ports, inodes):
         try:

@@ -1,15 +1,15 @@
-"""The door: the only way into a window in which a rank changes what could be saved from it.
+"""The door: the only way into a window in which a rank changes the state that could be saved.
 
 There are two kinds of windows: an update of the optimizer, named by its step, and the publishing of a regular
 checkpoint. Invariants:
 
-1. While the door is closed no window opens, unless the controller lets exactly this step pass, and only until
-   it lets another one pass.
-2. `close` returns only when no window is open: what is inside is local work and ends by itself.
+1. While the door is closed no window opens, except the window of the step that the controller lets pass,
+   until the controller lets another step pass.
+2. `close` returns only when no window is open: work inside a window is local and ends by itself.
 3. No lock is held while a window is open, so nothing here waits for the framework.
 
-In an online recovery the main thread is turned away: it leaves the framework by an exception, and the door is
-opened again when all ranks go on.
+In an online recovery the main thread is turned away: the main thread leaves the framework by an exception,
+and the door is opened again when all ranks go on.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class Door:
 
     @property
     def is_sealed(self) -> bool:
-        """Return whether it is closed, and no window is open."""
+        """Return whether the door is closed, and no window is open."""
         return self._closed and not self._inside
 
     def enter(self, window: int) -> None:
-        """Open a window; waits while the door is closed, until this window is let through.
+        """Open a window; waits while the door is closed, until the controller lets this window pass.
 
         Raises:
             Unwind: everybody is turned away.
@@ -64,7 +64,7 @@ class Door:
             self._changed.notify_all()
 
     def close(self, timeout_s: float) -> bool:
-        """Close, then wait for an open window to end; False when it has not ended after `timeout_s`."""
+        """Close, then wait for an open window to end; False: the window has not ended after `timeout_s`."""
         with self._changed:
             self._closed = True
             return self._changed.wait_for(lambda: self._inside == 0, timeout_s)
@@ -81,7 +81,7 @@ class Door:
             self._changed.notify_all()
 
     def turn_away(self) -> None:
-        """Let whoever waits at the closed door, or comes to it, leave the framework."""
+        """Let a thread that waits at the closed door, or comes to the door, leave the framework."""
         with self._changed:
             self._turns_away = True
             self._changed.notify_all()
@@ -103,6 +103,6 @@ class Door:
             self._changed.notify_all()
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until no window is open and `done()` is true; it is asked again whenever a window ends."""
+        """Wait until no window is open and `is_done()` is true; checked again whenever a window ends."""
         with self._changed:
             return self._changed.wait_for(lambda: self._inside == 0 and is_done(), timeout_s)

@@ -1,7 +1,7 @@
 """Follows an order to dump: brings this rank to the step, and writes or gives its parts of the groups.
 
-Invariant: whatever goes wrong is an answer (`WriteFailed`), never the end of this process; but an attempt
-that is no longer the newest does not tell of its failure, because another one has taken its place.
+Invariant: every error becomes an answer (`WriteFailed`) and never ends this process; an attempt that has been
+replaced by a newer attempt does not report its failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def follow(
     say: Callable[[FromWorker, str, str], None],
     note: Callable[[str, str], None],
 ) -> None:
-    """Write what `order` asks of this rank, and answer it; takes its time.
+    """may take long. takes its time.
 
     Args:
         rank: of this process.
@@ -41,9 +41,10 @@ def follow(
         store_port: of the framework's own store, whose connections are left alone.
         is_current: returns False once a newer order has come.
         sockets: returns the inodes of the connections that may be shut; None: all.
-        say: queues a message for the agent, behind its entry in the timeline of the incident: what, and a
-            detail. They go out as one, else a process that is stopped between them seems to have told both.
-        note: adds to the timeline of the incident: what, and a detail.
+        say: queues a message for the agent, behind the message's entry in the timeline of the incident: an
+            event and a detail. Message and entry are sent together, because a process stopped between the two
+            would seem to have sent both.
+        note: adds to the timeline of the incident: an event and a detail.
     """
     assert session.trainee is not None
     group = order.groups[0]
@@ -84,7 +85,7 @@ def follow(
                 say(written, "written", detail)
             else:
                 note("gathered", group.group)
-    except (Exception, SystemExit) as error:  # whatever it was, the controller decides what comes next
+    except (Exception, SystemExit) as error:  # the controller decides the next attempt
         if is_current():
             reason = text.describe(error)
             doubted = error.ranks if isinstance(error, NotFiniteError) else ()
@@ -96,10 +97,10 @@ def follow(
 
 
 def _bring_to(session: Session, order: Dump, wake: Callable[[], int]) -> None:
-    """Bring this rank to the step of `order`; wake its main thread again and again meanwhile.
+    """Bring this rank to the step of `order`; meanwhile wake the main thread again and again.
 
-    What is broken is broken whenever the main thread comes to it, and a wait that gloo has forgotten is only
-    known at a second look (`abort_gloo.Waker`).
+    A connection breaks whenever the main thread comes to use it, and a wait that gloo has forgotten is only
+    recognised at the second call (`abort_gloo.Waker`).
 
     Raises:
         TimeoutError: the update was not done in the time of the order.
@@ -119,9 +120,9 @@ def _bring_to(session: Session, order: Dump, wake: Callable[[], int]) -> None:
 def _connect(
     order: Dump, group: GroupOrder, rank: int, ranks: tuple[int, ...], stores: list[DumpStore]
 ) -> ProcessGroupGloo:
-    """Return a gloo group of `ranks` that owes nothing to the groups of the framework.
+    """Return a gloo group of `ranks`, independent of the framework's groups.
 
-    Its store goes to `stores`, to be closed after the group.
+    The group's store is added to `stores`, to be closed after the group.
     """
     from adaptor.worker.dump_store import DumpStore, meet  # they import torch
 

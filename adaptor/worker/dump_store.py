@@ -1,8 +1,8 @@
-"""The store over which the survivors that dump together find each other, as a worker has it.
+"""The worker's end of the store over which the survivors of a dump find each other.
 
-torch's own stores take no proof of anything, so anyone who reached one could give gloo other addresses, fill
-its memory, or hold it up with half a message. This one is a part of the controller's agent
-(`launchers.dump_store`); an order to dump tells the worker its address and its secret.
+torch's own stores authenticate nobody, so any client could give gloo other addresses, fill the store's
+memory, or block the store with half a message. The dump store is a part of the controller's agent
+(`launchers.dump_store`); an order to dump carries the store's address and secret.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from adaptor.protocol.authentication import is_same_user
 from adaptor.protocol.messages import Endpoint
 from adaptor.protocol.wire import Ask, Keep, from_store
 
-# Between two attempts, as an agent waits that was turned out.
+# Between two attempts, the pause of a rejected agent, too.
 PAUSE_S = 0.2
-# A connection that the store has shut before the proof was complete; or its queue was full.
+# The store closed the connection before the proof was complete, or the store's queue was full.
 _TURNED_OUT = (EOFError, ConnectionResetError, ConnectionAbortedError, BrokenPipeError, BlockingIOError)
 
 
 class DumpStore(Store):
-    """A torch store with the three calls that gloo needs: `set`, `wait` and `get`.
+    """A torch store with the three calls of gloo: `set`, `wait` and `get`.
 
-    One thread uses it, until `rest`. Keep it as long as the process group.
+    Used by a single thread, until `rest`. Must live as long as the process group.
 
     Args:
         place: the address of the store; port 0: an abstract unix socket.
-        secret: both sides prove that they know it.
+        secret: both sides prove knowledge of the secret.
         timeout_s: seconds for connecting, and for each wait without a time-out of its own.
 
     Raises:
-        OSError, EOFError: there is no such store, or it does not accept within `timeout_s`.
+        OSError, EOFError: no store listens there, or the store does not accept within `timeout_s`.
     """
 
     def __init__(self, place: Endpoint, secret: bytes, timeout_s: float) -> None:
@@ -50,7 +50,7 @@ class DumpStore(Store):
         self._secret = secret
         self._connection: socket.socket | None = _connect(place, secret, timeout_s)
         self._lock = threading.Lock()
-        self._calls: set[socket.socket] = set()  # the connections of calls that are made now, in a rest
+        self._calls: set[socket.socket] = set()  # the connections of current calls, after `rest`
         self._is_abandoned = False
 
     def set(self, key: str, value: Any) -> None:
@@ -60,10 +60,10 @@ class DumpStore(Store):
             connection.sendall(wire.frame(Keep(key, bytes(value))))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when all `keys` are there.
+        """Return when the store has all `keys`.
 
         Raises:
-            TimeoutError: they are not, after `timeout`.
+            TimeoutError: keys are missing after `timeout`.
         """
         until = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         missing = [key for key in keys if key not in self._values]
@@ -74,7 +74,7 @@ class DumpStore(Store):
                 self._ask(connection, key, until)
 
     def _ask(self, connection: socket.socket, key: str, until: float) -> None:
-        if key in self._values:  # it came with the answer to another
+        if key in self._values:  # the value came with the answer to another key
             return
         connection.sendall(wire.frame(Ask(key)))
         try:
@@ -91,7 +91,9 @@ class DumpStore(Store):
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether this end knows of all `keys`: torch asks, and nothing of ours depends on it."""
+        """Return whether this end knows all `keys`: torch calls the method, and the adaptor does not depend
+        on the result.
+        """
         return all(key in self._values for key in keys)
 
     @contextlib.contextmanager
@@ -112,11 +114,11 @@ class DumpStore(Store):
                     with self._lock:
                         self._calls.discard(connection)
         except (OSError, EOFError) as error:
-            # As torch's own store says it: it follows from what has happened to another process.
+            # The error of torch's own store: the failure follows from the fault of another process.
             raise DistStoreError(f"the store at which the ranks meet: {error}") from error
 
     def rest(self, timeout_s: float) -> None:
-        """Close the connection; from now on each call makes one of its own, from any thread.
+        """Close the connection; from now on each call opens a connection of its own, from any thread.
 
         A call then raises torch's DistStoreError in the place of OSError and EOFError.
 
@@ -131,7 +133,7 @@ class DumpStore(Store):
             self._connection.close()
 
     def abandon(self) -> None:
-        """Let threads that wait raise, in a rest those that come later, too; from any thread."""
+        """Make waiting threads raise, and after `rest` later callers, too; from any thread."""
         with self._lock:
             self._is_abandoned = True
             waiting = self._calls if self._connection is None else {self._connection}
@@ -141,17 +143,17 @@ class DumpStore(Store):
 
 
 def meet(store: Store, prefix: str, rank: int, size: int, timeout_s: float) -> ProcessGroupGloo:
-    """Return a gloo group of `size` processes that owes nothing to the groups of the framework.
+    """Return a gloo group of `size` processes, independent of the framework's groups.
 
-    They find each other in `store` below `prefix`; a collective may take `timeout_s` seconds.
+    The processes find each other in `store` below `prefix`; a collective may take `timeout_s` seconds.
     """
     return ProcessGroupGloo(PrefixStore(prefix, store), rank, size, timedelta(seconds=timeout_s))
 
 
 def _connect(place: Endpoint, secret: bytes, timeout_s: float) -> socket.socket:
-    """Return a connection on which both sides have proved that they know the secret.
+    """Return a connection on which both sides have proved knowledge of the secret.
 
-    A store to which more come at once than it can hear turns some of them out: who is, comes again.
+    A store with more clients than it can serve at once rejects some; rejected clients connect again.
     """
     until = time.monotonic() + timeout_s
     while True:

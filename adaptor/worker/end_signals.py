@@ -1,9 +1,10 @@
-"""Turns the signals that end a job into a report of the worker, instead of its end.
+"""Turns the signals that end a job into a report of the worker instead of the worker's end.
 
-Invariant: no signal that `ttprun` handles (SIGTERM, and those of --signals-to-handle) ends a worker, unless
-its script has set a handler of its own, which it keeps, or the signal is ignored; children still end by it.
-The process may be a holder, and a scheduler that signals all processes would end all holders. The main thread
-may hang, where no Python handler runs; so the byte counts that the interpreter writes into a pipe at once.
+Invariant: no signal that `ttprun` handles (SIGTERM, and the signals of --signals-to-handle) ends a worker,
+unless the script has set its own handler, which stays, or the signal is ignored; the signals still end
+children. The process may be a holder, and a scheduler that signals all processes would end all holders. The
+main thread may hang, where no Python handler runs; so the adaptor reads the byte that the interpreter writes
+into a pipe at once.
 """
 
 from __future__ import annotations
@@ -21,25 +22,25 @@ class EndSignals:
 
     Args:
         report: tells the agent the name of a signal, from any thread; a second report has no effect.
-        wake_writer: the pipe into which the interpreter writes the numbers of signals.
+        wake_writer: the pipe into which the interpreter writes signal numbers.
     """
 
     def __init__(self, report: Callable[[str], None], wake_writer: int) -> None:
         self._report = report
         self._wake_writer = wake_writer
-        self._before: dict[signal.Signals, object] = {}  # the handlers of children
+        self._handlers: dict[signal.Signals, object] = {}  # the handlers of children
 
     def install(self) -> None:
-        """Take the signals; call it on the main thread."""
+        """Take the signals; call on the main thread."""
         for number in ending_signals():
-            before = signal.getsignal(number)
-            if before is signal.SIG_IGN:
+            handler = signal.getsignal(number)
+            if handler is signal.SIG_IGN:
                 continue
-            self._before[number] = before
+            self._handlers[number] = handler
             signal.signal(number, self._on_signal)
             signal.siginterrupt(number, False)
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
-        taken = self._before.keys()
+        taken = self._handlers.keys()
         # A signal to a child waits until the child has set its own handler.
         os.register_at_fork(
             before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, taken),
@@ -49,7 +50,7 @@ class EndSignals:
 
     def hear(self, numbers: bytes) -> None:
         """Report the signals among `numbers`, which were read from the pipe."""
-        for number in self._before:
+        for number in self._handlers:
             if number in numbers and self._is_taken(number):
                 self._report(number.name)
 
@@ -61,8 +62,8 @@ class EndSignals:
         self._report(signal.Signals(number).name)
 
     def _give_back_in_child(self) -> None:
-        for number, before in self._before.items():
+        for number, handler in self._handlers.items():
             if self._is_taken(number):
                 signal.set_wakeup_fd(-1)
-                signal.signal(number, before)  # type: ignore[arg-type]  # what getsignal has returned
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._before.keys())
+                signal.signal(number, handler)  # type: ignore[arg-type]  # what getsignal has returned
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._handlers.keys())

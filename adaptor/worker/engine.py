@@ -16,7 +16,7 @@ class WorkerRuntime(Protocol):
 
     @property
     def pid(self) -> int:
-        """Return the process number of the worker; a forked child has another one, and is no worker."""
+        """Return the process number of the worker; a forked child has another number, and is no worker."""
 
     @property
     def session(self) -> Session:
@@ -26,16 +26,16 @@ class WorkerRuntime(Protocol):
         """Install the handlers of signals; on the main thread."""
 
     def refuse(self, reason: str) -> None:
-        """Refuse the job, in one line; it does not return."""
+        """Refuse the job, in one line; does not return."""
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
-        """Report that an exception left the script; the state stays what it is."""
+        """Report that an exception left the script; the state is kept."""
 
     def hold_after(self, error: BaseException) -> None:
         """Report the exception, and keep the process, whose state may be saved."""
 
     def not_protected(self, reason: str) -> None:
-        """Report that this process trains what cannot be saved, and why."""
+        """Report why the training of this process cannot be saved."""
 
     def finish(self) -> None:
         """Report that the script has come to its end."""

@@ -1,7 +1,7 @@
-"""Reads torch's flight recorder in a hang: the collectives that this rank has begun.
+"""Reads torch's flight recorder in a hang: the collectives begun by this rank.
 
-torch keeps the newest of them for each backend that has a recorder. It gives them as JSON, without waiting
-for any of them. Everything here is for people: the save does not wait for it.
+torch keeps the newest collectives for each backend with a recorder. torch returns the records as JSON without
+waiting for a collective. Everything here is for people: the save does not wait for the records.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from pathlib import Path
 
 from adaptor.protocol.collectives import Collectives, encode, newest
 
-# For backends of the CPU, and for NCCL; which there are depends on how torch was built.
+# For backends of the CPU, and for NCCL; present according to the build of torch.
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def write(path: Path) -> str:
-    """Write what is recorded to `path`, and return the newest collective of each group for the controller.
+    """Write the records to `path`, and return the newest collective of each group for the controller.
 
     Returns:
-        '' where nothing is recorded: by this torch, by these backends, or because it is switched off.
+        '' where nothing is recorded: by this torch, by these backends, or because the recorder is switched
+        off.
     """
     dumps = list(_dumps())
     newest_collectives: Collectives = {}

@@ -1,6 +1,6 @@
-"""Freezes the state of a rank in an incident, and brings it to the step that is saved.
+"""Freezes the state of a rank in an incident, and brings the state to the step to save.
 
-The processor's threads call it, wherever the main thread is; none of its waits is longer than it is told.
+The processor's threads call the freezer, wherever the main thread is; no wait exceeds its time-out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Freezer:
 
     Args:
         board: of this rank.
-        window: in which the main thread changes the state.
+        window: the window in which the main thread changes the state.
     """
 
     def __init__(self, board: Board, window: UpdateWindow) -> None:
@@ -33,9 +33,11 @@ class Freezer:
         self._door = window.door
         self._trainee: Trainee | None = None
         self._ending = threading.Lock()  # while collectives are ended on the device
-        # An incident is open, and the main thread has not put away what it has left half done.
+        # An incident is open, and the main thread has not cleared its unfinished work.
         self._may_end = False
-        self._may_interrupt = False  # the main thread may wait for them, and was not interrupted before
+        self._may_interrupt = (
+            False  # the main thread may wait for collectives, and was not interrupted before
+        )
 
     @property
     def _device(self) -> Device:
@@ -47,10 +49,10 @@ class Freezer:
         trainee.device.begin(self._end)
 
     def _end(self, act: Callable[[], None]) -> None:
-        """End collectives on the device by `act` where that may be, and let the main thread leave them.
+        """End collectives on the device by `act` where allowed, and let the main thread leave them.
 
-        With what nobody has reduced the main thread comes to no update, and skips none (`UpdateWindow.void`).
-        One that is READY has no collective of this step on its way, and will be needed at the door.
+        With unreduced numbers the main thread comes to no update, and skips none (`UpdateWindow.void`). A
+        main thread that is READY has no collective of this step in flight, and will be needed at the door.
         """
         with self._ending:
             board = self.board.record()
@@ -67,13 +69,14 @@ class Freezer:
         return self._door.is_sealed and self.board.phase not in (Phase.READY, Phase.UPDATING)
 
     def begin_attempt(self) -> None:
-        """Let collectives be ended once more: those of an attempt to go on that has failed may hang, too."""
+        """Let collectives be ended once more: collectives of a failed attempt to go on may hang, too."""
         self._may_end = True
 
     def rest(self) -> None:
-        """Return once all is done that the main thread, which has left the framework, has started there.
+        """Return once all work is done that the main thread started on the device before leaving the
+        framework.
 
-        From then on nothing is ended on the device in this attempt: what comes now is of fresh groups.
+        From then on nothing is ended on the device in this attempt: later collectives belong to fresh groups.
         """
         with self._ending:
             self._may_interrupt = False
@@ -98,21 +101,21 @@ class Freezer:
             self._may_end = self._may_interrupt = True
         board = self.board.record()
         uses_script_handlers = self._trainee is not None and not self._trainee.save
-        # Handlers may keep the device busy for any time, which says nothing about the update.
+        # Handlers may keep the device busy for any time, unrelated to the update.
         reason = (
             "" if is_repeated and uses_script_handlers else self._device.unreadable(release=not is_repeated)
         )
         return msgspec.structs.replace(board, phase=Phase.UNREADABLE, error=reason) if reason else board
 
     def bring_to(self, step: int, wake: Callable[[], int], timeout_s: float) -> None:
-        """Wait until this rank has the state of `step`, and keeps it.
+        """Wait until this rank has, and keeps, the state of `step`.
 
-        The update of the step is over then, if one is needed, and so is that of a later step which was let
-        through before.
+        The update of the step is over then, if needed, and so is the update of a later step let through
+        before.
 
         Args:
-            step: which the door has let through, or which is finished.
-            wake: takes the main thread out of the barrier, in which it may still hang.
+            step: the step that the door has let through, or a finished step.
+            wake: takes the main thread out of the barrier, where the thread may still hang.
             timeout_s: seconds to wait.
 
         Raises:
@@ -132,9 +135,11 @@ class Freezer:
             raise RuntimeError(f"an exception ended the update of step {step}")
 
     def go_back(self, step: int) -> None:
-        """Give up what was finished after `step`, before the live state is overwritten with the local copy.
+        """Discard the record of steps finished after `step`, before the live state is overwritten with the
+        local copy.
 
-        From now on nobody is told of a later step, or given its state; that of `step` is the local copy.
+        From now on no later step is reported, and no state of a later step is handed out; the state of `step`
+        is the local copy.
         """
         self.board.go_back(step)
 

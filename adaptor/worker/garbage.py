@@ -1,9 +1,8 @@
-"""Puts Python's garbage collection off while a process starts that is to take the place of a failed rank.
+"""Suspends Python's garbage collection while the replacement of a failed rank starts.
 
-While modules are imported Python looks through all its objects again and again for cycles that nobody needs,
-and finds next to none: a fifth of the CPU time that torch and Megatron-LM take to be imported
-(`benchmarks/newcomer_start.py`). Only a threshold is changed: a script that disables the collection, or
-collects by itself, does so as ever.
+During imports Python searches all objects repeatedly for unused cycles, and finds next to none: a fifth of
+the CPU time that torch and Megatron-LM take to be imported (`benchmarks/newcomer_start.py`). Only a threshold
+is changed: a script that disables the collection, or collects by itself, is not affected.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import gc
 
 from adaptor.context import Context
 
-# So many new objects, which a start never makes.
+# More new objects than a start ever makes.
 _NEVER = 1 << 30
 
 
@@ -20,7 +19,7 @@ class GarbageCollection:
     """The garbage collection of this process."""
 
     def __init__(self, _context: Context) -> None:
-        self._before: tuple[int, int, int] | None = None  # the thresholds, while it is put off
+        self._before: tuple[int, int, int] | None = None  # the thresholds, while the collection is suspended
 
     def put_off(self) -> None:
         """Look for no garbage until `resume`; called again it changes nothing."""
@@ -31,12 +30,12 @@ class GarbageCollection:
     def resume(self) -> None:
         """Look for garbage as before, unless the script has set other thresholds meanwhile.
 
-        What there is now counts as old, without a look at it: a look would take as long as what was saved.
+        Objects that exist now count as old, without a scan: a scan would cost the time that was saved.
         """
         thresholds, self._before = self._before, None
         if thresholds is None or gc.get_threshold()[0] != _NEVER:
             return
-        if gc.get_freeze_count() == 0:  # else the script has frozen what it wants to be left alone
+        if gc.get_freeze_count() == 0:  # else the script has frozen objects of its own
             gc.freeze()
             gc.unfreeze()
         gc.set_threshold(*thresholds)

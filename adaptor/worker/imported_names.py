@@ -1,9 +1,9 @@
 """Compares the functions and classes of a module in two processes, at the end of its import.
 
 A spare imports the modules of a worker before the script runs. A function that the script replaces before
-`from there import function` is executed would be the original in a spare. A mark identifies a function by
-its module, its qualified name and its wrappers, and not by its code: some libraries replace the code of a
-function at its first call.
+`from there import function` is executed would be the original in a spare. A mark identifies a function by its
+module, qualified name and wrappers, not by its code: some libraries replace the code of a function at its
+first call.
 """
 
 from __future__ import annotations
@@ -31,37 +31,39 @@ _CODE = 4
 def codes_of(module: str) -> bytes:
     """Return eight bytes for each mark of a class of a module, and of a function from another module.
 
-    Functions of its own are left out: callers look them up, or have imported them by name.
+    Functions of the module itself are left out: callers look them up, or have imported them by name.
     """
     return b"".join(_code(name) + _code(mark) for name, mark in _marks(module))
 
 
 def with_current_codes(module: str, codes: bytes) -> bytes:
-    """Return `codes`, and those that `codes_of` the module has now besides."""
+    """Return `codes` together with the current `codes_of` the module."""
     current = codes_of(module)
     return codes if current == codes else codes + b"".join(_split(current) - _split(codes))
 
 
 def first_difference(module: str, codes: bytes, worker_codes: bytes) -> str:
-    """Return the name of a function or class that a worker does not have in a module; empty: there is none.
+    """Return the name of a function or class in a module that differs from a worker's; empty: no difference.
 
     Args:
-        module: imported in this process.
+        module: a module of this process.
         codes: `codes_of` the module in this process.
-        worker_codes: those of a worker.
+        worker_codes: `codes_of` the module in the worker.
     """
     if codes == worker_codes:
         return ""
-    ours, theirs = _split(codes), _split(worker_codes)
-    names = {code[:_CODE] for code in ours - theirs}
+    own_codes, theirs = _split(codes), _split(worker_codes)
+    names = {code[:_CODE] for code in own_codes - theirs}
     # A class of the module that a worker has replaced: the script will replace it in this process, too.
-    replaced = {name for name in names if name + _FOREIGN in theirs and name + _FOREIGN not in ours}
+    replaced = {name for name in names if name + _FOREIGN in theirs and name + _FOREIGN not in own_codes}
     differ = names - replaced
     return min((name for name in names_of(module) if type(name) is str and _code(name) in differ), default="")
 
 
 def _attribute_of_class(cls: Any, name: str) -> Any:
-    """Return an attribute that each class has, without code of its metaclass, which may do anything."""
+    """Return an attribute present in each class, without running code of the metaclass, which may do
+    anything.
+    """
     return type.__dict__[name].__get__(cls)
 
 
@@ -70,7 +72,7 @@ def _split(codes: bytes) -> set[bytes]:
 
 
 def names_of(module: str) -> Mapping[str, object]:
-    """Return the attributes of a module, without loading the parts that it loads late."""
+    """Return the attributes of a module, without loading lazily loaded parts."""
     try:
         attributes: Mapping[str, object] = object.__getattribute__(sys.modules[module], "__dict__")
     except Exception:  # a module may be any object
@@ -86,7 +88,7 @@ _FOREIGN = _code("*")
 
 
 def _marks(module: str) -> Iterator[tuple[str, str]]:
-    """Yield name and mark of classes and foreign functions; `*` is one more mark of what is foreign.
+    """Yield name and mark of classes and foreign functions; `*` marks a foreign object once more.
 
     No code of these objects is called.
     """
@@ -105,7 +107,7 @@ def _marks(module: str) -> Iterator[tuple[str, str]]:
                 continue
             if not is_own:
                 yield name, "*"
-        except Exception:  # of an object that is not finished
+        except Exception:  # of an unfinished object
             continue
 
 
@@ -114,7 +116,7 @@ def _class_name(value: type) -> str:
 
 
 def _function_mark(value: object) -> str:
-    """Return the names of a function and of the functions that are wrapped in it."""
+    """Return the names of a function and of the functions wrapped in it."""
     names: list[str] = []
     while type(value) in _FUNCTIONS and len(names) < _MOST_WRAPPERS:
         function = cast(types.FunctionType, value)

@@ -1,8 +1,9 @@
-"""Marks incidents in the framework's own logs: those of TensorBoard, and of Weights & Biases.
+"""Marks incidents in the framework's own logs: TensorBoard and Weights & Biases.
 
-The rank that writes them knows of each incident from its agent: of one before its start by the environment,
-of one that it has survived by the order to go on. The mark is written behind the first step after it, by the
-thread that trains, with the values of that step: an order of writes of its own would break W&B's steps.
+The rank that writes the logs learns of each incident from its agent: before its start by the environment,
+after surviving an incident by the order to go on. The training thread writes the mark after the first step
+following the incident, together with the values of the step: separate writes would break the order of W&B's
+steps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Run(Protocol):
 
 
 class IncidentMarks:
-    """The incidents of a process that are not marked yet, a part of its context."""
+    """The unmarked incidents of a process, a part of its context."""
 
     def __init__(self, context: Context) -> None:
         line = context.part(Generation).last_incident
@@ -53,11 +54,11 @@ class IncidentMarks:
         self._lines.append(line)
 
     def write(self, step: int, tensorboard: Curves | None, wandb: Run | None) -> None:
-        """Mark the incidents that are not marked yet.
+        """Mark the unmarked incidents.
 
         Args:
-            step: the one whose values the framework has just written.
-            tensorboard, wandb: where they are written; None: not there.
+            step: the step whose values the framework has just written.
+            tensorboard, wandb: the logs to write to; None: not in use.
         """
         while self._lines:
             line = self._lines.popleft()
@@ -67,7 +68,7 @@ class IncidentMarks:
                     tensorboard.add_text(LINE, line, step)
                 if wandb is not None:
                     wandb.log({MARK: 1, LINE: line}, step)
-            except Exception as error:  # it is for people: training goes on
+            except Exception as error:  # the mark is for people: training goes on
                 output.tell(
                     f"[ttp] the incident is not marked in the framework's log: {text.describe(error)}"
                 )

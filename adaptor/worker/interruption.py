@@ -1,12 +1,13 @@
 """Takes the main thread out of a wait on a device, whose collective is about to be ended.
 
-To abort a collective lets the device go on: the main thread's wait returns as if all were well, and the
-framework would write a line, or go on, with numbers that nobody has reduced. So an exception is set in the
-main thread first. It meets it when it comes back from the call in which it stands, as it would meet that of a
-broken connection of gloo.
+To abort a collective lets the device go on: the main thread's wait returns as if it had succeeded, and the
+framework would log, or continue with, unreduced numbers. So an exception is set in the main thread first. The
+main thread meets the exception on return from its current call, like the exception of a broken gloo
+connection.
 
-Invariant: it is set only where the main thread stands still in a call that the framework, torch or the script
-makes. In our own code, or in a module of Python's, it may hold a lock; what waits there comes to the door.
+Invariant: the exception is set only while the main thread stands still in a call made by the framework, torch
+or the script. In the adaptor's code, or in a module of Python, the main thread may hold a lock; a main thread
+that waits there comes to the door.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from types import FrameType
 
 from adaptor.worker import thread_frames
 
-# Between two looks. Who is at the same instruction at both stands in a call: code that runs has moved on.
+# Between two looks. A thread at the same instruction in both stands in a call; running code moves on.
 _LOOK_S = 0.02
-# A main thread that still queues work for the device is not waited for longer: the answer to a freeze is
-# waited for, too (`devices.accelerator`).
+# The longest wait for a main thread that still queues work for the device: the controller waits for the
+# answer to a freeze, too (`devices.accelerator`).
 _PATIENCE_S = 0.5
 _OURS = ("adaptor", "wrapt")
 
@@ -41,10 +42,10 @@ def interrupt(may: Callable[[], bool] = lambda: True) -> bool:
     From another thread; takes half a second at most.
 
     Args:
-        may: is asked once it stands still; where it says no, nothing is set.
+        may: called once the main thread stands still; False: no exception is set.
 
     Returns:
-        Whether it was set.
+        Whether the exception was set.
     """
     until = time.monotonic() + _PATIENCE_S
     main = threading.main_thread().ident or 0

@@ -1,7 +1,7 @@
-"""Ends a worker whose script has come to its end, and whose threads or child processes keep the process.
+"""Ends a worker whose script has ended while threads or child processes keep the process alive.
 
-Python waits for them without a limit, and with this process the whole job would. An exit function of the
-script (`atexit`) may take any time: while one runs nothing is ended.
+Python waits for them without a limit, and the whole job would wait for this process. An exit function of the
+script (`atexit`) may take any time: nothing is ended while an exit function runs.
 """
 
 from __future__ import annotations
@@ -22,17 +22,21 @@ _WAITS = (threading._shutdown.__code__, multiprocessing.util._exit_function.__co
 
 
 def end_after(seconds: float, rank: int) -> None:
-    """End this process if it still waits for threads or child processes in `seconds`; call it at its end."""
+    """End this process if threads or child processes keep the process alive for `seconds` more.
+
+    Call at the end of the process.
+    """
     if not _left():
         return
 
     def act() -> None:
         threading.Event().wait(seconds)
-        left = _left()
-        if left and _main_thread_waits():
+        leftovers = _left()
+        if leftovers and _main_thread_waits():
             output.tell(
-                f"[ttp] rank {rank}: its script ended {seconds:g} s ago (TTP_OT), and {' and '.join(left)}"
-                f" {'keeps' if len(left) == 1 else 'keep'} the process: it is ended"
+                f"[ttp] rank {rank}: its script ended {seconds:g} s ago (TTP_OT), and"
+                f" {' and '.join(leftovers)} {'keeps' if len(leftovers) == 1 else 'keep'} the process:"
+                " it is ended"
             )
             output.leave(0)
 
@@ -51,11 +55,11 @@ def _left() -> list[str]:
 
 
 def _place(thread: threading.Thread) -> str:
-    """Return where a thread is: the innermost call that is not Python's own."""
-    own = sysconfig.get_paths()["stdlib"]
+    """Return where a thread is: the innermost call outside of Python's own code."""
+    stdlib = sysconfig.get_paths()["stdlib"]
     for frame in _outwards(thread_frames.of(thread.ident or 0)):
         path = frame.f_code.co_filename
-        if not path.startswith((own, "<frozen ")) or "site-packages" in path:
+        if not path.startswith((stdlib, "<frozen ")) or "site-packages" in path:
             return f" ({Path(path).name}:{frame.f_lineno})"
     return ""
 

@@ -1,8 +1,8 @@
-"""The place of a training loop in its script: tells whether a step that was begun has been left by `break`.
+"""The place of a training loop in its script: tells whether a begun step has been left by `break`.
 
-Nobody tells the end of a step that `begin_step` has begun and that makes no update. From the calls that led
-to `begin_step` and to the update of earlier steps it is known which function has the loop, and on which lines
-a step is under way. A main thread that stands elsewhere has left the step.
+The end of a step without an update, begun by `begin_step`, is not reported. The calls that led to
+`begin_step` and to the updates of earlier steps show the function of the loop and the lines of a step. A main
+thread outside of these lines has left the step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class LoopPosition:
         self._body = body
 
     def was_left(self, thread: int) -> bool:
-        """Return whether `thread` stands outside of the step that it has begun; False if it is not known."""
+        """Return whether `thread` has left the step that it has begun; False if unknown."""
         body, begun_calls = self._body, self._begun
         if body is None or len(begun_calls) <= body.depth or begun_calls[body.depth].code is not body.code:
             return False

@@ -1,4 +1,4 @@
-"""Lists the modules that this process has imported, for a process that is to import or compare the same."""
+"""Lists the modules imported by this process, for a process that imports or compares the same modules."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def of_this_process(rank: int) -> Modules:
 
 
 def origin(name: str) -> str:
-    """Return the file that the module was imported from, or what else it is; nothing if it has no spec."""
+    """Return the file of the module, or the kind of its origin; '' without a spec."""
     spec = imported_names.names_of(name).get("__spec__")
     return encodable(str(getattr(spec, "origin", None) or ""))

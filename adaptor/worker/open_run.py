@@ -1,8 +1,8 @@
 """Ends the framework's run of Weights & Biases where a worker is ended after a verdict.
 
-The client's service, a process of its own, collects what it writes and sends, and drops what it has as soon
-as the worker is gone: of an offline run all that fits in 32 KiB, of any other what it has not sent yet. A
-worker that is ended after a verdict does not take its interpreter down, which would end the run.
+The client's service, a separate process, collects the run's data, and drops the data as soon as the worker is
+gone: for an offline run everything that fits in 32 KiB, for any other run all unsent data. A worker that is
+ended after a verdict does not take its interpreter down, which would end the run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 from adaptor import output, text, threads
 from adaptor.context import Context
 
-# With what the worker says last, this is less than its agent waits before it ends it.
+# Together with the worker's last messages below the time after which the agent ends the worker.
 LIMIT_S = 1.5
 
 
@@ -27,14 +27,14 @@ class OpenRun:
     """The run that the framework writes to, a part of its process's context.
 
     Attributes:
-        client: the module `wandb`; None: there is no run
+        client: the module `wandb`; None: no run
     """
 
     def __init__(self, _context: Context) -> None:
         self.client: Client | None = None
 
     def end(self, limit_s: float = LIMIT_S) -> None:
-        """End the run as one that has failed; return after `limit_s` seconds at the latest."""
+        """Mark the run as failed and end it; return after `limit_s` seconds at the latest."""
         if (client := self.client) is not None:
             threads.within(limit_s, lambda: _finish(client), name="ttp-open-run")
 
@@ -42,5 +42,5 @@ class OpenRun:
 def _finish(client: Client) -> None:
     try:
         client.finish(exit_code=1)
-    except Exception as error:  # it is for people: the worker leaves
+    except Exception as error:  # the run is for people: the worker leaves
         output.tell(f"[ttp] the run of W&B was not ended: {text.describe(error)}")

@@ -1,4 +1,6 @@
-"""The origin of an exception: what it is known by when it comes again, and whether another start can help."""
+"""The origin of an exception: the identity by which a repeated exception is recognised, and whether a restart
+can help.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +16,19 @@ from adaptor.protocol.messages import Origin, ScriptStage
 
 
 def _folders() -> Iterator[str]:
-    """The parts of the adaptor that a checkout has beside it."""
+    """Yield the folders of the adaptor's parts in a checkout."""
     for name in ("adaptor.launchers", "adaptor.patches"):
         spec = importlib.util.find_spec(name)
         yield from (spec.submodule_search_locations or ()) if spec is not None else ()
 
 
-# Code that is not the user's: Python's own, installed packages, and the adaptor wherever it stands.
+# Code other than the user's: Python's own, installed packages, and the adaptor, also in a checkout.
 _OTHERS = tuple(
     {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     | {str(Path(__file__).resolve().parents[1]), *_folders()}
     | {"<frozen "}
 )
-# torch's messages about a missing accelerator; it has no exception type for that.
+# torch's messages about a missing accelerator; torch has no exception type for the case.
 _NO_DEVICE = (
     "Found no NVIDIA driver",
     "The NVIDIA driver on your system is too old",
@@ -43,17 +45,17 @@ _LASTING_WORDS = (
     *("Error(s) in loading state_dict", "size mismatch", "Global shape mismatch"),
     *("shapes cannot be multiplied", "is invalid for input of size"),
 )
-# Errors of a device or of the system, which libraries also wrap in one of those types.
+# Errors of a device or of the system, which libraries also wrap in the lasting types.
 _OF_THE_SYSTEM = (
     *("CUDA error", "CUDA out of memory", "NPU error", "NPU out of memory"),
     *("allocate memory", "can't start new thread"),
 )
-# argparse's exit code for arguments that it refuses.
+# argparse's exit code for refused arguments.
 _USAGE = 2
 
 
 def origin_of(error: BaseException, finished: int, stage: int, *, trains: bool, is_restart: bool) -> Origin:
-    """Return what `error`, which has left the script, is known by.
+    """Return the identity of `error`, which has left the script.
 
     Args:
         finished: the step that this rank has finished, -1 before training.
@@ -77,7 +79,7 @@ INNERMOST = 20
 
 
 def outline(error: BaseException) -> str:
-    """Return the calls of `error` and what it says, as in a traceback, but without their lines of source."""
+    """Return the calls and the message of `error` as in a traceback, without source lines."""
     return text.encodable("\n".join([*_lines(calls_of(error)), text.describe(error)]), text.PAGE)
 
 
@@ -118,10 +120,10 @@ def _is_a_mistake(error: BaseException) -> bool:
 
 
 def _is_lasting(error: BaseException) -> bool:
-    """Return whether `error` says that the code, its arguments or a checkpoint are wrong.
+    """Return whether `error` shows that the code, its arguments or a checkpoint are wrong.
 
-    Any other cause may have passed at the next start, also where the script has raised another exception
-    because of it.
+    Any other cause may have passed at the next start, even if the script has raised another exception because
+    of the first.
     """
     chain: list[BaseException] = []
     link: BaseException | None = error
@@ -132,8 +134,12 @@ def _is_lasting(error: BaseException) -> bool:
 
 
 def _depends_on_the_job(error: BaseException) -> bool:
-    said = text.say(error)
-    if isinstance(error, OSError) or may_be_an_echo(error) or any(words in said for words in _OF_THE_SYSTEM):
+    message = text.say(error)
+    if (
+        isinstance(error, OSError)
+        or may_be_an_echo(error)
+        or any(phrase in message for phrase in _OF_THE_SYSTEM)
+    ):
         return False
     is_failure = isinstance(error, Exception)
-    return isinstance(error, _LASTING) or (is_failure and any(words in said for words in _LASTING_WORDS))
+    return isinstance(error, _LASTING) or (is_failure and any(phrase in message for phrase in _LASTING_WORDS))

@@ -1,4 +1,6 @@
-"""Measures a worker's steps, and the phases between them, and writes that to its board for the agent."""
+"""Measures a worker's steps, and the phases between steps, and writes the measures to the board for the
+agent.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from adaptor.protocol.board import Board
 
 _T = TypeVar("_T")
 
-# A step that takes much longer than the longest of so many is taken for a hang; so is a phase.
+# A step much longer than the longest of the last RECENT steps counts as a hang; so does a phase.
 RECENT = 20
 # The first steps of a process, in which kernels are compiled and memory is found, are no measure.
 UNUSUAL = 2
@@ -43,8 +45,8 @@ class Pace:
         self._took: deque[float] = deque(maxlen=RECENT)
         self._unusual = UNUSUAL
         self._first = 0.0  # seconds of the slowest of the first steps of a process
-        self._knows_first = False  # another process has told what they take
-        self._in_phases = 0.0  # seconds of the step that is running
+        self._knows_first = False  # the duration came from another process
+        self._in_phases = 0.0  # seconds of the running step
         self._waited = 0.0  # seconds for data, in all
         self._waited_before = 0.0  # the same, at the begin of the step
         self._running: list[_Running] = []
@@ -59,7 +61,9 @@ class Pace:
         self._board.enter(step)
 
     def await_step(self, step: int) -> None:
-        """Count as one that is in `step`: in an online recovery each rank waits for all others before it."""
+        """Count this rank as being in `step`: in an online recovery each rank waits for all others before the
+        step.
+        """
         self._board.leave(self._slowest)
         self._board.enter(step)
 
@@ -77,7 +81,9 @@ class Pace:
         self._board.leave(self._slowest)
 
     def abandon_step(self) -> None:
-        """The step that is running was left before its end: it runs no longer, and is no measure."""
+        """The running step was abandoned: the step runs no longer, and its duration is not used as a
+        measure.
+        """
         if self._board.inside >= 0:
             self._board.leave(self._slowest)
 
@@ -96,10 +102,10 @@ class Pace:
         self._turn()
 
     def end_phase(self, *, is_measure: bool = True) -> None:
-        """The phase that was begun last has ended.
+        """End the phase that was begun last.
 
         Args:
-            is_measure: False: an exception has left it, perhaps because another rank hung.
+            is_measure: False: an exception has left the phase, perhaps because another rank hung.
         """
         ended_phase = self._running.pop()
         time_now = time.monotonic()
@@ -113,7 +119,7 @@ class Pace:
         self._turn()
 
     def wait_for_data(self, read: Callable[[], _T]) -> _T:
-        """Call `read`, which waits for the next batch; in a phase its time belongs to that."""
+        """Call `read`, which waits for the next batch; in a phase the time belongs to the phase."""
         if self._running:
             return read()
         begun_at = time.monotonic()
@@ -131,7 +137,9 @@ class Pace:
         self._board.spend("load", time.monotonic() - begun_at)
 
     def measures(self) -> Measures:
-        """Return what steps and phases have taken here, for a process that takes the place of another."""
+        """Return the durations of steps and phases in this process, for the replacement of another
+        process.
+        """
         return {
             "first": 0.0 if self._unusual and not self._knows_first else self._first,
             "steps": list(self._took),
@@ -139,8 +147,9 @@ class Pace:
         }
 
     def take_over(self, measures: Measures) -> None:
-        """Measure this process by what another one has told: else its first steps would have 15 times the
-        time, and the first phase of each kind any."""
+        """Start with the measures of another process: otherwise the limits of the first steps would be 15
+        times as long, and the first phase of each kind would have none.
+        """
         self._first = measures["first"]
         self._knows_first = self._first > 0.0
         if self._knows_first:
@@ -154,7 +163,7 @@ class Pace:
         self._rests = False
 
     def rest(self) -> None:
-        """Training is over: what was usual in its loop says nothing of the phases that follow."""
+        """Training is over: the durations of the loop say nothing about later phases."""
         self._rests = True
 
     def _turn(self) -> None:

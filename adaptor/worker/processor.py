@@ -1,8 +1,8 @@
 """The processor: the thread of a worker that answers its agent.
 
-It alone reads and writes the connection (other threads queue their messages), so nothing here breaks on a
-fork. Freezing and dumping may take long, so each runs in a thread of its own, and the processor can still
-receive the order that replaces an attempt, or the order to exit.
+Only the processor reads and writes the connection (other threads queue their messages), so the connection
+survives a fork. Freezing and dumping may take long, so each runs in its own thread, and the processor can
+still receive an order to replace an attempt or to exit.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ from adaptor.worker.session import Session
 
 T = TypeVar("T")
 
-# A worker that is ended after an incident it did not cause has not failed: its agent knows the verdict.
+# A worker ended after an incident of another rank has not failed: the agent knows the verdict.
 EXIT_SURVIVOR = 0
 EXIT_ORPHAN = 76
-# The exit code of a worker that no longer reads its agent's orders, because of an error of ours.
+# The exit code of a worker that no longer reads its agent's orders, because of an error of the adaptor.
 EXIT_DEAF = 77
-# Threads that an incident needs: to freeze, to look at the main thread or at its device, to dump, one for
-# what hangs, one to read which collectives were begun, and one in which the main thread may wait for a
-# message (`adaptor.waits`). And one to look at what is imported, which may hang in an object of a module.
+# Threads of an incident: to freeze, to look at the main thread or its device, to dump, a thread for hanging
+# work, a thread to read the begun collectives, and a thread in which the main thread may wait for a message
+# (`adaptor.waits`). And a thread to look at imported modules, which may hang in an object of a module.
 RESERVE = 7
-# Descriptors that an incident needs: the files of some groups, and sockets to the holders of their shards.
+# Descriptors of an incident: the files of some groups, and sockets to the holders of their shards.
 DESCRIPTORS = 32
 # The time for the last lines: shorter than the agent waits for the worker's end, if a terminal blocks.
 LAST_LINES_S = 1.0
-# In a hang: the time to read the position of the main thread, and which collectives were begun, and to write
-# both down. The file system may be what hangs, and the controller waits for the answer.
+# In a hang: the time to read the position of the main thread, and the begun collectives, and to write
+# both down. The file system may hang, and the controller waits for the answer.
 LOOK_S = 1.0
 
 
@@ -81,13 +81,13 @@ class MainThreadHangsError(CannotRejoinError):
 
 
 class Rejoin(Protocol):
-    """The work of an online recovery in this process (`adaptor.online`), which the processor starts."""
+    """The online recovery of this process (`adaptor.online`), started by the processor."""
 
     def regroup(self, order: Regroup, wake: Callable[[frozenset[int]], int]) -> None:
-        """Let the main thread leave, and do what a survivor does for newcomers; takes its time.
+        """Let the main thread leave, and do a survivor's work for newcomers; may take long.
 
         Args:
-            wake: shuts the connections with these inodes, and is called until the main thread has left.
+            wake: shuts the connections with these inodes; called until the main thread has left.
         """
 
     def freeze(self, incident: int) -> None:
@@ -98,14 +98,15 @@ class Rejoin(Protocol):
 
     def sockets(self) -> frozenset[int] | None:
         """Return the inodes of the connections that may be shut for a dump; None: all, because this process
-        ends behind it."""
+        ends after the dump.
+        """
 
 
 class ScriptHandlers(Protocol):
-    """A script that saves by handlers of its own."""
+    """A script with its own save handlers."""
 
     def name(self, step: int) -> None:
-        """Give what was saved of `step` its name; what it raises becomes the reason why it has none."""
+        """Publish the saved `step` under its name; an exception becomes the reason for a missing name."""
 
     def leave(self) -> None:
         """Do what the script does before the process ends; raises nothing."""
@@ -136,7 +137,7 @@ class Processor:
         self.exit_code = EXIT_SURVIVOR
         self._descriptors = Descriptors(DESCRIPTORS)
         self._modules_probed = False
-        self.held = ""  # what is shown of this rank where the verdict blames it
+        self.held = ""  # shown for this rank if the verdict blames the rank
 
     def use_handlers(self, handlers: ScriptHandlers) -> None:
         """Let the script's own handlers name what was saved, and be told before the process ends."""
@@ -149,11 +150,11 @@ class Processor:
         threading.Thread(target=self._serve, name="ttp-processor", daemon=True).start()
 
     def hear_signals(self) -> None:
-        """Report the signals that end a job, and live on; call it on the main thread."""
+        """Report the signals that end a job, and keep running; call on the main thread."""
         self._end_signals.install()
 
     def say(self, *messages: FromWorker) -> None:
-        """Queue messages for the agent, which go out as one; from any thread."""
+        """Queue messages for the agent, to be sent together; from any thread."""
         self._outbox.put(messages)
         os.write(self._wake_writer, b"\0")
 
@@ -166,11 +167,11 @@ class Processor:
         try:
             self._hear()
         except (EOFError, OSError):
-            # Nobody waits for this worker, or would end it. If the agent has died, the kernel ends it by
-            # SIGKILL (`worker_main.die_with_the_agent`): this is for an agent that lives and has closed.
+            # Nobody waits for this worker, or would end the worker. After the agent's death the kernel sends
+            # SIGKILL (`worker_main.die_with_the_agent`): this branch is for a live agent that has closed.
             _leave(EXIT_ORPHAN)
         except BaseException as error:
-            # This worker cannot answer any more; its agent learns that from its end.
+            # This worker cannot answer any more; the agent learns of the error from the worker's end.
             output.tell(
                 f"[ttp] rank {self._rank}: the thread that answers the agent has failed: {text.trace(error)}"
             )
@@ -199,7 +200,7 @@ class Processor:
                 assert self._session is not None
                 self._descriptors.release()
                 is_repeated = order.incident == self._current[0]
-                if not is_repeated:  # else it is asked whether it is there
+                if not is_repeated:  # a repeated order only asks for a sign of life
                     self._current = (order.incident, 0)
                     self._session.script_may_end.clear()
                     if self._rejoin is not None:
@@ -232,7 +233,7 @@ class Processor:
             case PresenceProbe():
                 self.say(Present(self._rank, order.incident))
             case ModulesProbe():
-                # The agent asks until it has heard; who has looked, or hangs in it, does not look again.
+                # The agent repeats the question until answered; a finished or hanging look is not repeated.
                 if not self._modules_probed:
                     self._modules_probed = True
                     self._in_thread("modules", self._tell_modules, order)
@@ -274,16 +275,17 @@ class Processor:
         assert self._session is not None
         standing = self._look(order.incident) if order.stacks else None
         board = self._session.freezer.freeze(self._timeout_s / 2, is_repeated)
-        if board is not None:  # else this rank is no holder: the controller does not wait longer than that
+        if board is not None:  # None: this rank is no holder, and the controller does not wait longer
             if board.phase == Phase.UNREADABLE:
                 self._note("unreadable", board.error)
             self.say(Frozen(self._rank, order.incident, board, standing))
 
     def _look(self, incident: int) -> Standing | None:
-        """Read the position of the main thread before any answer, which may let it go on or end it.
+        """Read the position of the main thread before any answer, because the answer may release or end the
+        main thread.
 
-        What was recorded of collectives is read beside that, and waited for as long: after the answers of
-        all ranks the incident may be over within a tenth of a second, and this process with it.
+        The recorded collectives are read at the same time, with the same limit: after the answers of all
+        ranks the incident, and this process, may be over within a tenth of a second.
         """
         until = time.monotonic() + LOOK_S
         collectives = threads.Background(lambda: self._note_collectives(incident), "ttp-collectives")
@@ -293,7 +295,9 @@ class Processor:
         return standing
 
     def _tell_modules(self, _probe: ModulesProbe) -> None:
-        """Say what is imported. For that it looks at objects of others, which may raise anything, or hang."""
+        """Report the imported modules. The report looks at foreign objects, which may raise anything, or
+        hang.
+        """
         try:
             module_report = modules.of_this_process(self._rank)
         except BaseException as error:
@@ -305,9 +309,9 @@ class Processor:
             self.say(module_report)
 
     def _note_collectives(self, incident: int) -> None:
-        """Say which collectives this rank has begun; a hang may keep the thread."""
+        """Report the collectives begun by this rank; a hang may keep the thread."""
         path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.collectives.json"
-        with contextlib.suppress(Exception):  # it is for people; the save goes on without it
+        with contextlib.suppress(Exception):  # the record is for people; the save goes on without the record
             if collectives_text := flight_recorder.write(path):
                 self._note("collectives", collectives_text)
 
@@ -345,13 +349,13 @@ class Processor:
         try:
             assert self._handlers is not None
             self._handlers.name(order.step)
-        except (Exception, SystemExit) as error:  # the script's own: it decides what the job ends with
+        except (Exception, SystemExit) as error:  # the script's own exception decides the end of the job
             reason = text.describe(error)
         self.say(Renamed(self._rank, order.incident, reason))
 
 
 def failed(rank: int, order: Regroup, error: Exception) -> RegroupFailed:
-    """Return what `rank` says where it cannot do what `order` asks for, because of `error`."""
+    """Return the answer of `rank` when `error` prevents `order`."""
     is_own = isinstance(error, CannotRejoinError)
     return RegroupFailed(
         rank,

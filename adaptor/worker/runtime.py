@@ -1,4 +1,4 @@
-"""The runtime of a worker: its session and its processor, made before its script begins."""
+"""The runtime of a worker: its session and its processor, created before the script begins."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from adaptor.worker.unprotected import UnprotectedTraining
 
 # TTP_ONLINE is 0: nobody needs to know why.
 OFF = "off"
-# A loop of one's own has not made its first step, which tells.
+# A custom loop has not made its first step, which reports the loop.
 UNDECIDED = "its training loop has not begun"
 
 _runtime: WorkerRuntime | None = None
@@ -85,16 +85,16 @@ class Runtime:
             self._print_protected,
             context.part(Recorder),
         )
-        # Why this rank is not recovered online, for the user; empty: it is.
+        # The reason, for the user, why this rank is not recovered online; empty: the rank is recovered.
         self.online = "its training loop cannot be called again" if settings.online_s else OFF
-        self.groups: Groups | None = None  # that are remembered for an online recovery
+        self.groups: Groups | None = None  # remembered for an online recovery
         self.processor.start(self.session)
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
-        """Tell the agent that an exception left the script; the state stays what it is.
+        """Report to the agent that an exception left the script; the state is kept.
 
         Args:
-            by: the exception, by which it is known when it comes again.
+            by: the exception, whose identity is recognised when repeated.
         """
         trains, is_restart = self.session.trainee is not None, context.part(Generation).is_restart
         self.session.window.give_up()
@@ -102,7 +102,7 @@ class Runtime:
         self.processor.exit_code = exit_code
         origin, calls = Origin(), ""
         if by is not None:
-            # It is for comparing and for people: an exception that cannot be looked at is told all the same.
+            # The origin is for comparing and for people: an exception without one is reported all the same.
             with contextlib.suppress(Exception):
                 finished, stage = self.session.board.finished, self.session.board.stage
                 origin = origin_of(by, finished, stage, trains=trains, is_restart=is_restart)
@@ -116,19 +116,19 @@ class Runtime:
         stacks.write_when_told(stack_files.scratch(Path(os.environ[SCRATCH]), self.rank))
 
     def tell_of_copy(self, step: int) -> None:
-        """Tell the agent that there is a new copy of this rank's state in host memory; from any thread."""
+        """Tell the agent of a new copy of this rank's state in host memory; from any thread."""
         self.processor.say(Copied(self.rank, step))
 
     def refuse(self, reason: str) -> None:
-        """Tell the agent that the job is refused, in one line, and wait to be ended."""
+        """Tell the agent in one line that the job is refused, and wait to be ended."""
         self.processor.say(Refused(self.rank, text.encodable(reason)))
         self.session.hold()
 
     def finish(self) -> None:
         """Mark the end of the script.
 
-        While an incident is open, wait before that, because this rank may be a holder, until the controller
-        lets the script end.
+        While an incident is open, first wait until the controller lets the script end, because this rank may
+        be a holder.
         """
         context.part(UnprotectedTraining).end_of_script()
         if self.session.door.closed:
@@ -140,13 +140,13 @@ class Runtime:
         leftover_threads.end_after(self._timeout_s, self.rank)
 
     def not_protected(self, reason: str) -> None:
-        """Report that nothing of what the script trains can be saved; it goes on."""
+        """Report that the script's training cannot be saved; the script goes on."""
         self.processor.say(Unprotected(self.rank, reason))
         if self.rank == 0:
             output.tell(f"[ttp] NOT PROTECTED: {reason}")
 
     def hold_after(self, error: BaseException) -> None:
-        """Report an exception that leaves the script, and keep the process: its state may be saved."""
+        """Report an exception that leaves the script, and keep the process, whose state may be saved."""
         drop_sigchld_handler()  # torch's would raise in the middle of this
         self.tell_of(error)
         self.session.hold()
@@ -155,7 +155,7 @@ class Runtime:
         """Report an exception that has left the training loop, or the script.
 
         An exception that may only follow from another rank's death is printed if the verdict blames this
-        rank; the report of the incident has it in any case.
+        rank; the incident report has the exception in any case.
         """
         if isinstance(error, StepError):
             if not self.session.may_have_finished_a_step:
@@ -166,7 +166,7 @@ class Runtime:
         elif self.session.door.closed or may_be_an_echo(error):
             self.processor.held = outline(error)
             self.raised(summarize(error), 1, error)
-            self.processor.held = text.trace(error)  # after that: it reads sources, and their disk may hang
+            self.processor.held = text.trace(error)  # last, because reading sources may hang with their disk
         else:
             self.raised(summarize(error), 1, error)
             output.tell(text.trace(error))
@@ -209,7 +209,7 @@ class Runtime:
         )
 
     def _go_without_online(self) -> None:
-        """This job is not recovered online: say so, and undo what was done for it."""
+        """Report that this job is not recovered online, and undo the preparation of online recovery."""
         from adaptor import patching
 
         patching.disarm("online")
@@ -227,7 +227,9 @@ class Runtime:
 
 
 def summarize(error: BaseException) -> str:
-    """Return an exception in one line; one without a message with the place where it was raised."""
+    """Return an exception in one line; an exception without a message is shown with the place of its
+    `raise`.
+    """
     kind, calls = type(error).__name__, calls_of(error)
     if not text.say(error) and calls:
         path, line = calls[-1]
@@ -236,7 +238,7 @@ def summarize(error: BaseException) -> str:
 
 
 def not_online(reason: str) -> str:
-    """Return the line that says at the start that a job is not recovered online."""
+    """Return the start-up line for a job without online recovery."""
     return f"[ttp] online recovery: no ({reason}); a fault restarts all ranks"
 
 
@@ -246,12 +248,12 @@ def of_this_process() -> WorkerRuntime | None:
 
 
 def training() -> bool:
-    """Return whether a training loop runs in this process: it has begun, and has not ended."""
+    """Return whether a training loop runs in this process: begun, and not ended."""
     return _runtime is not None and _runtime.session.is_training
 
 
 def begin() -> WorkerRuntime:
-    """Make the runtime of this process, which ttprun has started as a worker, by TTP_ENGINE.
+    """Make the runtime of this process, a worker started by ttprun, by TTP_ENGINE.
 
     Raises:
         StartError: the process was not started by `ttprun`.
@@ -270,8 +272,8 @@ def get() -> WorkerRuntime:
     """Return the runtime of this worker.
 
     Raises:
-        StartError: the process was not started by `ttprun`, or is a child of one that was: that has its
-            environment, and its memory if it was forked, but board and connection are the parent's.
+        StartError: the process was not started by `ttprun`, or is a child of a worker: a child has the
+            worker's environment, and after a fork its memory, but board and connection belong to the parent.
     """
     if _runtime is None:
         raise StartError(IN_A_CHILD if AGENT in os.environ else NOT_BY_TTPRUN)

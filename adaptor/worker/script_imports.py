@@ -1,7 +1,7 @@
 """Records the names of each module at the end of its import, in a worker and in a spare.
 
 Both import the same modules in the same order, so a module has the same names at the end of its import in
-both, unless the script has changed something before. The names that it has later depend on the training.
+both, unless the script has changed something before. Names added later depend on the training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class ScriptImports:
 
     Attributes:
         is_watching: whether the imports are recorded.
-        names: by module, in the order in which their imports finished, `imported_names.codes_of` it then.
+        names: by module, in the order of finished imports: `imported_names.codes_of` the module at the end of
+            its import.
     """
 
     def __init__(self, _context: Context) -> None:
@@ -34,7 +35,7 @@ class ScriptImports:
         self.names: dict[str, bytes] = {}
         self._environment: dict[bytes, bytes] = {}  # not of os.environ: in a spare, its readers are recorded
         self._seen = 0  # of the environment, a hash
-        self._changed: dict[str, str] = {}  # variables: the newest module when it was changed first
+        self._changed: dict[str, str] = {}  # by variable: the newest module at the first change
 
     def begin(self) -> None:
         """Record the imports from now on, for a spare or in a spare."""
@@ -71,7 +72,7 @@ class ScriptImports:
                     self._changed.setdefault(name, next(reversed(sys.modules)))
 
     def changed_variables(self) -> dict[str, ChangedVariable]:
-        """Return, by name, the variables that the script had changed before its last import."""
+        """Return, by name, the variables changed by the script before its last import."""
         return {
             name: ChangedVariable(encodable(newest), code_of_variable(name))
             for name, newest in self._changed.items()
@@ -79,23 +80,23 @@ class ScriptImports:
 
 
 def code_of_variable(name: str) -> bytes:
-    """Return four bytes for the value that an environment variable has now, which may be a secret."""
-    # Not of os.environ: what reads that is recorded in a spare.
+    """Return four bytes for the current value of an environment variable, which may be a secret."""
+    # Not of os.environ: a spare records reads of os.environ.
     return zlib.crc32(repr(os.environb.get(os.fsencode(name))).encode()).to_bytes(4, "big")
 
 
 def _hash_of_environment() -> int:
-    # As it is kept: it is looked at in each import, and to decode it takes 30 times as long.
+    # Undecoded: the value is read in each import, and decoding takes 30 times as long.
     return hash(tuple(os.environ._data.items()))  # type: ignore[attr-defined]
 
 
 class _Finder:
-    """The first finder: it finds what the others find, and lets the end of the import be noted."""
+    """The first finder: returns the specs of the other finders, and records the end of the import."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a module, or None where this one has no part in it."""
+        """Return the spec of a module, or None if this finder has no part in the import."""
         imports = context.part(ScriptImports)
         if not imports.is_watching:
             return None
@@ -107,7 +108,7 @@ class _Finder:
             return None
         for finder in finders[finders.index(self) + 1 :]:
             if not hasattr(finder, "find_spec"):
-                return None  # Python knows what to do with it
+                return None  # Python handles the case
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 if type(spec) is ModuleSpec:
@@ -117,9 +118,9 @@ class _Finder:
 
 
 class _Unfinished(ModuleSpec):
-    """The spec of a module, until its import has finished, which Python notes in it.
+    """The spec of a module during its import, where Python records the end of the import.
 
-    No loader is wrapped for that: it would be a call more in the traceback of each error in an import.
+    No loader is wrapped: a wrapper would add a call to the traceback of each error in an import.
     """
 
     def __setattr__(self, name: str, value: object) -> None:

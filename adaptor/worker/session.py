@@ -1,8 +1,8 @@
-"""The session: a worker's knowledge of its training, which it writes to its board.
+"""The session: a worker's knowledge of its training, written to the worker's board.
 
 The main thread calls `begin_training`, then in every step `begin_step`, `before_update` and `after_update`
 (from the optimizer's own step hooks) and `end_update`. The processor's threads call the rest, and the freezer
-(`freezer`). Between them stand the door, through which the update window (`update_window`) is entered, and
+(`freezer`). Between the two stand the door, through which the update window (`update_window`) is entered, and
 the history of steps (`step_history`); no lock is held across a call into the framework.
 """
 
@@ -27,7 +27,7 @@ from adaptor.worker.update_window import UpdateWindow
 
 
 class Session:
-    """The session of a worker process; there is one."""
+    """The session of a worker process; a process has a single session."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Session:
 
         Args:
             board: of this rank.
-            send_layout: tells the agent which shards this rank holds, and from which step training goes on.
+            send_layout: tells the agent this rank's shards and the step from which training goes on.
             report_broken_barrier: tells the agent that the barrier broke.
             on_protected: is called once, at the first finished step.
             recorder: is told of each step.
@@ -59,12 +59,12 @@ class Session:
         self._on_protected = on_protected
         self._history = self.window.history
         self._step = -1
-        self._origin = -1  # the step that training goes on from
+        self._origin = -1  # the step from which training goes on
         self._is_protected = False
         self.is_training = False
         self._ends_with_update = False
         self._end_is_told = True
-        self._thread = 0  # the one that trains
+        self._thread = 0  # the training thread
         self.pace = Pace(board)
         self._loop = LoopPosition()
         self.copier: StateCopier | None = None  # of copies in host memory
@@ -76,7 +76,7 @@ class Session:
 
     @property
     def trains_on_this_thread(self) -> bool:
-        """Return whether the calling thread is the one that trains, and training has not ended."""
+        """Return whether the calling thread trains, and training has not ended."""
         return self.is_training and threading.get_ident() == self._thread
 
     @property
@@ -97,7 +97,7 @@ class Session:
         Args:
             trainee: the training state.
             inner_optimizers: the optimizers whose updates make a step.
-            origin: the step that the state belongs to, and from which training goes on.
+            origin: the step of the state, from which training goes on.
         """
         self._leave_earlier_step()
         self._thread = threading.get_ident()
@@ -119,12 +119,12 @@ class Session:
         origin: int,
         measures: Measures | None = None,
     ) -> None:
-        """The state of `trainee` is that of `step` again, and `record` belongs to it: the next step is made,
-        for the first time or once more. Until `come_round` a rank that waits for another one counts as one
-        that is in that step, so that a hang is noticed.
+        """The state of `trainee` is again the state of `step`, with the matching `record`: the next step is
+        made, for the first time or once more. Until `come_round` a rank that waits for another rank counts as
+        being in the next step, so a hang is noticed.
 
-        In a process that takes the place of another training begins here; `origin` is the step that the job
-        was started from, and `measures` those of another rank.
+        In a replacement process training begins here; `origin` is the step from which the job was started,
+        and `measures` are the measures of another rank.
         """
         self._thread = threading.get_ident()
         if self.copier is not None:
@@ -144,12 +144,13 @@ class Session:
         self.pace.await_step(step + 1)
 
     def come_round(self) -> None:
-        """The loop may be called: what comes before its first step may take any time."""
+        """The loop may be called: work before the loop's first step may take any time."""
         self.pace.abandon_step()
 
     def tell_again(self) -> None:
-        """Tell the agent once more what this rank holds: how it is recovered was decided after training
-        began."""
+        """Report this rank's shards to the agent once more: the way of recovery was decided after training
+        began.
+        """
         assert self.trainee is not None
         self._send_layout(self.trainee, self._origin)
 
@@ -169,7 +170,7 @@ class Session:
             self._recorder.close()
 
     def require_next(self, step: int) -> None:
-        """Check the number of the next step, in a loop that numbers its steps by itself.
+        """Check the number of the next step, in a loop that numbers steps by itself.
 
         Raises:
             StepError: another step was expected.
@@ -188,15 +189,16 @@ class Session:
         """Begin `step`; everything of step - 1 is done.
 
         Args:
-            watched: `end_step` will be called, so that a step that does not end is noticed.
-            ends_with_update: nobody has to call it: what comes after the framework's optimizer step may take
-                any time.
-            updates_finish: a step that its optimizer neither updated nor skipped is not finished, because it
-                may have added to gradients, which no checkpoint has. Else the framework has left it out.
+            watched: `end_step` will be called, so a step without an end is noticed.
+            ends_with_update: no call ends the step: work after the framework's optimizer step may take any
+                time.
+            updates_finish: a step that its optimizer neither updated nor skipped is not finished, because the
+                step may have added to gradients, which no checkpoint contains. False: the framework has left
+                the step out.
         """
         if self.trainee is None:
             return
-        self.window.give_up()  # of a step that an exception left inside its update, which the script caught
+        self.window.give_up()  # the script may have caught an exception from inside an update
         self._thread = threading.get_ident()
         self._report_protection_once()
         finished, records = self.board.finished, dict[int, TakenRecord]()
@@ -212,7 +214,7 @@ class Session:
             self.window.require_whole(step - 1)
             self.board.finish(step - 1)
         if ends_with_update and 0 <= self.board.inside <= self.board.finished:
-            self._end_is_told = False  # by an optimizer of the framework that does not tell
+            self._end_is_told = False  # by an optimizer of the framework without a report
             self.pace.end_step()
         self._ends_with_update = ends_with_update
         if self._recorder is not None:
@@ -227,20 +229,20 @@ class Session:
 
     @contextlib.contextmanager
     def step(self, step: int, *, updates_finish: bool = False) -> Iterator[None]:
-        """Begin `step`, and end it.
+        """Begin `step`, and end the step after the block.
 
-        It ends where the block is left and not with its update (`ends_with_update` of `begin_step`): what
-        comes after the update in the block belongs to the step. `updates_finish` is that of `begin_step`;
-        with it, an update that only some of the inner optimizers have made is an error, too.
+        The step ends where the block is left and not with its update (`ends_with_update` of `begin_step`):
+        work after the update in the block belongs to the step. `updates_finish` has the meaning of
+        `begin_step`; if True, an update made by only some of the inner optimizers is an error, too.
 
-        A step that is left by an exception (which the loop may catch), or before its update, has ended, but
-        its duration is not used as a measure.
+        A step left by an exception (which the loop may catch), or before its update, has ended, but the
+        duration is not used as a measure.
         """
         self.begin_step(step, watched=True, updates_finish=updates_finish)
         try:
             yield
         except BaseException:
-            self._leave_earlier_step()  # what is recorded of it ends later: the exception is told first
+            self._leave_earlier_step()  # the step's record ends later, after the report of the exception
             raise
         if updates_finish and self.window.is_open:
             missing = self.window.waits_for
@@ -249,10 +251,10 @@ class Session:
         self.end_step()
 
     def end_step(self) -> None:
-        """End the step that was begun; what follows until the next one may take any time.
+        """End the current step; work before the next step may take any time.
 
-        The duration of a step that neither made nor skipped its update, such as one that `break` has left, is
-        not used as a measure.
+        The duration of a step without a made or skipped update, for example a step left by `break`, is not
+        used as a measure.
         """
         if self._recorder is not None:
             self._recorder.end_step()
@@ -262,17 +264,17 @@ class Session:
             self.pace.end_step()
 
     def _leave_earlier_step(self) -> None:
-        """Leave a step that an exception may have left inside its update window."""
+        """Leave the update window of a step that an exception may have ended."""
         self.window.give_up()
         self.pace.abandon_step()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Mark a phase of the loop that takes a time of its own (evaluation, a save).
+        """Mark a phase of the loop with a duration of its own (evaluation, a save).
 
-        A hang in it is noticed once a phase of the same name has ended before.
+        A hang in a phase is noticed once a phase of the same name has ended before.
         """
-        # The board tells the position of the thread that trains; a save in another thread does not count.
+        # The board shows the position of the training thread; a save in another thread does not count.
         if self.trainee is None or threading.get_ident() != self._thread:
             yield
             return
@@ -285,13 +287,13 @@ class Session:
         self.pace.end_phase()
 
     def wait_for_data(self, read: Callable[[], Any]) -> Any:
-        """Call `read`, which returns the next batch of a data loader; the time that it takes is counted."""
+        """Call `read`, which returns the next batch of a data loader; the time of the call is measured."""
         if self.trainee is None or threading.get_ident() != self._thread:
             return read()
         return self.pace.wait_for_data(read)
 
     def before_copy(self) -> None:
-        """Note that a script begins to make the local copy by itself; `before_update` ends that."""
+        """Note that a script begins to make the local copy by itself; the copy ends with `before_update`."""
         if self.trainee is None or self._step < 0 or self.window.is_open or self.window.is_copying:
             return
         self.window.begin_copy(self.trainee, self._step)
@@ -314,23 +316,26 @@ class Session:
             self._close_window()
 
     def require_hooks(self, optimizer: object) -> None:
-        """Check, after the hooks of an inner optimizer that has changed its state, that they have told.
+        """Check, after an update by an inner optimizer, that the optimizer's hooks have reported the update.
 
         Raises:
-            UnsupportedError: they have not.
+            UnsupportedError: the hooks have not.
         """
         if self._step >= 0 and not self.window.is_open and self.board.finished < self._step:
             self._refuse_update([optimizer])
 
     def _refuse_update(self, optimizers: Iterable[object]) -> NoReturn:
-        """Refuse an update that has passed no door: other ranks may not have been ready for it, and a copy
-        of a shard has not followed it."""
+        """Refuse an update that has bypassed the door: other ranks may not have been ready for the update,
+        and a copy of a shard has not followed.
+        """
         self.window.was_bypassed(self._step)
         kinds = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
         raise step_checks.update_without_hooks(self._step, kinds)
 
     def update_nothing(self) -> None:
-        """Pass the door with the others on a rank that trains nothing (its pipeline stage is frozen)."""
+        """Pass the door together with the other ranks, on a rank that trains nothing (a frozen pipeline
+        stage).
+        """
         if self.trainee is None or self._step < 0 or self.window.inner_count:
             return
         self.window.open(self.trainee, self._step)
@@ -347,11 +352,12 @@ class Session:
         """Note that the framework's optimizer step has returned; without an update the step is skipped.
 
         Args:
-            inner_optimizers: the optimizers of that call; if they belong to another optimizer than the one
-                that is protected (as in a GAN), it is ignored.
+            inner_optimizers: the optimizers of the call; a call with optimizers other than the protected ones
+                (as in a GAN) is ignored.
 
         Raises:
-            UnsupportedError: they have made the update of this step, and their hooks have not told of it.
+            UnsupportedError: the optimizers have updated in this step, and their hooks have not reported the
+                update.
         """
         if self.trainee is None or self._step < 0:
             return
@@ -379,10 +385,10 @@ class Session:
             self.door.leave()
 
     def hold(self, until: threading.Event | None = None) -> None:
-        """Keep the main thread, and with it the process and its state, until the processor ends it.
+        """Keep the main thread, and with it the process and the state, until the processor ends the process.
 
-        A handler of signals may raise on this thread, and would end the process. torch's does for each data
-        loader that is killed: where all processes of a job are told to end, one rank loses several.
+        A signal handler may raise on this thread, which would end the process. torch's handler raises for
+        each killed data loader: when all processes of a job are ended, a rank loses several data loaders.
 
         Args:
             until: ends the hold, too.
@@ -401,7 +407,7 @@ class Session:
     # processor's threads
 
     def end_step_left_by_break(self) -> bool:
-        """End the step that is open where its loop has left it, which nobody tells; return whether it has."""
+        """End a step that its loop has left without a report; return whether a step was ended."""
         step = self.board.inside
         if not self._ends_with_update or self.board.finished >= step:
             return False
@@ -415,7 +421,9 @@ class Session:
         return step < self.board.live
 
     def record_of(self, step: int) -> Any:
-        """Return what belongs to `step` besides tensors. Raises LookupError if it is not known any more."""
+        """Return the record of `step`: everything besides tensors. Raises LookupError if the record has been
+        dropped.
+        """
         assert self.trainee is not None
         return self._history.record_of(step, self.trainee)
 

@@ -21,25 +21,25 @@ from adaptor.threads import within
 from adaptor.waits import Waits
 from adaptor.worker import thread_frames
 
-# The number of innermost calls that are named.
+# The number of innermost calls to name.
 _DEPTH = 4
-# The number of outermost calls that are compared with those of other ranks.
+# The number of outermost calls to compare with other ranks' calls.
 _LONGEST = 200
 # `adaptor.waits` is entered at most so many calls above the innermost one.
 _WAIT_DEPTH = 8
 # In the place of torch's own code: patches, and the store at which ranks meet (`online.meeting`).
 _IN_PLACE = ("adaptor.patches.", "adaptor.patching.", "adaptor.worker.dump_store", "adaptor.protocol.wire")
-# A call that returns when others have done their part. What waits for a lock, a queue or a file looks
-# different; torch's own functions for collectives are known by their file. On a device, a number that is read
-# waits for all that was started before it.
+# A call that returns when other ranks have done their part. Waits for a lock, a queue or a file look
+# different; torch's own functions for collectives are recognised by their file. On a device, reading a number
+# waits for all work started before.
 _WAITS = re.compile(
     r"\b(barrier|synchronize|all_reduce|all_gather\w*|reduce_scatter\w*|broadcast|item|cpu|tolist)\("
     r"|handle\.wait\("
 )
 _COLLECTIVES = "/torch/distributed/"
-# Work that was begun before, by whatever name the framework has for it.
+# Work that was begun before, under any name of the framework.
 _WORK = re.compile(r"\.wait\(")
-# Debuggers, by their modules: pdb and all that is made of it, pydevd of IDEs.
+# Debuggers, by their modules: pdb and its descendants, pydevd of IDEs.
 _DEBUGGER = re.compile(r"(bdb|pdb|_?pydevd\w*)(\.|$)")
 # Compilers, by module and function: a compiled function that runs has frames of these modules, too.
 _COMPILER = re.compile(
@@ -50,16 +50,17 @@ _COMPILER = re.compile(
 
 
 def look(path: Path, limit_s: float, written: Callable[[], None]) -> Standing | None:
-    """The main thread's innermost calls, and whether it waits for other ranks; None after `limit_s`.
+    """Return the main thread's innermost calls, and whether the thread waits for other ranks; None after
+    `limit_s`.
 
-    The stacks of all threads are written to `path`; `written` is called afterwards. It reads source files and
-    writes one, which may be where everything hangs.
+    The stacks of all threads are written to `path`; `written` is called afterwards. The function reads source
+    files and writes a file, and may hang in either.
     """
     standings: list[Standing] = []
 
     def act() -> None:
         standings.append(_standing())
-        with contextlib.suppress(Exception):  # they are for people; the save goes on without them
+        with contextlib.suppress(Exception):  # stacks are for people; the save goes on without them
             _write(path)
             written()
 
@@ -69,14 +70,15 @@ def look(path: Path, limit_s: float, written: Callable[[], None]) -> Standing | 
 
 def write_when_told(path: Path) -> None:
     """Make this process write its stacks to `path` at each `SIGNAL`, whatever holds the interpreter lock."""
-    with contextlib.suppress(OSError):  # they are for people: the job trains without them
+    with contextlib.suppress(OSError):  # stacks are for people: the job trains without them
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # something may have cleaned up there
-        faulthandler.register(SIGNAL, path.open("w"), all_threads=True)  # which keeps the file open
+        faulthandler.register(SIGNAL, path.open("w"), all_threads=True)  # keeps the file open
 
 
 def awaited() -> Standing | None:
-    """Return the position of the main thread if it waits for other ranks, or for work of any kind that was
-    begun; None elsewhere."""
+    """Return the position of the main thread if the thread waits for other ranks, or for any work begun
+    before; None elsewhere.
+    """
     standing = _standing()
     frames = _main_thread()
     return standing if standing.waits or (frames and _WORK.search(_line(frames[0]))) else None

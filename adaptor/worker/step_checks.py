@@ -1,4 +1,6 @@
-"""Checks of steps: their numbers, where a loop gives them by itself; one update of all optimizers in each."""
+"""Checks of steps: step numbers, in a loop that numbers steps by itself; a single update of all optimizers in
+each step.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,14 @@ from adaptor.errors import StepError, UnsupportedError
 
 
 def require_next(step: int, last: int, finished: int) -> None:
-    """Check the number of a step that is begun.
+    """Check the number of a new step.
 
     A step that was begun, and left without an update, may be begun again.
 
     Args:
-        step: that is begun.
-        last: the step that was begun before; -1: none, since training began or a fault was recovered online.
-        finished: the newest step that was finished.
+        step: the new step.
+        last: the step begun before; -1: none, since training began or a fault was recovered online.
+        finished: the newest finished step.
 
     Raises:
         StepError: another step was expected; nothing is saved under the wrong number.
@@ -33,10 +35,10 @@ def require_next(step: int, last: int, finished: int) -> None:
 
 
 def require_first_update(step: int, finished: int) -> None:
-    """Check that `step` has made no update yet; `finished`: the newest step that was finished.
+    """Check that `step` has not been updated yet; `finished`: the newest finished step.
 
     Raises:
-        StepError: it has.
+        StepError: the step has been updated.
     """
     if finished >= step:
         raise StepError(
@@ -46,7 +48,7 @@ def require_first_update(step: int, finished: int) -> None:
 
 
 def part_of_an_update(step: int, missing: int, optimizers: int) -> StepError:
-    """Return the error of a step that has ended before `missing` of its `optimizers` made an update."""
+    """Return the error of a step that ended before `missing` of its `optimizers` made an update."""
     return StepError(
         f"step {step} has ended, and {missing} of {optimizers} optimizers that adaptor.protect "
         "was given made no update in it: what is saved is the state after the updates of all; "
@@ -55,7 +57,7 @@ def part_of_an_update(step: int, missing: int, optimizers: int) -> StepError:
 
 
 def update_without_hooks(step: int, kinds: str) -> UnsupportedError:
-    """Return the error of an update in `step` that optimizers of these `kinds` made, and no hook told."""
+    """Return the error of an update in `step` by optimizers of these `kinds` without a report from a hook."""
     return UnsupportedError(
         f"step {step} has an update of {kinds} that no hook has told of, so it could not be saved: train "
         "with what get_megatron_optimizer returned, and leave its optimizers, their `step` and their hooks "

@@ -1,7 +1,7 @@
-"""The records of the last steps, from which a dump takes what belongs to its step besides tensors.
+"""The records of the last steps: the part of each step's state besides tensors, for a dump.
 
-The main thread adds to it, the processor's threads read it: all of it is one value, which is replaced as a
-whole.
+The main thread adds records, the processor's threads read them: the content is a single value, always
+replaced as a whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RECORD_S = 2.0
 
 
 class TakenRecord(NamedTuple):
-    """A record, and the device's event after which its tensors are complete; None: they are complete."""
+    """A record, and the device's event after which the tensors are complete; None: complete already."""
 
     record: Any
     mark: Any
@@ -30,9 +30,9 @@ class _Content:
 
     Attributes:
         records: by finished step.
-        snapshot_step: the newest step that has come to its update, or was skipped.
-        snapshot: what that step had changed before its update.
-        updated: whether that step was updated; False: it was skipped.
+        snapshot_step: the newest step that was updated or skipped.
+        snapshot: the changes of the step before its update.
+        updated: whether the step was updated; False: the step was skipped.
     """
 
     records: dict[int, TakenRecord] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class StepHistory:
 
     @property
     def snapshot_step(self) -> int:
-        """Return the newest step that has come to its update, or was skipped; -1: none."""
+        """Return the newest step that was updated or skipped; -1: none."""
         return self._content.snapshot_step
 
     def reset(self, records: Mapping[int, TakenRecord] | None = None) -> None:
@@ -57,14 +57,14 @@ class StepHistory:
         self._content = _Content(dict(records or {}))
 
     def add(self, records: Mapping[int, TakenRecord], oldest: int, newest: int) -> None:
-        """Add `records`, by finished step, and drop those of steps that nobody asks for any more.
+        """Add `records`, by finished step, and drop the records of steps no longer needed.
 
         Args:
-            records: those that are added.
-            oldest, newest: the finished steps that can be saved from this rank.
+            records: the records to add.
+            oldest, newest: the finished steps savable from this rank.
         """
         content = self._content
-        # Keep the record of the step before the one at its update, too: that one's can be derived from it.
+        # Keep the record of the step before the newest snapshot, too: the newest record derives from it.
         oldest = min(oldest, content.snapshot_step - 1)
         newest = max(newest, content.snapshot_step - 1)
         kept = {step: taken for step, taken in content.records.items() if oldest <= step <= newest}
@@ -73,14 +73,16 @@ class StepHistory:
         )
 
     def add_snapshot(self, step: int, snapshot: Any, updated: bool) -> None:
-        """Add the `snapshot` of what `step` has changed before its update, if it has one (`updated`)."""
+        """Add the `snapshot` of the changes in `step` before its update, if the step has an update
+        (`updated`).
+        """
         self._content = _Content(self._content.records, step, snapshot, updated)
 
     def record_of(self, step: int, trainee: Trainee) -> Any:
-        """Return what belongs to `step` besides tensors.
+        """Return the record of `step`: everything besides tensors.
 
         Raises:
-            LookupError: it is not known any more.
+            LookupError: the record has been dropped.
         """
         content = self._content
         taken, record_before = content.records.get(step), content.records.get(step - 1)

@@ -1,11 +1,11 @@
 """The Python frames of all threads.
 
-CPython 3.11 holds a lock of the interpreter while it makes the objects of frames, and each object may begin a
-collection of garbage. A destructor that needs that lock then waits for ever, with it the whole process, as
+CPython 3.11 holds a lock of the interpreter while creating frame objects, and each new object may begin a
+garbage collection. A destructor in need of the lock then waits for ever, and the whole process with it, as
 the GIL is held (seen with 3.11.7).
 
-Invariant: no collection begins in the call. A script that switches the collector off just between the two
-lines that look and switch it on again would find it on; it does so once, at its start.
+Invariant: no collection begins in the call. A script that switches the collector off between the two lines
+that read and restore the collector's state would find the collector on; scripts do so once, at the start.
 """
 
 from __future__ import annotations

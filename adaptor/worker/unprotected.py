@@ -1,8 +1,8 @@
-"""Warns of a script that trains without being protected: the adaptor is enabled, and no step is reported.
+"""Warns of unprotected training: the adaptor is enabled, and no step is reported.
 
-Hooks of torch run around each step of any optimizer. A script without an optimizer, for example one that
-prepares data, gets no warning. In a job that nobody has claimed (`adaptor.patching.claim`) these hooks are
-all that the adaptor adds to the training.
+Hooks of torch run around each step of any optimizer. A script without an optimizer, for example for data
+preparation, gets no warning. In a job that no framework has claimed (`adaptor.patching.claim`) the adaptor
+adds only these hooks to the training.
 """
 
 from __future__ import annotations
@@ -39,43 +39,45 @@ _NO_STEP = (
 
 
 class Watch:
-    """Counts this process's optimizer updates, and reports those that nobody would save.
+    """Counts this process's optimizer updates, and reports updates that would not be saved.
 
     Args:
-        worker: its session knows if training has begun; it passes on why the training is not protected.
-        expected: what is known of the script.
+        worker: the session shows whether training has begun; the worker passes on why the training is not
+            protected.
+        expected: the facts known about the script.
     """
 
     def __init__(self, worker: WorkerRuntime, expected: UnprotectedTraining) -> None:
         self._worker = worker
         self._expected = expected
-        self._pid = worker.pid  # a child that was forked is no worker
+        self._pid = worker.pid  # a forked child is no worker
         self._updates: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._most = 0  # of one optimizer
-        self._kind = ""  # of the optimizer that made the first update; it may be gone at the end
+        self._kind = ""  # of the optimizer of the first update, which may be gone at the end
         self._said: set[str] = set()
 
     def before_update(self, optimizer: object, *_: object) -> None:
         """Check an update before it is made.
 
         Raises:
-            StartError: it is not protected, and TTP_REQUIRE_PROTECTION forbids that.
+            StartError: the update is not protected, and TTP_REQUIRE_PROTECTION forbids unprotected updates.
         """
         if os.getpid() != self._pid:
             return
         session = self._worker.session
         if session.trainee is None:
-            if self._expected.is_refused and not patching.is_claimed("ttp"):  # before it has trained anything
+            if self._expected.is_refused and not patching.is_claimed("ttp"):  # before any training
                 self._say(_unknown(session, type(optimizer).__name__, self._expected.framework))
         elif not session.counts_steps and session.window.owns(optimizer):
             self._say(_NO_STEP)
 
     def after_update(self, optimizer: object, *_: object) -> None:
-        """Count an update that was made.
+        """Count a finished update.
 
         Raises:
-            StartError: it is not protected, and TTP_REQUIRE_PROTECTION forbids that.
-            UnsupportedError: it belongs to a step, and the optimizer's own hooks have not told of it.
+            StartError: the update is not protected, and TTP_REQUIRE_PROTECTION forbids unprotected updates.
+            UnsupportedError: the update belongs to a step, and the optimizer's own hooks have not reported
+                the update.
         """
         if os.getpid() != self._pid:
             return
@@ -83,7 +85,7 @@ class Watch:
         if session.trainee is not None and session.window.owns(optimizer):
             session.require_hooks(optimizer)  # torch calls the hooks of all optimizers last
             return
-        if session.window.is_open:  # a part of one that is known
+        if session.window.is_open:  # a part of a known update
             return
         self._kind = self._kind or type(optimizer).__name__
         count = self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
@@ -94,7 +96,7 @@ class Watch:
     def end(self) -> None:
         """The script has come to its end."""
         session = self._worker.session
-        if self._expected.framework and self._most < TRAINING:  # it has evaluated
+        if self._expected.framework and self._most < TRAINING:  # an evaluation
             return
         if self._kind and session.trainee is None and not self._said:
             self._worker.not_protected(_unknown(session, self._kind, self._expected.framework))
@@ -112,10 +114,10 @@ class Watch:
 
 
 class UnprotectedTraining:
-    """The watch of this process, and what is known of its script; a part of its context.
+    """The watch of this process, and the facts known about its script; a part of the process's context.
 
     Attributes:
-        framework: the framework whose parser has read the script's arguments; '' where there is none
+        framework: the framework whose parser has read the script's arguments; '' without a framework
         is_refused: TTP_REQUIRE_PROTECTION
     """
 
@@ -132,19 +134,19 @@ class UnprotectedTraining:
 
     def why_unclaimed(self) -> str:
         """Return why nobody claims the job before process groups or an optimizer are made, and what to do."""
-        why = "it makes process groups or an optimizer before it has called adaptor.enable()"
+        reason = "it makes process groups or an optimizer before it has called adaptor.enable()"
         if self.framework:
-            why = (
+            reason = (
                 f"it uses the parser of {self.framework}, but the code that calls the parser does not import"
                 f" the training loop of {self.framework}, so it has another loop"
             )
-        return f"{why}; {_CLAIM}"
+        return f"{reason}; {_CLAIM}"
 
     def arm(self, worker: Callable[[], WorkerRuntime | None]) -> None:
-        """Watch the updates of this process from now on, if it is a worker.
+        """Watch the updates of this process from now on, if the process is a worker.
 
         Args:
-            worker: returns this process's runtime, None where it is no worker.
+            worker: returns this process's runtime, None outside of a worker.
         """
         self._armed = True
         wrapt.register_post_import_hook(partial(self._hook, worker), "torch.optim.optimizer")
@@ -158,7 +160,7 @@ class UnprotectedTraining:
         self._armed = False  # torch may not have been imported yet
 
     def end_of_script(self) -> None:
-        """Report at the end of the script what it has trained unprotected, if nobody has reported it."""
+        """Report unprotected training at the end of the script, unless reported before."""
         if self._watch is not None:
             self._watch.end()
 

@@ -1,9 +1,9 @@
-"""The update window: the time in a step in which the inner optimizers of a rank change its state.
+"""The update window: the part of a step in which the inner optimizers of a rank change the state.
 
-Invariants: it opens only when no rank needs this one any more for its update, and the door lets it; the board
-says at every moment which state of the rank is intact. A step whose collectives were ended on the device
-counts neither as READY nor as skipped nor as left out (`void`), which is looked at behind the last collective
-of the step.
+Invariants: the window opens only when no rank needs this rank any more for its update, and the door lets the
+step pass; the board says at every moment which state of the rank is intact. A step whose collectives were
+ended on the device counts neither as READY nor as skipped nor as left out (`void`); the check runs after the
+last collective of the step.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from adaptor.worker.step_history import StepHistory
 
 
 class UpdateWindow:
-    """The update windows of one rank; the main thread opens and closes them.
+    """The update windows of one rank; opened and closed by the main thread.
 
     Args:
         board: of this rank.
         broke: tells the agent that the barrier broke, with the error.
 
     Attributes:
-        door: through which each window is entered.
-        history: of the steps, which gets what a step had changed before its update.
+        door: the entrance of each window.
+        history: the step history, which receives the changes of a step before its update.
     """
 
     def __init__(self, board: Board, broke: Callable[[str], None]) -> None:
@@ -69,11 +69,13 @@ class UpdateWindow:
         return id(optimizer) in self._inner
 
     def has_all(self, optimizers: Iterable[object]) -> bool:
-        """Return True if an update of these optimizers is one of all inner optimizers; there are some."""
+        """Return True if the optimizers include all inner optimizers, and there is an inner optimizer. there
+        are some.
+        """
         return bool(self._inner) and self._inner <= {id(optimizer) for optimizer in optimizers}
 
     def begin(self, trainee: Trainee, inner_optimizers: Iterable[object]) -> None:
-        """Begin with a state that is whole: the next windows are of these inner optimizers."""
+        """Begin with an intact state: the next windows belong to these inner optimizers."""
         self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
         self._waiting = set()
         self._copying = False
@@ -96,7 +98,9 @@ class UpdateWindow:
         self._waiting = set(self._inner)
 
     def updated(self, trainee: Trainee, optimizer: object) -> bool:
-        """Note that an inner optimizer has changed its state; return whether it was the last one."""
+        """Note that an inner optimizer has changed its state; return whether the optimizer was the last to do
+        so.
+        """
         if self._waiting == {id(optimizer)}:
             trainee.update_replicas()
             self._mark = trainee.device.mark()
@@ -125,7 +129,7 @@ class UpdateWindow:
 
         Raises:
             Unwind: the main thread is to leave the framework's loop instead.
-            CollectiveEndedError: its collectives were ended.
+            CollectiveEndedError: the step's collectives were ended.
         """
         self.door.require_not_turned_away()
         if self._newest is not None and step > self._newest:
@@ -134,8 +138,8 @@ class UpdateWindow:
     def give_up(self) -> None:
         """Note that an exception has left the script or the step.
 
-        Inside the window the live state is that of no step. At the door it is intact, but the main thread
-        will not come back to go through.
+        Inside the window the live state belongs to no step. At the door the live state is intact, but the
+        main thread will not come back to go through.
         """
         if self._copying:  # the live state is intact
             self._copying = False
@@ -149,12 +153,15 @@ class UpdateWindow:
             self._board.turn_back()
 
     def was_bypassed(self, step: int) -> None:
-        """Note that inner optimizers have changed the state on its way to `step`, and not all came here."""
+        """Note that inner optimizers changed the state on the way to `step`, and not all of them came
+        here.
+        """
         self.give_up()
         self._board.changed(step)
 
     def wait_for_device(self, device: Device, until: float) -> bool:
-        """Wait for the device, which may be behind the main thread; return whether its updates are over.
+        """Wait for the device, which may be behind the main thread; return whether the device's updates are
+        over.
 
         Args:
             until: the end of waiting, on the monotonic clock.
@@ -172,7 +179,7 @@ class UpdateWindow:
         self._board.updating(copied=trainee.has_local_copy)
 
     def _come_to_the_door(self, trainee: Trainee, step: int) -> None:
-        trainee.exchange()  # where it breaks, this rank has not come to the door
+        trainee.exchange()  # a rank whose exchange breaks has not come to the door
         self._take_snapshot(trainee, step, updated=True)
         self.require_whole(step)
         self._board.ready(step)
@@ -186,7 +193,7 @@ class UpdateWindow:
 
     def _wait_at_the_barrier(self, trainee: Trainee) -> None:
         try:
-            # Behind a closed door this rank may have told that it was not READY yet. Then nobody may begin
+            # Behind a closed door this rank may have reported not to be READY yet. Then nobody may begin
             # the update, so the barrier must not be passed.
             if not self.door.closed:
                 trainee.barrier()

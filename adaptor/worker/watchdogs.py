@@ -1,12 +1,12 @@
-"""The framework's own watchdogs, which end a process some time after a collective has failed or hangs.
+"""The framework's own watchdogs, which end a process some time after a collective fails or hangs.
 
-In a protected job they would end survivors, which have the state that is to be saved, so they are switched
-off there, and the adaptor's hang detection watches in their place. With TTP_HANG=0 nothing would, so they
-stay on: a job that hangs must come to an end.
+In a protected job watchdogs would end survivors with the state to save, so the adaptor switches watchdogs off
+and watches for hangs in their place. With TTP_HANG=0 nothing else watches for hangs, so watchdogs stay on: a
+hanging job must come to an end.
 
-torch reads the variables when a process group is made. Whether a job will be protected is known by then where
-the framework's own script has parsed its arguments, where the script has imported the framework of a plug-in,
-or where it has called `adaptor.enable()` itself. In any other script under ttprun they stay what they are.
+torch reads the variables when a process group is made. By then a job is known to be protected if the
+framework's own script has parsed its arguments, if the script has imported the framework of a plug-in, or if
+the script has called `adaptor.enable()`. In any other script under ttprun watchdogs stay unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ VARIABLES = (
     "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "TORCH_NCCL_ENABLE_MONITORING",
     "TORCH_HCCL_ASYNC_ERROR_HANDLING",
-    # With it torch does as if the first of these were set.
+    # With this variable torch acts as if the first variable were set.
     "TORCH_NCCL_DESYNC_DEBUG",
 )
 # The first NCCL group of a process that takes another's place is at the store of the meeting, where torch
@@ -42,12 +42,12 @@ class Watchdogs:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._off = False
-        self._before: dict[str, str | None] = {}  # what the variables were, while they are off
+        self._before: dict[str, str | None] = {}  # the variables' own values, while switched off
 
     def switch_off(self) -> None:
         """Switch the watchdogs of NCCL and HCCL off; with TTP_HANG=0 they stay on.
 
-        It has no effect once process groups are made.
+        The call has no effect once process groups exist.
         """
         if self._off or not self._context.settings.hang_s or _groups_are_made():
             return
@@ -77,7 +77,7 @@ class Watchdogs:
     @property
     def are_off(self) -> bool:
         """Return whether they end nobody: not with TORCH_DISTRIBUTED_DEBUG=DETAIL, whatever was set."""
-        from adaptor.devices.cuda import is_detailed  # it imports torch
+        from adaptor.devices.cuda import is_detailed  # imports torch
 
         return self._off and not is_detailed()
 
