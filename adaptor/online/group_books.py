@@ -1,8 +1,8 @@
-"""Puts a fresh backend below a process group, and takes the group that it was made with out of torch's books.
+"""Puts a fresh backend below a process group, and removes the fresh backend's own group from torch's books.
 
-`ProcessGroup` has a map from backend types to backends, and keeps a backend whose type it knows. A type is a
-number of eight bits that torch does not check, so a fresh backend is registered under a number that torch has
-no name for. None of this is documented by torch: `why_not` tries it when a worker starts.
+`ProcessGroup` maps backend types to backends, and keeps a backend of a known type. A type is an eight-bit
+number, unchecked by torch, so a fresh backend is registered under a number without a name in torch. torch
+documents none of these facts: `why_not` tests them when a worker starts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ class ExchangeError(Exception):
 
 
 def leave_batches() -> None:
-    """Forget what an exception has left of a batch of collectives, which torch would go on collecting.
+    """Clear the leftovers of a batch of collectives after an exception; torch would keep adding to the batch.
 
     Raises:
-        ExchangeError: NCCL or HCCL may wait for the end of the batch, too, and would put off all that comes.
+        ExchangeError: NCCL or HCCL may also be waiting for the end of the batch, and would delay all later
+            work.
     """
     begun_batches = books().pg_coalesce_state
     for group, collected in begun_batches.items():
@@ -41,7 +42,7 @@ def leave_batches() -> None:
 def never_destroy(backend: Any) -> None:
     """Keep a backend to the end of the process.
 
-    Its destructor waits for its threads, and one of them may be in work that gloo has forgotten.
+    The destructor waits for the backend's threads, and a thread may be in work that gloo has forgotten.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
@@ -51,11 +52,11 @@ def adopt(group: Any, fresh: Any, number: int) -> int:
 
     Args:
         group: of the framework.
-        fresh: a group that was made with the same arguments.
+        fresh: a group made with the same arguments.
         number: of the first backend.
 
     Returns:
-        The number of the next backend of this group.
+        The number of the group's next backend.
 
     Raises:
         ExchangeError: torch has no more numbers for backends.
@@ -79,7 +80,7 @@ def adopt(group: Any, fresh: Any, number: int) -> int:
 
 
 def forget(group: Any, fresh: Any) -> None:
-    """Take `fresh` out of torch's books, in which `group` stays as it is but for the name of its backend."""
+    """Remove `fresh` from torch's books, which keep `group` unchanged except for the name of its backend."""
     from torch._C import _distributed_c10d
 
     world = books()
@@ -109,7 +110,7 @@ def books() -> Any:
 
 
 def why_not() -> str:
-    """Return why the backends of groups cannot be exchanged with this torch; empty: they can."""
+    """Return why the backends of groups cannot be exchanged with this torch; empty: exchanges work."""
     import torch
     from torch.distributed import HashStore, PrefixStore, ProcessGroup, ProcessGroupGloo
 

@@ -1,8 +1,8 @@
 """The process groups of a worker: their backends are exchanged, and the framework keeps the groups.
 
-A framework holds its process groups in hundreds of places, so after a fault the objects stay, and only the
-connections below them are made anew. torch does so itself where it can (`reconfiguration.py`). Otherwise
-torch's helper makes a fresh backend, with the arguments that the framework gave when it made the group
+A framework holds its process groups in hundreds of places, so after a fault the objects stay, and only their
+connections are replaced. torch replaces the connections itself where possible (`reconfiguration.py`).
+Otherwise torch's helper makes a fresh backend, with the framework's arguments for the group
 (`group_books.py`). A collective costs nothing more.
 """
 
@@ -34,7 +34,9 @@ LONE_BACKEND = "fake"
 
 
 class _Made(NamedTuple):
-    """A group, the arguments with which torch made it, and how torch reconnects it; None: torch cannot."""
+    """A group, torch's arguments for the group, and the way torch reconnects the group; None: torch
+    cannot.
+    """
 
     group: Any
     arguments: dict[str, Any]
@@ -42,10 +44,10 @@ class _Made(NamedTuple):
 
 
 class Groups:
-    """All process groups of this worker since `remember`, in the order in which they were made.
+    """All process groups of this worker since `remember`, in order of creation.
 
     Attributes:
-        lone: they are made without other ranks until the first `exchange`
+        lone: groups are made without other ranks until the first `exchange`
         remembers: `remember` was called, and `forget` was not
     """
 
@@ -60,11 +62,11 @@ class Groups:
         self._before: frozenset[int] | None = None  # while groups are made: what there was
 
     def remember(self, lone: bool) -> None:
-        """Remember from now on how each group of this process is made.
+        """From now on remember the arguments of each group of this process.
 
         Args:
             lone: make the groups without other ranks until the first `exchange`. Their collectives return at
-                once: what is gathered is this rank's own contribution, once for each rank.
+                once: a gather returns this rank's own contribution, once for each rank.
         """
         self.remembers, self.lone = True, lone
 
@@ -167,23 +169,24 @@ class Groups:
         return max(timeout.total_seconds() for timeout in timeouts)
 
     def count(self) -> int:
-        """Return how many groups were made in this job, those without this rank included."""
+        """Return the number of groups made in this job, including groups without this rank."""
         return int(group_books.books().group_count)
 
     def exchange(self, store: Any, occasion: str) -> None:
-        """Give the groups fresh backends: all members do it, in the order in which they were made.
+        """Give the groups fresh backends: all members call `exchange`, in the order of the groups' creation.
 
-        A gloo group of this rank alone keeps its own, which has no connection that a fault could break.
+        A gloo group of this rank alone keeps its backend, which has no connection that a fault could break.
 
-        NCCL and HCCL make the communicator of a group at its first collective, and one for each pair of ranks
-        that send to each other outside of a batch: so `store` has to be there until the next exchange.
+        NCCL and HCCL make the communicator of a group at the group's first collective, and another
+        communicator for each pair of ranks with sends outside of a batch: so `store` must live until the next
+        exchange.
 
         Args:
-            store: where the members meet; its keys must be new.
-            occasion: a name for this exchange, the same on all ranks, and no other's.
+            store: where the members meet; the keys must be new.
+            occasion: a name for this exchange, the same on all ranks, and unique.
 
         Raises:
-            ExchangeError: it was done too often in this process, or there are too few descriptors for it.
+            ExchangeError: too many exchanges in this process, or too few file descriptors.
             Exception: whatever torch raises where a member does not come.
         """
         from torch.distributed import PrefixStore
@@ -215,8 +218,9 @@ class Groups:
                 self._exchange_one(f"{name}@{occasion}", created, store)
 
     def sockets(self) -> frozenset[int]:
-        """Return the inodes of the connections that the groups have, by which other sockets of the process
-        are told from them; from any thread."""
+        """Return the inodes of the groups' connections, which distinguish them from other sockets of the
+        process; from any thread.
+        """
         sockets_before = self._before
         return (
             self._sockets
@@ -226,7 +230,7 @@ class Groups:
 
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:
-        """Count the connections that are made meanwhile as those of a group."""
+        """Count connections made in the block as connections of a group."""
         self._before = abort_gloo.sockets()
         try:
             yield
@@ -259,9 +263,9 @@ class Groups:
 
 
 def _require_descriptors(groups: int) -> None:
-    """Raise ExchangeError where fresh backends could take the last descriptors of this process.
+    """Raise ExchangeError if fresh backends could use up the file descriptors of this process.
 
-    An exchange that fails in the middle ends in last words, which need some.
+    A failed exchange ends in last words, which need descriptors.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     open_descriptors = sum(1 for _ in Path("/proc/self/fd").iterdir())
@@ -275,7 +279,7 @@ def _require_descriptors(groups: int) -> None:
 
 
 def _backends_by_device(backend_request: Any) -> Any:
-    """Return torch's `BackendConfig` of what was asked for, such as "nccl" or "cpu:gloo,cuda:nccl"."""
+    """Return torch's `BackendConfig` of a backend request, such as "nccl" or "cpu:gloo,cuda:nccl"."""
     from torch.distributed import Backend
     from torch.distributed.distributed_c10d import BackendConfig
 
@@ -283,23 +287,24 @@ def _backends_by_device(backend_request: Any) -> Any:
 
 
 def _lone_backends(backend_request: Any) -> str:
-    """Return LONE_BACKEND for exactly the kinds of device for which a group was `backend_request`.
+    """Return LONE_BACKEND for exactly the kinds of device of `backend_request`.
 
-    A group that knew one more would bring torch to make barriers and gather objects on it: in an NCCL group
-    that could be the host, on which the others do not come, also after the exchange.
+    With an additional kind, torch would make barriers and gather objects on that kind: in an NCCL group on
+    the host, for example, where the other ranks do not come, also after the exchange.
     """
     devices = _backends_by_device(backend_request).get_device_backend_map()
     return ",".join(f"{device}:{LONE_BACKEND}" for device in devices)
 
 
 def _is_alone_in_gloo(request: dict[str, Any]) -> bool:
-    """Return whether a group that is `request` for has this rank alone, and gloo on each device."""
+    """Return whether the requested group has this rank alone, and gloo on each device."""
     return request["group_size"] == 1 and str(request["backend"]) == "gloo"
 
 
 def _is_sound(group: Any) -> bool:
-    """Return whether no fault of another rank can break a group: there is none in it, and nothing aborts
-    gloo."""
+    """Return whether no fault of another rank can break a group: the group contains no other rank, and
+    nothing aborts gloo.
+    """
     from torch.distributed import ProcessGroupGloo
 
     backends = [group._get_backend(device) for device in group._device_types]

@@ -1,4 +1,6 @@
-"""A framework's training loop as online recovery sees it: it can be called again from the end of a step."""
+"""The interface of a framework's training loop for online recovery: the loop can be called again from the end
+of a step.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ class Loop(Protocol):
     """A framework's training loop, which can be called again. All on the main thread."""
 
     def group(self) -> str:
-        """Return the name of the files that this rank could write: ranks of one group write the same."""
+        """Return the name of the files writable by this rank: ranks of a group write the same files."""
 
     def optimizer(self) -> Any:
         """Return the framework's optimizer, or chain of optimizers."""
@@ -22,22 +24,24 @@ class Loop(Protocol):
         """Return the chunks of the model."""
 
     def answers(self, step: int) -> Mapping[str, Any]:
-        """Return what a newcomer, which joins at `step`, would have asked other ranks at its start."""
+        """Return the answers that a newcomer, which joins at `step`, would have asked of other ranks at its
+        start.
+        """
 
     def settle(self, step: int) -> None:
         """Forget what an exception has left half done; the data since `step` will be given again."""
 
     def trainee(self, record: StepRecord) -> MegatronTrainee:
-        """Describe what this rank holds: collective, over the new groups."""
+        """Describe this rank's state: collective, over the new groups."""
 
     def agree(self, step: int) -> None:
         """Learn whether a rank has left what comes after `step`: collective, over the new groups."""
 
     def put_back(self, record: StepRecord) -> None:
-        """Set the framework's counters to those of the step, as its loop reads them when it is called."""
+        """Set the framework's counters to the values of the step, as the loop reads them when called."""
 
     def finish_step(self) -> None:
-        """Do what comes after the step (evaluation, a save) where a rank has not done all of it."""
+        """Finish the work after the step (evaluation, a save) where a rank has not finished."""
 
     def gather_weights(self) -> None:
         """Make the model's weights from main params: collective, over the new groups."""

@@ -1,6 +1,6 @@
 """The stores at which the ranks of an attempt meet: ours, in the controller's agent, never the job's.
 
-Their keys begin with the incident and the attempt, so a process that comes late meets no other.
+The keys begin with the incident and the attempt, so a late process meets no other process.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from adaptor.protocol.messages import Endpoint, Regroup
 
 
 class Meeting:
-    """The connections of one rank to the store, attempt after attempt.
+    """The connections of a rank to the store, attempt after attempt.
 
     Args:
-        rank: this one.
+        rank: this rank.
     """
 
     def __init__(self, rank: int) -> None:
@@ -24,7 +24,7 @@ class Meeting:
         self._lines: dict[tuple[int, int], TransferChannel] = {}  # by attempt and source
 
     def store(self, order: Regroup, name: str) -> Any:
-        """Return a store of this attempt, for one thread; it is kept until `close`."""
+        """Return a store of this attempt, for one thread; the store is kept until `close`."""
         from torch.distributed import PrefixStore
 
         from adaptor.worker.dump_store import DumpStore
@@ -65,10 +65,10 @@ class Meeting:
 
     def rest(self, timeout_s: float) -> None:
         """The job goes on, and process groups may come back to a store, as NCCL's do: keep this meeting, and
-        `abandon` it when another one begins.
+        `abandon` the meeting when the next begins.
 
         Args:
-            timeout_s: seconds for each wait there.
+            timeout_s: seconds for each wait at the store.
         """
         self._lines.clear()
         for store in self._stores:

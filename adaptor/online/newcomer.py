@@ -14,12 +14,12 @@ from adaptor.worker.pace import Measures
 
 
 class Told(NamedTuple):
-    """The data that a newcomer has got from its twin.
+    """The data received by a newcomer from its twin.
 
     Attributes:
         record: of the step
-        answers: what it would have asked other ranks at its start
-        measures: what steps and phases take (`Pace.measures`)
+        answers: the answers to a newcomer's start-up questions
+        measures: durations of steps and phases (`Pace.measures`)
         is_copied: whether all ranks make copies in host memory
     """
 
@@ -33,8 +33,8 @@ def ask_record(order: Regroup, rank: int, line_to: Callable[[int], TransferChann
     """Ask the twin of `rank` where the job is.
 
     Args:
-        order: names who gives what.
-        rank: this one.
+        order: names the sources.
+        rank: this rank.
         line_to: connects to a survivor.
     """
     answer = transfer.ask_record(line_to(_replacement(order, rank).twin))
@@ -42,17 +42,17 @@ def ask_record(order: Regroup, rank: int, line_to: Callable[[int], TransferChann
 
 
 def fetch(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], loop: Loop) -> None:
-    """Get the shards that this rank updates, and the weights that nobody updates.
+    """Receive the shards updated by this rank, and the untrained weights.
 
     Args:
-        order: by which it joins.
-        rank: this one.
+        order: the order to join.
+        rank: this rank.
         line_to: connects to another rank.
-        loop: the training loop, which has the state.
+        loop: the training loop, which holds the state.
 
     Raises:
-        TransferError: nobody gives a shard, or it does not fit.
-        CannotRejoinError: what has come is not finite.
+        TransferError: no rank gives a shard, or the shard does not fit.
+        CannotRejoinError: the received state is not finite.
     """
     own_replacement = _replacement(order, rank)
     givers = {(source.group, source.index): source.source for source in own_replacement.sources}

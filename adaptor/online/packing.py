@@ -1,7 +1,7 @@
-"""The record of a step as bytes, for a process that takes the place of another; nothing is ever unpickled.
+"""The record of a step as bytes, for a replacement process; nothing is ever unpickled.
 
-It has what checkpoints have besides shards: numbers, text, tensors, numpy's arrays, members of enums, tuples
-and dicts of these.
+The record contains the parts of checkpoints besides shards: numbers, text, tensors, numpy's arrays, members
+of enums, and tuples and dicts of these types.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def pack(value: Any) -> bytes:
     """Return `value` as bytes.
 
     Raises:
-        TypeError: names the type of something in it that cannot be passed on.
+        TypeError: names the type of an element that cannot be passed on.
     """
     return msgspec.msgpack.encode(_plain(value))
 
@@ -82,10 +82,10 @@ def _read(code: int, data: memoryview) -> Any:
 
 
 def _member(module: str, kind: str, name: str) -> enum.Enum:
-    """Return member `name` of an enum of a module that this process has imported, too.
+    """Return member `name` of an enum from a module that this process has imported, too.
 
     Raises:
-        TypeError: there is no such enum; nothing is imported for it.
+        TypeError: the enum does not exist in the process; nothing is imported for the lookup.
     """
     resolved: Any = sys.modules.get(module)
     for part in kind.split("."):

@@ -1,9 +1,10 @@
 """Buffers that ranks share outside of process groups: left before an exchange of the groups, then made anew.
 
 Transformer Engine's user buffers (`--tp-comm-overlap`) and the buffers of DeepEP and HybridEP
-(`--moe-token-dispatcher-type flex`) map the memory of other processes, and count messages there. After a
-fault these counts differ between ranks, also where no process was lost. Invariant: each rank has left all of
-them before it exchanges its groups, so all members of a group make the next buffer at the same time.
+(`--moe-token-dispatcher-type flex`) map the memory of other processes, and count messages in that memory.
+After a fault the counts differ between ranks, also if no process was lost. Invariant: each rank leaves all
+shared buffers before it exchanges its groups, so all members of a group make the next buffer at the same
+time.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class RankBuffers:
     ) -> Any:
         """Make the user buffers as `function` (Transformer Engine's `initialize_ub`) does, and remember how.
 
-        A new process among survivors makes the process groups alone, and no buffers: these come when it has
-        joined.
+        A new process among survivors makes the process groups alone, and no buffers: the buffers follow when
+        the process has joined.
         """
         groups = self._context.part(Groups)
         if not groups.remembers or self._initialize is not None:
@@ -60,10 +61,10 @@ class RankBuffers:
             return self._initialize()
 
     def leave(self) -> None:
-        """Leave all buffers; nothing on the device uses them any more.
+        """Leave all buffers; nothing on the device uses the buffers any more.
 
         Raises:
-            ExchangeError: a buffer cannot be made anew in this process.
+            ExchangeError: a buffer cannot be made again in this process.
         """
         if self._initialize is not None:
             sys.modules[_USER_BUFFERS].destroy_ub()  # local: no other rank takes part
@@ -99,7 +100,7 @@ class RankBuffers:
 
 
 class _Nothing:
-    """Stands in for an object that maps the memory of other ranks, in a process that has met none."""
+    """Stands in for an object with other ranks' memory, in a process that has not met other ranks."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -125,9 +126,9 @@ def _without_mappings(module: Any) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _replaced(module: ModuleType, values: Mapping[str, Any]) -> Iterator[None]:
     """Give names of a module other values meanwhile."""
-    before = {name: getattr(module, name) for name in values}
+    replaced = {name: getattr(module, name) for name in values}
     vars(module).update(values)
     try:
         yield
     finally:
-        vars(module).update(before)
+        vars(module).update(replaced)

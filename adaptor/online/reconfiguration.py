@@ -1,8 +1,8 @@
 """torch's own exchange of the connections below a process group (torch 2.14 and later, gloo).
 
-A backend that is made with `enable_reconfigure` keeps its object: `reconfigure` closes its connections and
-connects its members anew, so an exchange leaves no thread, descriptor or memory behind. torch calls the
-interface experimental. `group_books` exchanges the backends of all other groups.
+A backend made with `enable_reconfigure` keeps its object: `reconfigure` closes and reopens the connections to
+the members, so an exchange leaves no thread, descriptor or memory behind. torch calls the interface
+experimental. `group_books` exchanges the backends of all other groups.
 
 Invariant: all ranks of a job decide alike, by the version of torch and by the arguments of the group.
 """
@@ -24,7 +24,8 @@ _FIRST = 1
 
 
 class _RedirectedStore(Store):
-    """A store that passes each call on: to the framework's store, in an exchange to that of the meeting.
+    """A store that passes each call on: to the framework's store, or during an exchange to the meeting's
+    store.
 
     The framework's store may wait for a lost rank; the store of a meeting can be abandoned.
 
@@ -79,13 +80,13 @@ class Reconfigured:
         self.rank = self.ranks[request["group_rank"]]
 
     def connect(self, group: Any) -> None:
-        """Connect a group that was just made; all members call it."""
+        """Connect a new group; all members call the function."""
         store = PrefixStore(f"ttp/{self._request['group_name']}", self._request["store"])
         store.set(str(self.rank), self.handle(group))
         self._reconnect(group, _FIRST, [store.get(str(rank)).decode() for rank in self.ranks])
 
     def reconnect(self, group: Any, occasion: str, store: Any, handles: list[str]) -> None:
-        """Close the connections of a group and connect its members anew; all members call it.
+        """Close the connections of a group and connect the members again; all members call the function.
 
         Args:
             group: of the framework.
@@ -123,11 +124,11 @@ class Reconfigured:
 
 
 def of_group(helper: Callable[..., Any], request: Mapping[str, Any]) -> Reconfigured | None:
-    """Return what reconnects a group; None if torch cannot, or if this rank is not in the group.
+    """Return the object that reconnects a group; None if torch cannot, or if this rank is not in the group.
 
     Args:
         helper: torch's `_new_process_group_helper`.
-        request: the arguments with which `helper` makes the group.
+        request: the arguments of `helper` for the group.
     """
     if request["group_size"] == 1 or request["group_rank"] is None:
         return None
@@ -145,9 +146,9 @@ def exchange(groups: Mapping[str, tuple[Any, Reconfigured]], occasion: str, stor
     """Connect the members of `groups` anew; each group contains this rank.
 
     Args:
-        groups: each group with its description, by name, in an order that is the same on all ranks.
+        groups: each group with its description, by name, in the same order on all ranks.
         occasion: the name of the exchange.
-        store: where the members meet; its keys must be new.
+        store: where the members meet; the keys must be new.
     """
     handles = {}
     for name, (group, description) in groups.items():

@@ -1,14 +1,14 @@
-"""Online recovery as a worker sees it: leave the framework's loop, join the others, go round again.
+"""Online recovery in a worker: leave the framework's loop, join the others, go round again.
 
-The processor's thread gets `Regroup`: it brings the rank to the step, lets the main thread leave the
+The processor's thread gets `Regroup`: the thread brings the rank to the step, lets the main thread leave the
 framework (an exception out of a broken collective, or `Unwind` at the door), and answers newcomers. The main
-thread exchanges the process groups, puts back what belongs to the step, says `Joined`, waits for `Proceed`.
-Then it calls the framework's loop again. A newcomer's main thread runs the framework's start alone, asks its
-twin for the record of the step before it reads data, and joins at the same place.
+thread exchanges the process groups, restores the state of the step, says `Joined`, waits for `Proceed`. Then
+the main thread calls the framework's loop again. A newcomer's main thread runs the framework's start alone,
+asks its twin for the record of the step before reading data, and joins at the same place.
 
-The step is on disk before this begins, and until `Proceed` a survivor's shards, copies and records stay those
-of it. What fails is told (`RegroupFailed`): then all are started again from the step, or the controller tries
-once more.
+The step is on disk before the recovery begins, and until `Proceed` a survivor keeps the shards, copies and
+records of the step. A failure is reported (`RegroupFailed`): then all are started again from the step, or the
+controller tries once more.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ T = TypeVar("T")
 
 
 class Rejoin:
-    """Of one worker.
+    """The online recovery of a worker.
 
     Args:
-        worker: its session and its connection to the agent.
-        groups: its process groups.
-        newcomer: this process takes the place of another.
+        worker: the worker, with session and connection to the agent.
+        groups: the worker's process groups.
+        newcomer: this process replaces another.
     """
 
     def __init__(self, worker: Runtime, groups: Groups, newcomer: bool) -> None:
@@ -77,7 +77,9 @@ class Rejoin:
         return self._is_newcomer
 
     def set_online_support(self, why_not: str) -> None:
-        """On the main thread, before training begins: why this rank is not recovered online; empty: it is."""
+        """On the main thread, before training begins: set the reason why this rank is not recovered online;
+        empty: the rank is recovered.
+        """
         self._worker.online = why_not
         # The framework's waits: torch's own cost it nothing.
         if not why_not and self._groups.are_gloo:
@@ -91,7 +93,7 @@ class Rejoin:
         """See `processor.Rejoin`.
 
         Raises:
-            Exception: this rank cannot take part; its state is what it was.
+            Exception: this rank cannot take part; the rank's state is unchanged.
         """
         with self._changed:
             if order.incident <= self._recovered or order.incident < self._frozen:
@@ -205,8 +207,9 @@ class Rejoin:
     # main thread
 
     def run(self, loop: Loop, train: Callable[[], T]) -> T:
-        """Return what `train` returns, which is the framework's loop; it is called again after each
-        incident from which the job goes on."""
+        """Return the result of `train`, the framework's loop; `train` is called again after each incident
+        from which the job goes on.
+        """
         self._loop = loop
         context.part(GarbageCollection).resume()  # in a newcomer: it has started
         self._will_not_return = False
@@ -346,10 +349,10 @@ class Rejoin:
 
 
 class OnlineRecovery:
-    """Online recovery in this process, from the first time that it is asked for.
+    """Online recovery in this process, created at the first request.
 
     Attributes:
-        rejoin: None with TTP_ONLINE=0, and where this process is no worker
+        rejoin: None with TTP_ONLINE=0, and outside of a worker
     """
 
     def __init__(self, _context: Context) -> None:
@@ -359,7 +362,7 @@ class OnlineRecovery:
 
 
 def of_this_process() -> Rejoin | None:
-    """Return what takes part for this worker; None with TTP_ONLINE=0."""
+    """Return this worker's part in online recovery; None with TTP_ONLINE=0."""
     return context.part(OnlineRecovery).rejoin
 
 

@@ -1,4 +1,4 @@
-"""The data that a training loop has read since a step, so that it can read it once more."""
+"""Replays the data that a training loop has read since a step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STEPS = 2
 
 
 class Replay(Iterator[Any]):
-    """An iterator that remembers what it has given in the last steps.
+    """An iterator that remembers the data of the last steps.
 
     Args:
         source: where the data comes from.
@@ -43,7 +43,7 @@ class Replay(Iterator[Any]):
         return item
 
     def begin_step(self, step: int) -> None:
-        """Count the data that is read from now on as that of `step`."""
+        """Count data read from now on as data of `step`."""
         self._step = step
         self._given = {
             kept_step: items for kept_step, items in self._given.items() if kept_step > step - STEPS
@@ -51,14 +51,14 @@ class Replay(Iterator[Any]):
         self._now = self._given.setdefault(step, [])
 
     def given_in(self, step: int) -> int:
-        """Return how often it was read since `step` began, and before the next one."""
+        """Return the number of reads between the begin of `step` and the begin of the next step."""
         return len(self._given.get(step, ()))
 
     def rewind(self, step: int) -> None:
-        """Give all that was read after `step` once more.
+        """Replay all data read after `step`.
 
         Raises:
-            CannotRejoinError: that cannot be had any more.
+            CannotRejoinError: the data is no longer available.
         """
         # torch's iterators have gone on before they raise, so the next read would give the item after it.
         if self._is_reading:
@@ -73,10 +73,10 @@ class Replay(Iterator[Any]):
         self._now = self._given.setdefault(self._step, [])
 
     def _has_lost_process(self) -> bool:
-        """Return whether a process that reads ahead for one of torch's iterators has died.
+        """Return whether a process that reads ahead for a torch iterator has died.
 
-        torch tells it by an exception wherever the main thread is. Behind an iterator of another kind it is
-        not seen here: then the read that misses the process fails.
+        torch reports the death by an exception wherever the main thread is. For an iterator of another kind
+        the death is not visible here: then the read from the dead process fails.
         """
         # A process whose data have come to an end may end, and is not expected to live.
         processes = getattr(self._source, "_workers", None)

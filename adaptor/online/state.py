@@ -21,8 +21,9 @@ from adaptor.worker.processor import CannotRejoinError
 
 
 def own_shards(optimizer: Any) -> list[tuple[int, torch.optim.Optimizer]]:
-    """Return the shards that a chain of optimizers updates here, copies of others left out: index and
-    optimizer. The shards of a group are those of the first optimizer of the chain, then those of the second.
+    """Return the shards updated here by a chain of optimizers, without copies of other ranks' shards: index
+    and optimizer. The shards of a group are the shards of the chain's first optimizer, then the shards of the
+    second.
     """
     indexed_optimizers, offset = [], 0
     for chained_optimizer in step_record.chain(optimizer):
@@ -34,13 +35,13 @@ def own_shards(optimizer: Any) -> list[tuple[int, torch.optim.Optimizer]]:
 
 
 class Given:
-    """The state of a step that a survivor gives (a `transfer.StateSource`).
+    """The state of a step as given by a survivor (a `transfer.StateSource`).
 
     Args:
         past: the step is before the last update, and so in the local copy.
-        answers: what the newcomer would have asked other ranks at its start.
-        measures: what steps and phases take here.
-        is_copied: whether this rank makes copies in host memory, so that all ranks do.
+        answers: returns the answers to a newcomer's start-up questions.
+        measures: durations of steps and phases.
+        is_copied: whether this rank, and so every rank, makes copies in host memory.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Given:
 
 
 def frozen(model: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the weights that are not trained, which no optimizer gives."""
+    """Return the untrained weights, which no optimizer gives."""
     return [param for chunk in model for param in chunk.parameters() if not param.requires_grad]
 
 
@@ -101,8 +102,9 @@ def record_of(answer: Mapping[str, Any]) -> StepRecord:
 
 
 def digest(record: StepRecord, count: int) -> str:
-    """Return a checksum of what is equal on all ranks: step, counters, schedule, and how many groups the job
-    has made (by which torch names the next one)."""
+    """Return a checksum of the values that are equal on all ranks: step, counters, schedule, and the number
+    of groups made by the job (torch derives the next group's name from the number).
+    """
     schedule = dict(record.scheduler or {})
     digest_fields = (record.step, sorted(record.counters.items()), sorted(schedule.items()), count)
     return hashlib.sha256(repr(digest_fields).encode()).hexdigest()[:16]
@@ -127,7 +129,8 @@ def restore(trainee: MegatronTrainee, record: StepRecord) -> None:
 
 
 def require_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Last words take another copy of a shard that is not finite; to go on would spread it to all ranks.
+    """Last words replace a shard that is not finite by another copy; going on would spread the shard to all
+    ranks.
 
     Raises:
         CannotRejoinError: the optimizer state of this rank is not finite.

@@ -1,7 +1,7 @@
-"""The state of a rank on its way to the process that takes its place.
+"""Transfers the state of a rank to the replacement process.
 
-The newcomer asks, a survivor answers, over a gloo group of these two that is made for it, as a dump makes
-its own. A shard counts as received only once its checksum is that of the sender.
+The newcomer asks, a survivor answers, over a separate gloo group of the two, made like the group of a dump. A
+shard counts as received only if its checksum equals the sender's.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class TransferError(Exception):
 
 
 class Request(msgspec.Struct, frozen=True):
-    """A request of the newcomer: the record of the step, shard `index` of its group, or untrained weights.
+    """A request of the newcomer: the record of the step, shard `index` of the group, or untrained weights.
 
-    An empty one says that it has everything.
+    An empty request says that the newcomer has everything.
     """
 
     what: str = ""
@@ -53,10 +53,10 @@ class StateSource(Protocol):
     device: Device
 
     def record(self) -> Any:
-        """Return what belongs to the step besides tensors, and what the newcomer asks others at its start."""
+        """Return the step's record besides tensors, and the answers to a newcomer's start-up questions."""
 
     def shard(self, index: int) -> torch.optim.Optimizer:
-        """Return the optimizer that has shard `index` of this rank's group."""
+        """Return the optimizer with shard `index` of this rank's group."""
 
     def frozen(self) -> Sequence[torch.Tensor]:
         """Return the weights of the model that are not trained."""
@@ -67,7 +67,7 @@ class TransferChannel:
 
     Args:
         group: of CPU tensors.
-        other_rank: the rank of the other process in it.
+        other_rank: the rank of the other process in the group.
     """
 
     def __init__(self, group: Any, other_rank: int) -> None:
@@ -131,11 +131,11 @@ class TransferChannel:
 
 
 def answer(channel: TransferChannel, source: StateSource, cancelled: Callable[[], bool]) -> None:
-    """Answer what the newcomer asks, until it has all, or this is `cancelled`.
+    """Answer the newcomer's requests, until the newcomer has everything, or `cancelled` is true.
 
     Raises:
-        TypeError: there is something in the state that cannot be passed on.
-        Exception: what the group raises when the newcomer is gone.
+        TypeError: the state contains an element that cannot be passed on.
+        Exception: the group's error when the newcomer is gone.
     """
     while not cancelled():
         request = msgspec.msgpack.decode(channel.receive(), type=Request)
@@ -182,18 +182,18 @@ def ask_shard(channel: TransferChannel, index: int, optimizer: torch.optim.Optim
 
 
 def lay_out(optimizer: torch.optim.Optimizer, theirs: Shard, index: int) -> list[torch.Tensor]:
-    """Let `optimizer` have the param groups and the state of another one; return the tensors to be filled.
+    """Give `optimizer` the param groups and the state of another optimizer; return the tensors to be filled.
 
     Args:
-        optimizer: that has shard `index` here.
-        theirs: the other one, in words.
+        optimizer: the optimizer with shard `index` here.
+        theirs: the description of the other optimizer.
         index: for the text of an error.
 
     Returns:
-        Its params, then the tensors of its state, in the order in which they are sent.
+        The params, then the tensors of the state, in the order of sending.
 
     Raises:
-        TransferError: it is not laid out as the other one.
+        TransferError: the optimizer's layout differs from the other's.
     """
     sizes = describe(optimizer).sizes
     if sizes != theirs.sizes:

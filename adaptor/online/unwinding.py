@@ -19,17 +19,17 @@ UNWIND_S = 10.0
 def until_it_comes(
     timeout_s: float, shut: Callable[[], int], is_done: Callable[[float], bool], is_gone: Callable[[], bool]
 ) -> None:
-    """Wait until the main thread has done its part, as `is_done` tells after so many seconds at most.
+    """Wait until the main thread has done its part; `is_done` waits for a given number of seconds at most.
 
     Args:
-        timeout_s: seconds for all of it.
-        shut: is called until then: what is broken is broken whenever the main thread comes to it.
+        timeout_s: seconds in total.
+        shut: is called until then: a connection breaks whenever the main thread comes to use it.
         is_done: waits.
-        is_gone: tells whether the script has left its training loop.
+        is_gone: returns whether the script has left its training loop.
 
     Raises:
-        MainThreadHangsError: it waits for work that will not end.
-        CannotRejoinError: the time is over, or the script has left its loop.
+        MainThreadHangsError: the main thread waits for work that will not end.
+        CannotRejoinError: the time is over, or the script has left the loop.
     """
     since = time.monotonic()
     until = since + timeout_s
