@@ -132,6 +132,7 @@ start = os.environ["TORCHELASTIC_RESTART_COUNT"]
 (here / f"trained{{start}}.{{rank}}").touch()
 waiting.exist(here / f"trained{{start}}.0", here / f"trained{{start}}.1")
 if start == "0":
+{textwrap.indent(AGENT_HAS_LAYOUTS, "    ")}
     if rank == "1":
         raise {error}
     threading.Event().wait(600)
