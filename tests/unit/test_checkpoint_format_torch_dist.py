@@ -128,8 +128,7 @@ def test_a_subclass_is_written_in_place_unless_it_has_other_files(
 
 
 def test_an_own_loop_that_does_not_say_how_its_state_is_sharded_is_refused() -> None:
-    state = Rank(0, 1).state
-    assert state.args is None
+    state = replace(Rank(0, 1).state, args=None)
     with pytest.raises(UnsupportedError, match="needs contents with metadata and random"):
         format_torch_dist.make(state, 0)
 

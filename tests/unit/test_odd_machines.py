@@ -191,7 +191,7 @@ def test_ttprun_is_stopped_for_a_time(launcher: Launcher) -> None:
 PUBLISH_WAITS = """
 import signal
 from adaptor.checkpoint import publish
-from adaptor.launchers.cli import end_requests
+from adaptor.launchers.rendezvous import waiting as end_requests
 from tests import waiting
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where the tests themselves run under nohup it would be ignored
 end_requests.SAME_REQUEST_S = 600.0  # for machines that stop meanwhile
@@ -439,7 +439,7 @@ from pathlib import Path
 from tests import waiting
 from adaptor.checkpoint import left_overs
 from adaptor.launchers.agent import save_folder_tasks
-from adaptor.launchers.records import tracker_reading
+from adaptor.launchers.records import operator_summary as tracker_reading
 tracker_reading.TRACKER_S = save_folder_tasks.CLEAN_S = 600
 def hangs(act):
     def waits(*args, **kwargs):

@@ -34,7 +34,7 @@ def train(job: Job, *, nodes: int = 1, may_restart: bool = True) -> None:
 
 
 def recovered(job: Job, node: int = 0) -> tuple[Recovered, str]:
-    return job.nodes[node].recovered.get(timeout=LONG_S)
+    return job.nodes[node].control.recovered.get(timeout=LONG_S)
 
 
 def report(path: str) -> dict[str, Any]:
@@ -63,15 +63,15 @@ def test_a_killed_rank_is_replaced_and_nobody_else(online: Job) -> None:
         happened = [event["type"] for event in written["events"]]
         assert "started" in happened
         assert [what for what in dict.fromkeys(happened) if what in order] == order
-        assert online.nodes[0].verdict is None
-        assert online.nodes[0].noticed == 0.0
+        assert online.nodes[0].control.verdict is None
+        assert online.nodes[0].control.news.noticed == 0.0
         for worker in (survivor, new):
             worker.does("step")
         old = new
     for worker in online.workers.values():
         worker.send("exit 0")
     assert online.statuses() == {0: 0, 1: 0}
-    assert online.nodes[0].verdict is None
+    assert online.nodes[0].control.verdict is None
 
 
 def test_an_exception_replaces_nobody(online: Job) -> None:
@@ -122,7 +122,7 @@ def test_where_no_newcomer_joins_the_job_is_saved_as_ever(
     verdict = online.verdict()
     assert verdict.line.startswith("rank 1 was ended by SIGKILL; ")
     assert why in verdict.line
-    assert online.nodes[0].recovered.empty()
+    assert online.nodes[0].control.recovered.empty()
 
 
 def test_where_no_process_can_be_started_the_job_is_saved_at_once(online: Job) -> None:
@@ -137,7 +137,7 @@ def test_without_restarts_left_nobody_is_replaced(online: Job) -> None:
     train(online, may_restart=False)
     online.workers[1].process.kill()
     assert online.verdict().line.startswith("rank 1 was ended by SIGKILL; ")
-    assert online.nodes[0].recovered.empty()
+    assert online.nodes[0].control.recovered.empty()
 
 
 def test_every_agent_is_told(online: Job) -> None:
@@ -160,7 +160,7 @@ def test_a_verdict_that_no_controller_gives_has_no_report(online: Job) -> None:
         recovered(online, node)
     online.nodes.pop(0).close()
     (node,) = online.nodes
-    assert node.report == "on node 0"
+    assert node.control.report_path == "on node 0"
     online.workers[1].process.kill()
     assert "after node 0 had finished" in online.verdict().line
-    assert node.report == ""
+    assert node.control.report_path == ""
