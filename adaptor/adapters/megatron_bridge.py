@@ -36,11 +36,13 @@ _TRAIN = (
 def a_restart_loads_what_was_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     state = args[0] if args else kwargs["state"]
     for refusal in refused(state.cfg):
-        raise adaptor.UnsupportedError(f"{refusal}; leave it out, or set ENABLE_TTP=False")
+        raise adaptor.UnsupportedError(f"{refusal}; change it, or set ENABLE_TTP=False")
     adaptor.enable()  # before process groups are made
     checkpoint = state.cfg.checkpoint
     if adaptor.is_restart() and (Path(checkpoint.save) / TRACKER).exists():
         checkpoint.load, checkpoint.finetune, checkpoint.ckpt_step = checkpoint.save, False, None
+        checkpoint.load_optim, checkpoint.load_rng = True, True
+        checkpoint.load_main_params_from_ckpt = False
     return wrapped(*args, **kwargs)
 
 
@@ -51,6 +53,9 @@ def refused(cfg: Any) -> Iterator[str]:
         yield "checkpoint.save is None: last words need a folder"
     if checkpoint.ckpt_format != "torch_dist":
         yield f"checkpoint.ckpt_format is {checkpoint.ckpt_format!r}: last words are in torch_dist alone"
+    for name in ("save_optim", "save_rng"):
+        if not getattr(checkpoint, name, True):
+            yield f"checkpoint.{name} is False: a restart needs all of a save"
     for owner, names in (
         (cfg.dist, ("use_megatron_fsdp", "use_torch_fsdp2", "use_decentralized_pg")),
         (getattr(cfg, "ddp", None), ("use_megatron_fsdp",)),

@@ -28,7 +28,7 @@ LAST_WORDS = "last_words"
 def options_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     options = args[0] if args else kwargs["args"]
     for refusal in refused(options):
-        raise adaptor.UnsupportedError(f"{refusal}; leave it out, or set ENABLE_TTP=False")
+        raise adaptor.UnsupportedError(f"{refusal}; change it, or set ENABLE_TTP=False")
     adaptor.enable()
     return wrapped(*args, **kwargs)
 
@@ -42,6 +42,10 @@ def refused(options: Any) -> Iterator[str]:
     for name in ("use_megatron_fsdp", "data_parallel_random_init", "fp8_param_gather"):
         if getattr(options, name, False):
             yield f"--{name} is set: training with it is not protected"
+    if getattr(options, "add_version", False):
+        yield "--add_version is true: each start has a folder of its own, and a restart finds nothing there"
+    if getattr(options, "streaming", False):
+        yield "--streaming is true: its place in the data is not in last words"
 
 
 @swift.patch(
@@ -53,15 +57,21 @@ def a_restart_loads_the_newest(wrapped: Any, instance: Any, args: Any, kwargs: A
     if adaptor.is_newcomer():
         return None
     options = instance.args
-    if adaptor.is_restart() and (newest := _newest(Path(options.output_dir))) is not None:
+    is_whole = not getattr(options, "no_save_optim", False)
+    if adaptor.is_restart() and (newest := _newest(Path(options.output_dir), is_whole)) is not None:
         options.mcore_model, options.finetune = str(newest), False
         options.no_load_optim = options.no_load_rng = False
     return wrapped(*args, **kwargs)
 
 
-def _newest(output: Path) -> Path | None:
-    """Return the folder below `output` whose tracker names the latest step; None: there is none."""
-    steps = {tracker.parent: int(tracker.read_text()) for tracker in output.glob(f"*/{TRACKER}")}
+def _newest(output: Path, is_whole: bool = True) -> Path | None:
+    """Return the folder below `output` whose tracker names the latest step; None: there is none.
+
+    Args:
+        is_whole: saves have the optimizer; otherwise only last words have it.
+    """
+    trackers = output.glob(f"{'*' if is_whole else LAST_WORDS}/{TRACKER}")
+    steps = {tracker.parent: int(tracker.read_text()) for tracker in trackers}
     return max(steps, key=lambda folder: steps[folder], default=None)
 
 
@@ -71,14 +81,14 @@ def _newest(output: Path) -> Path | None:
     accepts="(train_dataset, val_dataset)",
 )
 def steps_are_made_by_run_steps(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    trainer, options, state = instance, instance.args, instance.state
+    trainer, options = instance, instance.args
     data = list(trainer.setup_training(*args, **kwargs))
     protection = adaptor.protect(
         model=trainer.wrapped_models,
         optimizer=trainer.optimizer,
         scheduler=trainer.opt_param_scheduler,
         save=Path(options.output_dir) / LAST_WORDS,
-        step=state.iteration,
+        step=trainer.state.iteration,
         samples_per_step=options.global_batch_size,
         format="torch_dist",
         contents=_contents(trainer),
@@ -94,19 +104,28 @@ def steps_are_made_by_run_steps(wrapped: Any, instance: Any, args: Any, kwargs: 
             return evaluate(*args, **kwargs)
 
     def go_back(step: int) -> None:
-        state.iteration, state.consumed_train_samples = step, step * options.global_batch_size
-        state.should_log = state.should_eval = state.should_save = False
-        trainer._train_metrics = {}
-        if trainer._pre_hook_enabled:  # they are off where an evaluation or a save was cut off
-            for chunk in trainer.wrapped_models:
-                if not chunk.remove_forward_pre_hook_handles:
-                    chunk.enable_forward_pre_hook()
+        _put_back(trainer, step)
         data[:] = _read_again(trainer, *args, **kwargs)
 
     trainer.save_checkpoint, trainer.evaluate = save_checkpoint, evaluate_in_phase
     protection.run_steps(lambda step: trainer.run_train_step(*data), options.train_iters, go_back)
     protection.end_training()
     return trainer.finalize_training()
+
+
+def _put_back(trainer: Any, step: int) -> None:
+    """Set what `setup_training` sets, alike on survivors and in a new process: hooks are off for a step."""
+    options, state = trainer.args, trainer.state
+    state.iteration, state.consumed_train_samples = step, step * options.global_batch_size
+    state.should_log = state.should_eval = state.should_save = False
+    trainer._train_metrics = {}
+    trainer._start_iteration, trainer._pre_hook_enabled = step, False
+    for chunk in trainer.wrapped_models:
+        chunk.train()  # an evaluation that was cut off has changed it
+        if chunk.remove_forward_pre_hook_handles:
+            chunk.disable_forward_pre_hook(param_sync=False)
+    if hasattr(trainer, "_saved_param_sync_func"):  # the first step sets it again
+        trainer.config.param_sync_func = None
 
 
 def _read_again(trainer: Any, train_dataset: Any, val_dataset: Any) -> Any:
@@ -123,6 +142,7 @@ def _contents(trainer: Any) -> adaptor.CheckpointContents:
 
     options = trainer.args
     saved = dict(check_json_format(vars(options)))
+    saved.update(no_save_optim=False, no_save_rng=False)  # last words have both
 
     def entries_of(step: int, counters: Mapping[str, int | float]) -> dict[str, Any]:
         consumed = step * options.global_batch_size

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import adaptor
 from adaptor import patches
 from adaptor.adapters import megatron_bridge, ms_swift
 
@@ -30,6 +31,7 @@ def bridge_config(**sections: dict[str, Any]) -> SimpleNamespace:
     [
         ({"checkpoint": {"save": None}}, "checkpoint.save is None"),
         ({"checkpoint": {"ckpt_format": "fsdp_dtensor"}}, "checkpoint.ckpt_format is 'fsdp_dtensor'"),
+        ({"checkpoint": {"save_optim": False}}, "checkpoint.save_optim is False"),
         ({"dist": {"use_decentralized_pg": True}}, "use_decentralized_pg is set"),
         ({"ddp": {"use_megatron_fsdp": True}}, "use_megatron_fsdp is set"),
         ({"optimizer": {"optimizer_cuda_graph": True}}, "optimizer_cuda_graph is set"),
@@ -79,6 +81,8 @@ def test_a_report_imports_no_framework_that_a_script_does_not_use(monkeypatch: p
         ({"tuner_type": "lora"}, "--tuner_type is lora"),
         ({"rlhf_type": "dpo"}, "--rlhf_type is dpo"),
         ({"use_megatron_fsdp": True}, "--use_megatron_fsdp is set"),
+        ({"add_version": True}, "--add_version is true"),
+        ({"streaming": True}, "--streaming is true"),
     ],
 )
 def test_ms_swift_refuses(options: dict[str, Any], words: str) -> None:
@@ -92,3 +96,64 @@ def test_ms_swift_loads_the_newest_of_its_own_saves_and_last_words(tmp_path: Pat
         (tmp_path / name).mkdir()
         (tmp_path / name / ms_swift.TRACKER).write_text(str(step))
     assert ms_swift._newest(tmp_path) == tmp_path / "last_words"
+
+
+def test_ms_swift_goes_on_from_last_words_where_its_own_saves_have_no_optimizer(tmp_path: Path) -> None:
+    for name, step in (("checkpoint-9", 9), ("last_words", 4)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ms_swift.TRACKER).write_text(str(step))
+    assert ms_swift._newest(tmp_path, is_whole=False) == tmp_path / "last_words"
+
+
+class Chunk:
+    """A chunk of a model after an evaluation was cut off, with the hooks of overlapped gathers or without."""
+
+    def __init__(self, hooks: bool) -> None:
+        self.training = False
+        self.remove_forward_pre_hook_handles = {1: None} if hooks else {}
+
+    def train(self) -> None:
+        self.training = True
+
+    def disable_forward_pre_hook(self, param_sync: bool) -> None:
+        assert not param_sync
+        self.remove_forward_pre_hook_handles.clear()
+
+
+@pytest.mark.parametrize("is_newcomer", [False, True])
+def test_after_a_fault_ms_swift_trains_alike_on_survivors_and_in_a_new_process(is_newcomer: bool) -> None:
+    """The first step after it switches the hooks on, on all ranks: others would wait for its gathers."""
+    chunk = Chunk(hooks=not is_newcomer)
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(global_batch_size=4),
+        state=SimpleNamespace(iteration=0 if is_newcomer else 7),
+        config=SimpleNamespace(param_sync_func=None if is_newcomer else print),
+        wrapped_models=[chunk],
+        _saved_param_sync_func=print,
+        _start_iteration=0,
+        _pre_hook_enabled=not is_newcomer,
+    )
+    ms_swift._put_back(trainer, 6)
+    assert (trainer.state.iteration, trainer.state.consumed_train_samples) == (6, 24)
+    assert trainer._start_iteration == trainer.state.iteration
+    assert (trainer._pre_hook_enabled, trainer.config.param_sync_func) == (False, None)
+    assert chunk.training
+    assert not chunk.remove_forward_pre_hook_handles
+
+
+def test_a_restart_of_megatron_bridge_loads_all_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first start leaves out of a foreign checkpoint belongs to the job now."""
+    monkeypatch.setattr(adaptor, "enable", lambda: None)
+    monkeypatch.setattr(adaptor, "is_restart", lambda: True)
+    (tmp_path / megatron_bridge.TRACKER).write_text("3")
+    given = {"load": "/other", "finetune": True, "ckpt_step": 5, "load_optim": False, "load_rng": False}
+    config = bridge_config(
+        checkpoint={"save": str(tmp_path), "load_main_params_from_ckpt": True, **given},
+    )
+    patch = next(patch for patch in megatron_bridge.bridge.patches if patch.target.endswith("setup:setup"))
+    patch.effect(lambda state: None, None, (SimpleNamespace(cfg=config),), {})
+    loaded = config.checkpoint
+    assert (loaded.load, loaded.finetune, loaded.ckpt_step) == (str(tmp_path), False, None)
+    assert (loaded.load_optim, loaded.load_rng, loaded.load_main_params_from_ckpt) == (True, True, False)
