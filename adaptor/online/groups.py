@@ -103,7 +103,8 @@ class Groups:
         with contextlib.nullcontext() if self.lone else self._connecting():
             created = helper(*call.args, **call.kwargs)
             group = created[0]
-            is_new = _is_member(group) and request["group_name"] not in self._made
+            # By the object: a job that has destroyed its groups gives their names to others.
+            is_new = _is_member(group) and all(group is not known.group for known in self._made.values())
             if is_new and reconfigured is not None and not self.lone:
                 reconfigured.connect(group)
         if is_new:
@@ -112,6 +113,7 @@ class Groups:
                 world = group_books.books()
                 store = PrefixStore(f"{request['group_name']}/", request["store"])
                 world.pg_map[group] = (world.pg_map[group][0], store)
+                created = (group, store)
             if self.lone:  # who asks for the backend is told the one that it will be
                 world = group_books.books()
                 world.pg_map[group] = (request["backend"], world.pg_map[group][1])
@@ -133,7 +135,12 @@ class Groups:
         )
 
     def _to_exchange(self) -> dict[str, _Made]:
-        return {name: created for name, created in self._made.items() if not _is_sound(created.group)}
+        there = group_books.books().pg_map  # without groups that the framework has destroyed
+        return {
+            name: created
+            for name, created in self._made.items()
+            if created.group in there and not _is_sound(created.group)
+        }
 
     @property
     def backends(self) -> frozenset[str]:

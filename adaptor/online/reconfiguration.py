@@ -19,9 +19,6 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, distributed_c10d
 
-# The number of the first connection of each group. Those of exchanges are hashes of their names.
-_FIRST = 1
-
 
 class _RedirectedStore(Store):
     """A store that passes each call on: to the framework's store, or during an exchange to the meeting's
@@ -82,8 +79,10 @@ class Reconfigured:
     def connect(self, group: Any) -> None:
         """Connect a new group; all members call the function."""
         store = PrefixStore(f"ttp/{self._request['group_name']}", self._request["store"])
-        store.set(str(self.rank), self.handle(group))
-        self._reconnect(group, _FIRST, [store.get(str(rank)).decode() for rank in self.ranks])
+        # From 1, and more where an earlier group of this name was destroyed. Numbers of exchanges are hashes.
+        number = (store.add("members", 1) - 1) // len(self.ranks) + 1
+        store.set(f"{number}/{self.rank}", self.handle(group))
+        self._reconnect(group, number, [store.get(f"{number}/{rank}").decode() for rank in self.ranks])
 
     def reconnect(self, group: Any, occasion: str, store: Any, handles: list[str]) -> None:
         """Close the connections of a group and connect the members again; all members call the function.

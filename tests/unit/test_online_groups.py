@@ -199,8 +199,14 @@ made.remember(lone=False)
 helper = c10d._new_process_group_helper
 c10d._new_process_group_helper = lambda *args, **kwargs: made.make(helper, args, kwargs)
 store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+for number in range(2):  # the groups of the second time have the names of the first
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    dist.all_reduce(torch.ones(1))
+    if number == 0:
+        dist.destroy_process_group()
 groups = [dist.new_group([0, 1]) for _ in range(5)]
+os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
+groups.append(dist.new_group([0, 1], use_local_synchronization=True))
 for number in range(40):
     made.exchange(dist.PrefixStore(str(number), store), f"{number}.1")
     for group in groups:
