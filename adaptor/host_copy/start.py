@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -132,7 +134,7 @@ def _take(
         problem = f"this state cannot be copied: {error}"
     needed_bytes = copier.count * (HEADER_BYTES + size)
     dist.barrier(group=everyone)  # every rank has given up what an earlier start has left
-    needs = _gathered(room.Need(place.node, needed_bytes, available()), everyone)
+    needs = _gathered(room.Need(place.node, needed_bytes, available() + _kept_bytes()), everyone)
     problem = next(filter(None, _gathered(problem, everyone)), "")
     problem = problem or room.shortage(needs, FOR_COPIES if copier.is_auto else 1.0)
     if problem:
@@ -144,6 +146,16 @@ def _take(
             f"no memory for {needed_bytes} bytes of rank {place.rank} on node {place.node} ({error.strerror})"
         )
     return next(filter(None, _gathered(problem, everyone)), ""), needs
+
+
+def _kept_bytes() -> int:
+    """Return the memory of the copies that this node keeps since an earlier start of the workers: of another
+    node's ranks, whose next copies take the same memory."""
+    kept = 0
+    for path in (path for paths in context.part(HeldCopies).paths.values() for path in paths):
+        with contextlib.suppress(OSError):
+            kept += Path(path).stat().st_blocks * 512
+    return kept
 
 
 def _gathered(value: T, everyone: dist.ProcessGroup) -> list[T]:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from adaptor import config, descriptors
+from adaptor import config, context, descriptors
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
@@ -348,6 +348,27 @@ def test_auto_copies_what_no_other_rank_has(
         )
         assert "no copies in host memory (TTP_HOST_COPY=auto): the copies of node 0 take 2" in said
         assert f", and {free} bytes are free" in said
+
+
+@pytest.mark.usefixtures("alone_in_its_job")
+def test_memory_that_a_node_keeps_since_the_start_before_is_there_for_the_next_copies(
+    made: Callable[[], CopyFile], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a job of several nodes would lose its copies with its first restart, or be refused."""
+    kept = descriptors.in_memory("ttp-test")
+    try:
+        path = f"/proc/{os.getpid()}/fd/{kept}"
+        with closing(CopyFile(path)) as file:
+            file.reserve(3 << 20)
+        monkeypatch.setattr(context.part(HeldCopies), "paths", {7: (path,)})
+        monkeypatch.setattr(start, "available", lambda: 2 << 20)
+        monkeypatch.setattr(content, "most_bytes", lambda trainee: 1 << 20)
+        own = Copier(None, 0, 1, "a", [made(), made()], False, lambda step: None, list)
+        session = SimpleNamespace(copier=own)
+        start.reserve(session, _Given())  # type: ignore[arg-type]
+        assert session.copier is own
+    finally:
+        os.close(kept)
 
 
 @dataclass(frozen=True)
