@@ -24,9 +24,9 @@ def resume_after_restart(args: Any) -> None:
     if not (Path(args.save) / TRACKER).is_file():
         # Before the framework loads, host copies become a checkpoint there. And a node with a disk of its own
         # may have none where others have one: all ranks load then, or none.
-        may_come = context.get().settings.host_copy or _may_find_one(args)
-        if may_come and args.load is None:
+        if _may_find_one() and args.load is None:
             args.load = args.save
+            args.exit_on_missing_checkpoint = False  # the job began without a checkpoint
         return
     if _has_saved_nothing(args):
         return
@@ -46,14 +46,14 @@ def _load_from_save(args: Any) -> None:
         setattr(args, name, value)
 
 
-def _may_find_one(args: Any) -> bool:
-    """Return whether there may be a checkpoint to load all the same, and the framework may look in vain.
+def _may_find_one() -> bool:
+    """Return whether there may be a checkpoint to load all the same; the same on all ranks.
 
-    Copies may be in host memory (TTP_HOST_COPY=auto), or other nodes have a tracker that is not seen here.
+    Copies may be in host memory (TTP_HOST_COPY), or other nodes have a tracker that is not seen here.
     """
-    may_have_copies = context.get().settings.host_copy is None and bool(context.part(HeldCopies).paths)
-    looks_in_vain = getattr(args, "exit_on_missing_checkpoint", False)
-    return (may_have_copies or context.part(Nodes).here > 1) and not looks_in_vain
+    settings = context.get().settings
+    may_have_copies = settings.host_copy is None and bool(context.part(HeldCopies).paths)
+    return bool(settings.host_copy) or may_have_copies or context.part(Nodes).here > 1
 
 
 def _is_given(args: Any, name: str) -> bool:

@@ -158,6 +158,19 @@ def test_a_restart_loads_all_that_was_saved(
     assert "--no-load-optim, --no-load-rng, --load-main-params-from-ckpt, --no-load-lr-state, --reset" in said
 
 
+@pytest.mark.parametrize("setting", ["auto", "5"])
+def test_a_restart_that_may_have_copies_looks_for_them(
+    setting: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job without --load may be told to exit where a checkpoint is missing; it needs none to begin."""
+    monkeypatch.setenv(environment.IS_RESTART, "1")
+    monkeypatch.setenv(environment.COPY_FILES, '{"0": ["/proc/1/fd/7", "/proc/1/fd/8"]}')
+    monkeypatch.setenv("TTP_HOST_COPY", setting)
+    args = Namespace(rank=0, save=str(tmp_path), load=None, exit_on_missing_checkpoint=True)
+    megatron_restart.resume_after_restart(args)
+    assert (args.load, args.exit_on_missing_checkpoint) == (args.save, False)
+
+
 @pytest.mark.robustness(
     "B9", "a job is restarted that was given no option of its beginning", "no line says that one is left out"
 )
