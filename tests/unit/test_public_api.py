@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import adaptor
 from adaptor import errors, library, patching
+from adaptor.frameworks import kernel_lapse, optimizer_instances
 
 
 def test_every_public_name_is_there() -> None:
@@ -75,3 +79,28 @@ def test_nobody_has_enabled_it(
     (line,) = done.stderr.splitlines()
     assert line.startswith("adaptor: error: ")
     assert words in line
+
+
+def test_a_loop_of_ones_own_notes_when_kernels_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else a hang would be noticed after TTP_HANG, when DeepEP's kernels have ended."""
+    core = SimpleNamespace(parallel_state=None, tensor_parallel=None)
+    for name, module in (
+        ("", core),
+        (".core", core),
+        (".core.package_info", SimpleNamespace(__version__="")),
+    ):
+        monkeypatch.setitem(sys.modules, f"megatron{name}", module)
+    noted: list[Any] = []
+
+    def note(options: Any) -> None:
+        noted.append(options)
+        raise StopIteration
+
+    monkeypatch.setattr(kernel_lapse, "note", note)
+    monkeypatch.setattr(patching, "check", lambda group: None)
+    monkeypatch.setattr(optimizer_instances, "require_groups", lambda: None)
+    monkeypatch.setattr(library, "_claim", lambda optimizer: None)
+    chunk = SimpleNamespace(config=object(), ddp_config=object())
+    with pytest.raises(StopIteration):
+        library.protect(model=[chunk], optimizer=SimpleNamespace(get_loss_scale=None), save=tmp_path)
+    assert noted == [chunk.config]
