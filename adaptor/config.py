@@ -73,12 +73,12 @@ class Config:
     log_path: str
     log_level: str
     log_stdout: bool
-    serve: endpoints.Address | None
+    serve: endpoints.HostPort | None
     serve_token: str
     notify: endpoints.NoticeTarget | None
     notify_secret: str
     profile: requests.Profile | None
-    dump: requests.Dump | None
+    dump: requests.DumpRequest | None
     layout_only: str
     batch: str
     reshape: Reshape | None

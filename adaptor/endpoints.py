@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 _HOST = re.compile(r"[\w.-]{1,253}")
 
 
-class Address(NamedTuple):
+class HostPort(NamedTuple):
     """An address of this machine: a name or IP address, and a TCP port."""
 
     host: str
@@ -29,7 +29,7 @@ class Address(NamedTuple):
             return self.host == "localhost"
 
 
-def address(text: str) -> Address | None:
+def address(text: str) -> HostPort | None:
     """Return the address that `[HOST:]PORT` names; without HOST it is on 127.0.0.1; None for ''.
 
     Raises:
@@ -41,12 +41,12 @@ def address(text: str) -> Address | None:
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 1 <= int(port) < 1 << 16:
         raise ValueError
     if not colon:
-        return Address("127.0.0.1", int(port))
+        return HostPort("127.0.0.1", int(port))
     if host.startswith("[") and host.endswith("]"):
         host = str(ipaddress.IPv6Address(host[1:-1]))
     elif not _HOST.fullmatch(host):
         raise ValueError
-    return Address(host, int(port))
+    return HostPort(host, int(port))
 
 
 TARGETS = "https://..., slack:https://..., exec:COMMAND or file:PATH"

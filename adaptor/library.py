@@ -14,7 +14,7 @@ from adaptor.worker.session import Session
 
 if TYPE_CHECKING:
     from adaptor.checkpoint.training_state import CheckpointContents
-    from adaptor.frameworks.library_loop import Recovery
+    from adaptor.frameworks.library_loop import OwnLoopRecovery
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ class Protection:
     """
 
     def __init__(
-        self, session: Session | None, steps_done: int = 0, recovery: Recovery | None = None
+        self, session: Session | None, steps_done: int = 0, recovery: OwnLoopRecovery | None = None
     ) -> None:
         self._session = session
         self._done = steps_done
@@ -267,7 +267,7 @@ def protect(
     from adaptor.checkpoint.training_state import CheckpointContents
     from adaptor.diagnostics.recorder import Recorder
     from adaptor.frameworks import kernel_lapse, library_state, optimizer_instances, supported_options
-    from adaptor.frameworks.library_loop import Recovery
+    from adaptor.frameworks.library_loop import OwnLoopRecovery
     from adaptor.host_copy import start
     from adaptor.online import rejoin
     from adaptor.replica import group
@@ -344,7 +344,7 @@ def protect(
     context.part(Watchdogs).warn_if_on()
     recovery = None
     if worker is not None:
-        recovery = Recovery(
+        recovery = OwnLoopRecovery(
             worker, session, model, optimizer, rank_folder, lambda: describe(is_repeated=True)
         )
     if not comes_new:

@@ -188,7 +188,7 @@ def divert_logging() -> None:
                 logger.handlers[place] = _told_instead_of(handler)
 
 
-def _told_instead_of(handler: logging.StreamHandler[_Told]) -> logging.Handler:
+def _told_instead_of(handler: logging.StreamHandler[_ToldStream]) -> logging.Handler:
     """Return the handler, or, where its stream cannot be set (dill has such a one), another one like it."""
     try:
         handler.setStream(_TOLD)
@@ -200,7 +200,7 @@ def _told_instead_of(handler: logging.StreamHandler[_Told]) -> logging.Handler:
     return handler
 
 
-class _Told(io.TextIOBase):
+class _ToldStream(io.TextIOBase):
     """A stream that tells each text that is written."""
 
     def write(self, text: str) -> int:
@@ -208,7 +208,7 @@ class _Told(io.TextIOBase):
         return len(text)
 
 
-_TOLD = _Told()
+_TOLD = _ToldStream()
 
 
 def descriptor_of(stream: TextIO) -> int | None:

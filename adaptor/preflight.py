@@ -22,7 +22,7 @@ from adaptor import _script, context, patching
 from adaptor.context import Context
 from adaptor.errors import AdaptorError
 from adaptor.operations.records import Plan
-from adaptor.protection_plan import Model, Sharing, plan
+from adaptor.protection_plan import ModelSize, Sharing, plan
 from adaptor.replica import tolerance
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker.unprotected import UnprotectedTraining
@@ -43,7 +43,7 @@ class BadArguments(Stop):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ParallelLayout:
     """The sizes that decide about replicas, from the framework's arguments.
 
     Args:
@@ -85,8 +85,8 @@ class Findings:
     refusals: list[str] = field(default_factory=list)
     unprotected: str = ""
     error: str = ""
-    layout: Layout | None = None
-    model: Model | None = None
+    layout: ParallelLayout | None = None
+    model: ModelSize | None = None
     replica: str = ""
     not_online: list[str] | None = None
 
@@ -161,8 +161,8 @@ class Preflight:
 
 def examine(
     checks: Iterable[Callable[[], None]],
-    layout: Callable[[], Layout],
-    model: Callable[[], Model | None],
+    layout: Callable[[], ParallelLayout],
+    model: Callable[[], ModelSize | None],
     not_online: Callable[[], Iterable[str]],
 ) -> None:
     """Take down every refusal in place of the first, and the layout. In training it is never called.
@@ -241,7 +241,7 @@ def findings_of(begin: Callable[[], object]) -> Findings:
     return result
 
 
-def _choose(result: Findings, layout: Layout) -> None:
+def _choose(result: Findings, layout: ParallelLayout) -> None:
     if not layout.sharded:
         result.replica = "whole" if layout.data_parallel > 1 else "none"
         return

@@ -25,7 +25,7 @@ _GRADIENT = 4
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelSize:
     """The sizes of a model, from the framework's arguments.
 
     Args:
@@ -68,7 +68,7 @@ class Sharing:
 
 def plan(
     sharing: Sharing,
-    model: Model | None,
+    model: ModelSize | None,
     chosen: str,
     ranks: int,
     ranks_per_node: int,
@@ -113,14 +113,14 @@ def _nodes(ranks: int, ranks_per_node: int) -> dict[int, int]:
     return {rank: rank // ranks_per_node for rank in range(ranks)}
 
 
-def _shard(sharing: Sharing, model: Model) -> float:
+def _shard(sharing: Sharing, model: ModelSize) -> float:
     """Return the parameters whose state a rank has without replicas."""
     if not sharing.sharded:
         return model.dense + model.experts
     return model.dense / sharing.dense + (model.experts / sharing.experts if sharing.experts else 0)
 
 
-def _mirrored(sharing: Sharing, model: Model) -> float:
+def _mirrored(sharing: Sharing, model: ModelSize) -> float:
     """Return the parameters of a shard that have a second copy: not those of experts on one rank alone."""
     if not sharing.sharded:
         return 0.0
@@ -128,12 +128,12 @@ def _mirrored(sharing: Sharing, model: Model) -> float:
     return experts + (model.dense / sharing.dense if sharing.dense > 1 else 0)
 
 
-def _training(sharing: Sharing, model: Model) -> float:
+def _training(sharing: Sharing, model: ModelSize) -> float:
     weights = model.dense + model.experts
     return weights * (model.weight + _GRADIENT) + _STATE * _shard(sharing, model)
 
 
-def _save(sharing: Sharing, model: Model, ranks: int) -> float:
+def _save(sharing: Sharing, model: ModelSize, ranks: int) -> float:
     dense = model.total * model.tensor
     ranks_with_other_experts = ranks / sharing.experts if sharing.experts else 0
     experts = model.experts * ranks_with_other_experts
@@ -143,7 +143,7 @@ def _save(sharing: Sharing, model: Model, ranks: int) -> float:
 def _replicas(
     kind: str,
     sharing: Sharing,
-    model: Model | None,
+    model: ModelSize | None,
     chosen: bool,
     node_of: dict[int, int],
     racks: Sequence[str],

@@ -72,8 +72,8 @@ def _examine(parsed: Any) -> None:
     def not_online() -> list[str]:
         return list(filter(None, (ascendspeed_online.of_options(parsed),)))
 
-    def made() -> preflight.Layout:
-        return preflight.Layout(
+    def made() -> preflight.ParallelLayout:
+        return preflight.ParallelLayout(
             world_size=parsed.world_size,
             data_parallel=ascendspeed.data_parallel_size(parsed),
             experts=0,

@@ -107,9 +107,9 @@ def examine(parsed: Any) -> None:
     """Take down for the report what would be refused, and what would be protected."""
     from adaptor.frameworks import megatron_online_support
 
-    def made() -> preflight.Layout:
+    def made() -> preflight.ParallelLayout:
         has_experts = getattr(parsed, "num_experts", None) is not None
-        return preflight.Layout(
+        return preflight.ParallelLayout(
             world_size=parsed.world_size,
             data_parallel=supported_options.data_parallel_size(parsed),
             experts=supported_options.expert_data_parallel_size(parsed) if has_experts else 0,

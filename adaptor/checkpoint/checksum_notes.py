@@ -25,7 +25,7 @@ _LARGEST = 1 << 12  # of a note, in bytes
 _SMALL = 64 << 20  # of a file that rank 0 hashes for others, in bytes: a hundredth of a second
 
 
-class _Note(msgspec.Struct):
+class _ChecksumNote(msgspec.Struct):
     bytes: int
     xxh3_128: str
     xxh3_128_blocks: str | None = None
@@ -36,7 +36,7 @@ def leave(folder: Path, entry: FileEntry) -> None:
 
     If the disk refuses (full disk, name too long), no note is left.
     """
-    text = msgspec.json.encode(_Note(entry.bytes, entry.xxh3_128 or "", entry.xxh3_128_blocks))
+    text = msgspec.json.encode(_ChecksumNote(entry.bytes, entry.xxh3_128 or "", entry.xxh3_128_blocks))
     try:
         with os.fdopen(disk.create(folder, f"{entry.path}{_SUFFIX}"), "wb") as file:
             file.write(text)
@@ -137,19 +137,19 @@ def _is_newer(written: Path, state: os.stat_result) -> bool:
         return False
 
 
-def _read(path: Path, state: os.stat_result) -> _Note | None:
+def _read(path: Path, state: os.stat_result) -> _ChecksumNote | None:
     """Return the note of the file with this state; None for a note of an earlier file of the same name."""
     note = path.with_name(f"{path.name}{_SUFFIX}")
     if not _is_newer(note, state):
         return None
     try:
         text = disk.read(note, _LARGEST)
-        return msgspec.json.decode(text, type=_Note)
+        return msgspec.json.decode(text, type=_ChecksumNote)
     except (OSError, msgspec.MsgspecError):
         return None
 
 
-def _of_earlier_call(folder: Path) -> Mapping[str, _Note]:
+def _of_earlier_call(folder: Path) -> Mapping[str, _ChecksumNote]:
     """Return the entries of a manifest whose call did not come to rename the folder."""
     if not (folder / naming.MANIFEST).exists():
         return {}
@@ -158,7 +158,7 @@ def _of_earlier_call(folder: Path) -> Mapping[str, _Note]:
     except CheckpointError:
         return {}
     return {
-        entry.path: _Note(entry.bytes, entry.xxh3_128, entry.xxh3_128_blocks)
+        entry.path: _ChecksumNote(entry.bytes, entry.xxh3_128, entry.xxh3_128_blocks)
         for entry in files
         if entry.xxh3_128 is not None
     }

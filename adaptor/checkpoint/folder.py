@@ -13,7 +13,7 @@ from adaptor import context, output
 from adaptor.checkpoint import disk, tracker
 from adaptor.errors import ConfigError
 from adaptor.protocol import naming
-from adaptor.protocol.environment import Place
+from adaptor.protocol.environment import WorkerPlace
 
 # The beginning of an object store's name, such as msc://profile/folder; pathlib turns `//` into `/`.
 _STORE = re.compile(r"\w+:/")
@@ -32,7 +32,7 @@ def require_writable(save: str | Path | None) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        node, user = context.part(Place).node, disk.name_user(os.geteuid())
+        node, user = context.part(WorkerPlace).node, disk.name_user(os.geteuid())
         raise ConfigError(
             f"--save is {save}: it cannot be written ({error.strerror}) by {user} on node {node}"
             f" ({platform.node()})"
@@ -75,7 +75,7 @@ def require_no_later_step(save: str | Path, step: int) -> None:
         ConfigError: the tracker names a later step.
     """
     saved = tracker.tracked_step(Path(save))
-    if saved is None and context.part(Place).rank == 0:
+    if saved is None and context.part(WorkerPlace).rank == 0:
         _tell_of_untracked(Path(save), step)
     if saved is not None and saved > step:
         back = ""

@@ -83,7 +83,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     param: bool = False
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class ParamPlace(msgspec.Struct, frozen=True, array_like=True):
     """A param in the whole tensor of its buffer: its chunk and name, begin and end in elements."""
 
     chunk: str
@@ -97,7 +97,7 @@ class BufferLayout(msgspec.Struct, frozen=True):
 
     dtypes: tuple[str, str]
     numel: _Count
-    params: tuple[Place, ...]
+    params: tuple[ParamPlace, ...]
 
 
 class OptimizerLayout(msgspec.Struct, frozen=True):

@@ -21,8 +21,8 @@ from adaptor.checkpoint.layout_file import (
     BufferLayout,
     Entry,
     OptimizerLayout,
+    ParamPlace,
     Piece,
-    Place,
     RankLayout,
 )
 from adaptor.checkpoint.training_state import TrainingState
@@ -212,6 +212,6 @@ def _buffer(optimizer: Any, buffer: Any, names: Mapping[Any, tuple[str, str]]) -
         shift = buckets[number].offset - buckets[number].world
         if prod(param.shape) != end - start:
             raise UnsupportedError(f"the buffer has another size of {names[param][1]} than the model")
-        places.append(Place(*names[param], start - shift, end - shift))
+        places.append(ParamPlace(*names[param], start - shift, end - shift))
     dtypes = tuple(str(dtype).removeprefix("torch.") for dtype in (buffer.param_dtype, buffer.grad_dtype))
     return BufferLayout((dtypes[0], dtypes[1]), buffer.numel_unpadded, tuple(places))

@@ -19,7 +19,7 @@ from adaptor.checkpoint import disk
 from adaptor.checkpoint.lease import LARGEST, Lease, LeaseContent, Owner, decode
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
-from adaptor.protocol.environment import GENERATION, Generation, Place
+from adaptor.protocol.environment import GENERATION, Generation, WorkerPlace
 
 # Variables for workers: the owner of the lease, and the file for the name of the leased folder.
 OWNER = "TTP_OWNER"
@@ -79,7 +79,7 @@ def require_same_user(save: str | Path) -> None:
         return
     if theirs == own_uid:
         return
-    node_name = f"node {context.part(Place).node} ({platform.node()})"
+    node_name = f"node {context.part(WorkerPlace).node} ({platform.node()})"
     raise ConfigError(
         f"--save is {root}: {node_name} writes there as {disk.name_user(own_uid)}, node 0 "
         f"({written.host})"
@@ -105,7 +105,7 @@ def tell_of_own_disk(save: str | Path) -> None:
 
     Rank 0 has taken the lease by now. One line for each node, at the first start of a job.
     """
-    place, generation = context.part(Place), context.part(Generation)
+    place, generation = context.part(WorkerPlace), context.part(Generation)
     if not save or not place.node or place.local_rank or generation.is_restart or not generation.name:
         return
     with contextlib.suppress(OSError):  # the system cannot tell

@@ -15,7 +15,7 @@ from adaptor import context
 from adaptor.checkpoint import shards, step_record
 from adaptor.checkpoint.training_state import TrainingState, unwrapped
 from adaptor.controller.plan import groups_of
-from adaptor.protocol.environment import Place
+from adaptor.protocol.environment import WorkerPlace
 from adaptor.protocol.messages import Share
 from adaptor.replica import tolerance
 from adaptor.replica.mirror import Mirror
@@ -91,7 +91,7 @@ def place_of(
 def _survives(kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup, copied: int | None) -> str:
     """Return the possible losses, for rank 0 to print; called on every rank at the same time."""
     gathered: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(gathered, (shares, context.part(Place).node), group=everyone)
+    dist.all_gather_object(gathered, (shares, context.part(WorkerPlace).node), group=everyone)
     if everyone.rank() != 0:
         return ""
     shares_by_rank = {rank: shares for rank, (shares, _) in enumerate(gathered)}
@@ -130,7 +130,7 @@ def state_at(
         args=args,
         args_overrides={
             "rank": place.first,
-            "local_rank": place.first % context.part(Place).local_size,
+            "local_rank": place.first % context.part(WorkerPlace).local_size,
         },
         stored=place.stored,
         **further_fields,

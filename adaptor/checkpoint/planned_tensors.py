@@ -62,7 +62,7 @@ class PlannedTensors:
 
     def __init__(self, device: str = "cpu") -> None:
         self._device = device
-        self._made: dict[int, _Made] = {}
+        self._made: dict[int, _KeptStandIn] = {}
 
     def state_of(self, optimizer: Any, position: int) -> dict[Any, Any]:
         """Return the stand-in for `shard_exchange.gather` of the optimizer at `position` of the chain."""
@@ -148,7 +148,7 @@ class PlannedTensors:
             if min(tensor.stride()) < 1:  # an element is repeated
                 return
             planned_range = _viewed(planned_range, _dimensions(tensor))
-        self._made[storage._cdata] = _Made(replace(planned_range, dtype=copy.dtype), copy)
+        self._made[storage._cdata] = _KeptStandIn(replace(planned_range, dtype=copy.dtype), copy)
 
     def _forget(self, tensor: torch.Tensor) -> None:
         source_record = self._made.get(tensor.untyped_storage()._cdata)
@@ -163,11 +163,11 @@ class PlannedTensors:
         planned_tensor = torch.empty(0, dtype=source.dtype, device=self._device).set_(
             storage, 0, (numel,), (1,)
         )
-        self._made[storage._cdata] = _Made(source, planned_tensor)
+        self._made[storage._cdata] = _KeptStandIn(source, planned_tensor)
         return planned_tensor
 
 
-class _Made:
+class _KeptStandIn:
     """A stand-in, or a copy of a stand-in; kept, because otherwise the number of its storage could be used
     again.
 

@@ -35,14 +35,14 @@ from adaptor.checkpoint.resume_selection import (
 )
 from adaptor.checkpoint.tracker_rollback import Agreed
 from adaptor.errors import CheckpointError, ResumeError
-from adaptor.protocol.environment import Place
+from adaptor.protocol.environment import WorkerPlace
 from adaptor.protocol.file_entry import FileEntry
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class _Told:
+class _CheckOrder:
     """The message of rank 0: files to check, or the end of the check; `refusal`: why nothing can be loaded.
 
     Attributes:
@@ -94,7 +94,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
     readers: list[Reader] = []
     root = load
     while True:
-        answers = [_next(judgement, examined, chosen) if judgement is not None else _Told()]
+        answers = [_next(judgement, examined, chosen) if judgement is not None else _CheckOrder()]
         dist.broadcast_object_list(answers, src=0)
         (order,) = answers
         if order.refusal:
@@ -122,7 +122,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
             context.part(CheckedFiles).add(folder, part or order.files)
 
 
-def _readers(order: _Told, loads: tuple[str, ...], unnamed: str = "") -> list[Reader]:
+def _readers(order: _CheckOrder, loads: tuple[str, ...], unnamed: str = "") -> list[Reader]:
     """Return every rank's view of a checkpoint.
 
     Args:
@@ -136,7 +136,7 @@ def _readers(order: _Told, loads: tuple[str, ...], unnamed: str = "") -> list[Re
     if view and divided_reading.is_unlike(view, order.view):
         with contextlib.suppress(manifest.UnreadableError):  # the comparison reports the error
             is_other = bool(manifest.other_save_problem(folder, order.generation))
-    return _gather(Reader(context.part(Place).node, loads, view, is_there, is_other, unnamed))
+    return _gather(Reader(context.part(WorkerPlace).node, loads, view, is_there, is_other, unnamed))
 
 
 def _gather(own_value: _T) -> list[_T]:
@@ -175,7 +175,7 @@ def _require_nothing(load: Path) -> None:
     """
     text = tracker.tracker_text(load)
     named = RELEASE if text == RELEASE else tracker.tracked_step(load)
-    (_, first), *other_values = _gather((context.part(Place).node, named))
+    (_, first), *other_values = _gather((context.part(WorkerPlace).node, named))
     names_that_differ = {node: name for node, name in other_values if name != first}
     if names_that_differ:
         summary = ", ".join(
@@ -199,7 +199,7 @@ def _require_one_step(root: Path, save: Path) -> None:
     """
     import torch.distributed as dist
 
-    steps_by_node = _gather((context.part(Place).node, tracker.tracked_step(root)))
+    steps_by_node = _gather((context.part(WorkerPlace).node, tracker.tracked_step(root)))
     step = steps_by_node[0][1]
     wrong = [
         rank
@@ -223,7 +223,7 @@ def _require_one_step(root: Path, save: Path) -> None:
         raise ResumeError(f"{'; '.join(map(line_of, problems[:TOLD]))}; {ALIKE}")
 
 
-def _examine(order: _Told, readers: Sequence[Reader]) -> tuple[Found, tuple[FileEntry, ...]]:
+def _examine(order: _CheckOrder, readers: Sequence[Reader]) -> tuple[Found, tuple[FileEntry, ...]]:
     """Compare a checkpoint with its manifest, together with all other ranks.
 
     Returns:
@@ -286,7 +286,7 @@ class _Compared:
     part: tuple[FileEntry, ...] = ()
 
 
-def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
+def _compare(order: _CheckOrder, rank: int, readers: Sequence[Reader]) -> _Compared:
     """Compare the part of `rank`; never raise, because the other ranks wait for the answer."""
     compared, folder = _Compared(), Path(order.folder)
     try:
@@ -300,7 +300,7 @@ def _compare(order: _Told, rank: int, readers: Sequence[Reader]) -> _Compared:
         own_files = division.whole_files(files)
         compared.problems += manifest.compare(folder, [file for file in own_files if not in_blocks(file)])
         compared.problems += manifest.compare(folder, filter(in_blocks, own_files), checksums=False)
-        threads = max(1, len(os.sched_getaffinity(0)) // max(1, context.part(Place).local_size))
+        threads = max(1, len(os.sched_getaffinity(0)) // max(1, context.part(WorkerPlace).local_size))
         for file in filter(in_blocks, files):
             first, end = division.blocks(file)
             if first < end:
@@ -327,7 +327,7 @@ def _digests(path: Path, first: int, end: int, threads: int, compared: _Compared
         return b""
 
 
-def _of_view(order: _Told, compared_parts: Sequence[_Compared]) -> list[str]:
+def _of_view(order: _CheckOrder, compared_parts: Sequence[_Compared]) -> list[str]:
     """Return all problems of the files of one view; of many files each rank has read a part."""
     part_problems = [problem for part in compared_parts for problem in part.problems]
     problems = list(dict.fromkeys(part_problems))
@@ -357,20 +357,22 @@ def _of_nodes(nodes: str, problems: list[str]) -> str:
     return f"{nodes}: {first_of(sorted(problems, key=lambda problem: isinstance(problem, Unreadable)))}"
 
 
-def _next(judgement: Judgement, examined: Found | None, chosen: int | None) -> _Told:
+def _next(judgement: Judgement, examined: Found | None, chosen: int | None) -> _CheckOrder:
     try:
         request = next(judgement) if examined is None else judgement.send(examined)
         if isinstance(request, Agreed):
-            return _Told(agreed=request)
+            return _CheckOrder(agreed=request)
         folder, files = request
         saved_manifest = manifest.read(folder)
         view = divided_reading.view(folder)
-        return _Told(
+        return _CheckOrder(
             str(folder), files, "", saved_manifest.generation, view, is_regular=not saved_manifest.groups
         )
     except StopIteration as end:
-        return _Told(is_empty=not end.value, by_tracker=chosen is None)
+        return _CheckOrder(is_empty=not end.value, by_tracker=chosen is None)
     except (CheckpointError, ResumeError) as error:
-        return _Told(refusal=str(error))
+        return _CheckOrder(refusal=str(error))
     except Exception as error:  # of any kind: the other ranks wait for a message
-        return _Told(refusal=line_of(f"the checkpoint cannot be checked: {type(error).__name__}: {error}"))
+        return _CheckOrder(
+            refusal=line_of(f"the checkpoint cannot be checked: {type(error).__name__}: {error}")
+        )

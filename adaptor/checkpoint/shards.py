@@ -19,7 +19,7 @@ import torch
 
 from adaptor.errors import CheckpointError
 from adaptor.replica import optimizer_state
-from adaptor.replica.mirror import Piece
+from adaptor.replica.mirror import ParamPiece
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 
@@ -127,7 +127,7 @@ def _tensors(optimizer: Any, param: Any) -> Mapping[str, torch.Tensor]:
     return {"param": main, **optimizer.optimizer.state[main]}
 
 
-def places(optimizer: Any) -> list[Piece]:
+def places(optimizer: Any) -> list[ParamPiece]:
     """Return the place of each param of the inner optimizer, in the order of its param groups."""
     pieces_by_order = {}
     for number, buffers in enumerate(optimizer.gbuf_ranges):
@@ -136,7 +136,7 @@ def places(optimizer: Any) -> list[Piece]:
             for param, param_range in bucket["param_map"].items():
                 local = param_range["gbuf_local"]
                 order = tuple(optimizer.model_param_group_index_map[param])
-                pieces_by_order[order] = Piece(number, index, local.start, local.end)
+                pieces_by_order[order] = ParamPiece(number, index, local.start, local.end)
     return [pieces_by_order[order] for order in sorted(pieces_by_order)]
 
 

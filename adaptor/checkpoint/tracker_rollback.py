@@ -18,7 +18,7 @@ from adaptor.checkpoint import disk, left_overs, publish, regular_folder, tracke
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.environment import Place
+from adaptor.protocol.environment import WorkerPlace
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def complete(root: Path, name: str, generation: str) -> str:
     try:
         if step is not None and regular_folder.complete_on_own_disk(root, step, generation):
             tracker.advance(root, step)
-            node = context.part(Place).node
+            node = context.part(WorkerPlace).node
             output.tell(
                 f"[ttp] node {node}: {root / name}: the end of the job had cut its save short when all was"
                 " written; it is complete now",
@@ -151,7 +151,7 @@ def _tell_of(root: Path, named: int | None, step: int) -> None:
     """Print a line about a tracker that has gone backwards."""
     if named is not None and named > step:
         output.tell(
-            f"[ttp] node {context.part(Place).node}: {root / naming.TRACKER} named step {named}, and"
+            f"[ttp] node {context.part(WorkerPlace).node}: {root / naming.TRACKER} named step {named}, and"
             f" names step {step} now, as on node 0",
             to="stdout",
         )

@@ -24,7 +24,7 @@ from adaptor.checkpoint.training_state import TrainingState
 from adaptor.devices.device import Device
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.environment import Place
+from adaptor.protocol.environment import WorkerPlace
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import GroupOrder, Share
 from adaptor.protocol.state_provider import DumpRun, NotFiniteError
@@ -168,8 +168,8 @@ class MegatronTrainee:
             )
         if run.rank == order.writer and not disk.is_folder(folder):
             raise CheckpointError(
-                f"{folder}: is not there on node {context.part(Place).node} ({platform.node()}): last words"
-                " of several nodes need a --save folder that they share"
+                f"{folder}: is not there on node {context.part(WorkerPlace).node} ({platform.node()}): last"
+                " words of several nodes need a --save folder that they share"
             )
         state, mirrors = self.state, self.mirrors
         if run.past:
@@ -302,5 +302,5 @@ def mirror_of(optimizer: Any) -> Mirror:
 
 def apart(optimizer: Any) -> int:
     """Return the distance in its group between a rank and the rank with the copy of its shard."""
-    local = context.part(Place).local_size
+    local = context.part(WorkerPlace).local_size
     return stride([rank // local for rank in dist.get_process_group_ranks(optimizer.data_parallel_group)])

@@ -21,7 +21,7 @@ from adaptor.protocol.messages import CALL, NODES_JOIN, Raised, Standing
 SIGNAL_BASE = 128
 
 
-class Cause(NamedTuple):
+class FirstCause(NamedTuple):
     """The first cause: the rank to blame (-1: none), the exit code of the job, and the words for the user.
 
     Attributes:
@@ -72,7 +72,7 @@ class Failures:
     lost: dict[int, list[int]] = field(default_factory=dict)
     lost_hosts: dict[int, str] = field(default_factory=dict)
     raised: dict[int, Raised] = field(default_factory=dict)
-    asked: Cause | None = None
+    asked: FirstCause | None = None
     told_to_end: str = ""
     leaving: set[int] = field(default_factory=set)
     hang_s: float = 0.0
@@ -107,22 +107,24 @@ class Failures:
             rank: the rank of `caller`; -1: the agent of `node`.
         """
         if error:
-            self.asked = Cause(rank, 1, f"{caller} has failed: {error}", kind="error", node=node)
+            self.asked = FirstCause(rank, 1, f"{caller} has failed: {error}", kind="error", node=node)
             return
         code = SIGNAL_BASE + signal.Signals.__members__.get(name, signal.SIGTERM)
-        self.asked = Cause(rank, code, f"{caller} was told to end by {name}", kind="told-to-end", node=node)
+        self.asked = FirstCause(
+            rank, code, f"{caller} was told to end by {name}", kind="told-to-end", node=node
+        )
 
     def join(self, count: int) -> None:
         """Note that `count` more nodes wait; all workers start again with the nodes."""
         description = f"{count} more node{' is' if count == 1 else 's are'} there"
-        self.asked = Cause(-1, 1, description, kind=NODES_JOIN)
+        self.asked = FirstCause(-1, 1, description, kind=NODES_JOIN)
 
     @property
     def is_known(self) -> bool:
         """Return True if `first` will not change any more: all noticed deaths have a status."""
         return bool(self.asked or self.hang_s) or self.noticed.keys() <= self.dead.keys()
 
-    def first(self, silent: Collection[int]) -> Cause:
+    def first(self, silent: Collection[int]) -> FirstCause:
         """Return the first cause; a death explains the exceptions of other ranks.
 
         Args:
@@ -151,21 +153,23 @@ class Failures:
             kind = "node-lost" if rank in away else "signal" if status < 0 else "exit"
             ranks = tuple(r for r, _ in failed)
             exit_status = None if rank in away else status
-            return Cause(rank, code, ", ".join(descriptions), key, ranks, kind=kind, status=exit_status)
+            return FirstCause(rank, code, ", ".join(descriptions), key, ranks, kind=kind, status=exit_status)
         rank, raised = next(iter(self.raised.items()))
         origin = raised.origin
         known_by = f"{origin.kind} at {origin.where}" if origin.where else origin.kind
         description = f"rank {rank} raised {raised.error}{self._before}"
-        return Cause(rank, raised.exit_code, description, known_by, (rank,), origin.mistake, kind="exception")
+        return FirstCause(
+            rank, raised.exit_code, description, known_by, (rank,), origin.mistake, kind="exception"
+        )
 
-    def _hang(self, silent: list[int]) -> Cause:
+    def _hang(self, silent: list[int]) -> FirstCause:
         """Return the cause of a hang: ranks without an answer, else ranks whose main thread is not in a
         collective, else ranks in another collective than most.
         """
         lost = f"nothing has moved for {self.hang_s:.0f} s"
         if silent:
             silent_words = ranks_in_words(silent, "does not answer", "do not answer")
-            return Cause(silent[0], 1, f"{lost}: {silent_words}", "a hang", kind="hang")
+            return FirstCause(silent[0], 1, f"{lost}: {silent_words}", "a hang", kind="hang")
         apart = {
             rank: standing.where for rank, standing in sorted(self.standing.items()) if not standing.waits
         }
@@ -173,15 +177,15 @@ class Failures:
             first = min(apart)
             silent_words = ranks_in_words(apart, "stands still", "stand still")
             description = f"{silent_words}, others wait; {apart[first]}"
-            return Cause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
+            return FirstCause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
         if self.ended_scripts:
-            return Cause(min(self.ended_scripts), 1, f"{lost}{self._before}", "a hang", kind="hang")
+            return FirstCause(min(self.ended_scripts), 1, f"{lost}{self._before}", "a hang", kind="hang")
         if not apart and (elsewhere := self._elsewhere()):
             first = min(elsewhere)
             silent_words = ranks_in_words(elsewhere, "waits", "wait")
             description = f"{silent_words} in another call than most ranks; {elsewhere[first]}"
-            return Cause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
-        return Cause(-1, 1, f"{lost}, and no rank stands out", "a hang", kind="hang")
+            return FirstCause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
+        return FirstCause(-1, 1, f"{lost}, and no rank stands out", "a hang", kind="hang")
 
     @property
     def _before(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from adaptor.controller.failures import Cause, Failures, ranks_in_words
+from adaptor.controller.failures import Failures, FirstCause, ranks_in_words
 from adaptor.controller.freeze import FINISHED
 from adaptor.controller.incident import Incident
 from adaptor.controller.incident_state import Orders, Stage
@@ -86,7 +86,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
     )
 
 
-def _is_trained(incident: Incident, failures: Failures, cause: Cause, outcome: str) -> bool:
+def _is_trained(incident: Incident, failures: Failures, cause: FirstCause, outcome: str) -> bool:
     """Return True if all ranks have trained to the end, so that another start would train nothing.
 
     Behind a training loop of one's own the script still evaluates and saves: only an exception that another
@@ -172,7 +172,7 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
 
 
 def _fault(
-    cause: Cause, failures: Failures, membership: Membership, frozen: Mapping[int, BoardRecord]
+    cause: FirstCause, failures: Failures, membership: Membership, frozen: Mapping[int, BoardRecord]
 ) -> Fault:
     rank = cause.rank
     if rank < 0:

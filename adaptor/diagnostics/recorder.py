@@ -15,7 +15,7 @@ from adaptor import output, text
 from adaptor.context import Context
 from adaptor.diagnostics import requests
 from adaptor.errors import ConfigError
-from adaptor.protocol.environment import Generation, Place, Scratch
+from adaptor.protocol.environment import Generation, Scratch, WorkerPlace
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +44,7 @@ class Recorder:
 
     def __init__(self, context: Context) -> None:
         self._settings = context.settings
-        self._rank = context.part(Place).rank
+        self._rank = context.part(WorkerPlace).rank
         self._generation = context.part(Generation)
         self._scratch = context.part(Scratch).path
         self._log_path = Path(self._settings.log_path).resolve()
@@ -110,10 +110,10 @@ class Recorder:
         self._running.clear()
         self._writer.drain(_END_S)
 
-    def _requests(self) -> tuple[tuple[str, requests.Profile | requests.Dump | None], ...]:
+    def _requests(self) -> tuple[tuple[str, requests.Profile | requests.DumpRequest | None], ...]:
         return (("TTP_PROFILE", self._settings.profile), ("TTP_DUMP", self._settings.dump))
 
-    def _make(self, request: requests.Profile | requests.Dump, folder: Path) -> Recording:
+    def _make(self, request: requests.Profile | requests.DumpRequest, folder: Path) -> Recording:
         # Imported here: the script imports torch.
         from adaptor.diagnostics.profiler import Profiler
         from adaptor.diagnostics.tensor_dump import TensorDump

@@ -70,7 +70,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Dump:
+class DumpRequest:
     """TTP_DUMP: values of the tensors of each step of `steps`, on each rank of `ranks`.
 
     Attributes:
@@ -122,7 +122,7 @@ def profile(text: str) -> Profile | None:
         raise _refusal("TTP_PROFILE", text, str(error)) from None
 
 
-def dump(text: str) -> Dump | None:
+def dump(text: str) -> DumpRequest | None:
     """Return the request of the JSON file `text`, or of the JSON in `text` if it begins with `{`.
 
     Raises:
@@ -162,7 +162,7 @@ def _content(text: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _dump_of(request: object) -> Dump:
+def _dump_of(request: object) -> DumpRequest:
     if not isinstance(request, dict):
         raise ValueError('it must be a JSON object, like {"steps": "10-12", "ranks": "0"}')
     for key in request:
@@ -182,7 +182,7 @@ def _dump_of(request: object) -> Dump:
     for name in stats:
         if name not in STATISTICS:
             raise ValueError(f'"stats" has {name!r}: it must be a list of some of {", ".join(STATISTICS)}')
-    return Dump(
+    return DumpRequest(
         steps=_numbers(request, "steps", "", _steps),
         ranks=_numbers(request, "ranks", "0", lambda ranks: ranks),
         modules=_texts(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from adaptor import output, text
-from adaptor.diagnostics.requests import Dump
+from adaptor.diagnostics.requests import DumpRequest
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -36,7 +36,7 @@ class TensorDump:
 
     def __init__(
         self,
-        request: Dump,
+        request: DumpRequest,
         rank: int,
         folder: Path,
         writer: output.Writer,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from adaptor import context, output
 from adaptor.controller.hang_detector import LAPSE_SHARE
-from adaptor.protocol.environment import Place
+from adaptor.protocol.environment import WorkerPlace
 from adaptor.worker import runtime
 
 
@@ -50,7 +50,7 @@ def note(options: Any) -> None:
     board.lapse = lapse.seconds
     board.write()
     hang_s, limit_s = context.get().settings.hang_s, LAPSE_SHARE * lapse.seconds
-    if hang_s > limit_s and context.part(Place).rank == 0:
+    if hang_s > limit_s and context.part(WorkerPlace).rank == 0:
         output.tell(
             f"[ttp] a hang is noticed after {limit_s:g} s in a step, not {hang_s:g} s (TTP_HANG): "
             f"{lapse.effect} when they have waited {lapse.seconds:g} s for another rank"

@@ -98,7 +98,7 @@ class LibraryLoop:
         megatron_settle.gather_weights(self._model, self._optimizer)
 
 
-class Recovery:
+class OwnLoopRecovery:
     """Online recovery of a loop of one's own; whether there is any is decided when it makes its first step.
 
     Args:

@@ -245,7 +245,7 @@ def tell_of_last_words(args: Any) -> None:
         )
 
 
-class _Said:
+class _ToldLines:
     """The lines that this process has told, a part of its context."""
 
     def __init__(self, context: Context) -> None:
@@ -254,7 +254,7 @@ class _Said:
 
 def _say_once(args: Any, line: str) -> None:
     """Megatron parses its arguments more than once."""
-    lines_said = context.part(_Said).lines
+    lines_said = context.part(_ToldLines).lines
     if args.rank == 0 and line not in lines_said:
         lines_said.add(line)
         output.tell(f"[ttp] {line}", to="stdout")

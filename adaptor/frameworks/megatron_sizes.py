@@ -6,13 +6,13 @@ import copy
 import math
 from typing import Any
 
-from adaptor.protection_plan import Model
+from adaptor.protection_plan import ModelSize
 
 # Bytes for each parameter in the framework's own formula, where the optimizer is not distributed.
 _BYTES = 18
 
 
-def model_of(parsed: Any) -> Model | None:
+def model_of(parsed: Any) -> ModelSize | None:
     """Return the sizes of the model; None where this version of the framework has no formula for it.
 
     Args:
@@ -46,7 +46,7 @@ def model_of(parsed: Any) -> Model | None:
     # The first and the last stage have embeddings, or a copy of them; those between have not.
     embedding = args.hidden_size * args.padded_vocab_size / tensor + _positions(args)
     total = dense if pipeline == 1 else 2 * dense - _positions(args) + (pipeline - 2) * (dense - embedding)
-    return Model(
+    return ModelSize(
         tensor=tensor,
         dense=dense,
         experts=of_experts,

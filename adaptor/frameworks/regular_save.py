@@ -25,7 +25,7 @@ from adaptor.context import Context
 from adaptor.errors import CheckpointError
 from adaptor.frameworks.failed_saves import FailedSaves, SaveAgreement, SaveFailedError
 from adaptor.protocol import naming
-from adaptor.protocol.environment import Generation, Place
+from adaptor.protocol.environment import Generation, WorkerPlace
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.worker import runtime
 
@@ -154,7 +154,7 @@ class RegularSaves:
             from adaptor.frameworks import megatron_settle  # torch, which is for the script to import
 
             megatron_settle.forget_results_of_writers()
-        place = context.part(Place)
+        place = context.part(WorkerPlace)
         left = ""
         if runtime.get().rank == 0 or (
             place.node and not place.local_rank and not lease_claim.is_seen(save.root)
@@ -261,7 +261,7 @@ class RegularSaves:
 
         The framework has let all ranks wait for rank 0, so in a folder that nodes share it has its name.
         """
-        place = context.part(Place)
+        place = context.part(WorkerPlace)
         if place.node == 0 or place.local_rank or not _generation() or lease_claim.is_seen(save.root):
             return
         taken = None

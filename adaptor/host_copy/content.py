@@ -68,7 +68,7 @@ class _Index(msgspec.Struct, frozen=True):
     tensors: list[tuple[str, int]]
 
 
-class Told(NamedTuple):
+class CopyRecord(NamedTuple):
     """The contents of a copy besides tensors: the record of the step, arguments of the framework, and further
     entries."""
 
@@ -192,7 +192,7 @@ def _places(index: int, tensors: list[tuple[torch.dtype, int]]) -> tuple[list[in
     return places, at
 
 
-def read(memory: memoryview, state: TrainingState, device: Device) -> Told:
+def read(memory: memoryview, state: TrainingState, device: Device) -> CopyRecord:
     """Give the live optimizers and the untrained weights of `state` what a whole copy has.
 
     Args:
@@ -233,7 +233,7 @@ def read(memory: memoryview, state: TrainingState, device: Device) -> Told:
         for number, shard in shards_by_index.items():
             optimizer_state.keep(shard, filled[number])
     record = record_of({"record": packing.unpack(index.record)})
-    return Told(record, packing.unpack(index.arguments), packing.unpack(index.extra))
+    return CopyRecord(record, packing.unpack(index.arguments), packing.unpack(index.extra))
 
 
 def _numbers(numbers: Any) -> str:

@@ -175,7 +175,7 @@ def _write(
 ) -> str:
     """Write the checkpoint of `key`; return why it could not be written, the same on all ranks."""
     step = key[1]
-    contents_read: list[content.Told] = []
+    contents_read: list[content.CopyRecord] = []
 
     def read() -> None:
         memory, header = _bring(key, readable_copies, holders)

@@ -17,7 +17,7 @@ from adaptor.host_copy import content, room
 from adaptor.host_copy.copier import Copier
 from adaptor.host_memory import FOR_COPIES, available
 from adaptor.protocol.copy_file import FILES, HEADER_BYTES, CopyFile
-from adaptor.protocol.environment import Generation, HeldCopies, Place
+from adaptor.protocol.environment import Generation, HeldCopies, WorkerPlace
 from adaptor.replica import group, tolerance
 from adaptor.worker.session import Session
 
@@ -36,7 +36,7 @@ def attach(session: Session, on_whole: Callable[[int], None]) -> None:
         UnsupportedError: this process was started only to write copies.
     """
     require_training()
-    every, place = context.get().settings.host_copy, context.part(Place)
+    every, place = context.get().settings.host_copy, context.part(WorkerPlace)
     paths = context.part(HeldCopies).paths.get(place.rank, ())
     if every == 0 or not paths:
         return
@@ -97,7 +97,7 @@ def reserve(session: Session, trainee: MegatronTrainee) -> MegatronTrainee:
         return trainee
     copier.forget_all()  # what an earlier start has left is on disk, or was given up
     problem, needs = _take(copier, trainee, everyone)
-    place = context.part(Place)
+    place = context.part(WorkerPlace)
     if problem and not copier.is_auto:
         raise UnsupportedError(f"TTP_HOST_COPY is set: {problem}: leave it out, or give the node more memory")
     if problem:
@@ -127,7 +127,7 @@ def _take(
     copier: Copier, trainee: MegatronTrainee, everyone: dist.ProcessGroup
 ) -> tuple[str, Sequence[room.Need]]:
     """Take the memory for the copies of this rank; return why it cannot be had, and the needs; collective."""
-    place, size, problem = context.part(Place), 0, ""
+    place, size, problem = context.part(WorkerPlace), 0, ""
     try:
         size = content.most_bytes(trainee)
     except TypeError as error:

@@ -19,7 +19,7 @@ from adaptor.context import Context
 from adaptor.devices.device import HOST, Device
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.mindio.handlers import Handlers
-from adaptor.mindio.replicas import Replicas
+from adaptor.mindio.replicas import StateCopies
 from adaptor.protocol.messages import Phase
 from adaptor.worker import runtime
 
@@ -82,7 +82,7 @@ class Job:
 
     def __init__(self, context: Context) -> None:
         self.handlers = Handlers()
-        self.replicas: tuple[Replicas, ...] = ()
+        self.replicas: tuple[StateCopies, ...] = ()
         self.apart = 0
         self.exported = ""
         self.has_local_copy = False

@@ -22,7 +22,7 @@ _MIRRORED = 2
 
 
 @dataclass(frozen=True)
-class Replicas:
+class StateCopies:
     """The copies of an optimizer's state: `ranks` hold `shards` different shards.
 
     Attributes:
@@ -58,7 +58,7 @@ class Replicas:
         return self.ranks[index :: self.shards]
 
 
-def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
+def of_newer(rank: int, infos: Any) -> tuple[StateCopies, ...]:
     """Return the replicas of the argument of `tft_set_optimizer_replica`.
 
     Raises:
@@ -82,7 +82,7 @@ def of_newer(rank: int, infos: Any) -> tuple[Replicas, ...]:
     return tuple(replica_sets)
 
 
-def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> tuple[Replicas, ...]:
+def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> tuple[StateCopies, ...]:
     """Return the replicas of the arguments of `ttp_init_processor`.
 
     Args:
@@ -115,7 +115,7 @@ def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> 
     return (_checked(call, rank, 0, list(ranks), "dp_size//replica", size // replica),)
 
 
-def _checked(call: str, rank: int, kind: int, ranks: Any, name: str, count: Any) -> Replicas:
+def _checked(call: str, rank: int, kind: int, ranks: Any, name: str, count: Any) -> StateCopies:
     if not isinstance(ranks, list) or not all(
         type(rank_number) is int and rank_number >= 0 for rank_number in ranks
     ):
@@ -127,7 +127,7 @@ def _checked(call: str, rank: int, kind: int, ranks: Any, name: str, count: Any)
             f"{call}: {name} is {count!r}: it must divide the {len(ranks)} ranks {_short(ranks)}, or a shard "
             "would have no place"
         )
-    return Replicas(kind, tuple(ranks), len(ranks) // count)
+    return StateCopies(kind, tuple(ranks), len(ranks) // count)
 
 
 def _short(ranks: Sequence[int]) -> str:

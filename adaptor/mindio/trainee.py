@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 
 from adaptor.devices.device import HOST, Device
 from adaptor.mindio.handlers import Handlers
-from adaptor.mindio.replicas import Replicas
+from adaptor.mindio.replicas import StateCopies
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import GroupOrder, Share
 from adaptor.protocol.state_provider import DumpRun
@@ -33,7 +33,7 @@ class HandledTrainee:
     """
 
     rank: int
-    replicas: tuple[Replicas, ...]
+    replicas: tuple[StateCopies, ...]
     handlers: Handlers
     barrier: Callable[[], None]
     has_local_copy: bool

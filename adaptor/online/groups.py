@@ -33,7 +33,7 @@ LEFT_DESCRIPTORS = 128
 LONE_BACKEND = "fake"
 
 
-class _Made(NamedTuple):
+class _Group(NamedTuple):
     """A group, torch's arguments for the group, and the way torch reconnects the group; None: torch
     cannot.
     """
@@ -54,7 +54,7 @@ class Groups:
     def __init__(self, _context: Context) -> None:
         self.lone = False
         self.remembers = False
-        self._made: dict[str, _Made] = {}
+        self._made: dict[str, _Group] = {}
         self._helper: Callable[..., Any] | None = None
         self._exchanges = 0
         self._numbers: dict[str, int] = {}  # of each group, that of its next backend
@@ -108,7 +108,7 @@ class Groups:
             if is_new and reconfigured is not None and not self.lone:
                 reconfigured.connect(group)
         if is_new:
-            self._made[request["group_name"]] = _Made(group, request, reconfigured)
+            self._made[request["group_name"]] = _Group(group, request, reconfigured)
             if reconfigured is not None:  # whoever makes groups later uses the framework's store
                 world = group_books.books()
                 store = PrefixStore(f"{request['group_name']}/", request["store"])
@@ -134,7 +134,7 @@ class Groups:
             else 0
         )
 
-    def _to_exchange(self) -> dict[str, _Made]:
+    def _to_exchange(self) -> dict[str, _Group]:
         there = group_books.books().pg_map  # without groups that the framework has destroyed
         return {
             name: created
@@ -244,7 +244,7 @@ class Groups:
         finally:
             self._sockets, self._before = self.sockets(), None
 
-    def _exchange_one(self, name: str, created: _Made, store: Any) -> None:
+    def _exchange_one(self, name: str, created: _Group, store: Any) -> None:
         from torch.distributed import PrefixStore
 
         from adaptor.devices.npu import abort_communicators

@@ -13,7 +13,7 @@ from adaptor.protocol.messages import Regroup, Replacement
 from adaptor.worker.pace import Measures
 
 
-class Told(NamedTuple):
+class TwinAnswer(NamedTuple):
     """The data received by a newcomer from its twin.
 
     Attributes:
@@ -29,7 +29,7 @@ class Told(NamedTuple):
     is_copied: bool
 
 
-def ask_record(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel]) -> Told:
+def ask_record(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel]) -> TwinAnswer:
     """Ask the twin of `rank` where the job is.
 
     Args:
@@ -38,7 +38,7 @@ def ask_record(order: Regroup, rank: int, line_to: Callable[[int], TransferChann
         line_to: connects to a survivor.
     """
     answer = transfer.ask_record(line_to(_replacement(order, rank).twin))
-    return Told(state.record_of(answer), answer["answers"], answer["measures"], answer["is_copied"])
+    return TwinAnswer(state.record_of(answer), answer["answers"], answer["measures"], answer["is_copied"])
 
 
 def fetch(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], loop: Loop) -> None:

@@ -27,7 +27,7 @@ from adaptor.online import newcomer, state, transfer
 from adaptor.online.groups import Groups
 from adaptor.online.loop import Loop
 from adaptor.online.meeting import Meeting
-from adaptor.online.newcomer import Told
+from adaptor.online.newcomer import TwinAnswer
 from adaptor.online.rank_buffers import RankBuffers
 from adaptor.online.transfer import TransferChannel
 from adaptor.online.unwinding import until_it_comes
@@ -68,7 +68,7 @@ class Rejoin:
         self._loop: Loop | None = None
         self._meeting = Meeting(worker.rank)
         self._ended: list[Meeting] = []  # to whose stores process groups may come back
-        self._told: Told | None = None  # in a newcomer
+        self._told: TwinAnswer | None = None  # in a newcomer
         worker.processor.go_round_by(self)
 
     @property
@@ -90,7 +90,7 @@ class Rejoin:
     # processor's threads
 
     def regroup(self, order: Regroup, wake: Callable[[frozenset[int]], int]) -> None:
-        """See `processor.Rejoin`.
+        """See `processor.OnlinePart`.
 
         Raises:
             Exception: this rank cannot take part; the rank's state is unchanged.
@@ -160,7 +160,7 @@ class Rejoin:
         return True
 
     def freeze(self, incident: int) -> None:
-        """See `processor.Rejoin`."""
+        """See `processor.OnlinePart`."""
         with self._changed:
             self._frozen = incident
             if self._order is not None and self._order.incident < incident:
@@ -169,7 +169,7 @@ class Rejoin:
                 self._changed.notify_all()
 
     def proceed(self, order: Proceed) -> None:
-        """See `processor.Rejoin`."""
+        """See `processor.OnlinePart`."""
         with self._changed:
             # From now on this is a survivor of the next incident, of which the order may come before the main
             # thread has seen this one; and no thread of this incident does anything more.
@@ -179,7 +179,7 @@ class Rejoin:
             self._changed.notify_all()
 
     def sockets(self) -> frozenset[int] | None:
-        """See `processor.Rejoin`."""
+        """See `processor.OnlinePart`."""
         return None if self._worker.online else self._groups.sockets()
 
     def _answer(self, order: Regroup, replacement: Replacement) -> None:
@@ -237,7 +237,7 @@ class Rejoin:
                 error.__traceback__ = None  # what hangs on it is as large as the activations of a step
             self._join()
 
-    def ask_record(self) -> Told:
+    def ask_record(self) -> TwinAnswer:
         """In a newcomer: ask where the job is, once the survivors have agreed on the step."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready is not None)

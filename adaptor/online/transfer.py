@@ -17,7 +17,7 @@ import xxhash
 from adaptor.devices.device import Device
 from adaptor.online import packing
 from adaptor.replica import optimizer_state, twin
-from adaptor.replica.optimizer_state import Entry
+from adaptor.replica.optimizer_state import StateEntry
 from adaptor.replica.ring import pieces
 
 # The ranks in a group of two.
@@ -44,7 +44,7 @@ class Shard(msgspec.Struct, frozen=True):
 
     groups: list[dict[str, Any]]
     sizes: list[list[int]]
-    states: list[list[Entry]]
+    states: list[list[StateEntry]]
 
 
 class StateSource(Protocol):

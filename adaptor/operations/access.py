@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from adaptor.endpoints import Address
+from adaptor.endpoints import HostPort
 from adaptor.errors import AdaptorError
 
 _BACKLOG = 64
@@ -82,7 +82,7 @@ class Certificate:
         return context
 
 
-def clients(address: Address, token: Path | None, certificate: tuple[Path, Path] | None) -> Clients:
+def clients(address: HostPort, token: Path | None, certificate: tuple[Path, Path] | None) -> Clients:
     """Return the access rules of an address.
 
     Args:
@@ -103,7 +103,7 @@ def clients(address: Address, token: Path | None, certificate: tuple[Path, Path]
     return Clients(word, Certificate(*certificate) if certificate is not None else None)
 
 
-def listen(address: Address) -> socket.socket:
+def listen(address: HostPort) -> socket.socket:
     """Return a socket that listens at an address; port 0: any free port.
 
     Raises:

@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from adaptor import config, distributions, output
-from adaptor.endpoints import Address
+from adaptor.endpoints import HostPort
 from adaptor.errors import AdaptorError
 from adaptor.operations import access, job_folder, job_reader, records, verify
 from adaptor.operations.goodput import Goodput
@@ -322,7 +322,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     folder = parsed.where or Path(config.load().log_path)
     if not folder.is_dir():
         raise job_folder.JobFolderError(f"{shown(str(folder))}: there is no such folder; name a TTP_LOG_PATH")
-    address = Address(parsed.host, parsed.port)
+    address = HostPort(parsed.host, parsed.port)
     certificate = (parsed.tls_cert, parsed.tls_key) if parsed.tls_cert is not None else None
     clients = access.clients(address, parsed.token_file, certificate)
     listening = access.listen(address)

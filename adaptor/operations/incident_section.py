@@ -123,7 +123,7 @@ class Section(NamedTuple):
     html: Markup
 
 
-class View(NamedTuple):
+class LaneView(NamedTuple):
     """Lanes on one scale; `kinds` has the kinds of their spans with words for the key."""
 
     lanes: list[Lane]
@@ -205,7 +205,7 @@ def section(
     )
 
 
-def _view(lanes: Sequence[Lane], begin: float, ticks: Sequence[float]) -> View:
+def _view(lanes: Sequence[Lane], begin: float, ticks: Sequence[float]) -> LaneView:
     """Return lanes as a chart with the scale of `ticks`.
 
     Args:
@@ -218,7 +218,7 @@ def _view(lanes: Sequence[Lane], begin: float, ticks: Sequence[float]) -> View:
         lane._replace(words=[(word, at) for word, at in lane.words if begin < at <= ticks[-1]])
         for lane in lanes
     ]
-    return View(shown, ticks, {kind: word for kind, word in _KINDS.items() if kind in kinds})
+    return LaneView(shown, ticks, {kind: word for kind, word in _KINDS.items() if kind in kinds})
 
 
 def _advice(incident: Incident) -> str:

@@ -170,7 +170,7 @@ def _unreadable(path: Path, error: OSError) -> JobFolderError:
 REFRESH_S = 5.0
 
 
-class Checkpoint(NamedTuple):
+class CheckpointSummary(NamedTuple):
     """A checkpoint: its step, its time (Unix seconds), the bytes of its files."""
 
     step: int
@@ -178,7 +178,7 @@ class Checkpoint(NamedTuple):
     size: int
 
 
-def newest(save: Path) -> Checkpoint | None:
+def newest(save: Path) -> CheckpointSummary | None:
     """Return the checkpoint that the tracker of `save` names; None without a manifest."""
     try:
         step = tracker.tracked_step(save)
@@ -188,7 +188,7 @@ def newest(save: Path) -> Checkpoint | None:
         at = datetime.fromisoformat(saved_manifest.created).timestamp()
     except (AdaptorError, OSError, ValueError):
         return None
-    return Checkpoint(step, at, sum(file.bytes for file in saved_manifest.files))
+    return CheckpointSummary(step, at, sum(file.bytes for file in saved_manifest.files))
 
 
 class NewestCheckpoint:
@@ -207,7 +207,7 @@ class NewestCheckpoint:
         self._folder = folder
         self._closed = threading.Event()
         self.looked = threading.Event()
-        self.checkpoint: Checkpoint | None = None
+        self.checkpoint: CheckpointSummary | None = None
         # A daemon: it may hang in the file system for ever.
         threading.Thread(target=self._run, name="ttp-checkpoint", daemon=True).start()
 

@@ -22,7 +22,7 @@ from prometheus_client.core import (
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from adaptor.operations.job_reader import Checkpoint, JobReader
+from adaptor.operations.job_reader import CheckpointSummary, JobReader
 from adaptor.operations.records import IncidentSummary, Phases, Status, StepTimes, unix
 
 # From the milliseconds of the notice of a death to the minutes of a restart of a large job.
@@ -30,7 +30,7 @@ BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 _RANKS = ("starting", "training", "ended")
 
 
-def exposition(reader: JobReader, newest: Checkpoint | None, accept: str) -> tuple[bytes, str]:
+def exposition(reader: JobReader, newest: CheckpointSummary | None, accept: str) -> tuple[bytes, str]:
     """Return the metrics of a job, and their content type.
 
     Args:
@@ -48,7 +48,7 @@ def exposition(reader: JobReader, newest: Checkpoint | None, accept: str) -> tup
 
 
 class _Job(Collector):
-    def __init__(self, reader: JobReader, newest: Checkpoint | None) -> None:
+    def __init__(self, reader: JobReader, newest: CheckpointSummary | None) -> None:
         self._newest = newest
         self._status = reader.status()
         self._incidents = reader.summaries()
@@ -155,7 +155,7 @@ def _of_incidents(incidents: Sequence[IncidentSummary]) -> Iterator[Metric]:
     yield parts
 
 
-def _of_checkpoint(newest: Checkpoint) -> Iterator[Metric]:
+def _of_checkpoint(newest: CheckpointSummary) -> Iterator[Metric]:
     yield _gauge("ttp_checkpoint_step", "the step of the newest checkpoint", newest.step)
     yield _gauge("ttp_checkpoint_timestamp_seconds", "when it was written", newest.at)
     yield _gauge("ttp_checkpoint_bytes", "the bytes of its files", newest.size)

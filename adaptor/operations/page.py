@@ -18,7 +18,7 @@ from markupsafe import Markup
 
 from adaptor.operations import charts, incident_section, job_folder, timeline
 from adaptor.operations.incident_section import Section, section
-from adaptor.operations.job_reader import Checkpoint, JobReader
+from adaptor.operations.job_reader import CheckpointSummary, JobReader
 from adaptor.operations.records import Incident, Status, unix
 from adaptor.operations.words import duration, protection, size
 
@@ -92,7 +92,7 @@ class Pages:
         self._sections: dict[str, tuple[tuple[int, int], Section]] = {}
         self._lock = threading.Lock()
 
-    def page(self, reader: JobReader, checkpoint: Checkpoint | None, *, refresh_s: int = 0) -> str:
+    def page(self, reader: JobReader, checkpoint: CheckpointSummary | None, *, refresh_s: int = 0) -> str:
         """Return the page of a job, as HTML.
 
         Args:

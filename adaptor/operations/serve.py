@@ -29,7 +29,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from adaptor.endpoints import Address
+from adaptor.endpoints import HostPort
 from adaptor.operations import job_folder, metrics, page
 from adaptor.operations.access import Clients
 from adaptor.operations.job_folder import JobFolderError
@@ -256,7 +256,7 @@ def _names_this_machine(host: str) -> bool:
     loopback address, and its scripts could read the answers.
     """
     try:
-        return Address(urlsplit(f"//{host}").hostname or "", 0).is_loopback
+        return HostPort(urlsplit(f"//{host}").hostname or "", 0).is_loopback
     except ValueError:
         return False
 

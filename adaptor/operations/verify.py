@@ -24,7 +24,7 @@ WORDS = "compare the checkpoints in a save folder with their manifests"
 _MOST_AT_ONCE = 16  # files; beyond that a disk is no faster
 
 
-class _File(msgspec.Struct):
+class _CheckedFile(msgspec.Struct):
     """A file of a checkpoint: ok, unhashed (its size is right), missing, changed or unreadable."""
 
     path: str
@@ -38,7 +38,7 @@ class _Checkpoint(msgspec.Struct):
     step: int
     state: str
     problems: list[str]
-    files: list[_File]
+    files: list[_CheckedFile]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +113,7 @@ def _verified(root: Path, step: int) -> _Checkpoint:
     states = {examined_file.state for examined_file in examined}
     problems += [shown(examined_file.problem) for examined_file in examined if examined_file.problem]
     files = [
-        _File(shown(examined_file.entry.path), examined_file.entry.bytes, examined_file.state)
+        _CheckedFile(shown(examined_file.entry.path), examined_file.entry.bytes, examined_file.state)
         for examined_file in examined
     ]
     if states & {"missing", "changed"} or (problems and "unreadable" not in states):

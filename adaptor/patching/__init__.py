@@ -49,11 +49,11 @@ from adaptor.patching._hooks import (
     targets,
 )
 from adaptor.patching._target import is_gone
-from adaptor.patching._unit import Outcome, Status, Unit, format_outcomes, units
+from adaptor.patching._unit import Outcome, PatchState, Unit, format_outcomes, units
 
 __all__ = [
     "Outcome",
-    "Status",
+    "PatchState",
     "Unit",
     "arm",
     "around",

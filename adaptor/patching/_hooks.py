@@ -14,7 +14,7 @@ import wrapt
 
 from adaptor.errors import DriftError, StartError
 from adaptor.patching._target import is_gone
-from adaptor.patching._unit import Outcome, Patch, Status, Unit, units
+from adaptor.patching._unit import Outcome, Patch, PatchState, Unit, units
 
 _watched: set[str] = set()
 _raises: dict[str, bool] = {}
@@ -73,8 +73,8 @@ def arm(group: str, *, raises: bool = True, wait_for_claim: Collection[Unit] = (
         unit.armed = True
         unit.waits_for_claim = unit in wait_for_claim
         for patch in unit.patches:
-            if patch.status is Status.OFF:
-                patch.status = Status.WAITING
+            if patch.status is PatchState.OFF:
+                patch.status = PatchState.WAITING
         unit.settle()
     for name in target_modules(group):
         module = sys.modules.get(name)
@@ -104,7 +104,7 @@ def claim(group: str) -> bool:
         unit.settle()
     if _raises.get(group):
         for patch in (patch for unit in waiting for patch in unit.patches):
-            if patch.status is Status.DRIFTED:
+            if patch.status is PatchState.DRIFTED:
                 raise patch.drift()
     return bool(waiting)
 
@@ -159,7 +159,7 @@ def require_modules(group: str) -> None:
         _find_what_is_gone(unit)
         unit.settle()
         for patch in unit.patches:
-            if patch.status is Status.DRIFTED:
+            if patch.status is PatchState.DRIFTED:
                 raise patch.drift()
 
 
@@ -187,18 +187,20 @@ def imported_unpatched(group: str) -> tuple[str, ...]:
 
 def _find_what_is_gone(unit: Unit) -> None:
     for patch in unit.patches:
-        if patch.status is Status.WAITING and not patch.may_be_missing and is_gone(patch.module_name):
-            patch.status, patch.found = Status.DRIFTED, f"no module {patch.module_name}"
+        if patch.status is PatchState.WAITING and not patch.may_be_missing and is_gone(patch.module_name):
+            patch.status, patch.found = PatchState.DRIFTED, f"no module {patch.module_name}"
 
 
 def _misfit(unit: Unit) -> DriftError | StartError | None:
     _find_what_is_gone(unit)
-    waiting = [patch for patch in unit.patches if patch.status is Status.WAITING and not patch.may_be_missing]
+    waiting = [
+        patch for patch in unit.patches if patch.status is PatchState.WAITING and not patch.may_be_missing
+    ]
     applied = [patch for patch in unit.patches if patch.applied]
     unit.half_applied = bool(waiting and applied)
     unit.settle()
     for patch in unit.patches:
-        if patch.status is Status.DRIFTED:
+        if patch.status is PatchState.DRIFTED:
             return patch.drift()
     if unit.half_applied:
         return StartError(
@@ -234,9 +236,9 @@ def _patch(module: ModuleType) -> None:
         if patch.module_name == module.__name__
     ]
     for patch in concerned:
-        patch.status = Status.WAITING
+        patch.status = PatchState.WAITING
     fitting = [patch for patch in concerned if patch.fits(module)]
-    fatal = [patch for patch in concerned if patch.status is Status.DRIFTED and _is_fatal(patch)]
+    fatal = [patch for patch in concerned if patch.status is PatchState.DRIFTED and _is_fatal(patch)]
     if not fatal:
         for patch in fitting:
             patch.install(module)

@@ -35,7 +35,7 @@ _VERSION_OF = {
 }
 
 
-class Status(str, enum.Enum):
+class PatchState(str, enum.Enum):
     """The state of a patch."""
 
     APPLIED = "applied"  # in place, and acting
@@ -59,7 +59,7 @@ class Outcome:
     group: str
     target: str
     why: str
-    status: Status
+    status: PatchState
     expected: str
     found: str | None
     framework: str
@@ -99,7 +99,7 @@ class Patch:
         self.make = make
         self.claims = claims
         self.replaced_by = replaced_by
-        self.status = Status.OFF
+        self.status = PatchState.OFF
         self.found: str | None = None
         self._file = ""  # of the found target
         self._wrapper: Wrapper | Callable[..., Any] | None = None
@@ -120,7 +120,7 @@ class Patch:
     @property
     def applied(self) -> bool:
         """Return True if the wrapper is in place."""
-        return self.status is Status.APPLIED
+        return self.status is PatchState.APPLIED
 
     def fits(self, module: ModuleType) -> bool:
         """Return True if the target fits; set `status` to MISSING or DRIFTED otherwise."""
@@ -132,17 +132,17 @@ class Patch:
         except NotFitting as misfit:
             self.found = misfit.found
             may_be = (misfit.absent and self.may_be_missing) or (misfit.imported and self.unless_imported)
-            self.status = Status.MISSING if may_be else Status.DRIFTED
+            self.status = PatchState.MISSING if may_be else PatchState.DRIFTED
             return False
         if self.unless_imported and place.function.__module__ != module.__name__:  # with a wrapper of its own
-            self.found, self.status = f"an import from {place.function.__module__}", Status.MISSING
+            self.found, self.status = f"an import from {place.function.__module__}", PatchState.MISSING
             return False
         parameters = parameters_of(place.function, place.bound)
         self.found = render(parameters)
         for accepted in self.accepts:
             if accepted.text == "(...)" or (parameters is not None and accepted.matches(parameters)):
                 return True
-        self.status = Status.DRIFTED
+        self.status = PatchState.DRIFTED
         return False
 
     @property
@@ -158,7 +158,7 @@ class Patch:
                 self._wrapper = self._wrapped(place)
             self._place = place
             place.put(self._wrapper)
-        self.status = Status.APPLIED
+        self.status = PatchState.APPLIED
 
     def _wrapped(self, place: PatchTarget) -> Wrapper | Callable[..., Any]:
         if self.make is None:
@@ -186,7 +186,7 @@ class Patch:
         if replacement is not None:
             parameters = parameters_of(replacement, self._place.bound)
             if parameters is None or not any(accepted.matches(parameters) for accepted in self.accepts):
-                self.status, self.found = Status.DRIFTED, render(parameters)
+                self.status, self.found = PatchState.DRIFTED, render(parameters)
                 self._file = getattr(getattr(replacement, "__code__", None), "co_filename", "")
                 self.unit.settle()
                 if self.unit.waits_for_claim:  # a claim raises the error
@@ -216,7 +216,7 @@ class Patch:
         """
         if self._place is not None and self._place.current() is self._wrapper:
             self._place.restore()
-        self.status = Status.OFF
+        self.status = PatchState.OFF
 
     def drift(self) -> DriftError:
         """Return the error that names the misfit and its file, in one line."""
@@ -356,7 +356,7 @@ class Unit:
 
     @property
     def _fits(self) -> bool:
-        return not self.half_applied and all(patch.status is not Status.DRIFTED for patch in self.patches)
+        return not self.half_applied and all(patch.status is not PatchState.DRIFTED for patch in self.patches)
 
     def framework_version(self) -> str | None:
         """Return the version of the framework, None until a module of the framework is imported."""
@@ -385,7 +385,7 @@ class Unit:
                 group=self.group,
                 target=patch.target,
                 why=patch.why,
-                status=Status.SILENCED if patch.applied and silenced else patch.status,
+                status=PatchState.SILENCED if patch.applied and silenced else patch.status,
                 expected=patch.expected,
                 found=patch.found,
                 framework=self.framework,
@@ -430,7 +430,7 @@ def format_outcomes(outcomes: tuple[Outcome, ...]) -> str:
 
 
 def _detail(outcome: Outcome) -> str:
-    if outcome.status is Status.DRIFTED:
+    if outcome.status is PatchState.DRIFTED:
         return f"expected {outcome.expected}, found {outcome.found}"
     if outcome.late:
         return f"{outcome.why}; goes past it: {', '.join(outcome.late)}"

@@ -111,7 +111,7 @@ class HeldCopies:
         self.has_keeper = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
 
 
-class Place:
+class WorkerPlace:
     """The place of this process among the workers, from torch elastic; a part of its context.
 
     Attributes:

@@ -21,7 +21,7 @@ import torch
 from adaptor.errors import UnsupportedError
 from adaptor.replica import optimizer_state, twin
 from adaptor.replica.optimizer_state import (
-    Entry,
+    StateEntry,
     entries_of,
     make_state,
     storage_of,
@@ -31,7 +31,7 @@ from adaptor.replica.optimizer_state import (
 from adaptor.replica.ring import Ring, chunks, make_inbox, pieces
 
 
-class Piece(msgspec.Struct, frozen=True):
+class ParamPiece(msgspec.Struct, frozen=True):
     """The place of a param of an inner optimizer: elements `start` to `end` of a rank's shard of a bucket."""
 
     buffer: int
@@ -40,13 +40,13 @@ class Piece(msgspec.Struct, frozen=True):
     end: int
 
 
-class _Shard(msgspec.Struct, frozen=True):
+class _ShardDescription(msgspec.Struct, frozen=True):
     """The description of a shard: param groups without params, sizes, and the state of each param."""
 
     groups: list[dict[str, Any]]
     sizes: list[list[int]]
-    pieces: list[Piece]
-    states: list[list[Entry]]
+    pieces: list[ParamPiece]
+    states: list[list[StateEntry]]
 
 
 class _Update(msgspec.Struct, frozen=True):
@@ -70,13 +70,17 @@ class Mirror:
     """
 
     def __init__(
-        self, owner: torch.optim.Optimizer, pieces_of_owner: Sequence[Piece], ring: Ring, device: torch.device
+        self,
+        owner: torch.optim.Optimizer,
+        pieces_of_owner: Sequence[ParamPiece],
+        ring: Ring,
+        device: torch.device,
     ) -> None:
         self._owner = owner
         self._ring = ring
         inbox, _ = make_inbox(0, torch.device("cpu"))
         described = ring.swap_bytes(_encoded(_described(owner, pieces_of_owner)), (), inbox)
-        theirs: _Shard = optimizer_state.decode(described, _Shard)
+        theirs: _ShardDescription = optimizer_state.decode(described, _ShardDescription)
         self.index = ring.previous
         self._pieces = theirs.pieces
         mirror_params = [
@@ -132,7 +136,7 @@ class Mirror:
             if (piece.buffer, piece.bucket) == (buffer, bucket):
                 yield piece.start, piece.end, {"param": param, **self.optimizer.state.get(param, {})}
 
-    def _fill(self, theirs: _Shard) -> None:
+    def _fill(self, theirs: _ShardDescription) -> None:
         """Take the params and their state, once."""
         sizes = [param.numel() for param in self._params]
         taken = torch.empty(sum(sizes), dtype=torch.float32)
@@ -150,7 +154,7 @@ class Mirror:
         )
 
 
-def _described(owner: torch.optim.Optimizer, pieces_of_owner: Sequence[Piece]) -> _Shard:
+def _described(owner: torch.optim.Optimizer, pieces_of_owner: Sequence[ParamPiece]) -> _ShardDescription:
     params = twin.params(owner)
     for param in params:
         if param.dtype != torch.float32 or param.dim() != 1:
@@ -159,10 +163,10 @@ def _described(owner: torch.optim.Optimizer, pieces_of_owner: Sequence[Piece]) -
                 "mirror replicas need flat float32 main params; set TTP_REPLICA=split or none"
             )
     sizes = [[param.numel() for param in group["params"]] for group in owner.param_groups]
-    return _Shard(twin.scalars(owner), sizes, list(pieces_of_owner), entries_of(owner))
+    return _ShardDescription(twin.scalars(owner), sizes, list(pieces_of_owner), entries_of(owner))
 
 
-def _encoded(message: _Shard | _Update) -> bytes:
+def _encoded(message: _ShardDescription | _Update) -> bytes:
     try:
         return optimizer_state.encode(message)
     except TypeError as error:

@@ -92,7 +92,7 @@ _COUNT = 1
 _COUNTS = (torch.int32, torch.int64, torch.float32, torch.float64)
 
 
-class Entry(msgspec.Struct, frozen=True):
+class StateEntry(msgspec.Struct, frozen=True):
     """An entry of a param's state: a tensor of `shape` and `dtype`, or, without a dtype, `value`.
 
     `beside`: it lies where its param lies; a count of updates may be on the host.
@@ -105,18 +105,18 @@ class Entry(msgspec.Struct, frozen=True):
     value: Any = None
 
 
-def entries_of(optimizer: torch.optim.Optimizer) -> list[list[Entry]]:
+def entries_of(optimizer: torch.optim.Optimizer) -> list[list[StateEntry]]:
     """Return the state of each param, in the order of the param groups."""
     return [
         [
-            Entry(
+            StateEntry(
                 key,
                 str(value.dtype).removeprefix("torch."),
                 tuple(value.shape),
                 value.device == param.device,
             )
             if isinstance(value, torch.Tensor)
-            else Entry(key, value=value)
+            else StateEntry(key, value=value)
             for key, value in optimizer.state.get(param, {}).items()
         ]
         for param in twin.params(optimizer)
@@ -134,7 +134,7 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def make_state(
-    optimizer: torch.optim.Optimizer, param: torch.Tensor, entries: Sequence[Entry]
+    optimizer: torch.optim.Optimizer, param: torch.Tensor, entries: Sequence[StateEntry]
 ) -> list[torch.Tensor]:
     """Give `param` the state that `entries` describe; return its tensors, which are to be filled.
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from adaptor.errors import StoreError
 from adaptor.store import s3
 from adaptor.store.address import NO_BUCKET, Answers
-from adaptor.store.s3 import Bucket
+from adaptor.store.s3 import S3Bucket
 from adaptor.store.store_requests import BusyError, Retrying
 
 _LOST = ("NoSuchUpload", "InvalidPart")
@@ -73,7 +73,7 @@ class Multipart:
         patience_s: for how many seconds a failing request is repeated.
     """
 
-    def __init__(self, bucket: Bucket, answers: Answers, patience_s: float) -> None:
+    def __init__(self, bucket: S3Bucket, answers: Answers, patience_s: float) -> None:
         self._bucket = bucket
         self._answers = answers
         self._retrying = Retrying(None, patience_s, first_s=_FIRST_WAIT_S, longest_s=_LONGEST_WAIT_S)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig
 
     from adaptor.store.address import Address
-    from adaptor.store.s3 import Bucket
+    from adaptor.store.s3 import S3Bucket
 
 _PROBE = "ttp_probe"
 _OF_S3 = ("s3", "obs")
@@ -83,7 +83,7 @@ def open_store(
     return Store(place, client, endpoint, parts, piece, retrying)
 
 
-def _remote(place: Address, bucket: Bucket | None, endpoint: str, patience_s: float) -> ObjectStore:
+def _remote(place: Address, bucket: S3Bucket | None, endpoint: str, patience_s: float) -> ObjectStore:
     from obstore import store as kinds
 
     prefix = place.prefix or None

@@ -159,7 +159,7 @@ _AUTHORITIES = (
 
 
 @dataclass(frozen=True)
-class Bucket:
+class S3Bucket:
     """A bucket, and how to reach it.
 
     Attributes:
@@ -176,7 +176,7 @@ class Bucket:
     in_host: bool
 
 
-def bucket(place: Address, endpoint: str) -> Bucket:
+def bucket(place: Address, endpoint: str) -> S3Bucket:
     """Return the bucket of an address.
 
     Raises:
@@ -189,10 +189,10 @@ def bucket(place: Address, endpoint: str) -> Bucket:
     # OBS has the name of the bucket in the host name, unless the endpoint is an IP address.
     host = endpoint.partition("://")[2]
     in_host = place.scheme == "obs" and not re.match(r"[\d.]+(:\d+)?$|localhost|\[", host)
-    return Bucket(place.bucket, place.prefix, keys_of(place.scheme), endpoint, in_host)
+    return S3Bucket(place.bucket, place.prefix, keys_of(place.scheme), endpoint, in_host)
 
 
-def options(s3_bucket: Bucket) -> S3Config:
+def options(s3_bucket: S3Bucket) -> S3Config:
     """Return the options of obstore."""
     client_options: S3Config = {}
     if s3_bucket.keys is not None:
@@ -220,7 +220,7 @@ def require_botocore(place: Address) -> None:
         )
 
 
-def client(s3_bucket: Bucket) -> Any:
+def client(s3_bucket: S3Bucket) -> Any:
     """Return a client of botocore, which several threads may use; the client repeats no request."""
     from botocore import UNSIGNED
     from botocore.config import Config

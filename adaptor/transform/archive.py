@@ -55,7 +55,7 @@ def _read(path: Path, begin: int, length: int | None) -> Any:
         with path.open("rb") as whole_file:
             if length is not None and begin + length > os.fstat(whole_file.fileno()).st_size:
                 raise CheckpointError(f"{path}: ends before byte {begin + length}")
-            file: Any = whole_file if length is None else _Part(whole_file, begin, length)
+            file: Any = whole_file if length is None else _FilePart(whole_file, begin, length)
             with zipfile.ZipFile(file) as archive:
                 name, storages = _members(archive, file, path, begin)
                 return pickles.load(archive.read(name), path, storages)
@@ -69,7 +69,7 @@ def _read(path: Path, begin: int, length: int | None) -> Any:
         raise CheckpointError(f"{path}: is no archive of torch, or is damaged ({error})") from error
 
 
-class _Part(io.RawIOBase):
+class _FilePart(io.RawIOBase):
     """A part of a file, read like a file."""
 
     def __init__(self, file: IO[bytes], begin: int, length: int) -> None:

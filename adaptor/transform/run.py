@@ -23,7 +23,14 @@ import msgspec
 import xxhash
 
 from adaptor.checkpoint import disk, layout_file, manifest, publish
-from adaptor.checkpoint.layout_file import BufferLayout, Entry, JobLayout, OptimizerLayout, Place, RankLayout
+from adaptor.checkpoint.layout_file import (
+    BufferLayout,
+    Entry,
+    JobLayout,
+    OptimizerLayout,
+    ParamPlace,
+    RankLayout,
+)
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
@@ -70,7 +77,7 @@ class TransformOrder:
         return hashlib.sha256(text + msgspec.json.encode(self.layout)).hexdigest()
 
 
-class _Note(msgspec.Struct):
+class _RankNote(msgspec.Struct):
     """The note of a finished rank: its files, and their content.
 
     Attributes:
@@ -120,7 +127,7 @@ def write_rank(
                 raise CheckpointError(f"{path}: {error.strerror or error}") from error
             entries = [entry]
             digests = {entry.path: digest} if digest else {}
-    text = msgspec.json.encode(_Note(mark, entries, items, digests))
+    text = msgspec.json.encode(_RankNote(mark, entries, items, digests))
     disk.replace(folder, _note_name(target.sizes, rank), text)
     return entries
 
@@ -143,7 +150,7 @@ def _written(
     path: Path, value: Any, folder: Path, files: Files, progress: Callable[[int], None]
 ) -> FileEntry:
     try:
-        with writing.Stream(path, folder, progress) as stream:
+        with writing.HashedFile(path, folder, progress) as stream:
             writing.save(value, stream, path.stem, files)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
@@ -171,9 +178,9 @@ def already_done(order: TransformOrder, rank: Rank) -> list[FileEntry] | None:
     return note.files
 
 
-def _note(order: TransformOrder, rank: Rank) -> _Note:
+def _note(order: TransformOrder, rank: Rank) -> _RankNote:
     """Return the note of a rank. Raises OSError and MsgspecError."""
-    return msgspec.json.decode((order.folder / _note_name(order.sizes, rank)).read_bytes(), type=_Note)
+    return msgspec.json.decode((order.folder / _note_name(order.sizes, rank)).read_bytes(), type=_RankNote)
 
 
 def require_room(folder: Path, needed_bytes: int) -> None:
@@ -211,7 +218,7 @@ def run(
         return files_by_rank
     total = sum(target.bytes(rank) for rank in remaining_ranks)
     require_room(order.folder, total)
-    progress = Progress(total, say)
+    progress = ProgressLine(total, say)
     stopped = threading.Event()
 
     def advanced(count: int) -> None:
@@ -242,7 +249,7 @@ def run(
     return files_by_rank
 
 
-class Progress:
+class ProgressLine:
     """Reports at most once per second the written bytes, the rate, and the remaining time."""
 
     def __init__(self, total: int, say: Callable[[str], None]) -> None:
@@ -400,7 +407,8 @@ def _optimizers(view: View) -> tuple[OptimizerLayout, ...]:
                     (buffer.dtypes[0].name, buffer.dtypes[1].name),
                     buffer.numel,
                     tuple(
-                        Place(chunk_of[id(slot)], slot.name, at.begin, at.end) for slot, at in buffer.slots
+                        ParamPlace(chunk_of[id(slot)], slot.name, at.begin, at.end)
+                        for slot, at in buffer.slots
                     ),
                 )
                 for buffer in buffers

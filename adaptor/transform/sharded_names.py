@@ -20,7 +20,7 @@ _NUMBERED_EXPERT = re.compile(r".*\.experts\.\d+\..*")
 
 
 @dataclass(frozen=True)
-class Region:
+class ShardedRegion:
     """A part of a whole tensor in the sharded format, of one model-parallel rank.
 
     Attributes:
@@ -37,7 +37,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorName:
     """The name and numbers of a tensor in the sharded format, without how it is cut.
 
     Attributes:
@@ -74,8 +74,8 @@ class Place:
 
 
 def regions(
-    place: Place, whole_shape: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...], *, numbered: bool
-) -> list[Region]:
+    place: TensorName, whole_shape: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...], *, numbered: bool
+) -> list[ShardedRegion]:
     """Return where the pieces of a rank's tensor are in the sharded format, in the order of its rows.
 
     Args:
@@ -90,7 +90,7 @@ def regions(
     unit_shape = (1,) * len(lengths)
     if cut.axis is None:
         return [
-            Region(
+            ShardedRegion(
                 name, (*lengths, *whole_shape), (*at, *(0 for _ in whole_shape)), (*unit_shape, *whole_shape)
             )
         ]
@@ -105,7 +105,7 @@ def regions(
             own_offset[cut.axis] -= number * axis[cut.axis]
             half = _HALVES[number]
         regions_found.append(
-            Region(name + half, (*lengths, *axis), (*at, *own_offset), (*unit_shape, *shape))
+            ShardedRegion(name + half, (*lengths, *axis), (*at, *own_offset), (*unit_shape, *shape))
         )
     return regions_found
 
@@ -124,7 +124,11 @@ def key_of(name: str, *, is_local: bool) -> str:
 
 
 def fragments(
-    place: Place, shape: tuple[int, ...], whole_shape: tuple[int, ...], cut: Cut, pieces: tuple[Piece, ...]
+    place: TensorName,
+    shape: tuple[int, ...],
+    whole_shape: tuple[int, ...],
+    cut: Cut,
+    pieces: tuple[Piece, ...],
 ) -> list[tuple[str, tuple[int, ...], int]]:
     """Return where the pieces of a rank's tensor are in the flat kind (`fully_sharded_model_space`).
 

@@ -30,7 +30,7 @@ from adaptor.transform.contents import OF_OPTIMIZER, STATES, WITHOUT_OPTIMIZER, 
 from adaptor.transform.records import SIZES, Archive, DType, ScatteredTensor, Stretch
 from adaptor.transform.rules import Cut
 from adaptor.transform.sharded_index import StoredChunk
-from adaptor.transform.sharded_names import STATE, Place
+from adaptor.transform.sharded_names import STATE, TensorName
 from adaptor.transform.sizes import Rank, Sizes
 
 CONFIG, COMMON = "metadata.json", "common.pt"
@@ -144,7 +144,7 @@ class ShardedCheckpoint:
         if entry.layer is None:
             return None
         name = sharded_names.key_of(described.name_of(entry), is_local=False)
-        place = Place(name, entry.layer, entry.expert, *_counts(layout))
+        place = TensorName(name, entry.layer, entry.expert, *_counts(layout))
         archive = self._index.objects.get(f"{place.name()}/shard_0_1")
         return None if archive is None else self._object(archive)
 
@@ -197,7 +197,7 @@ class ShardedCheckpoint:
 
     def _tensor(self, layout: RankLayout, entry: Entry, front: str) -> ScatteredTensor:
         """Return a tensor in its own shape; `front` is the optimizer's prefix of its name."""
-        place = Place(entry.key, entry.layer, entry.expert, *_counts(layout))
+        place = TensorName(entry.key, entry.layer, entry.expert, *_counts(layout))
         cut = Cut(entry.axis, max(1, len(entry.pieces)), entry.padded)
         stretches: list[Stretch] = []
         dtype = "float32" if front else entry.dtype
@@ -211,7 +211,7 @@ class ShardedCheckpoint:
         return _scattered(dtype, entry.shape, stretches)
 
     def _flat(self, layout: RankLayout, entry: Entry, kind: str) -> ScatteredTensor:
-        place = Place(entry.key, entry.layer, entry.expert, *_counts(layout))
+        place = TensorName(entry.key, entry.layer, entry.expert, *_counts(layout))
         cut = Cut(entry.axis, max(1, len(entry.pieces)), entry.padded)
         stretches: list[Stretch] = []
         for key, at, length in sharded_names.fragments(place, entry.shape, entry.whole, cut, entry.pieces):

@@ -27,7 +27,7 @@ from adaptor.transform.copying import Files
 from adaptor.transform.model import Slot
 from adaptor.transform.random_states import states_of
 from adaptor.transform.records import Described, DType, ItemKey, Name, NewTensor
-from adaptor.transform.sharded_names import EXTRA_STATE, STATE, Place, Region
+from adaptor.transform.sharded_names import EXTRA_STATE, STATE, ShardedRegion, TensorName
 from adaptor.transform.sharded_source import COMMON, CONFIG, RESHARDABLE
 from adaptor.transform.sizes import Rank
 from adaptor.transform.source import WEIGHT
@@ -55,7 +55,7 @@ class _Tensor:
     slot: Slot
     front: str
     kind: str
-    region: Region
+    region: ShardedRegion
 
 
 def data_file(target: TargetCheckpoint, rank: Rank) -> str:
@@ -84,7 +84,7 @@ def write_rank(
     name = data_file(target, rank)
     items: list[NewItem] = []
     digest = hashlib.sha256()
-    with writing.Stream(folder / name, folder, progress) as stream:
+    with writing.HashedFile(folder / name, folder, progress) as stream:
         if target.has_integrity:
             stream.also(digest.update)
         for tensor in _tensors(target, rank):
@@ -136,7 +136,7 @@ def write_rest(
                 else {**saved, **kind}
             )
         common["content_metadata"] = dict(_CONTENT)
-        with writing.Stream(folder / COMMON, folder, lambda count: None) as stream:
+        with writing.HashedFile(folder / COMMON, folder, lambda count: None) as stream:
             writing.save(common, stream, "common", files)
     entries = [stream.entry(COMMON)]
     for name, content in (
@@ -168,7 +168,7 @@ def _tensors(target: TargetCheckpoint, rank: Rank) -> Iterator[_Tensor]:
                 yield _Tensor(part, front, kind, region)
 
 
-def _parts(target: TargetCheckpoint, slot: Slot) -> Iterator[tuple[Slot, Region]]:
+def _parts(target: TargetCheckpoint, slot: Slot) -> Iterator[tuple[Slot, ShardedRegion]]:
     """Yield the pieces of a rank's tensor, each as a slot."""
     item = slot.item
     whole_lengths = list(item.shape)
@@ -194,9 +194,9 @@ def _objects(target: TargetCheckpoint, rank: Rank, files: Files) -> Iterator[tup
         yield f"rng_state/shard_{rank.pp}.{rank.tp}_{target.sizes.pp}.{target.sizes.tp}", states
 
 
-def _place(target: TargetCheckpoint, name: str, key: str) -> Place:
+def _place(target: TargetCheckpoint, name: str, key: str) -> TensorName:
     model = target.source.model
-    return Place(key, rules.layer_of(name), rules.expert_of(name), len(model.layers), model.experts)
+    return TensorName(key, rules.layer_of(name), rules.expert_of(name), len(model.layers), model.experts)
 
 
 _METADATA, _STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"

@@ -40,7 +40,7 @@ _SMALL, _GATHERED = 64 << 10, 1 << 20
 _BEGIN_TO_WRITE = 32 << 20
 
 
-class Stream:
+class HashedFile:
     """A file that is written front to back and hashed: the file is on disk when it is closed without an
     error.
     """
@@ -94,7 +94,7 @@ class Stream:
         """Return the entry of the manifest, under `name`; call after the file is closed."""
         return self._digests.entry(name)
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> HashedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -125,7 +125,7 @@ def size(lengths: Sequence[int]) -> Described:
 def structure(value: Any) -> bytes:
     """Return the pickle of a value without tensors."""
     text = io.BytesIO()
-    _Pickler(text).dump(value)
+    _RecordPickler(text).dump(value)
     return text.getvalue()
 
 
@@ -133,7 +133,7 @@ def structure(value: Any) -> bytes:
 _Base: Any = pickle._Pickler
 
 
-class _Pickler(_Base):  # type: ignore[misc]
+class _RecordPickler(_Base):  # type: ignore[misc]
     """Writes records as the objects that they describe; collects the tensors, in the order of their keys."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(_Base.dispatch)
@@ -201,7 +201,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def save(value: Any, stream: Stream, root: str, files: Files) -> None:
+def save(value: Any, stream: HashedFile, root: str, files: Files) -> None:
     """Write `value` as an archive that torch loads.
 
     Args:
@@ -215,7 +215,7 @@ def save(value: Any, stream: Stream, root: str, files: Files) -> None:
         CheckpointError: a file of the source ends too early.
     """
     structure = io.BytesIO()
-    pickler = _Pickler(structure)
+    pickler = _RecordPickler(structure)
     pickler.dump(value)
     content = structure.getvalue()
     archive = ZipWriter(stream.write, lambda: stream.bytes)

@@ -22,7 +22,7 @@ class _Call(NamedTuple):
     line: int
 
 
-class _Body(NamedTuple):
+class _StepLines(NamedTuple):
     """The lines of a step in the function `code`, which is the call number `depth` from the outermost."""
 
     depth: int
@@ -36,7 +36,7 @@ class LoopPosition:
 
     def __init__(self) -> None:
         self._begun: list[_Call] = []
-        self._body: _Body | None = None
+        self._body: _StepLines | None = None
 
     def begin(self) -> None:
         """A step begins."""
@@ -52,7 +52,7 @@ class LoopPosition:
         if not shared:
             return
         begun_call, present_call = shared[-1]
-        body = _Body(len(shared) - 1, begun_call.code, begun_call.line, present_call.line)
+        body = _StepLines(len(shared) - 1, begun_call.code, begun_call.line, present_call.line)
         known_body = self._body
         if known_body is not None and known_body[:2] == body[:2]:
             body = body._replace(

@@ -80,7 +80,7 @@ class MainThreadHangsError(CannotRejoinError):
     """The main thread waits for what will not come any more."""
 
 
-class Rejoin(Protocol):
+class OnlinePart(Protocol):
     """The online recovery of this process (`adaptor.online`), started by the processor."""
 
     def regroup(self, order: Regroup, wake: Callable[[frozenset[int]], int]) -> None:
@@ -132,7 +132,7 @@ class Processor:
         self._session: Session | None = None
         self._current = (0, 0)  # the incident and the attempt of the newest order
         self._handlers: ScriptHandlers | None = None
-        self._rejoin: Rejoin | None = None
+        self._rejoin: OnlinePart | None = None
         self._rejoin_is_known = threading.Event()
         self.exit_code = EXIT_SURVIVOR
         self._descriptors = Descriptors(DESCRIPTORS)
@@ -328,7 +328,7 @@ class Processor:
             note=self._note,
         )
 
-    def go_round_by(self, rejoin: Rejoin | None) -> None:
+    def go_round_by(self, rejoin: OnlinePart | None) -> None:
         """Set how the training loop is called again, at the start of a worker; None: not at all."""
         self._rejoin = rejoin
         self._rejoin_is_known.set()

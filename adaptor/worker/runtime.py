@@ -44,7 +44,7 @@ UNDECIDED = "its training loop has not begun"
 _runtime: WorkerRuntime | None = None
 
 
-class Groups(Protocol):
+class RememberedGroups(Protocol):
     """The process groups that are remembered for an online recovery (`adaptor.online`)."""
 
     @property
@@ -87,7 +87,7 @@ class Runtime:
         )
         # The reason, for the user, why this rank is not recovered online; empty: the rank is recovered.
         self.online = "its training loop cannot be called again" if settings.online_s else OFF
-        self.groups: Groups | None = None  # remembered for an online recovery
+        self.groups: RememberedGroups | None = None  # remembered for an online recovery
         self.processor.start(self.session)
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:

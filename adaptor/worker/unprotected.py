@@ -38,7 +38,7 @@ _NO_STEP = (
 )
 
 
-class Watch:
+class UnprotectedUpdates:
     """Counts this process's optimizer updates, and reports updates that would not be saved.
 
     Args:
@@ -125,7 +125,7 @@ class UnprotectedTraining:
         self.is_refused = context.settings.require_protection
         self.framework = ""
         self._armed = False
-        self._watch: Watch | None = None
+        self._watch: UnprotectedUpdates | None = None
         self._remove: list[Callable[[], None]] = []
 
     def expect(self, framework: str) -> None:
@@ -168,7 +168,7 @@ class UnprotectedTraining:
         worker = of_this_process() if self._armed else None
         if worker is None or self._remove:
             return
-        self._watch = Watch(worker, self)
+        self._watch = UnprotectedUpdates(worker, self)
         self._remove.append(module.register_optimizer_step_pre_hook(self._watch.before_update).remove)
         self._remove.append(module.register_optimizer_step_post_hook(self._watch.after_update).remove)
 

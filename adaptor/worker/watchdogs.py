@@ -16,7 +16,7 @@ import sys
 
 from adaptor import context, output
 from adaptor.context import Context
-from adaptor.protocol.environment import NEWCOMER, Place
+from adaptor.protocol.environment import NEWCOMER, WorkerPlace
 
 OFF = "0"  # the value that `Watchdogs.switch_off` gives to each of the variables
 # To end the process would end a holder, and to abort the collective would let the device go on with gradients
@@ -112,5 +112,5 @@ def _groups_are_made() -> bool:
 
 
 def _say(line: str) -> None:
-    if context.part(Place).rank == 0:
+    if context.part(WorkerPlace).rank == 0:
         output.tell(f"[ttp] {line}")

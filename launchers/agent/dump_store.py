@@ -26,7 +26,7 @@ from adaptor.protocol.wire import Ask, Keep, Kept, to_store
 AHEAD_BYTES = 1 << 20
 
 
-class DumpStore:
+class DumpStoreServer:
     """The store of a controller; listens from the beginning, and answers from `start` to `close`.
 
     Args:

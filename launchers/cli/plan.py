@@ -28,7 +28,7 @@ class _Layout(msgspec.Struct):
     data_parallel: int
 
 
-class Report(msgspec.Struct):
+class PlanReport(msgspec.Struct):
     """The used part of the report."""
 
     verdict: str
@@ -174,7 +174,7 @@ def show(
     code, answer = _ask(script, nodes, ranks_per_node, list((racks or {}).values()))
     if code not in (OK, FINDING):
         return USAGE
-    report = msgspec.json.decode(answer, type=Report)
+    report = msgspec.json.decode(answer, type=PlanReport)
     plan = report.plan
     save_seconds = plan.save / bandwidth if plan is not None and plan.save is not None else None
     if as_json:
@@ -188,14 +188,14 @@ def show(
     return code
 
 
-def report(script: Sequence[str], nodes: int, ranks_per_node: int | None) -> Report | None:
+def report(script: Sequence[str], nodes: int, ranks_per_node: int | None) -> PlanReport | None:
     """Return the report about a job; None on failure, after a message on stderr.
 
     Args:
         ranks_per_node: None: as many as a second copy needs, on one node.
     """
     code, answer = _ask(script, nodes, ranks_per_node, [])
-    return msgspec.json.decode(answer, type=Report) if code in (OK, FINDING) else None
+    return msgspec.json.decode(answer, type=PlanReport) if code in (OK, FINDING) else None
 
 
 def _ask(
@@ -211,7 +211,9 @@ def _ask(
     return completed.returncode, completed.stdout
 
 
-def _lines(report: Report, hosts: Sequence[str], bandwidth: float, save_seconds: float | None) -> list[str]:
+def _lines(
+    report: PlanReport, hosts: Sequence[str], bandwidth: float, save_seconds: float | None
+) -> list[str]:
     plan = report.plan
     lines = [f"REFUSED {line}" for line in report.refusals]
     if plan is None or report.layout is None:

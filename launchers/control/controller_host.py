@@ -20,7 +20,7 @@ from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator
 from adaptor.controller.incident_state import Orders
 from adaptor.controller.verdict import Recurrence
-from adaptor.launchers.agent.dump_store import DumpStore
+from adaptor.launchers.agent.dump_store import DumpStoreServer
 from adaptor.launchers.control.agent_listener import RejectedConnections
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.log import tell_error
@@ -80,7 +80,7 @@ class ControllerHost:
         self._sends: dict[int, Send] = {}
         self.frames = wire.OrderFrames()
         # In an agent, so that the store survives the death of every worker.
-        self.store = DumpStore(host, world_size)
+        self.store = DumpStoreServer(host, world_size)
         store = (self.store.host, self.store.port, self.store.secret)
         self.controller = Controller(
             world_size, timeout_s, store, report.next_incident, term, recurrence, online_s

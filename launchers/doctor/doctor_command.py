@@ -19,7 +19,7 @@ from adaptor import config, engines, misspelt, text
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.launchers.cli import plan
 from adaptor.launchers.doctor import doctor_machine, doctor_nodes
-from adaptor.launchers.doctor.doctor_job import Finding, Job
+from adaptor.launchers.doctor.doctor_job import Finding, PlannedJob
 from adaptor.operations import cli
 from adaptor.operations.terminal import show
 from adaptor.operations.words import FINDING, OK
@@ -104,7 +104,7 @@ def _answer(parsed: argparse.Namespace) -> int:
     if script:
         plan.require_ranks(nodes, parsed.nproc_per_node)
         plan.require_file(script)
-    job = Job(script, nodes, parsed.nproc_per_node)
+    job = PlannedJob(script, nodes, parsed.nproc_per_node)
     all_findings: list[Finding] = []
     for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes, parsed.rdzv_port, job):
         all_findings.append(finding)
@@ -123,7 +123,9 @@ def _line(finding: Finding) -> str:
     return text.encodable(f"{finding.level:<4} {finding.name:<12} {finding.words}{remedy_text}")
 
 
-def findings(save: Path | None, size: int, nodes: int, rendezvous_port: int, job: Job) -> Iterator[Finding]:
+def findings(
+    save: Path | None, size: int, nodes: int, rendezvous_port: int, job: PlannedJob
+) -> Iterator[Finding]:
     """Make every check; an error in a check becomes a finding.
 
     Args:

@@ -61,7 +61,7 @@ class Speed(NamedTuple):
     pause_s: float
 
 
-class Job:
+class PlannedJob:
     """The job to run on nodes like this one.
 
     Args:

@@ -31,7 +31,7 @@ from adaptor.launchers.agent.stack_collector import find_py_spy
 from adaptor.launchers.cli.start_checks import INTERFACES, require_interfaces
 from adaptor.launchers.control import tls
 from adaptor.launchers.doctor import doctor_job
-from adaptor.launchers.doctor.doctor_job import Finding, Job, Speed
+from adaptor.launchers.doctor.doctor_job import Finding, PlannedJob, Speed
 
 _TORCH = (Version("2.4"), Version("3"))
 # Each worker takes some tens of descriptors, and a data loader some more.
@@ -264,7 +264,7 @@ def _binary_size(count: int) -> str:
 _BLOCK = 8 << 20
 
 
-def save_folder(folder: Path, size: int, job: Job, settings: Config) -> Iterator[Finding]:
+def save_folder(folder: Path, size: int, job: PlannedJob, settings: Config) -> Iterator[Finding]:
     """Try the operations of a save: write, rename, exchange two names, lock, sync to disk.
 
     All files are made in a new subfolder, removed afterwards, as is a folder that did not exist before.
@@ -289,7 +289,7 @@ def save_folder(folder: Path, size: int, job: Job, settings: Config) -> Iterator
                 path.rmdir()
 
 
-def _tried(folder: Path, size: int, job: Job, settings: Config) -> Iterator[Finding]:
+def _tried(folder: Path, size: int, job: PlannedJob, settings: Config) -> Iterator[Finding]:
     status = disk.probe_rights(folder)
     room = shutil.disk_usage(folder).free
     owner = disk.name_user(status.st_uid)

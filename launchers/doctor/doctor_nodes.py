@@ -51,7 +51,7 @@ _MEETING_POINTS = ("PET_RDZV_ENDPOINT", "PET_MASTER_ADDR")
 _SIOCGIFADDR = 0x8915
 
 
-class _Node(msgspec.Struct):
+class _NodeFile(msgspec.Struct):
     """The content of the file of a node.
 
     Attributes:
@@ -81,9 +81,9 @@ class _Meeting:
         self._until = time.monotonic() + MEET_S
         host = socket.gethostname()
         self.name = f"{host}-{os.getpid()}-{secrets.token_hex(4)}.node"
-        self.own = _Node(host, 0.0, 0, _own_address(), "present")
+        self.own = _NodeFile(host, 0.0, 0, _own_address(), "present")
         self._first: dict[str, int] = {}  # the first count read from each file
-        self.others: dict[str, _Node] = {}  # the newest content of each file
+        self.others: dict[str, _NodeFile] = {}  # the newest content of each file
         self.there: set[str] = set()  # the files at the last look
         self.ahead: dict[str, float] = {}  # the least seconds by which a node's clock is ahead
 
@@ -119,7 +119,7 @@ class _Meeting:
         self.there = {path.name for path in paths}
         for path in paths:
             try:
-                node = msgspec.json.decode(path.read_bytes(), type=_Node)
+                node = msgspec.json.decode(path.read_bytes(), type=_NodeFile)
             except (OSError, msgspec.MsgspecError):
                 continue  # the node has just left, or the file is of another kind
             time_now = time.time()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from adaptor import distributions, output, text
 from adaptor.config import Config
-from adaptor.endpoints import Address
+from adaptor.endpoints import HostPort
 from adaptor.errors import ConfigError
 from adaptor.launchers.agent import programs
 from adaptor.operations import access
@@ -51,7 +51,7 @@ def require(config: Config) -> None:
         ) from None
 
 
-def clients_of(address: Address, token: str, certificate: str, key: str) -> access.Clients:
+def clients_of(address: HostPort, token: str, certificate: str, key: str) -> access.Clients:
     """Return the allowed clients of an address; loopback needs no TLS, because only the machine itself
     connects.
 
@@ -66,7 +66,7 @@ def clients_of(address: Address, token: str, certificate: str, key: str) -> acce
     return access.clients(address, Path(token) if token else None, certificate_files)
 
 
-def _speaks_tls(address: Address, certificate: str) -> bool:
+def _speaks_tls(address: HostPort, certificate: str) -> bool:
     return bool(certificate) and not address.is_loopback
 
 
@@ -95,7 +95,7 @@ class JobServer:
         if config.serve is None or (self._process is not None and self._process.poll() is None):
             return
         with access.listen(config.serve) as listening:
-            bound = Address(*listening.getsockname()[:2])  # a name may mean a loopback address
+            bound = HostPort(*listening.getsockname()[:2])  # a name may mean a loopback address
             descriptor = listening.fileno()
             arguments = (
                 str(self._folder()),

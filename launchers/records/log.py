@@ -40,7 +40,7 @@ class Log:
         self._logger = _log
         self._logger.setLevel(config.log_level)
         self._logger.propagate = False
-        self._file = _File(Path(config.log_path) / name)
+        self._file = _QueuedFile(Path(config.log_path) / name)
         self._handlers: list[logging.Handler] = [self._file]
         if config.log_stdout:
             self._handlers.append(_Stdout())
@@ -83,7 +83,7 @@ class _WatchedFile(_Quiet, logging.handlers.WatchedFileHandler):
     """A file that is opened again after it was moved or removed."""
 
 
-class _File(_Quiet):
+class _QueuedFile(_Quiet):
     """Queues records for a `Writer`, whose thread opens and writes the file."""
 
     def __init__(self, path: Path) -> None:

@@ -27,7 +27,7 @@ def main() -> None:
     import threading
     from pathlib import Path
 
-    from adaptor.endpoints import Address
+    from adaptor.endpoints import HostPort
     from adaptor.launchers.records.job_server import clients_of
     from adaptor.operations import serve
     from adaptor.protocol.environment import ending_signals
@@ -41,7 +41,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_ENDED)
     folder, descriptor, token, certificate, key = sys.argv[1:]
     listening = socket.socket(fileno=int(descriptor))
-    clients = clients_of(Address(*listening.getsockname()[:2]), token, certificate, key)
+    clients = clients_of(HostPort(*listening.getsockname()[:2]), token, certificate, key)
     server = serve.Server(Path(folder), listening, clients)
     threading.Thread(target=server.serve_forever, name="ttp-serve", daemon=True).start()
     sys.stdin.buffer.read()

@@ -87,7 +87,7 @@ def put_in_order(handler: Any, *, has_store: bool) -> None:
     handler._this_node = executor._node = ordered
 
 
-class _Seen(NamedTuple):
+class _Heartbeat(NamedTuple):
     """The last heartbeat of a node, and the seconds without a change."""
 
     sign: datetime
@@ -109,7 +109,7 @@ class SignsOfLife:
         self._most_s = min(interval_s, interval_s * int(handler.settings.keep_alive_max_attempt) / 3)
         self._clock = clock
         self._looked = clock()
-        self._seen: dict[Any, _Seen] = {}
+        self._seen: dict[Any, _Heartbeat] = {}
         self._round: int | None = None  # the complete round of this node
         self._rank = 0
         self._remove_silent: Callable[[], None] = self._holder._sanitize
@@ -149,10 +149,10 @@ class SignsOfLife:
         self._remove_silent()
         state.last_heartbeats = {node: signs[node] for node in state.last_heartbeats}
 
-    def _see(self, node: Any, sign: datetime, passed_s: float) -> _Seen:
+    def _see(self, node: Any, sign: datetime, passed_s: float) -> _Heartbeat:
         signs_before = self._seen.get(node)
         is_silent = node != self._node and signs_before is not None and signs_before.sign == sign
-        return _Seen(
+        return _Heartbeat(
             sign, signs_before.silent_s + passed_s if is_silent and signs_before is not None else 0.0
         )
 

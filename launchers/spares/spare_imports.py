@@ -69,7 +69,7 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
         os.close(stream)
     os.environ.clear()
     os.environ.update(become.environment)
-    for kind in (environment.Place, environment.Generation):
+    for kind in (environment.WorkerPlace, environment.Generation):
         context.get().discard(kind)
 
 

@@ -41,7 +41,7 @@ def main() -> None:
     found = {
         outcome.target: outcome.found
         for outcome in patching.outcomes("ttp")
-        if outcome.found and outcome.status is not patching.Status.MISSING
+        if outcome.found and outcome.status is not patching.PatchState.MISSING
     }
     came_with = {patch.optional for unit in patching.units("ttp") for patch in unit.patches}
     lacks = sorted(module for module in came_with if isinstance(module, str) and is_gone(module))

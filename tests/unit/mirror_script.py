@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from adaptor.devices.cpu import collectives
 from adaptor.devices.cpu.fused_adam import FusedAdam
 from adaptor.replica import ring
-from adaptor.replica.mirror import Mirror, Piece
+from adaptor.replica.mirror import Mirror, ParamPiece
 from adaptor.replica.ring import Ring
 
 
@@ -106,7 +106,7 @@ def main() -> None:
     torch.manual_seed(rank)
     optimizer = owner(rank, kind)
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    where = [Piece(0, number % 2, number, number + param.numel()) for number, param in enumerate(params)]
+    where = [ParamPiece(0, number % 2, number, number + param.numel()) for number, param in enumerate(params)]
     mirror = Mirror(optimizer, where, Ring(dist.group.WORLD, stride), torch.device("cpu"))
     compared = 0
     for number in range(8):

@@ -187,7 +187,7 @@ def layout(shape: Shape, starts: Mapping[str, int], numel: int, **more: Any) -> 
         )
     entries.append(layout_file.Entry("output_layer._extra_state"))
     places = [
-        layout_file.Place("model", name, start, start + prod(_shapes(shape)[name]))
+        layout_file.ParamPlace("model", name, start, start + prod(_shapes(shape)[name]))
         for name, start in starts.items()
     ]
     groups = ((1.0, 1.0, False, False), (0.0, 1.0, False, False))

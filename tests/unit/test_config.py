@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adaptor import config, misspelt
 from adaptor.config import SETTINGS, Config
-from adaptor.endpoints import Address, NoticeTarget
+from adaptor.endpoints import HostPort, NoticeTarget
 from adaptor.errors import ConfigError
 from adaptor.setting_values import Pull, Setting
 
@@ -112,9 +112,9 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_LOG_LEVEL", "debug", "log_level", "DEBUG"),
     ("TTP_LOG_LEVEL", "ERROR", "log_level", "ERROR"),
     ("TTP_LOG_STDOUT", "True", "log_stdout", True),
-    ("TTP_SERVE", "9470", "serve", Address("127.0.0.1", 9470)),
-    ("TTP_SERVE", "0.0.0.0:9470", "serve", Address("0.0.0.0", 9470)),
-    ("TTP_SERVE", "[::1]:9470", "serve", Address("::1", 9470)),
+    ("TTP_SERVE", "9470", "serve", HostPort("127.0.0.1", 9470)),
+    ("TTP_SERVE", "0.0.0.0:9470", "serve", HostPort("0.0.0.0", 9470)),
+    ("TTP_SERVE", "[::1]:9470", "serve", HostPort("::1", 9470)),
     ("TTP_NOTIFY", "https://a.b/c?d", "notify", NoticeTarget("json", "https://a.b/c?d")),
     ("TTP_NOTIFY", "slack:https://a.b/c", "notify", NoticeTarget("slack", "https://a.b/c")),
     ("TTP_NOTIFY", "exec:mail -s 'a job' me", "notify", NoticeTarget("exec", "mail -s 'a job' me")),

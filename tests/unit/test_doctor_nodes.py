@@ -126,7 +126,7 @@ def test_a_lock_that_reaches_one_node_and_a_clock_that_is_wrong(tmp_path: Path) 
     """The other node says that it has the lock, and nothing of that comes here."""
     node = Node(tmp_path, 2)
     place = tmp_path / ".ttp-doctor_nodes"
-    other = doctor_nodes._Node("other", 0.0, 0, "127.0.0.1", "locked")
+    other = doctor_nodes._NodeFile("other", 0.0, 0, "127.0.0.1", "locked")
 
     def is_done() -> bool:
         return any(b'"done"' in path.read_bytes() for path in place.glob("*-*.node"))
@@ -140,7 +140,7 @@ def test_a_lock_that_reaches_one_node_and_a_clock_that_is_wrong(tmp_path: Path) 
     assert words.startswith("the clock of other is ahead of this one by at least ")
 
 
-def _write_until(done: Callable[[], bool], path: Path, node: doctor_nodes._Node) -> None:
+def _write_until(done: Callable[[], bool], path: Path, node: doctor_nodes._NodeFile) -> None:
     """Answer each file that another node writes with the one of a node whose clock is 30 s ahead."""
     answered: dict[str, bytes] = {}
 
@@ -160,7 +160,7 @@ def _write_until(done: Callable[[], bool], path: Path, node: doctor_nodes._Node)
 def test_a_node_that_is_killed_counts_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / ".ttp-doctor_nodes"
     place.mkdir()
-    left = doctor_nodes._Node("gone", 1.0, 7, "127.0.0.1", "present")
+    left = doctor_nodes._NodeFile("gone", 1.0, 7, "127.0.0.1", "present")
     (place / "gone.node").write_bytes(msgspec.json.encode(left))
     monkeypatch.setattr(doctor_nodes, "MEET_S", 0.5)
     found = Node(tmp_path, 2).levels()
@@ -172,7 +172,7 @@ def test_the_route_that_others_do_not_know(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert doctor_nodes._own_address() == "127.0.0.1"
     meeting = doctor_nodes._Meeting(tmp_path, 2)
-    meeting.others["a"] = doctor_nodes._Node("a", 0.0, 1, "127.0.0.1", "done")
+    meeting.others["a"] = doctor_nodes._NodeFile("a", 0.0, 1, "127.0.0.1", "done")
     assert [one.level for one in doctor_nodes._routes(meeting)] == ["OK"]
     meeting.own.address = "192.0.2.1"
     (one,) = doctor_nodes._routes(meeting)

@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     ProcessGroupGloo,
 )
 
-from adaptor.launchers.agent.dump_store import DumpStore
+from adaptor.launchers.agent.dump_store import DumpStoreServer
 from adaptor.launchers.control import agent_listener
 from adaptor.protocol import authentication
 from adaptor.protocol.messages import Endpoint, Standing
@@ -52,7 +52,7 @@ sys.stdin.read()
 class Served:
     """A store that answers, in an event loop of its own."""
 
-    def __init__(self, store: DumpStore) -> None:
+    def __init__(self, store: DumpStoreServer) -> None:
         self.store = store
         self.secret = store.secret
         self.place = Endpoint(store.host or "127.0.0.1", store.port)
@@ -73,7 +73,7 @@ def served(address: str, more: int = 0) -> Iterator[Served]:
 
         return asyncio.run_coroutine_threadsafe(call(), loop).result(LONG_S)
 
-    store = here(lambda: DumpStore(address, more))
+    store = here(lambda: DumpStoreServer(address, more))
     here(store.start)
     try:
         yield Served(store)

@@ -15,12 +15,12 @@ import pytest
 
 from adaptor.launchers.cli import ttp
 from adaptor.operations import charts, incident_section, job_folder, page, timeline
-from adaptor.operations.job_reader import Checkpoint, JobReader
+from adaptor.operations.job_reader import CheckpointSummary, JobReader
 from adaptor.operations.records import Phases, utc
 from tests.unit.test_serve import BEGAN, EVENTS, event, incident, status
 
 JOB = "j"
-CHECKPOINT = Checkpoint(16, BEGAN + 100, 3_000_000)
+CHECKPOINT = CheckpointSummary(16, BEGAN + 100, 3_000_000)
 
 
 class Text(HTMLParser):

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from adaptor.endpoints import Address
+from adaptor.endpoints import HostPort
 from adaptor.operations import access, serve
 from adaptor.operations.records import Phases, utc
 from tests import browser
@@ -126,7 +126,7 @@ def test_the_live_page_takes_what_is_new(
 ) -> None:
     """The state changes; the filter of an incident whose file has not changed stays as it is."""
     monkeypatch.setattr(serve, "_REFRESH_S", 1)
-    address = Address("127.0.0.1", 0)
+    address = HostPort("127.0.0.1", 0)
     listening = access.listen(address)
     origin = f"http://127.0.0.1:{listening.getsockname()[1]}"
     with serve.Server(tmp_path, listening, access.clients(address, None, None)) as server:

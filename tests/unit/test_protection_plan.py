@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.protection_plan import Model, Plan, Replicas, Sharing, plan
+from adaptor.protection_plan import ModelSize, Plan, Replicas, Sharing, plan
 
 COSTS = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
 MEMORY = COSTS.partition("## Memory")[2].partition("\n## ")[0]
 
 
-def model(parameters: float, tensor: int = 1, pipeline: int = 1, experts: float = 0.0) -> Model:
-    return Model(
+def model(parameters: float, tensor: int = 1, pipeline: int = 1, experts: float = 0.0) -> ModelSize:
+    return ModelSize(
         tensor=tensor,
         dense=parameters,
         experts=experts,
@@ -79,7 +79,7 @@ def test_what_may_be_lost(d: int, tensor: int, per_node: int, split: str | None,
 
 
 @pytest.mark.parametrize("sizes", [model(1e6, experts=1e6), None], ids=["sizes", "no sizes"])
-def test_experts_that_no_two_ranks_share(sizes: Model | None) -> None:
+def test_experts_that_no_two_ranks_share(sizes: ModelSize | None) -> None:
     """Their size takes no memory for a copy that is never made; of what may be lost it says nothing."""
     sharing = Sharing(dense=4, experts=1, sharded=True, instances=1, expert=4)
     made = plan(sharing, sizes, "mirror", 4, 1)

@@ -22,7 +22,7 @@ from adaptor.checkpoint.lease import LeaseContent, Owner
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
 from adaptor.protocol.board import Board, BoardMemory
-from adaptor.protocol.environment import Generation, Place
+from adaptor.protocol.environment import Generation, WorkerPlace
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.naming import MANIFEST, TRACKER
 from adaptor.worker import runtime
@@ -373,7 +373,7 @@ def test_what_nobody_has_hashed_gets_a_checksum_unless_it_is_large(
 @pytest.fixture
 def _node_1(monkeypatch: pytest.MonkeyPatch, _rank_0: None) -> None:
     """The first rank of the second node, in ttprun."""
-    monkeypatch.setattr(context.part(Place), "node", 1)
+    monkeypatch.setattr(context.part(WorkerPlace), "node", 1)
     monkeypatch.setattr(context.part(Generation), "name", "0f3a5c21")
 
 

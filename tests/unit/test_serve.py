@@ -22,10 +22,10 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from adaptor.endpoints import Address
+from adaptor.endpoints import HostPort
 from adaptor.operations import access, cli, job_folder, metrics, serve
 from adaptor.operations.goodput import USES, Goodput, TimeSpent
-from adaptor.operations.job_reader import Checkpoint, JobReader
+from adaptor.operations.job_reader import CheckpointSummary, JobReader
 from adaptor.operations.metrics import exposition
 from adaptor.operations.records import (
     Cause,
@@ -146,7 +146,7 @@ def server_of(
     certificate: tuple[Path, Path] | None = None,
 ) -> serve.Server:
     """Return a server at any port that is free."""
-    address = Address(host, 0)
+    address = HostPort(host, 0)
     clients = access.clients(address, token, certificate)
     return serve.Server(where, access.listen(address), clients)
 
@@ -226,7 +226,7 @@ def test_the_metrics_of_a_job(job: Path) -> None:
 
 def test_the_page_names_each_metric(job: Path) -> None:
     """docs/operations.md, against what is served."""
-    text = exposition(JobReader(job), Checkpoint(1, 1.0, 1), OPENMETRICS)[0].decode()
+    text = exposition(JobReader(job), CheckpointSummary(1, 1.0, 1), OPENMETRICS)[0].decode()
     served = {family.name for family in text_string_to_metric_families(text)}
     page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
     named = {

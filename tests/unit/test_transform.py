@@ -156,7 +156,7 @@ def test_what_is_written_is_an_archive_of_torch(
         "none": NewTensor("float32", (0,), list),
         "one": NewTensor("bfloat16", (), lambda: [b"\x80\x3f"]),
     }
-    with writing.Stream(tmp_path / "x.pt", tmp_path, lambda count: None) as stream, Files() as files:
+    with writing.HashedFile(tmp_path / "x.pt", tmp_path, lambda count: None) as stream, Files() as files:
         writing.save(value, stream, "x", files)
     monkeypatch.undo()
     entry = stream.entry("x.pt")

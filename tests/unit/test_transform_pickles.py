@@ -325,7 +325,7 @@ def test_all_that_frameworks_save_is_written_again(tmp_path: Path, monkeypatch: 
     read = archive.read(tmp_path / "one.pt")
     assert read["args"].large == 1 << 100
     assert read["numpy"][1].loaded().tolist() == list(range(624))
-    with writing.Stream(tmp_path / "two.pt", tmp_path, lambda count: None) as stream, Files() as files:
+    with writing.HashedFile(tmp_path / "two.pt", tmp_path, lambda count: None) as stream, Files() as files:
         writing.save(read, stream, "two", files)
     monkeypatch.setitem(sys.modules, "megatron", type(sys)("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.test_classes", module)

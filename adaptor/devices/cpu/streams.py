@@ -11,7 +11,7 @@ import torch
 from adaptor.devices.cpu.placement import replace
 
 
-class Event:
+class HostEvent:
     """An event that is complete as soon as it is recorded; keeps the time for `elapsed_time`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -20,7 +20,7 @@ class Event:
     def record(self, stream: Any = None) -> None:
         self._recorded = time.perf_counter()
 
-    def elapsed_time(self, end_event: Event) -> float:
+    def elapsed_time(self, end_event: HostEvent) -> float:
         """Milliseconds from this event to `end_event`."""
         return (end_event._recorded - self._recorded) * 1000.0
 
@@ -44,8 +44,8 @@ class Stream:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.device = torch.device("cpu")
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event()
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        event = event or HostEvent()
         event.record(self)
         return event
 
@@ -56,14 +56,14 @@ class Stream:
     def synchronize(self) -> None:
         """Return at once: no work is pending."""
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: HostEvent) -> None:
         """Return at once: no work is pending."""
 
     def wait_stream(self, stream: Stream) -> None:
         """Return at once: no work is pending."""
 
 
-class Context:
+class StreamContext:
     """A stand-in for `torch.cuda.stream(...)` and `torch.cuda.device(...)` that can be entered repeatedly."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +88,7 @@ def _register_with_the_compiler() -> None:
         from torch import _streambase
     except ImportError:
         return
-    for name, stand_in in (("_EventBase", Event), ("_StreamBase", Stream)):
+    for name, stand_in in (("_EventBase", HostEvent), ("_StreamBase", Stream)):
         base = getattr(_streambase, name, None)
         if isinstance(base, ABCMeta):
             base.register(stand_in)
@@ -98,13 +98,13 @@ def install() -> None:
     """Replace streams and events of CUDA."""
     _register_with_the_compiler()
     classes = {
-        "Event": Event,
+        "Event": HostEvent,
         "Stream": Stream,
         "ExternalStream": Stream,
-        "StreamContext": Context,
-        "stream": Context,
-        "device": Context,
-        "device_of": Context,
+        "StreamContext": StreamContext,
+        "stream": StreamContext,
+        "device": StreamContext,
+        "device_of": StreamContext,
     }
     for name, stand_in in classes.items():
         setattr(torch.cuda, name, stand_in)

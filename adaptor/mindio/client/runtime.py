@@ -14,7 +14,7 @@ from adaptor.config import Config
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.errors import ConfigError
 from adaptor.mindio.client import engine
-from adaptor.mindio.client.saving import Saving, replica_info, store_of_the_job
+from adaptor.mindio.client.saving import SaveHandlers, replica_info, store_of_the_job
 from adaptor.mindio.client.sdk_session import MindioSession
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.environment import Generation
@@ -141,7 +141,7 @@ class MindioRuntime:
         repairs = {"enable_uce": False, "enable_arf": False, "enable_zit": False}
         loaded.tft_init_processor(self.rank, self._world_size, trainee.has_local_copy, False, "", **repairs)
         groups = frozenset(share.group for rank_shares in shares for share in rank_shares)
-        saving = Saving(
+        saving = SaveHandlers(
             self.rank, self._world_size, self.session, groups, generation, self._settings.timeout_s
         )
         loaded.tft_register_save_ckpt_handler(saving.save)

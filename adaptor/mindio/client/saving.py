@@ -38,7 +38,7 @@ class _Left(msgspec.Struct):
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveHandlers:
     """The save handlers of a worker, once training has begun.
 
     Attributes:
