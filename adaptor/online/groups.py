@@ -135,11 +135,13 @@ class Groups:
         )
 
     def _to_exchange(self) -> dict[str, _Group]:
-        there = group_books.books().pg_map  # without groups that the framework has destroyed
+        if not self._made:  # a script without process groups may not have torch
+            return {}
+        existing = group_books.books().pg_map  # without groups that the framework has destroyed
         return {
             name: created
             for name, created in self._made.items()
-            if created.group in there and not _is_sound(created.group)
+            if created.group in existing and not _is_sound(created.group)
         }
 
     @property
