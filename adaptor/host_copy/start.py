@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from adaptor import context, output
+from adaptor.checkpoint import lease_claim
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import UnsupportedError
 from adaptor.host_copy import content, room
@@ -132,6 +133,9 @@ def _take(
         size = content.most_bytes(trainee)
     except TypeError as error:
         problem = f"this state cannot be copied: {error}"
+    # A restart writes the copies as one checkpoint, which all nodes load.
+    if copier.is_auto and place.node and not lease_claim.is_seen(Path(trainee.save)):
+        problem = f"node {place.node} does not share the --save folder of node 0"
     needed_bytes = copier.count * (HEADER_BYTES + size)
     dist.barrier(group=everyone)  # every rank has given up what an earlier start has left
     needs = _gathered(room.Need(place.node, needed_bytes, available() + _kept_bytes()), everyone)
