@@ -131,6 +131,9 @@ def of_group(helper: Callable[..., Any], request: Mapping[str, Any]) -> Reconfig
     """
     if request["group_size"] == 1 or request["group_rank"] is None:
         return None
+    # A helper that replaces torch's may have the argument of a later torch.
+    if not hasattr(ProcessGroupGloo, "get_reconfigure_handle"):
+        return None
     if "enable_reconfigure" not in signature(helper).parameters:
         return None
     # The wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL does not pass the calls on.
