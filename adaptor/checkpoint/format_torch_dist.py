@@ -30,6 +30,7 @@ from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, 
 from adaptor.checkpoint.training_state import CheckpointFormat, Files, TrainingState
 from adaptor.checkpoint.weights import TensorSlot
 from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.replica.group import gather_values
 
 # The attributes that a stand-in replaces; a version without one of them would gather in another way.
 REPLACED = (
@@ -340,8 +341,7 @@ def agree(
     is_first = dist.get_rank() == first
     stray = [key for key, replica in marks if is_main_replica(replica) and not is_first]
     saved = [random.without_data()] if is_main_replica(random.replica_id) else []
-    gathered: list[Any] = [None] * peers.size()
-    dist.all_gather_object(gathered, (first, marks if is_first else None, saved, stray), group=peers)
+    gathered = gather_values((first, marks if is_first else None, saved, stray), peers)
     for _, _, _, strange in gathered:
         if strange:
             raise UnsupportedError(

@@ -18,6 +18,7 @@ from adaptor.controller.plan import groups_of
 from adaptor.protocol.environment import WorkerPlace
 from adaptor.protocol.messages import Share
 from adaptor.replica import tolerance
+from adaptor.replica.group import gather_values
 from adaptor.replica.mirror import Mirror
 
 
@@ -63,8 +64,7 @@ def place_of(
     """
     inner = step_record.chain(optimizer)
     own_shards = [shards.shard_of(inner_optimizer) for inner_optimizer in inner]
-    gathered: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(gathered, (group, [index for index, _ in own_shards]), group=everyone)
+    gathered = gather_values((group, [index for index, _ in own_shards]), everyone)
     groups = [name for name, _ in gathered]
     first = groups.index(group)
     shares: list[Share] = []
@@ -90,8 +90,7 @@ def place_of(
 
 def _survives(kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup, copied: int | None) -> str:
     """Return the possible losses, for rank 0 to print; called on every rank at the same time."""
-    gathered: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(gathered, (shares, context.part(WorkerPlace).node), group=everyone)
+    gathered = gather_values((shares, context.part(WorkerPlace).node), everyone)
     if everyone.rank() != 0:
         return ""
     shares_by_rank = {rank: shares for rank, (shares, _) in enumerate(gathered)}

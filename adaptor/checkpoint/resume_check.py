@@ -140,12 +140,9 @@ def _readers(order: _CheckOrder, loads: tuple[str, ...], unnamed: str = "") -> l
 
 
 def _gather(own_value: _T) -> list[_T]:
-    """Return the value of each rank, by rank."""
-    import torch.distributed as dist
+    from adaptor.replica.group import gather_values  # torch, which `ttp verify` does without
 
-    values_by_rank = [own_value] * dist.get_world_size()
-    dist.all_gather_object(values_by_rank, own_value)
-    return values_by_rank
+    return gather_values(own_value)
 
 
 def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:

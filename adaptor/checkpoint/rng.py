@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from numpy.random import mtrand
 
+from adaptor.replica.group import gather_values
+
 # numpy's mt19937_state: 624 words and a position. CPython's RandomObject: the position, then the words.
 _WORD = 4
 _MT19937_BYTES = 625 * _WORD
@@ -57,10 +59,8 @@ class RandomStates:
         own_states = take(self._tracker)
         if self._group is None:
             return [own_states]
-        states_by_rank: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(states_by_rank, own_states, group=self._group)
-        self._told = states_by_rank
-        return states_by_rank
+        self._told = gather_values(own_states, self._group)
+        return self._told
 
     def put_back(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the random states of a step, as `take` returned them here or on a rank with the same part

@@ -94,14 +94,14 @@ def settle(load: Path, save: Path) -> None:
     """
     import torch.distributed as dist
 
+    from adaptor.replica.group import gather_values
+
     base = context.part(AdapterBase)
     file = _file_of(load)
-    groups: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(groups, file.parent.name if file is not None else "")
+    groups = gather_values(file.parent.name if file is not None else "")
     group = groups[dist.get_rank()]
     base.writes = groups.index(group) == dist.get_rank()
-    gathered: list[tuple[str, Note | None, bool]] = [("", None, False)] * len(groups)
-    dist.all_gather_object(gathered, _examine(load, save, file) if base.writes else ("", None, False))
+    gathered = gather_values(_examine(load, save, file) if base.writes else ("", None, False))
     for problem, _, _ in gathered:
         if problem:
             raise ResumeError(problem)

@@ -19,6 +19,7 @@ from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import CheckpointError
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol.naming import LAYOUT
+from adaptor.replica.group import gather_values
 
 
 def take(
@@ -35,8 +36,7 @@ def take(
     part, own_problem = b"", ""
     if everyone.rank() == place.first:  # the others of its group have the same
         part, own_problem = _described(state)
-    gathered: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(gathered, (place.group, part, own_problem), group=everyone)
+    gathered = gather_values((place.group, part, own_problem), everyone)
     problem = next((rank_problem for _, _, rank_problem in gathered if rank_problem), "")
     if problem:
         if everyone.rank() == 0:

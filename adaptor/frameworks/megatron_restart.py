@@ -101,7 +101,7 @@ def agree(args: Any) -> bool | None:
     Returns:
         Whether it is --save; None where the job has no other folder.
     """
-    import torch.distributed as dist
+    from adaptor.replica.group import gather_values
 
     given_args = context.part(_Begun).given
     if given_args is None or given_args["load"] is None or _is_same_folder(given_args["load"], args.save):
@@ -109,8 +109,7 @@ def agree(args: Any) -> bool | None:
     began = Namespace(save=args.save, **given_args)
     has_saved = (Path(args.save) / TRACKER).is_file() and not _has_saved_nothing(began)
     own_values = context.part(Generation).is_restart, has_saved
-    gathered = [own_values] * dist.get_world_size()
-    dist.all_gather_object(gathered, own_values)
+    gathered = gather_values(own_values)
     # A node that came later knows of no restart.
     from_save = any(is_restart for is_restart, _ in gathered) and gathered[0][1]
     if from_save:

@@ -26,6 +26,7 @@ from adaptor.checkpoint import disk, left_overs, manifest, reshaped, tracker
 from adaptor.errors import AdaptorError, CheckpointError, ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+from adaptor.replica.group import gather_values
 from adaptor.transform import agreement, run
 from adaptor.transform import target as targets
 from adaptor.transform.copying import Files
@@ -65,7 +66,7 @@ def bring_to_sizes(args: Any, place: tuple[int, int, int]) -> None:
         tensor, pipeline, expert if wanted_sizes.ep > 1 else 0
     )  # whose folder this process loads from
     writers: dict[Rank, int] = {}
-    for number, rank in enumerate(_tell(own_rank)):
+    for number, rank in enumerate(gather_values(own_rank)):
         writers.setdefault(rank, number)
     written = _write_together(order, own_rank if writers[own_rank] == dist.get_rank() else None)
     manifest_bytes = _from_first(lambda: _publish(order, save, written))
@@ -191,7 +192,7 @@ def _write_together(order: run.TransformOrder, rank: Rank | None) -> _Written:
         threading.Thread(target=_write, args=(work, order, rank), name="ttp-reshape", daemon=True).start()
     while True:
         work.ended.wait(_TELL_S)
-        gathered = _tell((work.ended.is_set(), work.problem))
+        gathered = gather_values((work.ended.is_set(), work.problem))
         problem = next((said_problem for _, said_problem in gathered if said_problem), "")
         if problem:
             work.stopped.set()
@@ -199,7 +200,7 @@ def _write_together(order: run.TransformOrder, rank: Rank | None) -> _Written:
             break
     if problem:
         raise ResumeError(f"TTP_RESHAPE: {problem}")
-    return {rank: files for part in _tell(work.written) for rank, files in part.items()}
+    return {rank: files for part in gather_values(work.written) for rank, files in part.items()}
 
 
 def _write(work: _Work, order: run.TransformOrder, rank: Rank) -> None:
@@ -289,16 +290,9 @@ def _all_or_none(act: Callable[[], None]) -> None:
         act()
     except Exception as error:  # as above
         problem = f"rank {dist.get_rank()} on {platform.node()}: {_words(error)}"
-    problem = next(filter(None, _tell(problem)), "")
+    problem = next(filter(None, gather_values(problem)), "")
     if problem:
         raise ResumeError(f"TTP_RESHAPE: {problem}")
-
-
-def _tell(value: T) -> list[T]:
-    """Return what each rank tells; collective."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def _say(line: str) -> None:

@@ -39,6 +39,7 @@ from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import BoardRecord, Phase
 from adaptor.protocol.state_provider import DumpRun
 from adaptor.replica import optimizer_state, twin
+from adaptor.replica.group import gather_values
 from adaptor.worker import dump_store
 
 T = TypeVar("T")
@@ -66,7 +67,9 @@ def write_newest(
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     readable_copies = _held()
-    holders = _holders(_tell({key: header.world_size for key, (_, header) in readable_copies.items()}))
+    holders = _holders(
+        gather_values({key: header.world_size for key, (_, header) in readable_copies.items()})
+    )
     (saved,) = _from_first(tracker.tracked_step(save) if rank == 0 else None)
     newer_copies = {key: of for key, of in holders.items() if key[1] > (saved or 0)}
     complete_keys = [key for key, of in newer_copies.items() if of.keys() == set(range(size))]
@@ -203,7 +206,7 @@ def _write(
     if problem:
         return problem
     (checkpoint_folder,) = _from_first(folder[0] if rank == 0 else "")
-    shares = dict(enumerate(_tell(place.shares)))
+    shares = dict(enumerate(gather_values(place.shares)))
     board = BoardRecord(rank=0, phase=Phase.RUNNING, oldest=step, finished=step)
     chosen = plan(groups_of(shares), dict.fromkeys(shares, board), only=step)
     if not isinstance(chosen, Plan):
@@ -231,7 +234,9 @@ def _write(
     problem = _first_of_all(write)
     if problem:
         return problem
-    everything = [entry for files in _tell(written) for entries in files.values() for entry in entries]
+    everything = [
+        entry for files in gather_values(written) for entries in files.values() for entry in entries
+    ]
 
     def name() -> None:
         if rank == 0:
@@ -301,14 +306,7 @@ def _first_of_all(act: Callable[[], None]) -> str:
         act()
     except Exception as error:  # the others wait for the answer, whatever it is
         problem = str(error) if isinstance(error, CheckpointError) else text.describe(error)
-    return next(filter(None, _tell(problem)), "")
-
-
-def _tell(value: T) -> list[T]:
-    """Return what each rank tells; collective."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
+    return next(filter(None, gather_values(problem)), "")
 
 
 def _from_first(value: T) -> list[T]:
@@ -321,4 +319,4 @@ def _say(line: str) -> None:
     """Tell `line` on rank 0; collective: where this start only writes copies, who goes on ends all others."""
     if dist.get_rank() == 0:
         output.tell(f"[ttp] {line}", to="stdout")
-    _tell(None)
+    gather_values(None)

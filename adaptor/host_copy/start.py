@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,9 +19,8 @@ from adaptor.host_memory import FOR_COPIES, available
 from adaptor.protocol.copy_file import FILES, HEADER_BYTES, CopyFile
 from adaptor.protocol.environment import Generation, HeldCopies, WorkerPlace
 from adaptor.replica import group, tolerance
+from adaptor.replica.group import gather_values
 from adaptor.worker.session import Session
-
-T = TypeVar("T")
 
 
 def attach(session: Session, on_whole: Callable[[int], None]) -> None:
@@ -92,7 +90,7 @@ def reserve(session: Session, trainee: MegatronTrainee) -> MegatronTrainee:
     assert isinstance(copier, Copier)
     assert everyone is not None
     if copier.is_auto and tolerance.spare(
-        dict(enumerate(_gathered(trainee.shares, everyone))), lambda rank: rank
+        dict(enumerate(gather_values(trainee.shares, everyone))), lambda rank: rank
     ):
         session.copier = None
         return trainee
@@ -138,8 +136,8 @@ def _take(
         problem = f"node {place.node} does not share the --save folder of node 0"
     needed_bytes = copier.count * (HEADER_BYTES + size)
     dist.barrier(group=everyone)  # every rank has given up what an earlier start has left
-    needs = _gathered(room.Need(place.node, needed_bytes, available() + _kept_bytes()), everyone)
-    problem = next(filter(None, _gathered(problem, everyone)), "")
+    needs = gather_values(room.Need(place.node, needed_bytes, available() + _kept_bytes()), everyone)
+    problem = next(filter(None, gather_values(problem, everyone)), "")
     problem = problem or room.shortage(needs, FOR_COPIES if copier.is_auto else 1.0)
     if problem:
         return problem, needs
@@ -149,7 +147,7 @@ def _take(
         problem = (
             f"no memory for {needed_bytes} bytes of rank {place.rank} on node {place.node} ({error.strerror})"
         )
-    return next(filter(None, _gathered(problem, everyone)), ""), needs
+    return next(filter(None, gather_values(problem, everyone)), ""), needs
 
 
 def _kept_bytes() -> int:
@@ -160,10 +158,3 @@ def _kept_bytes() -> int:
         with contextlib.suppress(OSError):
             kept += Path(path).stat().st_blocks * 512
     return kept
-
-
-def _gathered(value: T, everyone: dist.ProcessGroup) -> list[T]:
-    """Return the value of each rank; collective."""
-    gathered: list[Any] = [None] * everyone.size()
-    dist.all_gather_object(gathered, value, group=everyone)
-    return gathered

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from adaptor import context
 from adaptor.waits import Waits
+
+T = TypeVar("T")
 
 _everyone: dist.ProcessGroup | None = None
 
@@ -51,3 +54,15 @@ def smallest(everyone: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
     work = dist.all_reduce(minimum, dist.ReduceOp.MIN, group=everyone, async_op=True)
     context.part(Waits).wait(work, work.wait)
     return [int(number) for number in minimum]
+
+
+def gather_values(value: T, members: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of each rank, by rank; collective.
+
+    Args:
+        value: of this rank; it can be pickled.
+        members: the ranks; None: all ranks, by the framework's default group.
+    """
+    values: list[Any] = [None] * dist.get_world_size(members)
+    dist.all_gather_object(values, value, group=members)
+    return values

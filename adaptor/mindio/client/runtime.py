@@ -18,7 +18,6 @@ from adaptor.mindio.client.saving import SaveHandlers, replica_info, store_of_th
 from adaptor.mindio.client.sdk_session import MindioSession
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.environment import Generation
-from adaptor.protocol.messages import Share
 from adaptor.protocol.state_provider import Trainee
 from adaptor.worker.runtime import summarize
 from adaptor.worker.unprotected import UnprotectedTraining
@@ -120,6 +119,7 @@ class MindioRuntime:
         import torch.distributed as dist
 
         from adaptor.replica import group
+        from adaptor.replica.group import gather_values
 
         if os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP", "0") != "0":
             raise ConfigError(
@@ -128,8 +128,7 @@ class MindioRuntime:
             )
         everyone = group.of_everyone()
         loaded = self.session.window.sdk = engine.load()
-        gathered: list[tuple[tuple[Share, ...], str]] = [((), "")] * self._world_size
-        dist.all_gather_object(gathered, (trainee.shares, uuid.uuid4().hex), group=everyone)
+        gathered = gather_values((trainee.shares, uuid.uuid4().hex), everyone)
         shares = [rank_shares for rank_shares, _ in gathered]
         info = replica_info(self.rank, shares)
         generation = self._generation.name = gathered[0][1]
