@@ -266,7 +266,7 @@ def protect(
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
     from adaptor.checkpoint.training_state import CheckpointContents
     from adaptor.diagnostics.recorder import Recorder
-    from adaptor.frameworks import kernel_lapse, library_state, optimizer_instances, supported_options
+    from adaptor.frameworks import kernel_timeout, library_state, optimizer_instances, supported_options
     from adaptor.frameworks.library_loop import OwnLoopRecovery
     from adaptor.host_copy import start
     from adaptor.online import rejoin
@@ -283,7 +283,7 @@ def protect(
     model = _require_megatron(model, optimizer)
     optimizer_instances.require_groups()
     _claim(optimizer)
-    kernel_lapse.note(model[0].config)
+    kernel_timeout.note(model[0].config)
     if not hasattr(parallel_state, "get_expert_data_parallel_world_size"):
         raise UnsupportedError(
             f"Megatron-core is {__version__}: adaptor.protect needs 0.10 or later; set ENABLE_TTP=False"

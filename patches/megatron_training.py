@@ -147,10 +147,10 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     def begins() -> None:
         begin(args, kwargs, operations=get_args().num_floating_point_operations_so_far)
 
-    from adaptor.frameworks import kernel_lapse
+    from adaptor.frameworks import kernel_timeout
     from adaptor.online import rejoin  # torch, which is for the script to import
 
-    kernel_lapse.note(get_args())
+    kernel_timeout.note(get_args())
     attach_copier()
     with context.part(FailedSaves).in_loop():
         if rejoin.of_this_process() is None:

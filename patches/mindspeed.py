@@ -1,8 +1,8 @@
-"""MindSpeed on top of Megatron, and MindSpeed-LLM: what they replace is protected as what was there before.
+"""MindSpeed on top of Megatron, and MindSpeed-LLM: the functions that replace Megatron's are protected, too.
 
-MindSpeed patches Megatron by a manager of its own, after the import of each module, so around our wrappers.
-But what it replaces as a whole has none of them; so a feature of ours is the last among its features.
-MindSpeed-LLM starts a training loop of its own, by its own name.
+MindSpeed's manager patches Megatron after the import of each module, and so wraps the adaptor's wrappers. A
+function that replaces Megatron's loses the adaptor's wrappers; so the adaptor adds a last feature to
+MindSpeed's features, which wraps the replacements. MindSpeed-LLM has its own training loop.
 """
 
 from __future__ import annotations

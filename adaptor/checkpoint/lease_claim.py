@@ -88,7 +88,7 @@ def require_same_user(save: str | Path) -> None:
     )
 
 
-def is_seen(root: Path) -> bool:
+def is_folder_shared(root: Path) -> bool:
     """Return True if `root` has the lease that rank 0 has taken: then this node shares the folder.
 
     Without the lease the folder is on a disk of this node, or the system cannot tell.

@@ -35,9 +35,9 @@ PHASE_FACTOR = 5.0
 OVERLONG = 15.0
 # An agent that has not looked for this time was stopped or starved itself, perhaps with its workers.
 ABSENT_S = 10.0
-# The limit of a step as a share of `BoardRecord.lapse`: the rest is for the answers of all ranks, and for the
-# copies to the host.
-LAPSE_SHARE = 0.75
+# The limit of a step as a share of `BoardRecord.kernel_timeout`; the rest is for the
+# answers of all ranks, and for the copies to the host.
+KERNEL_TIMEOUT_SHARE = 0.75
 # The report is repeated, for a successor of the controller, when the stall has lasted longer by this part:
 # thousands of nodes of a job that evaluates for an hour must not report all the time.
 AGAIN = 1 / 16
@@ -111,7 +111,9 @@ class HangDetector:
         most.
         """
         factor = FACTOR * board.slowest
-        floor_s = min(self._floor_s, LAPSE_SHARE * board.lapse) if board.lapse else self._floor_s
+        floor_s = self._floor_s
+        if board.kernel_timeout:
+            floor_s = min(floor_s, KERNEL_TIMEOUT_SHARE * board.kernel_timeout)
         return max(floor_s, factor) if factor else OVERLONG * floor_s
 
     def _may_take_its_time(self, board: BoardRecord, seconds: float) -> bool:

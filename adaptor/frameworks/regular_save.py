@@ -157,7 +157,7 @@ class RegularSaves:
         place = context.part(WorkerPlace)
         left = ""
         if runtime.get().rank == 0 or (
-            place.node and not place.local_rank and not lease_claim.is_seen(save.root)
+            place.node and not place.local_rank and not lease_claim.is_folder_shared(save.root)
         ):
             remains = [save.folder]
             with contextlib.suppress(OSError, CheckpointError):
@@ -262,7 +262,12 @@ class RegularSaves:
         The framework has let all ranks wait for rank 0, so in a folder that nodes share it has its name.
         """
         place = context.part(WorkerPlace)
-        if place.node == 0 or place.local_rank or not _generation() or lease_claim.is_seen(save.root):
+        if (
+            place.node == 0
+            or place.local_rank
+            or not _generation()
+            or lease_claim.is_folder_shared(save.root)
+        ):
             return
         taken = None
         with contextlib.suppress(CheckpointError):  # nobody can tell, as on a shared disk with troubles

@@ -109,6 +109,14 @@ def books() -> Any:
     return distributed_c10d._world
 
 
+def backends_by_device(backend_request: Any) -> Any:
+    """Return torch's `BackendConfig` of a backend request, such as "nccl" or "cpu:gloo,cuda:nccl"."""
+    from torch.distributed import Backend
+    from torch.distributed.distributed_c10d import BackendConfig
+
+    return BackendConfig(Backend(str(backend_request)))
+
+
 def why_not() -> str:
     """Return why the backends of groups cannot be exchanged with this torch; empty: exchanges work."""
     import torch

@@ -22,7 +22,7 @@ from adaptor.online.group_books import ExchangeError
 from adaptor.worker import abort_gloo
 
 if TYPE_CHECKING:
-    from adaptor.online.reconfiguration import Reconfigured
+    from adaptor.online.reconfiguration import Reconnection
 
 # A backend that was exchanged stays in its group (gloo: 3 threads and 4 descriptors), so not for ever.
 MOST_EXCHANGES = 10
@@ -40,7 +40,7 @@ class _Group(NamedTuple):
 
     group: Any
     arguments: dict[str, Any]
-    reconfigured: Reconfigured | None
+    reconnection: Reconnection | None
 
 
 class Groups:
@@ -79,16 +79,16 @@ class Groups:
         """Make a group as `helper` (torch's `_new_process_group_helper`) does, and remember how."""
         if not self.remembers:
             return helper(*args, **kwargs)
-        call = inspect.signature(helper).bind(*args, **kwargs)
-        request = dict(call.arguments)
         from torch.distributed import PrefixStore
 
         from adaptor.online import reconfiguration
 
+        call = inspect.signature(helper).bind(*args, **kwargs)
+        request = dict(call.arguments)
         self._helper = helper
-        reconfigured = reconfiguration.of_group(helper, request)
-        if reconfigured is not None and not self.lone:
-            call.arguments.update(enable_reconfigure=True, store=reconfigured.store)
+        reconnection = reconfiguration.of_group(helper, request)
+        if reconnection is not None and not self.lone:
+            call.arguments.update(enable_reconfigure=True, store=reconnection.store)
         if self.lone and _is_alone_in_gloo(request):
             from torch.distributed import HashStore
 
@@ -105,11 +105,11 @@ class Groups:
             group = created[0]
             # By the object: a job that has destroyed its groups gives their names to others.
             is_new = _is_member(group) and all(group is not known.group for known in self._made.values())
-            if is_new and reconfigured is not None and not self.lone:
-                reconfigured.connect(group)
+            if is_new and reconnection is not None and not self.lone:
+                reconnection.connect(group)
         if is_new:
-            self._made[request["group_name"]] = _Group(group, request, reconfigured)
-            if reconfigured is not None:  # whoever makes groups later uses the framework's store
+            self._made[request["group_name"]] = _Group(group, request, reconnection)
+            if reconnection is not None:  # whoever makes groups later uses the framework's store
                 world = group_books.books()
                 store = PrefixStore(f"{request['group_name']}/", request["store"])
                 world.pg_map[group] = (world.pg_map[group][0], store)
@@ -117,7 +117,7 @@ class Groups:
             if self.lone:  # who asks for the backend is told the one that it will be
                 world = group_books.books()
                 world.pg_map[group] = (request["backend"], world.pg_map[group][1])
-                world.pg_backend_config[group] = str(_backends_by_device(request["backend"]))
+                world.pg_backend_config[group] = str(group_books.backends_by_device(request["backend"]))
         return created
 
     @property
@@ -130,7 +130,7 @@ class Groups:
         """Return how often `exchange` can be called in this process; 0: any number of times."""
         return (
             MOST_EXCHANGES
-            if any(created.reconfigured is None for created in self._to_exchange().values())
+            if any(created.reconnection is None for created in self._to_exchange().values())
             else 0
         )
 
@@ -150,7 +150,7 @@ class Groups:
         backend_names: set[str] = set()
         for created in self._made.values():
             backend_names.update(
-                _backends_by_device(created.arguments["backend"]).get_device_backend_map().values()
+                group_books.backends_by_device(created.arguments["backend"]).get_device_backend_map().values()
             )
         return frozenset(backend_names)
 
@@ -203,12 +203,12 @@ class Groups:
         from adaptor.online import reconfiguration
 
         exchanged = self._to_exchange()
-        reconfigured = {
-            name: (created.group, created.reconfigured)
+        reconnecting = {
+            name: (created.group, created.reconnection)
             for name, created in exchanged.items()
-            if created.reconfigured is not None
+            if created.reconnection is not None
         }
-        adopting = {name: created for name, created in exchanged.items() if name not in reconfigured}
+        adopting = {name: created for name, created in exchanged.items() if name not in reconnecting}
         if adopting:
             if self._exchanges >= MOST_EXCHANGES:
                 raise ExchangeError(
@@ -221,8 +221,8 @@ class Groups:
         if not adopting:
             self._sockets = frozenset()  # all connections of groups are closed in this exchange
         with self._connecting():
-            if reconfigured:
-                reconfiguration.exchange(reconfigured, occasion, PrefixStore("reconfigured", store))
+            if reconnecting:
+                reconfiguration.exchange(reconnecting, occasion, PrefixStore("reconfigured", store))
             for name, created in adopting.items():
                 self._exchange_one(f"{name}@{occasion}", created, store)
 
@@ -287,21 +287,13 @@ def _require_descriptors(groups: int) -> None:
         )
 
 
-def _backends_by_device(backend_request: Any) -> Any:
-    """Return torch's `BackendConfig` of a backend request, such as "nccl" or "cpu:gloo,cuda:nccl"."""
-    from torch.distributed import Backend
-    from torch.distributed.distributed_c10d import BackendConfig
-
-    return BackendConfig(Backend(str(backend_request)))
-
-
 def _lone_backends(backend_request: Any) -> str:
     """Return LONE_BACKEND for exactly the kinds of device of `backend_request`.
 
     With an additional kind, torch would make barriers and gather objects on that kind: in an NCCL group on
     the host, for example, where the other ranks do not come, also after the exchange.
     """
-    devices = _backends_by_device(backend_request).get_device_backend_map()
+    devices = group_books.backends_by_device(backend_request).get_device_backend_map()
     return ",".join(f"{device}:{LONE_BACKEND}" for device in devices)
 
 

@@ -17,7 +17,9 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, distributed_c10d
+from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store
+
+from adaptor.online import group_books
 
 
 class _RedirectedStore(Store):
@@ -62,7 +64,7 @@ class _RedirectedStore(Store):
         return desired.encode() if isinstance(desired, str) else bytes(desired)
 
 
-class Reconfigured:
+class Reconnection:
     """A process group whose connections torch makes anew.
 
     Args:
@@ -122,7 +124,7 @@ class Reconfigured:
         group._set_default_backend(ProcessGroup.BackendType.GLOO)
 
 
-def of_group(helper: Callable[..., Any], request: Mapping[str, Any]) -> Reconfigured | None:
+def of_group(helper: Callable[..., Any], request: Mapping[str, Any]) -> Reconnection | None:
     """Return the object that reconnects a group; None if torch cannot, or if this rank is not in the group.
 
     Args:
@@ -139,12 +141,12 @@ def of_group(helper: Callable[..., Any], request: Mapping[str, Any]) -> Reconfig
     # The wrapper of TORCH_DISTRIBUTED_DEBUG=DETAIL does not pass the calls on.
     if torch.distributed.get_debug_level() == torch.distributed.DebugLevel.DETAIL:
         return None
-    config = distributed_c10d.BackendConfig(distributed_c10d.Backend(str(request["backend"])))
-    is_gloo = set(config.get_device_backend_map().values()) == {"gloo"}
-    return Reconfigured(request) if is_gloo else None
+    backends = group_books.backends_by_device(request["backend"]).get_device_backend_map()
+    is_gloo = set(backends.values()) == {"gloo"}
+    return Reconnection(request) if is_gloo else None
 
 
-def exchange(groups: Mapping[str, tuple[Any, Reconfigured]], occasion: str, store: Any) -> None:
+def exchange(groups: Mapping[str, tuple[Any, Reconnection]], occasion: str, store: Any) -> None:
     """Connect the members of `groups` anew; each group contains this rank.
 
     Args:

@@ -165,7 +165,7 @@ class BoardMemory:
         if sequence == 0:
             return BoardRecord(rank=rank)
         rank, pid, phase, oldest, finished, ahead, inside, progress, *remaining_fields = fields
-        grad_norm, slowest, usual, turns, stage, lapse, error = remaining_fields
+        grad_norm, slowest, usual, turns, stage, kernel_timeout, error = remaining_fields
         text = error.rstrip(b"\0").decode("utf-8", "replace")
         return BoardRecord(
             rank=rank,
@@ -182,7 +182,7 @@ class BoardMemory:
             usual=usual,
             turns=turns,
             stage=stage,
-            lapse=lapse,
+            kernel_timeout=kernel_timeout,
         )
 
     def newest_step(self) -> int:
@@ -240,7 +240,7 @@ class Board:
         self.progress = 0
         self.grad_norm = 0.0
         self.stage = ScriptStage.TRAINING
-        self.lapse = 0.0
+        self.kernel_timeout = 0.0
         self._error = b""
         self._sequence = 0
         self._writing = threading.Lock()  # a dump counts its progress beside the main thread
@@ -279,7 +279,7 @@ class Board:
                 self.usual,
                 self.turns,
                 self.stage,
-                self.lapse,
+                self.kernel_timeout,
                 self._error,
             )
             self._sequence_there[0] = self._sequence
@@ -435,5 +435,5 @@ class Board:
             self.usual,
             self.turns,
             self.stage,
-            self.lapse,
+            self.kernel_timeout,
         )

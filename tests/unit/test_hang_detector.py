@@ -60,15 +60,15 @@ def test_a_job_with_slow_steps_has_more_time() -> None:
 def test_kernels_that_end_by_themselves_shorten_the_time() -> None:
     """A step that takes a third of that time keeps the time that its own steps ask for."""
     watch = HangDetector(0, 120.0)
-    boards = [IN_A_STEP, _changed(lapse=100.0)]
+    boards = [IN_A_STEP, _changed(kernel_timeout=100.0)]
     assert not _still_for(watch, 74, [*boards, IN_A_STEP])
     assert not _still_for(HangDetector(0, 120.0), 119, [IN_A_STEP, OTHER])
     assert HangDetector(0, 60.0)._step_may_take(boards[1]) == 60.0
-    assert HangDetector(0, 120.0)._step_may_take(_changed(lapse=100.0, slowest=30.0)) == 90.0
-    all_lapse = [msgspec.structs.replace(board, lapse=100.0) for board in boards]
+    assert HangDetector(0, 120.0)._step_may_take(_changed(kernel_timeout=100.0, slowest=30.0)) == 90.0
+    all_time_out = [msgspec.structs.replace(board, kernel_timeout=100.0) for board in boards]
     watch = HangDetector(0, 120.0)
-    assert not _still_for(watch, 74, all_lapse)
-    assert watch.look(all_lapse, 75.0) == NodeStalled(0, 75.0, 5, -1)
+    assert not _still_for(watch, 74, all_time_out)
+    assert watch.look(all_time_out, 75.0) == NodeStalled(0, 75.0, 5, -1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 
 import adaptor
 from adaptor import errors, library, patching
-from adaptor.frameworks import kernel_lapse, optimizer_instances
+from adaptor.frameworks import kernel_timeout, optimizer_instances
 
 
 def test_every_public_name_is_there() -> None:
@@ -96,7 +96,7 @@ def test_a_loop_of_ones_own_notes_when_kernels_end(monkeypatch: pytest.MonkeyPat
         noted.append(options)
         raise StopIteration
 
-    monkeypatch.setattr(kernel_lapse, "note", note)
+    monkeypatch.setattr(kernel_timeout, "note", note)
     monkeypatch.setattr(patching, "check", lambda group: None)
     monkeypatch.setattr(optimizer_instances, "require_groups", lambda: None)
     monkeypatch.setattr(library, "_claim", lambda optimizer: None)

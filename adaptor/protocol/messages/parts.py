@@ -60,7 +60,8 @@ class BoardRecord(Message, frozen=True):
     `oldest` to `finished` are the steps whose state this rank has: none while an update changes the state,
     several if steps were skipped (no update) since the last update. With a local copy, steps from before the
     last or current update are included. `ahead` is the step of the update for which the rank is READY, or in
-    which it is. `lapse`: seconds after which a kernel of the rank ends that waits for another rank; 0: never.
+    which it is. `kernel_timeout`: the seconds after which kernels of the rank stop waiting for
+    another rank; 0: never.
     """
 
     rank: int
@@ -77,7 +78,7 @@ class BoardRecord(Message, frozen=True):
     usual: float = -1.0
     turns: int = 0
     stage: StageNumber = ScriptStage.TRAINING
-    lapse: float = 0.0
+    kernel_timeout: float = 0.0
 
     @property
     def phase_name(self) -> str:
