@@ -156,7 +156,7 @@ CHECKS = {
         restarts=1,
     ),
 }
-# With tied ones, 0.12 itself asserts in `_build_model_param_gbuf_map` (docs/compatibility.md).
+# With tied ones, 0.12 itself asserts in `_build_model_param_gbuf_map` (benchmarks/results/by_hand.md).
 STAGES = replace(PP2_DP2, name="pp2-dp2-untied", extra=("--untie-embeddings-and-output-weights",))
 SAID = "`online recovery: no` at the start; "
 RECOVERED = "recovered online, bitwise"
