@@ -4,7 +4,7 @@ Or one of MindSpeed-LLM or ModelLink 1.2, in which, as their guides say, `megatr
 `mindspeed` besides; for what only an Ascend machine has there are the stand-ins of tests/standins.
 
 Trains the tiny GPT of the tests on the CPU with it, with faults and without, and prints a row for each check,
-which benchmarks/results/by_hand.md sums up. The reference is always the same checkout without the adaptor, under
+which benchmarks/results/by_hand.md sums up. The reference is the checkout without the adaptor, under
 plain torchrun. The environment has what the version imports (`pip install triton pydantic` for newer ones).
 What is kept in OUT/baselines is not run again. The exit code is 1 if a check has failed.
 """

@@ -1,7 +1,7 @@
 """Checks a checkout of ModelLink: `python -m tests.frameworks.by_hand_modellink TREE --out OUT`.
 
 Trains a tiny Llama with its own `pretrain_llama.py` on the CPU, with the stand-ins of tests/standins, with
-faults and without, and prints a row for each check (`modellink_bench`), which benchmarks/results/by_hand.md sums up.
+faults and without, and prints a row for each check (`modellink_bench`; benchmarks/results/by_hand.md).
 With `--faults N` it lets random ranks die or raise at random places instead, and says how often that was
 recovered online. The exit code is 1 if a check has failed.
 """
