@@ -4,7 +4,7 @@ TREE is a checkout of MindSpeed-LLM or ModelLink as for `by_hand`, or one of Meg
 transformers, peft and what both import (`pip install --target`), for QLoRA bitsandbytes, too; the tests need
 neither. A base model is trained first, by the same checkout; each job begins from it, by `posttrain_gpt.py`,
 or by `pretrain_gpt.py` of ModelLink, or of Megatron-LM with `--sft`. Prints a row for each check, which
-benchmarks/results/by_hand.md sums up. The reference is plain torchrun of the same checkout, which has saved every
+benchmarks/results/by_hand.md sums up. The reference is plain torchrun, which has saved every
 step. The exit code is 1 if a check has failed.
 """
 
