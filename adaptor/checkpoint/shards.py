@@ -11,15 +11,16 @@ Numbers that are not finite are signs of diverging training or of a failing devi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from adaptor.checkpoint import step_record
 from adaptor.errors import CheckpointError
 from adaptor.replica import optimizer_state
-from adaptor.replica.mirror import ParamPiece
+from adaptor.replica.mirror import Mirror, ParamPiece
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
 
@@ -65,6 +66,42 @@ def shard_of(optimizer: Any) -> tuple[int, int]:
         return 0, 1
     group = optimizer.data_parallel_group
     return group.rank(), group.size()
+
+
+@dataclass(frozen=True)
+class HeldShard:
+    """A shard that this rank holds.
+
+    Attributes:
+        index: its number in its group, as in `Share.index`
+        is_copy: whether it is a mirror's copy of another rank's shard
+        optimizer: the torch optimizer with its params and state
+    """
+
+    index: int
+    is_copy: bool
+    optimizer: torch.optim.Optimizer
+
+
+def held_shards(optimizer: Any, mirrors: Sequence[Mirror | None] = ()) -> list[HeldShard]:
+    """Return the shards that this rank holds, its own and its copies.
+
+    The shards of a group are the shards of the first optimizer of the chain, then of the second, ...
+
+    Args:
+        optimizer: the chain.
+        mirrors: per optimizer of the chain: the copy of a neighbour's shard, or None; empty: none.
+    """
+    held, offset = [], 0
+    for number, chained_optimizer in enumerate(step_record.chain(optimizer)):
+        index, count = shard_of(chained_optimizer)
+        if getattr(chained_optimizer, "optimizer", None) is not None:
+            held.append(HeldShard(offset + index, False, chained_optimizer.optimizer))
+        mirror = mirrors[number] if number < len(mirrors) else None
+        if mirror is not None:
+            held.append(HeldShard(offset + mirror.index, True, mirror.optimizer))
+        offset += count
+    return held
 
 
 def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:

@@ -22,16 +22,9 @@ from adaptor.worker.processor import CannotRejoinError
 
 def own_shards(optimizer: Any) -> list[tuple[int, torch.optim.Optimizer]]:
     """Return the shards updated here by a chain of optimizers, without copies of other ranks' shards: index
-    and optimizer. The shards of a group are the shards of the chain's first optimizer, then the shards of the
-    second.
+    and optimizer.
     """
-    indexed_optimizers, offset = [], 0
-    for chained_optimizer in step_record.chain(optimizer):
-        index, count = shards.shard_of(chained_optimizer)
-        if getattr(chained_optimizer, "optimizer", None) is not None:
-            indexed_optimizers.append((offset + index, chained_optimizer.optimizer))
-        offset += count
-    return indexed_optimizers
+    return [(shard.index, shard.optimizer) for shard in shards.held_shards(optimizer)]
 
 
 class Given:
@@ -73,15 +66,9 @@ class Given:
         }
 
     def shard(self, index: int) -> torch.optim.Optimizer:
-        for own_index, optimizer in own_shards(self._optimizer):
-            if own_index == index:
-                return optimizer
-        offset = 0
-        live = step_record.chain(self._trainee.state.optimizer)
-        for chained_optimizer, mirror in zip(live, self._mirrors, strict=False):
-            if mirror is not None and offset + mirror.index == index:
-                return mirror.optimizer
-            offset += shards.shard_of(chained_optimizer)[1]
+        for shard in shards.held_shards(self._optimizer, self._mirrors):
+            if shard.index == index:
+                return shard.optimizer
         raise TransferError(f"shard {index} is not here")
 
     def frozen(self) -> Sequence[torch.Tensor]:

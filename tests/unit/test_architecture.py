@@ -33,7 +33,7 @@ LAYERS = (
     ("adaptor.devices",),
     ("adaptor.protocol",),
     ("adaptor.controller", "adaptor.replica"),
-    ("adaptor.checkpoint", "adaptor.diagnostics"),
+    ("adaptor.checkpoint", "adaptor.diagnostics", "adaptor.verification"),
     ("adaptor.operations", "adaptor.transform"),
     ("adaptor.store",),
     ("adaptor.worker",),

@@ -1,0 +1,1 @@
+"""The proof of each step: checksums of optimizer shards, and their comparison among the holders."""
