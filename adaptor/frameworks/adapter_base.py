@@ -1,9 +1,10 @@
-"""The base of adapters: with `--lora-ckpt-filter` a checkpoint has adapters alone, and names what they adapt.
+"""The base of adapters: with `--lora-ckpt-filter` a checkpoint contains adapters alone, and names the adapted
+model.
 
-Each model-parallel rank has in its folder of a checkpoint, beside the framework's files, a note of the file
-that its model began from: where it is, its size and checksum. What is loaded from such a checkpoint is the
-adapters, the optimizer and all counters of the checkpoint itself, and the rest of the model of the base. (The
-framework's own way, `--load BASE --lora-load SAVE`, reads the shards of the distributed optimizer from BASE.)
+Each model-parallel rank has in its folder of a checkpoint, beside the framework's files, a note of its
+model's base file: path, size and checksum. A job that loads such a checkpoint takes the adapters, the
+optimizer and all counters from the checkpoint, and the rest of the model from the base. (The framework's own
+way, `--load BASE --lora-load SAVE`, reads the shards of the distributed optimizer from BASE.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LARGEST = 1 << 20  # bytes of a note
 
 
 class Note(msgspec.Struct, frozen=True):
-    """The checkpoint that the model of a model-parallel rank began from.
+    """The base checkpoint of a model-parallel rank.
 
     Attributes:
         load: the folder of checkpoints, absolute
@@ -79,17 +80,17 @@ def is_kept(name: str) -> bool:
 
 
 def settle(load: Path, save: Path) -> None:
-    """Find out what the model begins from, and that it is what the adapters in `load` were trained on.
+    """Determine the base of the model, and check that the adapters in `load` were trained on the same base.
 
-    All ranks call it at the same time, before they load from `load`; one of each model-parallel rank reads
-    its file of the base.
+    All ranks call the function at the same time, before loading from `load`; a single rank of each
+    model-parallel rank reads its file of the base.
 
     Args:
-        load: what is loaded: the base, or what a job with that base has saved.
-        save: where this job saves.
+        load: the folder to load from: the base, or a save of a job with the same base.
+        save: the save folder of this job.
 
     Raises:
-        ResumeError: there is no base, it is gone or has changed, or saves would go into its folder; on every
+        ResumeError: the base is missing or has changed, or saves would go into the base's folder; on every
             rank.
     """
     import torch.distributed as dist
@@ -110,7 +111,7 @@ def settle(load: Path, save: Path) -> None:
 
 
 def require_added() -> None:
-    """Check that what was loaded has its base. Raises ResumeError."""
+    """Check that the loaded adapters have their base. Raises ResumeError."""
     pending = context.part(AdapterBase).pending
     if pending is not None:
         raise ResumeError(
@@ -145,7 +146,7 @@ def load_with_base(wrapped: Any, args: Any, kwargs: Any) -> Any:
 
 
 def write_beside(save: str, iteration: int) -> None:
-    """Write the note into this rank's folder of a regular save, which the framework begins to write."""
+    """Write the note into this rank's folder of a regular save, at the begin of the framework's writes."""
     base = context.part(AdapterBase)
     if base.note is None or not base.writes:
         return
@@ -157,9 +158,9 @@ def write_beside(save: str, iteration: int) -> None:
 
 
 def _file_of(load: Path) -> Path | None:
-    """Return this rank's model file of the checkpoint that the tracker of `load` names.
+    """Return this rank's model file of the checkpoint named by the tracker of `load`.
 
-    The framework's own `read_metadata` asks all ranks, and here one may call alone.
+    The framework's own `read_metadata` is collective, and this function may be called on a single rank.
     """
     from megatron.training.checkpointing import get_checkpoint_name
 
@@ -171,7 +172,7 @@ def _file_of(load: Path) -> Path | None:
 
 
 def _examine(load: Path, save: Path, file: Path | None) -> tuple[str, Note | None, bool]:
-    """Return what is wrong, the note, and whether the checkpoint in `load` has one; never raise."""
+    """Return the problem, the note, and whether the checkpoint in `load` has a note; never raise."""
     try:
         if file is None:
             return (
@@ -202,7 +203,7 @@ def _described(load: Path, file: Path) -> Note:
 
 
 def _wrong_with(note: Note, folder: Path) -> str:
-    """Return why what the adapters in `folder` were trained on cannot be loaded, empty where it can."""
+    """Return why the base of the adapters in `folder` cannot be loaded; empty if loadable."""
     base = f"the adapters in {folder} were trained on {note.load}/{note.file}"
     load = Path(note.load)
     file = _file_of(load)

@@ -73,7 +73,9 @@ def _require_shards_to_copy(args: Any) -> None:
 
 
 def data_parallel_size(args: Any) -> int:
-    """Return the data-parallel size that the framework will compute; it makes too large sizes smaller."""
+    """Return the data-parallel size as the framework will compute the size; the framework reduces too large
+    sizes.
+    """
     tensor = min(args.tensor_model_parallel_size, args.world_size)
     return int(
         args.world_size // (tensor * min(args.pipeline_model_parallel_size, args.world_size // tensor))

@@ -1,6 +1,6 @@
 """ModelLink's training loop, which is called again from the end of a finished step (online recovery).
 
-It keeps little that it does not read from its arguments when it is called. Lines are those of commit af1347
+The loop reads nearly all of its state from the arguments when called. Lines are those of commit af1347
 (`ascendspeed/training.py`).
 """
 
@@ -35,8 +35,8 @@ class AscendLoop(TrainingLoop):
     """ModelLink's training loop, as it was called (`rejoin.Loop`).
 
     Args:
-        train_call: the arguments of the call of `train`, by their names; its iterators are replaced.
-        start_answers: in a newcomer, what the framework would have asked other ranks at its start.
+        train_call: the arguments of the call of `train`, by their names; the loop's iterators are replaced.
+        start_answers: in a newcomer, the answers of other ranks to the framework's start-up questions.
     """
 
     framework = "ascendspeed"

@@ -1,7 +1,7 @@
-"""Online recovery in ModelLink: which jobs have it, how its loop and the start of a newcomer come to it.
+"""Online recovery in ModelLink: the supported jobs, and the calls of the loop and of a newcomer's start.
 
-The loop itself is in `ascendspeed_loop.py`. There is no version to look at: the patches are for one commit,
-and stop the job where a function is another one.
+The loop itself is in `ascendspeed_loop.py`. ModelLink has no version number: the patches fit a single commit,
+and stop the job if a function differs.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ class NewcomerData:
 
 
 def why_not(args: Any, call: Mapping[str, Any]) -> str:
-    """Return why a job of ModelLink is not recovered online; empty: it is.
+    """Return why a job of ModelLink is not recovered online; empty: the job is.
 
     Args:
         args: of the framework.
-        call: the arguments of its training loop, by their names.
+        call: the arguments of the loop, by name.
     """
     return of_process_groups() or of_backends() or of_options(args) or of_data(call) or of_torch()
 
 
 def of_backends() -> str:
-    """Return which backends of process groups have not been tried with ModelLink; empty: they have."""
+    """Return the process-group backends that are untested with ModelLink; empty: all are tested."""
     other_backends = sorted(context.part(Groups).backends - {"gloo"})
     return f"it has not been tested with ModelLink over {', '.join(other_backends)}" if other_backends else ""
 
 
 def of_options(args: Any) -> str:
-    """Return which of the options keeps something that cannot be put back; empty: none."""
+    """Return the first option with state that cannot be restored; empty: none."""
     for name, value, meaning in _OPTIONS:
         option_value = getattr(args, name, None)
         if option_value == value if value is not None else option_value not in (None, False, -1):
@@ -90,8 +90,8 @@ def train(wrapped: Callable[..., Any], args: Any, kwargs: Any, begin: Callable[[
 
     Args:
         wrapped: the loop.
-        args, kwargs: the arguments of its call.
-        begin: describes what this rank holds and lets training begin; not called in a newcomer.
+        args, kwargs: the arguments of the loop's call.
+        begin: describes this rank's state and lets training begin; not called in a newcomer.
     """
     from ascendspeed import get_args
 
@@ -116,7 +116,7 @@ def take_place(args: Any) -> None:
 
 
 def build_data(build: Callable[[], tuple[Any, Any, Any]]) -> tuple[Any, Any, Any]:
-    """Return what `build` returns, the iterators of a newcomer's data, as on its first start."""
+    """Return the result of `build`, the iterators of a newcomer's data, as on the first start."""
     from ascendspeed import get_args
 
     args, place = get_args(), context.part(NewcomerData)

@@ -1,8 +1,9 @@
-"""ModelLink's distributed optimizer cut in two, and what the engine asks of it. Imported with the framework.
+"""ModelLink's distributed optimizer cut in two, with the engine's view of the optimizer. Imported with the
+framework.
 
-With `split` replicas the data-parallel group has two halves, and each of them holds the whole optimizer state
-in twice as large shards. The methods of the framework's own optimizer then do what they do for the half
-instead of the group: gather parameters, sum the gradient norm, read and write the parameter state.
+With `split` replicas the data-parallel group has two halves, and each half holds the whole optimizer state in
+twice as large shards. The methods of the framework's own optimizer then work on the half instead of the
+group: gather parameters, sum the gradient norm, read and write the parameter state.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HALVES = 2
 
 @dataclass(frozen=True)
 class Half:
-    """The half of the data-parallel group that this rank is in, and its twin in the other half.
+    """The half of the data-parallel group with this rank, and the rank's twin in the other half.
 
     Attributes:
         ranks: of the half; their order is that of the shards
@@ -78,13 +79,15 @@ def cut(tensor: int, pipeline: int) -> None:
 
 
 def cut_one(ranks: tuple[int, ...]) -> None:
-    """Cut one data-parallel group; on every rank at the same time, whether it is in it or not."""
+    """Cut a data-parallel group; called on every rank at the same time, also on ranks outside of the
+    group.
+    """
     halves = context.part(Halves)
     halves.own = _cut(ranks) or halves.own
 
 
 def _cut(ranks: tuple[int, ...]) -> Half | None:
-    """Cut a data-parallel group into halves; return this rank's half, None if it is not in the group."""
+    """Cut a data-parallel group into halves; return this rank's half, None outside of the group."""
     middle = len(ranks) // HALVES
     own_groups, twins = None, None
     for pair in zip(ranks[:middle], ranks[middle:], strict=True):
@@ -102,9 +105,9 @@ def _cut(ranks: tuple[int, ...]) -> Half | None:
 
 @contextlib.contextmanager
 def in_charge() -> Iterator[None]:
-    """The half stands where the data-parallel group does, for what the main thread calls meanwhile.
+    """Put the half in the place of the data-parallel group for calls of the main thread in the block.
 
-    A dump, which may run beside it, asks for none of these.
+    A dump, which may run at the same time, uses none of the groups.
     """
     from ascendspeed.core import parallel_state
 
@@ -125,9 +128,9 @@ def in_charge() -> Iterator[None]:
 def ranges(optimizer: Any, model: Any, dtype: Any) -> dict[str, Any]:
     """Return the result of `build_model_gbuf_range` for this rank's shard, twice as large as without halves.
 
-    `dtype` is that of the buffer.
+    `dtype` is the dtype of the buffer.
 
-    The buffer with its padding is a multiple of the group's size, so it can be cut like that.
+    The padded buffer is a multiple of the group's size, so two halves divide the buffer evenly.
     """
     from ascendspeed.optimizer.distrib_optimizer import Range
 
@@ -149,7 +152,7 @@ def ranges(optimizer: Any, model: Any, dtype: Any) -> dict[str, Any]:
 def halve(optimizer: Any) -> None:
     """Divide the gradients by the number of halves, before each half reduces them.
 
-    No sum is then larger than in the framework itself, so nothing overflows that would not without halves.
+    No sum is then larger than in the framework itself, so halves cause no additional overflow.
     """
     for model in optimizer.models:
         for buffer in model._grad_buffers.values():
@@ -166,7 +169,7 @@ def add_twins(optimizer: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class HalfBuffer:
-    """A grad buffer, and the one bucket in it, under the names of Megatron-core's (`_ParamAndGradBuffer`)."""
+    """A grad buffer and its single bucket, under the names of Megatron-core's (`_ParamAndGradBuffer`)."""
 
     grad_data: torch.Tensor
     numel_unpadded: int
@@ -178,12 +181,12 @@ class HalfBuffer:
 
     @property
     def buckets(self) -> list[HalfBuffer]:
-        """Return the buckets of the buffer: it is one."""
+        """Return the buckets of the buffer: a single bucket."""
         return [self]
 
 
 def describe(optimizer: Any) -> None:
-    """Give a distributed optimizer the names that those of Megatron-core have for the same things."""
+    """Give a distributed optimizer the attribute names of Megatron-core's."""
     from ascendspeed.core import parallel_state
 
     half_of_rank = half()

@@ -1,8 +1,9 @@
-"""Regular saves that fail while all training state is whole (TTP_FAILED_SAVE): training goes on without them.
+"""Regular saves that fail while all training state is intact (TTP_FAILED_SAVE): training goes on without the
+failed saves.
 
-A save is collective, so a rank that left it alone, by an exception, would leave the other ranks in a
-collective. Invariant: a rank notes its error and goes on with the save; at each barrier of the save all ranks
-compare, and where a rank has an error, all of them leave the save there, by `SaveFailedError`.
+A save is collective, so a rank that left the save alone, by an exception, would leave the other ranks in a
+collective. Invariant: a rank notes its error and continues the save; at each barrier of the save all ranks
+compare, and if a rank has an error, all ranks leave the save together, by `SaveFailedError`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class SaveFailedError(CheckpointError):
 
 
 class SaveAgreement:
-    """The agreement of all ranks whether one regular save has failed.
+    """The agreement of all ranks whether a regular save has failed.
 
     Args:
         everyone: the group of all ranks.
-        folder: to which they write.
+        folder: the folder of the save.
     """
 
     def __init__(self, everyone: dist.ProcessGroup, folder: Path) -> None:
@@ -48,7 +49,7 @@ class SaveAgreement:
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Note an error of the block, which goes on; an error that may follow from a lost rank is raised."""
+        """Note an error of the block, and continue; an error that may follow from a lost rank is raised."""
         try:
             yield
         except Exception as error:
@@ -77,10 +78,10 @@ class SaveAgreement:
 
 
 class FailedSaves:
-    """The regular saves of this process that have failed one after the other; equal on all ranks.
+    """The consecutive failed saves of this process; equal on all ranks.
 
     Args:
-        clock: returns seconds; that of rank 0 decides.
+        clock: returns seconds; the clock of rank 0 decides.
     """
 
     def __init__(self, context: Context, clock: Callable[[], float] = time.monotonic) -> None:
@@ -94,7 +95,8 @@ class FailedSaves:
 
     @contextlib.contextmanager
     def in_loop(self) -> Iterator[None]:
-        """While a training loop runs that goes on after a failed save; it ends by its return, or by an exit.
+        """Mark a block in which a training loop goes on after a failed save; the loop ends by its return, or
+        by an exit.
 
         Raises:
             CheckpointError: the save of the last step has failed; on all ranks.
@@ -111,9 +113,10 @@ class FailedSaves:
             raise left
 
     def agreement(self, folder: Path) -> SaveAgreement | None:
-        """Return the agreement for a save that begins now; None: an error of the save is raised as it is.
+        """Return the agreement for a save that begins now; None: an error of the save is raised unchanged.
 
-        That is so outside of `in_loop`, where nothing can be gone on with, and in other threads of a script.
+        None applies outside of `in_loop`, where there is no training to continue, and in other threads of a
+        script.
         """
         from adaptor.replica import group
 
@@ -124,12 +127,12 @@ class FailedSaves:
         return SaveAgreement(everyone, folder) if worker.session.trains_on_this_thread else None
 
     def fail(self, step: int, reason: str, left: str) -> None:
-        """Note on all ranks that the save of `step` has failed; rank 0 says it.
+        """Note on all ranks that the save of `step` has failed; rank 0 prints the failure.
 
         Args:
             step: the step.
             reason: the error, with its rank.
-            left: the unfinished folder, where it cannot be removed; else empty.
+            left: the unfinished folder, if not removable; else empty.
         """
         self._count += 1
         self._step, self._reason = step, reason
@@ -142,22 +145,27 @@ class FailedSaves:
         )
 
     def succeed(self, step: int) -> None:
-        """Note on all ranks that the save of `step` is complete; rank 0 says it after a failure."""
+        """Note on all ranks that the save of `step` is complete; rank 0 prints the success after a
+        failure.
+        """
         times = f"{self._count} save{'' if self._count == 1 else 's'} had failed before"
         line = f"step {step} is saved; {times}" if self._count else ""
         self.forget()
         self._tell(SaveEnded(runtime.get().rank, step), line)
 
     def succeed_after_training(self, step: int) -> None:
-        """Note that the save of `step`, which the framework makes after its training loop, is complete.
+        """Note that the save of `step` after the framework's training loop is complete.
 
-        In the loop `succeed` notes it, on all ranks in the same call: they compare failures after a step.
+        In the loop `succeed` notes the save, on all ranks in the same call: the ranks compare failures after
+        a step.
         """
         if self._count and not self._loop_runs:
             self.succeed(step)
 
     def forget(self) -> None:
-        """Forget the failures: new processes, which do not know them, agree with this one on what follows."""
+        """Forget the failures: new processes without these failures agree with this process on the next
+        saves.
+        """
         self._count, self._step = 0, -1
 
     def is_due(self) -> bool:
@@ -183,7 +191,7 @@ class FailedSaves:
         """Require that the save of `step`, after which training ends, has not failed.
 
         Raises:
-            CheckpointError: it has; on all ranks.
+            CheckpointError: the save has failed; on all ranks.
         """
         if self._count and self._step == step:
             raise CheckpointError(f"training ends, and step {step} could not be saved: {self._reason}")

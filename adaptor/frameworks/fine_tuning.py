@@ -1,7 +1,8 @@
-"""The ways of fine-tuning that are refused: a restart would go on from another model, or nobody has tried it.
+"""The ways of fine-tuning that are refused, because a restart would go on from another model, or nobody has
+tried it.
 
-MindSpeed-LLM and ModelLink add them to Megatron-LM's options. LoRA is protected where checkpoints have the
-whole model, the weights that are not trained included, or name the base that they lack (`adapter_base`).
+MindSpeed-LLM and ModelLink add these ways to Megatron-LM's options. LoRA is protected if checkpoints contain
+the whole model, including the untrained weights, or name their base (`adapter_base`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The losses of a step as a few numbers, which a rank keeps after each step for the line of its log.
+"""The losses of a step as a few numbers, kept by a rank after each step for the line of the step's log.
 
-To read numbers that are on the host takes a tenth of the time of summing them: torch's code for sums is in no
-CPU cache at that point. So the losses of each micro-batch are kept, and summed only where a line has to be
-written again.
+Reading numbers on the host takes a tenth of the time of a sum: at this point torch's code for sums is in no
+CPU cache. So the losses of each micro-batch are kept, and summed only where a line has to be written again.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ _NAMES: dict[torch.dtype, str] = {}
 
 
 def are_few(losses: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the losses of each micro-batch can be kept one by one: few, and on the host.
+    """Return whether the losses of each micro-batch can be kept separately: few, and on the host.
 
     Args:
         losses: of each micro-batch, by name.
 
     Raises:
-        Exception: they are something else.
+        Exception: the losses have another form.
     """
     if not losses:
         return True
@@ -66,7 +65,7 @@ def read(kept: Kept, device: torch.device | str) -> list[dict[str, torch.Tensor]
 
 
 def of_sums(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a framework has added up as numbers: those that it has as tensors with their type.
+    """Return the framework's sums as numbers: sums that are tensors are returned with their type.
 
     Raises:
         AttributeError: something is neither a number nor a tensor.

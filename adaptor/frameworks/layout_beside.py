@@ -1,6 +1,6 @@
 """The layout file in every checkpoint of a job of Megatron-LM: made when training begins, written with each.
 
-Nothing of it can stop a job or a save: where it cannot be made or written, checkpoints have none.
+A failure of the file stops neither job nor save: a checkpoint then has no layout file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from adaptor.replica.group import gather_values
 def take(
     state: TrainingState, place: CheckpointPlacement, everyone: dist.ProcessGroup
 ) -> Mapping[str, bytes]:
-    """Describe the layout of the job, for regular saves; return what this rank's last words have of it, by
-    name: collective.
+    """Describe the layout of the job, for regular saves; return this rank's part for its last words, by name:
+    collective.
 
     Args:
-        state: of this rank.
-        place: of this rank in checkpoints.
+        state: the state of this rank.
+        place: the place of this rank in checkpoints.
         everyone: all ranks of the job.
     """
     part, own_problem = b"", ""
@@ -56,7 +56,7 @@ def write_alone(path: Path, barrier: Callable[[], None]) -> NoReturn:
     """Write the layout of the job to `path`, and end the script: collective.
 
     Raises:
-        CheckpointError: there is no layout, or the disk refuses it; on rank 0.
+        CheckpointError: the layout is missing, or the disk refuses the file; on rank 0.
     """
     if dist.get_rank() == 0:
         content = context.part(RegularSaves).on_top.get(LAYOUT)
@@ -72,7 +72,9 @@ def write_alone(path: Path, barrier: Callable[[], None]) -> NoReturn:
 
 
 def _described(state: TrainingState) -> tuple[bytes, str]:
-    """Return the layout of this rank as a part of the file, or why there is none; the others wait for it."""
+    """Return the layout of this rank as a part of the file, or the reason for a missing layout; the other
+    ranks wait for the result.
+    """
     try:
         return layout_file.encode(layout_of_job.describe(state, *_place(state.args))), ""
     except Exception as error:  # of whatever the framework's own functions raise

@@ -1,7 +1,7 @@
-"""Online recovery of a training loop of one's own on Megatron-core.
+"""Online recovery of a custom training loop on Megatron-core.
 
-The loop is called once more behind the last finished step. All else that a loop needs was made before: a new
-process runs the script up to the loop, and gets the state from a survivor.
+The loop is called once more behind the last finished step. All other needs of a loop were created before: a
+new process runs the script up to the loop, and gets the state from a survivor.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ T = TypeVar("T")
 
 
 class LibraryLoop:
-    """A loop of one's own (`rejoin.Loop`).
+    """A custom training loop (`rejoin.Loop`).
 
     Args:
         model: the chunks of the model.
         optimizer: the chain of optimizers.
         group: the folder of this rank's files.
-        describe: describes what this rank holds: collective.
-        session: of this process.
+        describe: describes this rank's state: collective.
+        session: the session of this process.
         go_back: lets the script go back behind a step.
-        last: the number of the last step; None: the loop knows it.
+        last: the number of the last step; None: the loop knows its last step.
     """
 
     def __init__(
@@ -99,11 +99,11 @@ class LibraryLoop:
 
 
 class OwnLoopRecovery:
-    """Online recovery of a loop of one's own; whether there is any is decided when it makes its first step.
+    """Online recovery of a custom loop; the loop's first step decides whether recovery is possible.
 
     Args:
-        worker: of this process.
-        session: its session.
+        worker: the worker of this process.
+        session: the worker's session.
         model, optimizer, group, describe: see `LibraryLoop`.
     """
 
@@ -124,10 +124,10 @@ class OwnLoopRecovery:
         worker.set_online_support(self._why_not or UNDECIDED)
 
     def decline(self) -> None:
-        """The loop makes its steps in another way.
+        """Decline recovery: the loop makes its steps in another way.
 
         Raises:
-            StartError: in a process that takes the place of one whose loop did not.
+            StartError: in a replacement process whose predecessor's loop used `run_steps`.
         """
         if self._worker.newcomer:
             raise StartError(
@@ -140,9 +140,9 @@ class OwnLoopRecovery:
             self._session.tell_again()
 
     def run_steps(self, one_step: Callable[[int], Any], last: int, go_back: GoBack | None) -> None:
-        """Make all steps to `last` by `one_step`, again from the last finished one after each fault.
+        """Make all steps to `last` by `one_step`, again from the last finished step after each fault.
 
-        `go_back` puts the loop's own state to a step; None: it has none.
+        `go_back` puts the loop's own state to a step; None: the loop has no state of its own.
         """
         session, worker = self._session, self._worker
         if worker.newcomer:
@@ -158,12 +158,13 @@ class OwnLoopRecovery:
         self._run(train, go_back, last)
 
     def run_loop(self, train: Callable[[], T], go_back: GoBack, why_not: str) -> T:
-        """Call `train`, and again behind the last finished step after each fault; return what it returns.
+        """Call `train`, and again behind the last finished step after each fault; return the result of
+        `train`.
 
         Args:
             train: the loop.
             go_back: see `run_steps`.
-            why_not: why the framework cannot call its loop again; empty: it can.
+            why_not: why the framework cannot call its loop again; empty: the framework can.
         """
         if self._worker.newcomer:
             self._worker.ask_record()

@@ -1,7 +1,7 @@
 """The training state of a script that uses Megatron-core as a library, and its checkpoint from host copies.
 
-The script loads by itself, so it says when: `adaptor.write_host_copies`, right before it looks for what to
-load. A copy has the entries of `extra` as they were behind its step.
+The script loads checkpoints by itself, and announces the load by `adaptor.write_host_copies`, right before it
+looks for what to load. A copy has the entries of `extra` as they were behind its step.
 """
 
 from __future__ import annotations
@@ -67,16 +67,16 @@ def training_state(
     format: str,
     contents: CheckpointContents,
 ) -> TrainingState:
-    """Return what a checkpoint has of this rank.
+    """Return this rank's part of a checkpoint.
 
     Args:
         model: the chunks of the model.
         optimizer: the chain of optimizers.
-        scheduler: of the learning rate; None: there is none.
+        scheduler: of the learning rate; None: no scheduler.
         extra: further entries.
-        place: of this rank in checkpoints.
+        place: the place of this rank in checkpoints.
         format: of the checkpoint.
-        contents: what else the framework's checkpoints contain.
+        contents: the further contents of the framework's checkpoints.
     """
     state = TrainingState(
         model=[unwrapped(chunk) for chunk in model],
@@ -100,7 +100,7 @@ def write_host_copies(
     format: str,
     contents: CheckpointContents,
 ) -> int | None:
-    """Do what `adaptor.write_host_copies` promises, in a process that trains with others.
+    """Implement `adaptor.write_host_copies` in a process that trains with others.
 
     Args:
         model, optimizer, scheduler, extra, format, contents: see `training_state`.

@@ -1,4 +1,6 @@
-"""Says which files of a checkpoint of Megatron-LM a rank is about to load, for who checks them before."""
+"""Lists the files of a checkpoint of Megatron-LM that a rank is about to load, for a check before the
+load.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,15 @@ from adaptor.protocol import naming
 
 
 def loaded_here(load: str, optimizer: Any) -> tuple[str, ...]:
-    """Return with what the paths of these files begin, below the folder of the checkpoint.
+    """Return the prefixes of the files' paths, relative to the folder of the checkpoint.
 
-    In the format `torch` a rank loads the model of its model-parallel rank; the state of a distributed
-    optimizer is loaded by the first of the ranks that share it, which sends the others theirs. In the format
-    `torch_dist` most of what a rank needs is in the files of the rank with its number, where sizes have not
-    changed.
+    In the format `torch` a rank loads the model of its model-parallel rank; the first rank of each group with
+    a shared distributed optimizer loads the optimizer's state and sends the others their parts. In the format
+    `torch_dist` most data of a rank is in the files with the rank's number, if sizes have not changed.
 
     Args:
-        load: the folder that is loaded from.
-        optimizer: that of the job, or None.
+        load: the folder to load from.
+        optimizer: the job's optimizer, or None.
     """
     import torch.distributed as dist
     from megatron.training.checkpointing import get_checkpoint_name

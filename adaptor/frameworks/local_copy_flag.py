@@ -25,10 +25,10 @@ def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any],
 
 
 def take_local_copy(parsed: Any) -> None:
-    """Take `--local-copy-os` out of the framework's own arguments, which it saves and loads again.
+    """Take `--local-copy-os` out of the framework's own arguments, which the framework saves and loads again.
 
     Raises:
-        UnsupportedError: there are no shards, which to users of MindIO TTP are what it copies.
+        UnsupportedError: the job has no shards, which MindIO TTP's option copies.
     """
     if not vars(parsed).pop("local_copy_os", False):
         return

@@ -1,4 +1,6 @@
-"""Online recovery in a process that runs a framework's training loop: what its patches and its loop share."""
+"""Online recovery in a process that runs a framework's training loop: the parts shared by its patches and its
+loop.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +59,9 @@ def train(
     """Call the framework's loop `wrapped`, and again after each incident from which the job goes on.
 
     Args:
-        reason: why the job is not recovered online; empty: it is.
-        make: describes the loop and its call.
-        begin: describes what this rank holds and lets training begin; not called in a newcomer.
+        reason: why the job is not recovered online; empty: the job is.
+        make: describes the loop and the loop's call.
+        begin: describes this rank's state and lets training begin; not called in a newcomer.
         wrapped: the loop, with the arguments of its call.
     """
     worker = rejoin.of_this_process()
@@ -91,7 +93,7 @@ def begin_step(step: int) -> None:
 
 
 def end_step() -> None:
-    """The step that was begun has ended in such a loop."""
+    """End the current step in a recoverable loop."""
     running = context.part(Recovery).loop
     if running is not None:
         running.end_step()
@@ -105,10 +107,11 @@ def log_of_this_process() -> StepLog | None:
 
 @contextlib.contextmanager
 def loads_nothing(args: Any) -> Iterator[None]:
-    """While a newcomer builds its model: no checkpoint is read, its state comes from the survivors.
+    """Load nothing while a newcomer builds its model: no checkpoint is read, and the survivors send the
+    state.
 
-    It draws its weights all the same: where it does not (`perform_initialization`) the framework leaves out
-    what it notes at a weight besides, that it is a part of one cut by tensor parallelism.
+    The newcomer draws its weights all the same: without `perform_initialization` the framework leaves out the
+    mark at a weight that is cut by tensor parallelism.
     """
     names = [name for name in ("load", "pretrained_checkpoint") if hasattr(args, name)]
     values_before = {name: getattr(args, name) for name in names}

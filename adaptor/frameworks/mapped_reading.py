@@ -1,11 +1,11 @@
-"""Reads tensors from files that were just checked: mapped from the memory of the node, not read once more.
+"""Reads tensors from just-checked files: mapped from the memory of the node, not read once more.
 
 The check before a resume has read each byte of a checkpoint, so the files are in the page cache. `torch.load`
-would copy them from there into new memory, and the framework copies them from that to where they belong. Here
-the storages are the pages themselves, and the framework's copy is the only one.
+would copy the data into new memory, and the framework would copy them once more to their place. Mapped
+storages are the pages themselves, and the framework's copy is the only copy.
 
-The pages are private: what is written to such a tensor never comes to the file. Small storages are read as
-ever, for a framework may keep those (random states) for as long as it runs, and with them the file.
+The pages are private: a write to a mapped tensor never reaches the file. Small storages are read normally,
+because a framework may keep small storages (random states) for as long as it runs, and with them the file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class _MappedArchive(torch._C.PyTorchFileReader):
     """An archive of torch whose large storages are mapped."""
 
     def __init__(self, file: Any, whole_storage: torch.UntypedStorage, begin: int) -> None:
-        """Open it.
+        """Open the archive.
 
         Args:
-            file: where it is read.
-            whole_storage: the file in which it stands, mapped.
-            begin: the place of its first byte there.
+            file: the file to read.
+            whole_storage: the mapped file around the archive.
+            begin: the offset of the archive's first byte in the mapped file.
         """
         super().__init__(file)
         self._whole, self._begin = whole_storage, begin
@@ -38,8 +38,9 @@ class _MappedArchive(torch._C.PyTorchFileReader):
     def get_storage_from_record(self, name: str, size: int, kind: Any) -> torch.Tensor:
         """Return the storage of a record, in a tensor, as the archive of torch does.
 
-        In the format `torch_dist` it begins at any byte of its file. That does no harm: the tensor is only
-        copied from, which torch does from anywhere (it has always mapped safetensors so).
+        In the format `torch_dist` a storage begins at any byte of the file. The alignment does no harm: the
+        tensor is only copied from, and torch copies from any address (as for safetensors, always mapped
+        without alignment).
         """
         first = self._begin + self.get_record_offset(name)  # type: ignore[attr-defined]
         if size < _SMALL or first + size > self._whole.nbytes():
@@ -48,10 +49,10 @@ class _MappedArchive(torch._C.PyTorchFileReader):
 
 
 def archive(file: Any) -> torch._C.PyTorchFileReader | None:
-    """Return an archive of torch with mapped storages; None where `file` is not one that was checked.
+    """Return an archive of torch with mapped storages; None if `file` was not checked.
 
     Args:
-        file: what `torch.load` reads from: an open file, or a part of one (`torch.distributed.checkpoint`).
+        file: the input of `torch.load`: an open file, or a part of a file (`torch.distributed.checkpoint`).
     """
     whole_file, begin = getattr(file, "base_stream", file), getattr(file, "offset", 0)
     name = getattr(whole_file, "name", None)

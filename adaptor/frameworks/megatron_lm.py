@@ -35,8 +35,10 @@ MODELOPT = "_modelopt_state"
 
 
 def require_unconverted(model: Sequence[Any]) -> None:
-    """Refuse a model that ModelOpt has quantized, pruned or made a student: what it keeps beside the weights
-    is in every checkpoint of the framework, and nothing loads without it. Raises UnsupportedError."""
+    """Refuse a model that ModelOpt has quantized, pruned or made a student: ModelOpt's data beside the
+    weights is in every checkpoint of the framework, and a load fails without the data. Raises
+    UnsupportedError.
+    """
     if any(hasattr(module, MODELOPT) for chunk in model for module in chunk.modules()):
         raise UnsupportedError(
             "the model was converted by ModelOpt, whose state cannot be protected yet; set ENABLE_TTP=False"
@@ -55,7 +57,7 @@ def trainee(
 
     Args:
         so_far: the floating-point operations, where the training loop begins to count.
-        rerun: whether saves have the state of the rerun state machine, if there is one.
+        rerun: whether saves contain the state of the rerun state machine, if present.
         everyone: all ranks; None where the group has to be made, and the user told.
     """
     from megatron.core import mpu, tensor_parallel
@@ -133,7 +135,7 @@ def _state_of(
     mirrors: Sequence[Mirror | None],
     everyone: dist.ProcessGroup,
 ) -> tuple[TrainingState, CheckpointPlacement]:
-    """Return what a checkpoint has of this rank, and the place of this rank in it: collective."""
+    """Return this rank's part of a checkpoint, and this rank's place in checkpoints: collective."""
     from megatron.training import get_args
 
     args = get_args()
@@ -153,9 +155,10 @@ def _state_of(
 
 
 def _group(args: Any) -> str:
-    """Return a name for the ranks with the model of this rank: that of their folder in the format `torch`.
+    """Return a name for the ranks with the model of this rank: the name of their folder in the format
+    `torch`.
 
-    Where that format has no folder for the experts of some ranks, the name says which part of them it is.
+    If the format has no folder for the experts of some ranks, the name includes their part.
     """
     from megatron.core import mpu
     from megatron.training.checkpointing import get_checkpoint_name
@@ -167,7 +170,7 @@ def _group(args: Any) -> str:
 
 
 def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
-    """Make a checkpoint of the host copies, if they are newer than what the job has saved: collective.
+    """Make a checkpoint of the host copies, if newer than the job's saves: collective.
 
     Model and optimizer are built, and nothing is loaded yet. The job then loads from its save folder.
     """
@@ -195,10 +198,11 @@ def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> N
 
 
 def evaluated(args: Any, iters: int | list[int], step: int) -> int:
-    """Samples of the evaluation that follows `step`, after which the framework saves; 0 where there is none.
+    """Return the samples of the evaluation that follows `step`, after which the framework saves; 0 without an
+    evaluation.
 
     Args:
-        iters: the framework's --eval-iters, a list where there are several sets to evaluate on.
+        iters: the framework's --eval-iters, a list with several sets to evaluate on.
     """
     # In the framework's order: a loop that never evaluates need not have said whether it would.
     if not (args.eval_interval and step % args.eval_interval == 0 and args.do_valid):
@@ -211,9 +215,10 @@ def evaluated(args: Any, iters: int | list[int], step: int) -> int:
 
 
 def _rerun_state(saved: bool) -> Callable[[], Any]:
-    """Return what the versions from 0.10 to 0.13 write of their rerun state machine into every checkpoint.
+    """Return a function for the state of the rerun state machine, as versions 0.10 to 0.13 write the state
+    into every checkpoint.
 
-    Nothing of it, but the name, where a save of another's making does not ask for it (`saved`).
+    The state is empty if saves of the framework would not contain the state (`saved`).
     """
     if importlib.util.find_spec("megatron.core.rerun_state_machine") is None:
         return lambda: None
@@ -230,7 +235,7 @@ def _rerun_state(saved: bool) -> Callable[[], Any]:
 
 
 class _Operations:
-    """The floating-point operations so far: Megatron keeps them in a local variable of its loop."""
+    """The floating-point operations so far: Megatron keeps the count in a local variable of its loop."""
 
     def __init__(self, start: float) -> None:
         self._before = start
@@ -238,13 +243,13 @@ class _Operations:
         self._of_iteration: float = 0
 
     def add(self, iteration: int, amount: float) -> None:
-        """`iteration` (from 0) takes `amount`; it counts once the next one begins."""
+        """`iteration` (from 0) takes `amount`; the amount counts once the next iteration begins."""
         self._before = self.total(iteration)
         self._iteration = iteration
         self._of_iteration = amount
 
     def total(self, iteration: int) -> float:
-        """Return what there was when `iteration` began."""
+        """Return the total at the begin of `iteration`."""
         return self._before + self._of_iteration if iteration > self._iteration else self._before
 
 
@@ -256,10 +261,10 @@ _DECIDES_EXIT = (
 
 
 def try_save_again(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Save behind a step where an earlier save has failed and its pause is over. Collective.
+    """Save after a step if an earlier save has failed and the pause is over. Collective.
 
     Args:
-        args, kwargs: those with which the loop has asked whether to save, and whether to exit.
+        args, kwargs: the arguments of the loop's question whether to save, and whether to exit.
     """
     if not context.part(FailedSaves).is_due():
         return

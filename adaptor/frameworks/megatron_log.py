@@ -26,7 +26,8 @@ class MegatronLog(StepLog):
 
     def joined(self, losses: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Return of each loss the sum and the number of tokens, or a mean: the framework would get the same
-        from one micro-batch that has given this."""
+        result from a single micro-batch with the returned values.
+        """
         if getattr(self.args(), "sft", False):
             raise NotImplementedError("versions of the framework differ in how they average them")
         joined_losses = {}
@@ -54,7 +55,7 @@ class MegatronLog(StepLog):
         return summed_losses
 
     def as_told(self, norm: float | None) -> float | None:
-        """Return the norm as ranks of a model tell it each other, which rounds it; collective."""
+        """Return the norm as ranks of a model send it to each other, with rounding; collective."""
         from megatron.training import training
 
         tell = getattr(training, "reduce_max_stat_across_model_parallel_group", None)
@@ -70,7 +71,7 @@ class MegatronLog(StepLog):
 
 
 def _learning_rates(optimizer: Any) -> tuple[float | None, float | None]:
-    """Return the rate, and that of decoupled parameters, as the loop reads them."""
+    """Return the learning rate, and the rate of decoupled parameters, as the loop reads both."""
     from megatron.training import training
 
     if hasattr(training, "get_canonical_lr_for_logging"):  # since 0.16, where there is one

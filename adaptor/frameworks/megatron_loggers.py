@@ -1,8 +1,9 @@
-"""Tells the exceptions of Megatron-LM's loggers behind its training from those of a save or an evaluation.
+"""Distinguishes exceptions of Megatron-LM's loggers after training from exceptions of a save or an
+evaluation.
 
-Behind its training loop `pretrain` saves, evaluates, ends the run of W&B, waits for an asynchronous save, and
-ends the run of one_logger. What loggers raise comes from `pretrain` itself, not from another function of the
-framework.
+After its training loop `pretrain` saves, evaluates, ends the run of W&B, waits for an asynchronous save, and
+ends the run of one_logger. Exceptions of loggers come from `pretrain` itself, not from another function of
+the framework.
 """
 
 from __future__ import annotations

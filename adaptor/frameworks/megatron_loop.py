@@ -1,8 +1,8 @@
 """Megatron-LM's training loop, which is called again from the end of a finished step (online recovery).
 
-The loop reads from the arguments where it is when it is called, so they are set to the step first. An
-exception leaves more than that half done (`megatron_settle.py`), and what the loop asserts when it is called
-is named here. Lines are those of 0.15.0rc5; the names are the same from 0.12 to main.
+The loop reads its position from the arguments when called, so the arguments are set to the step first. An
+exception leaves further unfinished work (`megatron_settle.py`); the assertions of the loop at its call are
+named here. Lines are those of 0.15.0rc5; the names are the same from 0.12 to main.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class MegatronLoop(TrainingLoop):
 
     Args:
         train_call: the arguments of the call of `train`, by their names.
-        start_answers: in a newcomer, what the framework would have asked other ranks at its start.
+        start_answers: in a newcomer, the answers of other ranks to the framework's start-up questions.
 
     Attributes:
         rerun: whether its saves have the state of the rerun state machine
-        uncounted: what its log says of zeros in the gradients where they are not counted
+        uncounted: the log's text for zeros in the gradients if the zeros are not counted
     """
 
     framework = "megatron.training"
@@ -77,14 +77,16 @@ class MegatronLoop(TrainingLoop):
         return {"asked": asked_values, "start": self._start, **self._common_answers(step)}
 
     def begin_step(self, step: int) -> None:
-        """`step` begins: the loop has read what was set for it alone."""
+        """`step` begins: the loop has read the values set for the begin of the loop alone."""
         super().begin_step(step)
         if self._is_set:
             self.set_args(self._start)
             self._is_set = False
 
     def end(self) -> None:
-        """The loop is over: what was set for it alone is in no save, also where it has made no step."""
+        """The loop is over: values set for the loop alone are in no save, also if the loop has made no
+        step.
+        """
         if self._is_set:
             self.set_args({**self._start, "curr_iteration": self.args().iteration - 1})
             self._is_set = False
@@ -122,7 +124,7 @@ class MegatronLoop(TrainingLoop):
                     chunk.enable_forward_pre_hook()
 
     def _set_loop(self, record: StepRecord) -> None:
-        """Set what the loop reads when it is called."""
+        """Set the values that the loop reads when called."""
         self._is_set = True
         self.set_args({"iteration": record.step, "curr_iteration": record.step})
         if FLOPS in record.counters:
@@ -182,10 +184,10 @@ class MegatronLoop(TrainingLoop):
             sys.exit(0)
 
     def save(self, step: int, operations: float) -> bool:
-        """Save behind `step` as the loop does, where it is due; return whether the job ends there.
+        """Save after `step` as the loop does, if a save is due; return whether the job ends there.
 
         Args:
-            step: the one that is finished.
+            step: the finished step.
             operations: the floating-point operations so far.
         """
         training = importlib.import_module(self.module)
@@ -211,7 +213,7 @@ def call_of_train(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[s
 
 
 def _replayed(iterators: Any) -> list[Replay]:
-    """Put a `Replay` below the framework's own iterators, which keep what they read of one step alone."""
+    """Put a `Replay` below the framework's own iterators, which keep only the data of a single step."""
     replays: list[Replay] = []
     for iterator in iterators if isinstance(iterators, list) else [iterators]:
         if iterator is not None and hasattr(iterator, "iterable"):

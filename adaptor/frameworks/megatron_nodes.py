@@ -1,8 +1,8 @@
 """The arguments of Megatron-LM in a job whose number of nodes may change (`--nnodes MIN:MAX`).
 
 The framework itself makes the data-parallel size and the number of micro-batches from the number of ranks.
-What must not depend on that number is required or kept here: the global batch, and which samples come next,
-which the framework knows by the number that the checkpoint has (`consumed_train_samples`).
+Values independent of the number of nodes are required or kept here: the global batch, and the position in the
+samples, which the framework reads from the checkpoint (`consumed_train_samples`).
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class _Said:
 
 
 def fit(args: Any) -> None:
-    """Fit the framework's parsed arguments to the nodes that are there; nothing where their number is fixed.
+    """Fit the framework's parsed arguments to the present nodes; nothing where their number is fixed.
 
     Changes `args.global_batch_size` where TTP_BATCH is nearest and the nodes cannot divide it, and with
     TTP_RESHAPE the parallel sizes where the model does not fit the ranks.
 
     Args:
-        args: of the framework, before it validates them; `world_size` is known.
+        args: the framework's arguments, before their validation; `world_size` is known.
 
     Raises:
-        ConfigError: an argument that another number of nodes would change is not given, or cannot be kept.
-        UnsupportedError: the model does not fit the ranks, or they cannot divide the global batch.
+        ConfigError: an argument that would change with the number of nodes is missing, or cannot be kept.
+        UnsupportedError: the model does not fit the ranks, or the ranks cannot divide the global batch.
     """
     nodes = context.part(Nodes)
     if not nodes.fewest:
@@ -131,7 +131,7 @@ def _require_whole_replicas(args: Any, nodes: Nodes) -> None:
 
 
 def _others(args: Any, nodes: Nodes, size: int) -> str:
-    """Return what would be right in place of a number of ranks that is no multiple of `size`."""
+    """Return suitable numbers of ranks in place of a number that is no multiple of `size`."""
     local = args.world_size // nodes.here
     fitting = [str(count) for count in range(nodes.fewest, nodes.most + 1) if count * local % size == 0]
     with_nodes = f"start {' or '.join(fitting)} nodes" if fitting else "start another number of nodes"
@@ -170,11 +170,11 @@ def _other_command(args: Any, tensor: int, pipeline: int, expert: int = 0) -> st
 
 
 def _fits(args: Any, nodes: Nodes, count: int) -> bool:
-    """Return whether the job could train on `count` nodes, with the global batch that was asked for.
+    """Return whether the job could train on `count` nodes, with the requested global batch.
 
     Args:
-        args: of the framework, with the sizes and the batch that the user has given.
-        nodes: those that are there.
+        args: the framework's arguments, with the user's sizes and batch.
+        nodes: the present nodes.
         count: of nodes.
     """
     settings = context.get().settings

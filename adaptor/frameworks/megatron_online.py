@@ -1,6 +1,6 @@
-"""Online recovery in Megatron-LM: how its training loop, and the start of a newcomer, come to it.
+"""Online recovery in Megatron-LM: the calls of its training loop and of a newcomer's start.
 
-The loop itself is in `megatron_loop.py`; which jobs are recovered online: `megatron_online_support.py`.
+The loop itself is in `megatron_loop.py`; the supported jobs: `megatron_online_support.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def train(
 
     Args:
         wrapped: the loop.
-        args, kwargs: the arguments of its call.
-        begin: describes what this rank holds and lets training begin; not called in a newcomer.
-        kind: whose loop it is.
+        args, kwargs: the arguments of the loop's call.
+        begin: describes this rank's state and lets training begin; not called in a newcomer.
+        kind: the kind of the loop.
     """
     from megatron.training import get_args
 
@@ -45,7 +45,7 @@ def train(
 
 
 def missing_operations() -> float:
-    """Return, once, the floating-point operations that the loop has forgotten, as it was called again."""
+    """Return, once, the floating-point operations that the loop has lost by being called again."""
     loop = context.part(Recovery).loop
     return loop.missing_operations() if isinstance(loop, MindspeedLoop) else 0
 

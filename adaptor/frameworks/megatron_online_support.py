@@ -32,10 +32,11 @@ _LLM = "mindspeed_llm"
 
 
 class ParamGroups:
-    """The param groups of the optimizers that this process has made.
+    """The param groups of the optimizers made by this process.
 
     Attributes:
-        are_aligned: some are empty; the framework has added them, since other ranks have them
+        are_aligned: some are empty; the framework has added empty groups, because other ranks have these
+            groups
     """
 
     def __init__(self, _context: Context) -> None:
@@ -43,28 +44,28 @@ class ParamGroups:
 
 
 def why_not(args: Any, call: Mapping[str, Any]) -> str:
-    """Return why a job of Megatron-LM is not recovered online; empty: it is.
+    """Return why a job of Megatron-LM is not recovered online; empty: the job is.
 
     Args:
         args: of the framework.
-        call: the arguments of its training loop, by their names.
+        call: the arguments of the training loop, by name.
     """
     option_reason = of_data(call) or of_options(args) or of_param_groups()
     return of_process_groups() or of_framework() or option_reason or of_torch()
 
 
 def why_not_on_core(*configs: Any) -> str:
-    """Return why a training loop of one's own is not recovered online; empty: it is.
+    """Return why a custom training loop is not recovered online; empty: the loop is.
 
     Args:
-        configs: of the model, of its gradients' reduction, of the optimizer.
+        configs: the configs of the model, of the reduction of gradients, of the optimizer.
     """
     option_reason = next(filter(None, map(of_options, configs)), "") or of_param_groups()
     return of_process_groups() or of_framework() or option_reason or of_torch()
 
 
 def of_process_groups() -> str:
-    """Return why the backends of this worker's groups are not exchanged; empty: they are."""
+    """Return why the backends of this worker's groups are not exchanged; empty: the backends are."""
     groups = context.part(Groups)
     if reason := of_backends(groups.backends):
         return reason
@@ -78,7 +79,7 @@ def of_process_groups() -> str:
 
 
 def of_backends(backends: Set[str]) -> str:
-    """Return why groups of these backends are not exchanged; empty: they are."""
+    """Return why groups of these backends are not exchanged; empty: the groups are."""
     other_backends = ", ".join(sorted(backends - EXCHANGED))
     return other_backends and f"process groups of {other_backends} were never exchanged in a test"
 
@@ -95,7 +96,7 @@ def reasons(args: Any) -> Iterator[str]:
 
 
 def of_framework() -> str:
-    """Return why it is not done with what is imported; empty: it is."""
+    """Return why the imported framework has no online recovery; empty: the framework has."""
     for name in _OTHERS if _LLM not in sys.modules else ():
         if name in sys.modules:
             return f"it has not been tested with {name}"
@@ -105,12 +106,12 @@ def of_framework() -> str:
 
 
 def of_options(options: Any) -> str:
-    """Return the first option in `options` that keeps what a recovery does not put right; empty: none."""
+    """Return the first option in `options` with state that a recovery does not restore; empty: none."""
     return next(reasons_in_options(options), "")
 
 
 def reasons_in_options(options: Any) -> Iterator[str]:
-    """Return a line for each option in `options` that keeps what a recovery does not put right."""
+    """Return a line for each option in `options` with state that a recovery does not restore."""
     for name, meaning in (
         ("enable_cuda_graph", "CUDA graphs hold the groups of the start"),
         ("external_cuda_graph", "CUDA graphs hold the groups of the start"),
@@ -189,7 +190,7 @@ def of_param_groups() -> str:
 
 
 def of_torch() -> str:
-    """Return why this torch does not exchange the backends of groups; empty: it does."""
+    """Return why this torch does not exchange the backends of groups; empty: torch does."""
     groups_of_job = context.part(Groups)
     if groups_of_job.lone:  # a new process among survivors, whose torch is this one: they have found out
         return ""

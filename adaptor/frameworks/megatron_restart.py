@@ -1,4 +1,4 @@
-"""Lets a restarted job load what it has saved, by the options of Megatron-LM and of ModelLink."""
+"""Lets a restarted job load its own saves, by the options of Megatron-LM and of ModelLink."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from adaptor.protocol.start_options import LEFT_OUT, START_ONLY
 
 
 def resume_after_restart(args: Any) -> None:
-    """Let a restarted job load the newest checkpoint in its --save folder, whatever it began from."""
+    """Let a restarted job load the newest checkpoint in its --save folder, regardless of its origin."""
     context.part(_Begun).note(args)
     if not context.part(Generation).is_restart:
         return
@@ -57,7 +57,7 @@ def _may_find_one() -> bool:
 
 
 def _is_given(args: Any, name: str) -> bool:
-    """Return whether a user has given an option that has no default of its own; a number may be 0."""
+    """Return whether the user has set an option without a default; a number may be 0."""
     value = getattr(args, name, None)
     return value is not None and value is not False
 
@@ -67,7 +67,9 @@ def _is_same_folder(first: str | None, second: str) -> bool:
 
 
 def _has_saved_nothing(args: Any) -> bool:
-    """Return whether what is in --save is of an earlier run: of no later step than this job has begun at."""
+    """Return whether the content of --save belongs to an earlier run: its step is not later than the first
+    step of this job.
+    """
     if (
         args.load is None
         or _is_same_folder(args.load, args.save)
@@ -93,13 +95,13 @@ class _Begun:
 
 
 def agree(args: Any) -> bool | None:
-    """Let all ranks load from the folder that rank 0 would load from: --save, or another --load. Collective.
+    """Let all ranks load from the folder chosen by rank 0: --save, or another --load. Collective.
 
-    Each rank has chosen by what it sees. Nodes with disks of their own may see other trackers, and a check
-    may have gone back in --save, to a step of an earlier run.
+    Each rank has chosen by the files visible to it. Nodes with disks of their own may see other trackers, and
+    a check may have gone back in --save, to a step of an earlier run.
 
     Returns:
-        Whether it is --save; None where the job has no other folder.
+        Whether the folder is --save; None where the job has no other folder.
     """
     from adaptor.replica.group import gather_values
 
@@ -128,12 +130,12 @@ def agree(args: Any) -> bool | None:
 
 
 def settle(args: Any, check: Callable[[], None], write: Callable[[], None]) -> None:
-    """Let all ranks load from one folder, whose checkpoint is intact. Collective.
+    """Let all ranks load an intact checkpoint from the same folder. Collective.
 
     Args:
         args: of the framework.
-        check: the checkpoint that `args` name; another one may take its place.
-        write: what may be newer than that into --save.
+        check: checks the checkpoint named by `args`; another checkpoint may take its place.
+        write: writes newer state, if present, into --save.
     """
     agreed_before = agree(args)
     check()
@@ -144,10 +146,10 @@ def settle(args: Any, check: Callable[[], None], write: Callable[[], None]) -> N
 
 
 class ChosenStep:
-    """The step that --ckpt-step names, while the framework loads it; a part of the context.
+    """The step named by --ckpt-step, while the framework loads the step; a part of the context.
 
-    Megatron-LM loads the weights of that step (before 0.12 not even these), and then the distributed
-    optimizer of the step that the tracker names.
+    Megatron-LM loads the weights of this step (before 0.12 not even the weights), but the distributed
+    optimizer of the step named by the tracker.
     """
 
     def __init__(self, context: Context) -> None:
@@ -159,7 +161,7 @@ class ChosenStep:
 
         Args:
             args: of the framework. With checkpoints of ModelOpt the framework ignores the option.
-            folder: the folder that is loaded from.
+            folder: the folder to load from.
         """
         step = getattr(args, "ckpt_step", None)
         if step and folder is not None and not getattr(args, "load_model_opt_format", False):
@@ -192,8 +194,9 @@ def load_what_is_saved(args: Any, scheduler: Any) -> Iterator[None]:
     The framework expects no optimizer in a checkpoint where --no-save-optim is given.
 
     Args:
-        args: of the framework; within, what is left out of saves is not left out of loads.
-        scheduler: of the optimizer, or None; it begins at the step of a checkpoint that lacks its state.
+        args: of the framework; in the block, state left out of saves is not left out of loads.
+        scheduler: of the optimizer, or None; the scheduler begins at the step of a checkpoint without the
+            scheduler's state.
     """
     loading = context.part(_Loading)
     names = [name for name in (*LEFT_OUT, *LEFT_OUT.values()) if hasattr(args, name)]
@@ -213,10 +216,10 @@ def load_what_is_saved(args: Any, scheduler: Any) -> Iterator[None]:
 
 
 def accept_what_is_missing(saved: Any) -> None:
-    """Let a restarted job load a regular save without the state that the job leaves out of them.
+    """Let a restarted job load a regular save without the state that the job leaves out of saves.
 
     Args:
-        saved: what the framework has read of the checkpoint, or None.
+        saved: the framework's reading of the checkpoint, or None.
     """
     args = context.part(_Loading).args
     if args is None or not context.part(Generation).is_restart or not saved:
@@ -235,7 +238,7 @@ def accept_what_is_missing(saved: Any) -> None:
 
 
 def tell_of_last_words(args: Any) -> None:
-    """Say at the first start what last words have that the regular saves of the job do not."""
+    """Print at the first start which state is in last words and not in the regular saves of the job."""
     if not context.part(Generation).is_restart and getattr(args, "no_save_optim", None):
         _say_once(
             args,
@@ -245,7 +248,7 @@ def tell_of_last_words(args: Any) -> None:
 
 
 class _ToldLines:
-    """The lines that this process has told, a part of its context."""
+    """The lines printed by this process, a part of its context."""
 
     def __init__(self, context: Context) -> None:
         self.lines: set[str] = set()

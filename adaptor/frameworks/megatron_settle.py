@@ -1,4 +1,4 @@
-"""Puts away what an exception leaves half done in Megatron, before its training loop is called again.
+"""Clears the unfinished work of an exception in Megatron, before the training loop is called again.
 
 Lines are those of 0.15.0rc5; the names are the same from 0.12 to main.
 """
@@ -54,13 +54,13 @@ _WRITERS = (
 
 
 def settle(model: Sequence[Any]) -> None:
-    """Put it away in the chunks of the model, and in what the framework has one of."""
+    """Clear the chunks of the model, and the framework's global objects."""
     settle_core(model)
     _settle_globals()
 
 
 def settle_core(model: Sequence[Any]) -> None:
-    """Put it away in the chunks of the model, and in what Megatron-core has one of."""
+    """Clear the chunks of the model, and Megatron-core's global objects."""
     for chunk in model:
         for bucket_group in _bucket_groups(chunk):
             _settle_bucket_group(bucket_group)
@@ -88,9 +88,9 @@ def _forget_parts(module: Any) -> None:
 
 
 def forget_auxiliary_losses() -> None:
-    """Forget what forward passes have added up for the line of a step, and over which groups that is summed.
+    """Forget the sums of forward passes for the line of a step, and the groups of the sums.
 
-    A new process has nothing of it, and the line is made by collectives that depend on it.
+    A new process has no such sums, and the collectives for the line depend on the sums.
     """
     for module, path in _AUXILIARY_LOSSES:
         auxiliary_losses: Any = sys.modules.get(module)
@@ -101,8 +101,9 @@ def forget_auxiliary_losses() -> None:
 
 
 def settle_optimizer(optimizer: Any) -> None:
-    """Forget what a chain of optimizers has learned from all ranks in its first step (0.20: whether any rank
-    has parameters whose norm is a sum of its own): a new process asks, and all others answer."""
+    """Forget the knowledge of a chain of optimizers about other ranks, collected in the first step (0.20:
+    whether any rank has parameters with a separate norm): a new process asks, and all others answer.
+    """
     for chained_optimizer in {
         id(chained_optimizer): chained_optimizer
         for chained_optimizer in (optimizer, *step_record.chain(optimizer))
@@ -119,7 +120,7 @@ def abandon_async_saves(checkpointing_context: MutableMapping[str, Any] | None) 
     collectives, or metadata would describe the files of another save.
 
     Args:
-        checkpointing_context: what the framework keeps from one save to the next.
+        checkpointing_context: the state that the framework keeps between saves.
     """
     queue = getattr(sys.modules.get("megatron.training.async_utils"), "_async_calls_queue", None)
     if queue is not None:
@@ -140,7 +141,7 @@ def abandon_async_saves(checkpointing_context: MutableMapping[str, Any] | None) 
 
 
 def forget_results_of_writers() -> None:
-    """Empty the queue in which writers leave results: a later save would take them for its own."""
+    """Empty the queue with the results of writers: a later save would take the results for its own."""
     for name in _WRITERS:
         writers = sys.modules.get(name)
         if (results := getattr(writers, "_results_queue", None)) is not None:
@@ -148,7 +149,7 @@ def forget_results_of_writers() -> None:
 
 
 def _end_async_caller(caller: Any) -> None:
-    """Kill the process that writes for a pending asynchronous save, and the processes that it has forked."""
+    """Kill the writer process of a pending asynchronous save, and the writer's forked processes."""
     if caller.process is None:
         return
     if caller.process.exitcode is None:  # else the process was reaped, and another one may have its number
@@ -191,7 +192,7 @@ def _bucket_groups(chunk: Any) -> list[Any]:
 
 
 def _settle_bucket_group(bucket_group: Any) -> None:
-    """Wait for broken work of the abandoned step, and forget it: nothing of it may write later."""
+    """Wait for broken work of the abandoned step, and forget the work: no work may write later."""
     for name in ("grad_reduce_handle", "param_gather_handle"):
         handle = getattr(bucket_group, name, None)
         if handle is not None:

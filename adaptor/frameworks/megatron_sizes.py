@@ -13,7 +13,7 @@ _BYTES = 18
 
 
 def model_of(parsed: Any) -> ModelSize | None:
-    """Return the sizes of the model; None where this version of the framework has no formula for it.
+    """Return the sizes of the model; None if this version of the framework has no formula for the sizes.
 
     Args:
         parsed: the framework's arguments, validated.

@@ -1,7 +1,7 @@
-"""The optimizers of `mindio_ttp.modellink`, for a ModelLink (af1347) that was edited after the guide.
+"""The optimizers of `mindio_ttp.modellink`, for a ModelLink (af1347) edited after the guide.
 
-The guide has the framework take one of these optimizers in the place of its own, and call its own
-`save_checkpoint` in a dump. What the shards are is in `ascendspeed_shards`, as for a patched ModelLink.
+By the guide the framework uses these optimizers in the place of its own, and calls its own `save_checkpoint`
+in a dump. `ascendspeed_shards` defines the shards, as for a patched ModelLink.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from adaptor.replica.mirror import Mirror
 
 
 class _Replicated(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
-    """The framework's distributed optimizer, with a local copy and a dump of any one holder of each shard.
+    """The framework's distributed optimizer, with a local copy and a dump from any holder of each shard.
 
-    What is its own is called `_ttp_...`, so that nothing of the framework is meant by the same name.
+    Names begin with `_ttp_`, so no name collides with the framework's.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -45,7 +45,7 @@ class _Replicated(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
         self._ttp_mirror: Mirror | None = None
 
     def need_write_file(self) -> bool:
-        """Return whether this rank is the one of its data-parallel group that writes."""
+        """Return whether this rank is the writer of its data-parallel group."""
         if self.error_dump:
             return bool(self.save_args["rank"] == dist.get_rank())
         return bool(parallel_state.get_data_parallel_rank() == 0)
@@ -63,9 +63,10 @@ class _Replicated(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
             super().save_parameter_state(filename)
 
     def _ttp_dump(self, filename: str) -> None:
-        """Gather each shard from one of `rank_list`, and write them as the framework does.
+        """Gather each shard from a rank of `rank_list`, and write the shards as the framework does.
 
-        The writer's model gets its weights from them: its own may be those of an earlier step.
+        The writer's model gets its weights from the shards: the model's own weights may belong to an earlier
+        step.
         """
         optimizer, mirror = self, self._ttp_mirror
         if self.current_step > self.save_args["step"]:

@@ -1,6 +1,6 @@
-"""The groups of `mindio_ttp.modellink`, for a ModelLink (af1347) that was edited after the guide.
+"""The groups of `mindio_ttp.modellink`, for a ModelLink (af1347) edited after the guide.
 
-Apart from the optimizer, because the framework imports them before its own optimizer is there.
+Separate from the optimizer, because the framework imports the groups before its own optimizer exists.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from adaptor.frameworks.mindspeed_wrappers import Wrap, outermost, targets
 
 
 class PatchesSurvive(MindSpeedFeature):  # type: ignore[misc]
-    """Registers a wrapper for each function that we patch and that another feature patches, too."""
+    """Registers a wrapper for each function patched by the adaptor and by another feature of MindSpeed."""
 
     def __init__(self) -> None:
         super().__init__("ttp-adaptor", optimization_level=0)  # level 0: always
@@ -27,7 +27,9 @@ class PatchesSurvive(MindSpeedFeature):  # type: ignore[misc]
 
 
 def come_last(features: list[Any]) -> None:
-    """Put our feature to the end of MindSpeed's list: it then knows what all others have registered."""
+    """Put our feature to the end of MindSpeed's list: the feature then sees the registrations of all
+    others.
+    """
     own_feature = next((feature for feature in features if isinstance(feature, PatchesSurvive)), None)
     if own_feature is not None:
         features.remove(own_feature)

@@ -1,4 +1,4 @@
-"""MindSpeed-LLM's own training loop in an online recovery; its parts are those of Megatron-LM 0.12.
+"""MindSpeed-LLM's own training loop in an online recovery; its parts equal Megatron-LM 0.12's.
 
 Lines are those of 2.2.0 (`mindspeed_llm/training/training.py`); the names are the same to 26.1.
 """

@@ -1,4 +1,4 @@
-"""Where MindSpeed keeps main params and moments between two updates, for two of its options.
+"""The place of main params and moments between two updates in MindSpeed, for two of its options.
 
 `--reuse-fp32-param`  the bf16 weight of an element is the upper half of its main param, rounded, and a
                       residual is the lower half. Inside an update the halves are one float32 number, in the
@@ -6,8 +6,9 @@
 `--swap-optimizer`    the host has main params and moments; an update brings them to the device, part by part.
 
 Invariant: the memory of an optimizer changes inside the update window alone. MindSpeed joins the halves
-before the gradient norm is computed, when this rank may have to give its state; here they are joined behind
-the door, and parted again before the window closes. The values are the same: nothing in between reads them.
+before the gradient norm is computed, when this rank may have to give its state; the adaptor joins the halves
+behind the door, and parts them again before the window closes. The values are the same: nothing reads the
+values in between.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ class WithoutMemory:
 
 
 def attach(optimizer: Any) -> Any:
-    """Say where the state of an optimizer of Megatron's chain is, and return what is done around its updates.
+    """Locate the state of an optimizer of Megatron's chain, and return the actions around its updates.
 
     Raises:
-        UnsupportedError: this version of MindSpeed keeps it in an unknown way.
+        UnsupportedError: this version of MindSpeed has an unknown place for the state.
     """
     if getattr(optimizer, "optimizer", None) is None:
         return WithoutMemory()
@@ -134,8 +135,9 @@ class ReusedMemory:
         return _parted(main)[1].contiguous()
 
     def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
-        """Return what the framework saves: the memory in which main params are inside an update, as it is
-        between updates, and the lower halves of all shards."""
+        """Return the content of the framework's saves: the memory in which main params are inside an update,
+        as it is between updates, and the lower halves of all shards.
+        """
         optimizer = self._optimizer
         count = shards.shard_of(optimizer)[1]
         saved, residuals = dict(world), []
@@ -177,7 +179,7 @@ class SwappedMemory:
         """Do nothing: the update itself brings the state to the device."""
 
     def after_update(self) -> None:
-        """Let what follows on the device, the end of the update among it, wait for the state of the host."""
+        """Let later work on the device, the end of the update included, wait for the state of the host."""
         torch.cuda.current_stream().wait_stream(self._optimizer.swap_to_host_stream)
 
     def param(self, param: torch.Tensor) -> torch.Tensor:
@@ -300,7 +302,9 @@ def _params_of(optimizer: Any, buffer: Any, bucket: shards.Bucket) -> list[tuple
 
 
 def _params(optimizer: Any) -> Iterator[tuple[int, int, torch.Tensor, Any]]:
-    """Return number of buffer and bucket, the model's param, and its range in this rank's shard, of each."""
+    """Return the numbers of buffer and bucket, the model's param, and the range in this rank's shard, of each
+    param.
+    """
     for number, buffers in enumerate(optimizer.gbuf_ranges):
         (ranges,) = buffers.values()
         for index, bucket in enumerate(ranges):

@@ -1,10 +1,10 @@
-"""The adaptor's patches around what MindSpeed puts in their place.
+"""Registers the adaptor's patches around MindSpeed's replacements.
 
-MindSpeed makes a patched function anew at each application: what it first found, or what was registered to
-replace that, within all wrappers that were registered, the last one outermost. What it first found has our
-wrapper in it; a replacement has not, and not every wrapper calls what it wraps (that of MindSpeed-LLM around
-`save_checkpoint` does not). So ours is registered once more, to be outermost: by a feature that comes last,
-and in versions without features right before each application.
+MindSpeed makes a patched function anew at each application: from the original function or the registered
+replacement, within all registered wrappers, the last wrapper outermost. The original function contains the
+adaptor's wrapper; a replacement does not, and some wrappers do not call the wrapped function (for example
+MindSpeed-LLM's around `save_checkpoint`). So ours is registered once more, to be outermost: by a feature that
+comes last, and in versions without features right before each application.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def targets() -> Iterator[tuple[str, str]]:
 
 
 def outermost(entry: Any, group: str, target: str) -> Wrap:
-    """Return our patch of a function as MindSpeed's patch manager takes a wrapper of it.
+    """Return the adaptor's patch of a function in the form that MindSpeed's patch manager takes as a wrapper.
 
     Args:
-        entry: of the manager, for that function.
+        entry: the manager's entry of the function.
         group: of our patch.
         target: of our patch: the function.
     """

@@ -1,6 +1,6 @@
-"""Tells in which jobs Megatron-core's optimizer instances (`split`) do not train as a single one does.
+"""Detects jobs in which Megatron-core's optimizer instances (`split`) do not train as a single instance does.
 
-The functions of the framework that is found are asked, not its version: forks differ.
+The check tests the functions of the framework, not its version: forks differ.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def require_groups() -> None:
 
 
 def wrong_in_framework() -> str:
-    """Return why no job of this framework can have two optimizer instances; empty: it can."""
+    """Return why no job of this framework can have two optimizer instances; empty: jobs can."""
     from megatron.core import parallel_state
     from megatron.core.package_info import __version__
 
@@ -48,7 +48,8 @@ def wrong_in_framework() -> str:
 
 
 def wrong_with_options(ddp_options: Any, stages: int, *, aligned: bool) -> str:
-    """Return why two optimizer instances would train otherwise than one with these options; empty: as one.
+    """Return why two optimizer instances would train differently from a single instance with these options;
+    empty: no difference.
 
     Args:
         ddp_options: the options of DDP, under the framework's own names.

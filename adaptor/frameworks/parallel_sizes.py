@@ -1,4 +1,6 @@
-"""The parallel sizes in the arguments of a job of Megatron-LM: whether they fit its ranks and its batch."""
+"""The parallel sizes in the arguments of a job of Megatron-LM: checks whether the sizes fit the ranks and the
+batch.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ def model_size(args: Any) -> int:
 
 
 def experts_size(args: Any) -> int:
-    """Return the number of ranks that hold all experts once; 1 where there are none."""
+    """Return the number of ranks that hold all experts once; 1 without experts."""
     if getattr(args, "num_experts", None) is None:
         return 1
     return int(_expert_tensor(args) * args.expert_model_parallel_size * args.pipeline_model_parallel_size)
@@ -81,7 +83,7 @@ def counts_samples(args: Any) -> bool:
 
 
 def rampup(args: Any) -> list[int]:
-    """Return the first batch of --rampup-batch-size and what it grows by."""
+    """Return the first batch of --rampup-batch-size and the increment."""
     return [int(size) for size in (getattr(args, "rampup_batch_size", None) or [])[:2]]
 
 
@@ -99,7 +101,9 @@ def divides(args: Any, unit: int, batch: int) -> bool:
 
 
 def chunks_of(args: Any, pipeline: int) -> int:
-    """Return the chunks of each stage in a pipeline of that size: what the arguments say is of their own."""
+    """Return the chunks of each stage in a pipeline of size `pipeline`: the arguments count chunks for their
+    own size.
+    """
     if pipeline != args.pipeline_model_parallel_size or pipeline == 1:
         return 1
     layers, stages = (getattr(args, name, None) for name in CHUNKS)

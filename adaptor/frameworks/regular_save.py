@@ -1,7 +1,7 @@
 """Makes the framework's regular saves (`--save-interval`) atomic.
 
-Each thread may be in one; others go on in background processes. The framework writes into a temporary folder;
-when it comes to write its tracker, the folder gets its final name first.
+Each thread may be in a save; others go on in background processes. The framework writes into a temporary
+folder; when the framework comes to write its tracker, the folder gets its final name first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Save:
             return None
 
     def noting(self) -> contextlib.AbstractContextManager[None]:
-        """Note an error of the block where the ranks agree on this save; else it is raised."""
+        """Note an error of the block if the ranks agree on this save; else the error is raised."""
         return contextlib.nullcontext() if self.agreement is None else self.agreement.noting()
 
     def meet(self) -> None:
@@ -75,13 +75,13 @@ class _Save:
             self.draft = None
 
     def end(self) -> None:
-        """Run what was put off until the checkpoint has its name."""
+        """Run the actions that were deferred until the checkpoint has its name."""
         while self.put_off:
             self.put_off.pop(0)()
 
 
 class _OfThread(threading.local):
-    """The save that this thread is in: a script may save in threads of its own, too."""
+    """The save of this thread: a script may save in several threads."""
 
     save: _Save | None = None
 
@@ -107,8 +107,8 @@ class RegularSaves:
         """While the framework saves `step` below `root`.
 
         Args:
-            asynchronous: it goes on writing in the background after that (`scheduled`).
-            may_fail: the barriers of the save are `barrier`, so that the ranks can agree that it has failed.
+            asynchronous: the framework goes on writing in the background after the block (`scheduled`).
+            may_fail: the barriers of the save are `barrier`, so that the ranks can agree on a failure.
 
         Raises:
             SaveFailedError: the save has failed on some rank; on all ranks.
@@ -137,7 +137,7 @@ class RegularSaves:
             raise
 
     def _end(self, save: _Save) -> None:
-        """Note that the save is complete on all ranks, and do what was put off until then."""
+        """Note that the save is complete on all ranks, and run the deferred actions."""
         if save.agreement is not None:
             context.part(FailedSaves).succeed(save.step)
         elif save.may_fail:
@@ -169,7 +169,7 @@ class RegularSaves:
 
     @property
     def notes_errors(self) -> bool:
-        """Return whether the ranks agree on the save of this thread; else its errors are raised."""
+        """Return whether the ranks agree on the save of this thread; else errors of the save are raised."""
         save = self._current()
         return save is not None and save.agreement is not None
 
@@ -179,7 +179,8 @@ class RegularSaves:
         return contextlib.nullcontext() if save is None else save.noting()
 
     def barrier(self, wait: Callable[[], Any]) -> Any:
-        """Wait at a barrier of all ranks; in a save they learn there whether it has failed.
+        """Wait at a barrier of all ranks; in a save the ranks learn at the barrier whether the save has
+        failed.
 
         Args:
             wait: the barrier itself.
@@ -193,7 +194,7 @@ class RegularSaves:
         return wait()
 
     def finalize(self, finalize: Callable[[], Any]) -> Any:
-        """Call what ends asynchronous saves, once more after each one that has failed."""
+        """Call `finalize`, which ends asynchronous saves; repeat the call after each failed save."""
         while True:
             try:
                 return finalize()
@@ -203,7 +204,7 @@ class RegularSaves:
                 self._give_up(save, error)
 
     def renamed(self, path: str) -> str:
-        """The path below the folder of the running save, if it is one."""
+        """Return the path below the folder of the running save, if a save is running."""
         save = self._current()
         if save is None:
             return path
@@ -214,11 +215,12 @@ class RegularSaves:
         return str(save.folder / relative_path)
 
     def written(self, open_archive: Callable[[Any], Any], file: Any) -> Any:
-        """Return what writes an archive of torch; one of the running save is hashed on its way.
+        """Return the writer of an archive of torch; an archive of the running save is hashed during the
+        write.
 
         Args:
             open_archive: takes a path or a file, and returns a context manager.
-            file: what `torch.save` was given.
+            file: the argument of `torch.save`.
         """
         save = self._current()
         if save is None:
@@ -228,7 +230,7 @@ class RegularSaves:
         return _written_or_noted(save, archive, open_archive)
 
     def hashing(self, path: str | os.PathLike[str], results: Any) -> Any:
-        """Return a queue in which a writer of the framework says that it has written a file, hashed by then.
+        """Return a queue in which a writer of the framework reports each written file, already hashed.
 
         Args:
             path: of the file.
@@ -238,14 +240,15 @@ class RegularSaves:
         return _Hashing(Path(path), results) if naming.is_regular(folder.name, _generation()) else results
 
     def tracker(self, path: str) -> str:
-        """Return where the running save writes its tracker: nowhere, since that is done here.
+        """Return the path for the tracker of the running save: no real file, because this module writes the
+        tracker.
 
-        Every rank has written. Rank 0, which is to write the tracker, gives the folder its name and replaces
-        the tracker. What the framework writes after that goes to a file in memory, which holds the old step,
-        0 if there is none, because the framework reads it, too. Other ranks ask for the name in passing.
+        Every rank has written. Rank 0, which should write the tracker, gives the folder its name and replaces
+        the tracker. Later writes of the framework go to a file in memory, which holds the old step, 0 without
+        an old step, because the framework reads the file, too. Other ranks ask for the name in passing.
 
-        With `--save-retain-interval` the framework removes the checkpoint of the step that it reads there. So
-        the file of an asynchronous save holds 0 until the new checkpoint has its name (`scheduled`).
+        With `--save-retain-interval` the framework removes the checkpoint of the step read from the tracker.
+        So the file of an asynchronous save holds 0 until the new checkpoint has its name (`scheduled`).
         """
         save = self._current()
         if save is None or runtime.get().rank != 0:
@@ -257,9 +260,9 @@ class RegularSaves:
         return f"/proc/{os.getpid()}/fd/{save.draft}"
 
     def _name_here(self, save: _Save) -> None:
-        """Give a save its name on the disk of this node, too, where that is not the one of rank 0.
+        """Give a save its name on the disk of this node, too, unless the disk is rank 0's.
 
-        The framework has let all ranks wait for rank 0, so in a folder that nodes share it has its name.
+        The framework has let all ranks wait for rank 0, so in a shared folder the save has its name already.
         """
         place = context.part(WorkerPlace)
         if (
@@ -276,10 +279,11 @@ class RegularSaves:
             self._complete(save, taken)
 
     def _complete_or_agree(self, save: _Save) -> int:
-        """Do `_complete`; where that fails, leave the save together with all others, which wait for rank 0.
+        """Do `_complete`; after a failure, leave the save together with all other ranks, which wait for rank
+        0.
 
         Raises:
-            SaveFailedError: it has failed.
+            SaveFailedError: the save has failed.
         """
         old = 0
         with save.noting():
@@ -289,14 +293,14 @@ class RegularSaves:
         return old
 
     def _complete(self, save: _Save, taken: Path | None = None) -> int:
-        """Bring a save to disk that every rank has written, and give it its name.
+        """Bring a save, written by every rank, to disk and give the save its name.
 
         Args:
-            save: the one that is meant.
-            taken: where it is, if not where it was written.
+            save: the save to complete.
+            taken: the current folder, if not the folder of the writes.
 
         Returns:
-            The step that the tracker named before, 0 if there was none.
+            The step named by the tracker before, 0 without one.
         """
         folder = taken or save.folder
         for name, content in self.on_top.items():
@@ -308,14 +312,15 @@ class RegularSaves:
         return old
 
     def scheduled(self, request: Any, meet: Callable[[], Any] = lambda: None) -> None:
-        """The framework puts off what is to be done when every rank has written: so the name is put off, too.
+        """The framework defers its last actions until every rank has written: so the name is put off, too.
 
-        It comes before the framework writes its tracker and removes the checkpoint before this one: else a
-        job that dies in between would have lost both.
+        The name comes before the framework writes its tracker and removes the checkpoint before this one:
+        otherwise a job that dies in between would have lost both.
 
         Args:
-            request: Megatron's AsyncRequest, with the functions that are put off.
-            meet: returns when every rank has called it; where nobody has to know of the name, it need not.
+            request: Megatron's AsyncRequest, with the deferred functions.
+            meet: returns when every rank has called the function; may return at once if no rank depends on
+                the name.
         """
         save = self._current()
         if save is None:
@@ -349,9 +354,9 @@ class RegularSaves:
         request.add_finalize_fn(end)
 
     def abandon(self) -> None:
-        """Forget the saves that background processes were writing: the caller ends these processes.
+        """Forget the saves in background processes: the caller ends these processes.
 
-        And forget the saves that have failed: a new process does not know of them.
+        Also forget the failed saves: a new process does not know them.
         """
         self._running.save = None
         context.part(FailedSaves).forget()
@@ -359,10 +364,11 @@ class RegularSaves:
             self._written_on.pop().drop_draft()
 
     def tell(self, path: str, tracker: str, listener: Callable[[str, str], Any]) -> None:
-        """Tell `listener` of `path` in the folder of a save, and of its `tracker`, when both have names.
+        """Report `path` in the folder of a save, and the save's `tracker`, to `listener` when both have
+        names.
 
-        The rank that it is called on need not be the one that names them: of a save that the framework goes
-        on with, the end is behind a barrier.
+        The rank of the call may differ from the rank that names the folder: the end of a save that the
+        framework goes on with is behind a barrier.
         """
         for save in (*filter(None, [self._current()]), *self._written_on):
             with contextlib.suppress(ValueError):
@@ -375,7 +381,7 @@ class RegularSaves:
 
 @dataclass(frozen=True)
 class _Hashing:
-    """A queue: what is put into it goes on when the file that was written has its checksum."""
+    """A queue: items put into the queue are passed on when the written file has its checksum."""
 
     path: Path
     results: Any
@@ -387,7 +393,7 @@ class _Hashing:
 
 
 class _Discarding:
-    """A file of which nothing is kept: the rest of a save that has failed on this rank goes there."""
+    """A file without content: receives the rest of a save that has failed on this rank."""
 
     def write(self, data: Any) -> int:
         return len(data)
@@ -398,7 +404,7 @@ class _Discarding:
 
 @contextlib.contextmanager
 def _written_or_noted(save: _Save, archive: Any, open_archive: Callable[[Any], Any]) -> Iterator[Any]:
-    """Write the `archive` in `save`; an error of its file, or of what is written to it, is noted."""
+    """Write the `archive` in `save`; an error of the file, or of the data written to the file, is noted."""
     is_open = False
     with save.noting(), archive as opened:
         is_open = True

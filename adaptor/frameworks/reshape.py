@@ -1,11 +1,12 @@
-"""Transforms the checkpoint that a job is about to load where the job has other parallel sizes (TTP_RESHAPE).
+"""Transforms the checkpoint to load if the job has other parallel sizes (TTP_RESHAPE).
 
-All ranks call it together, before the framework loads. Each rank writes the files that it would load itself,
-where it is the first that does; rank 0 gives the checkpoint its name. Nothing of it has a final name before
-all of it is on disk, and what it was made from is kept (`reshaped`). The work of an interrupted start is
+All ranks call the module together, before the framework loads. Each rank writes the files that it would load
+itself, if it is the first rank with these files; rank 0 gives the checkpoint its name. No file has a final
+name before all files are on disk, and the source is kept (`reshaped`). The work of an interrupted start is
 kept, too, as far as whole ranks are written.
 
-Invariant: all ranks decide by what all have told, and each tells, whatever fails on it: all go the same way.
+Invariant: all ranks decide by the reports of all ranks, and each rank reports, even after a failure: all go
+the same way.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ _Written = dict[Rank, list[FileEntry]]
 
 
 def bring_to_sizes(args: Any, place: tuple[int, int, int]) -> None:
-    """Let the checkpoint that the framework is about to load have the parallel sizes of the job; collective.
+    """Give the checkpoint to load the parallel sizes of the job; collective.
 
     Args:
-        args: of the framework, validated. Its process groups are there.
+        args: of the framework, validated. The process groups exist.
         place: the tensor, pipeline and expert parallel rank of this process.
 
     Raises:
@@ -74,7 +75,7 @@ def bring_to_sizes(args: Any, place: tuple[int, int, int]) -> None:
 
 
 def _chosen(args: Any) -> int | None:
-    """Return the step that the user has named, None for that of the tracker."""
+    """Return the step named by the user, None for the step of the tracker."""
     return getattr(args, "ckpt_step", None) or None
 
 
@@ -90,10 +91,10 @@ def _is_same(first: Sizes, second: Sizes) -> bool:
 def _begin(
     load: Path, save: Path, chosen: int | None, wanted_sizes: Sizes, format: str
 ) -> run.TransformOrder | None:
-    """Return what is to be done, None where that is nothing; check it, and make its folder; on rank 0.
+    """Return the work to do, or None; check the work, and make its folder; on rank 0.
 
     Raises:
-        AdaptorError: it cannot be done.
+        AdaptorError: the work is impossible.
     """
     step = tracker.tracked_step(load) if chosen is None else chosen
     if step is None or not (load / naming.final_name(step)).is_dir():
@@ -148,7 +149,7 @@ def _target(source: SourceCheckpoint, sizes: Sizes, format: str) -> TargetCheckp
 
 
 def _remove_staging(save: Path, keep: Path | None = None) -> None:
-    """Remove what transforms have left that nobody goes on with."""
+    """Remove leftovers of transforms without a continuation."""
     staging_folders = [save / name for name in tracker.entry_names(save) if naming.is_reshape(name)]
     abandoned_folders = [path for path in staging_folders if path != keep and left_overs.is_left_over(path)]
     left_overs.remove_beside(abandoned_folders, disk.remove, left_overs.ROOM_S)
@@ -156,7 +157,7 @@ def _remove_staging(save: Path, keep: Path | None = None) -> None:
 
 @dataclass
 class _Work:
-    """The part of this process, while a thread writes it.
+    """The part of this process, during the write of a thread.
 
     Attributes:
         written: the files that are written
@@ -176,11 +177,11 @@ class _StoppedError(Exception):
 
 
 def _write_together(order: run.TransformOrder, rank: Rank | None) -> _Written:
-    """Write the files of all ranks of the target; return them.
+    """Write the files of all ranks of the target; return the written files.
 
     Args:
         order: the transform.
-        rank: of the target, that this process writes; None: none.
+        rank: the target rank of this process's files; None: none.
 
     Raises:
         ResumeError: some rank has a problem.
@@ -227,10 +228,10 @@ def _write(work: _Work, order: run.TransformOrder, rank: Rank) -> None:
 
 
 def _publish(order: run.TransformOrder, save: Path, written: _Written) -> bytes:
-    """Complete the checkpoint and put it in its place; return the manifest; on rank 0.
+    """Complete the checkpoint and give it its final name; return the manifest; on rank 0.
 
     Raises:
-        AdaptorError: it cannot be done.
+        AdaptorError: the publishing is impossible.
     """
     staging = order.folder.parent
     target = _target(open_source(order.source, order.step), order.sizes, order.format)
@@ -247,7 +248,7 @@ def _publish(order: run.TransformOrder, save: Path, written: _Written) -> bytes:
 
 
 def _see(folder: Path, manifest_bytes: bytes) -> None:
-    """Wait until this node sees the new checkpoint. Raises CheckpointError where it does not."""
+    """Wait until this node sees the new checkpoint. Raises CheckpointError if this node does not."""
     until = time.monotonic() + _SEEN_S
     while True:
         tracker.entry_names(folder.parent)  # a client of NFS asks the server again
@@ -268,7 +269,7 @@ def _words(error: Exception) -> str:
 
 
 def _from_first(act: Callable[[], T]) -> T:
-    """Call `act` on rank 0 and return its result on all ranks. Raises ResumeError where it has failed."""
+    """Call `act` on rank 0 and return its result on all ranks. Raises ResumeError if the call failed."""
     broadcast: list[Any] = [None, ""]
     if dist.get_rank() == 0:
         try:
@@ -284,7 +285,7 @@ def _from_first(act: Callable[[], T]) -> T:
 
 
 def _all_or_none(act: Callable[[], None]) -> None:
-    """Call `act` on all ranks. Raises ResumeError on all where it has failed on one."""
+    """Call `act` on all ranks. Raises ResumeError on all ranks if the call failed on any rank."""
     problem = ""
     try:
         act()

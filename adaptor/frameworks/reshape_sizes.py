@@ -1,7 +1,7 @@
-"""The parallel sizes that a job of Megatron-LM takes: those of TTP_RESHAPE, or those of its arguments.
+"""Chooses the parallel sizes of a job of Megatron-LM: the sizes of TTP_RESHAPE, or of the job's arguments.
 
-They are set in the framework's parsed arguments before it validates them.
-Without TTP_RESHAPE a checkpoint in other sizes is refused.
+The sizes are set in the framework's parsed arguments before their validation. Without TTP_RESHAPE a
+checkpoint in other sizes is refused.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def take(args: Any, requested_sizes: Reshape) -> None:
     """Set the sizes of TTP_RESHAPE in the framework's arguments.
 
     Args:
-        args: of the framework, before it validates them; changed.
+        args: the framework's arguments, before their validation; changed.
         requested_sizes: the setting.
 
     Raises:
-        UnsupportedError: there are no such sizes, or they fit neither the model nor the ranks.
+        UnsupportedError: no such sizes exist, or the sizes fit neither the model nor the ranks.
     """
     if requested_sizes.tp:
         tensor, pipeline = requested_sizes.tp, requested_sizes.pp
@@ -96,9 +96,10 @@ def take(args: Any, requested_sizes: Reshape) -> None:
 
 
 def _because_of_experts(args: Any) -> str:
-    """Return the end of the line that no sizes fit: which would, and the reason if it is the experts.
+    """Return the end of the line for a job without fitting sizes: the sizes that would fit, and the reason if
+    the experts are the reason.
 
-    A pipeline parallel size of 1 is the easiest for them: where it is too large, all others are.
+    A pipeline parallel size of 1 is the easiest for experts: if 1 is too large, all other sizes are.
     """
     objection = experts_objection(_changed(args, args.tensor_model_parallel_size, 1))
     if not objection:
@@ -113,16 +114,16 @@ def _because_of_experts(args: Any) -> str:
 
 
 def other_sizes(args: Any) -> tuple[int, int] | None:
-    """Return the tensor and pipeline parallel sizes with which the model would fit the ranks that are there.
+    """Return the tensor and pipeline parallel sizes with which the model would fit the present ranks.
 
-    Of all that fit, those with which a rank holds no more than now, and no less than need be; if there are
-    none, those with which it holds the least more.
+    Of all fitting sizes, choose sizes with which a rank holds no more than now, and no less than necessary;
+    without such sizes, choose sizes with the least increase.
 
     Args:
         args: of the framework.
 
     Returns:
-        None where there are none, or `adaptor transform` does not make such a checkpoint.
+        None without fitting sizes, or if `adaptor transform` does not make such a checkpoint.
     """
     if _untransformable(args):
         return None
@@ -142,7 +143,7 @@ def other_sizes(args: Any) -> tuple[int, int] | None:
 
 
 class ExpertSize(NamedTuple):
-    """Another expert parallel size, the sizes that a job has with it, and what bounds it, in words."""
+    """Another expert parallel size, the job's sizes with this size, and the bound of the size, in words."""
 
     expert: int
     tensor: int
@@ -151,17 +152,17 @@ class ExpertSize(NamedTuple):
 
 
 def expert_size_that_fits(args: Any, *, chosen: bool = False) -> ExpertSize | None:
-    """Return another expert parallel size with which the job could train on the ranks that are there.
+    """Return another expert parallel size with which the job could train on the present ranks.
 
-    Of all such sizes, one with which the others stay as they are; of these the largest.
+    Of all such sizes, prefer sizes that leave the others unchanged; of these the largest.
 
     Args:
         args: of the framework.
-        chosen: the job takes its other sizes itself, which it does only where the model does not fit the
-            ranks in those of its arguments; else the user gives them.
+        chosen: the job chooses its other sizes itself, which happens only if the model does not fit the ranks
+            in those of its arguments; else the user sets the sizes.
 
     Returns:
-        None where there is none, or `adaptor transform` does not make such a checkpoint.
+        None without a size, or if `adaptor transform` does not make such a checkpoint.
     """
     experts = getattr(args, "num_experts", None)
     if experts is None:
@@ -197,7 +198,7 @@ def _changed(args: Any, tensor: int, pipeline: int) -> Any:
 
 
 def _objections(args: Any, tensor: int, pipeline: int) -> Iterator[str]:
-    """Yield why the ranks that are there cannot hold the model in these sizes."""
+    """Yield why the present ranks cannot hold the model in these sizes."""
     heads = {"attention heads": args.num_attention_heads}
     if getattr(args, "group_query_attention", False):
         heads["query groups"] = args.num_query_groups
@@ -220,7 +221,7 @@ def _objections(args: Any, tensor: int, pipeline: int) -> Iterator[str]:
 
 
 def _trains(args: Any, tensor: int, pipeline: int) -> bool:
-    """Return whether the replicas and the batch that are asked for are possible in these sizes."""
+    """Return whether the requested replicas and batch are possible in these sizes."""
     size = data_parallel_size(_changed(args, tensor, pipeline))
     settings = context.get().settings
     if settings.replica == "split" and size % 2:
@@ -230,10 +231,10 @@ def _trains(args: Any, tensor: int, pipeline: int) -> bool:
 
 
 def require_sizes_of_checkpoint(args: Any) -> None:
-    """Refuse to load a checkpoint of the job that was saved in other sizes, where TTP_RESHAPE is not set.
+    """Refuse to load a checkpoint of the job in other sizes, if TTP_RESHAPE is not set.
 
-    The format `torch` is meant, of which the framework loads its own sizes alone; it would say so in the
-    traceback of an assertion. Only rank 0 calls it.
+    The check concerns the format `torch`, in which the framework loads only its own sizes; the framework
+    would report the difference in the traceback of an assertion. Called by rank 0 only.
 
     Args:
         args: of the framework, validated.

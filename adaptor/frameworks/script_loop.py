@@ -1,9 +1,9 @@
-"""Decides, when a script parses Megatron-LM's arguments, whether a training loop that is protected will run.
+"""Decides, when a script parses Megatron-LM's arguments, whether a protected training loop will run.
 
-Only then is the job claimed (`adaptor.patching.claim`): a framework with a training loop of its own may use
-the parser, too. The parser runs before process groups are made, and before the loop is called. So names
-decide: code on the call stack of the parser has the loop among its names, because it is the module of the
-loop (`pretrain` calls the parser) or because it has imported the loop to call it.
+Only then is the job claimed (`adaptor.patching.claim`): a framework with its own training loop may use the
+parser, too. The parser runs before process groups are made, and before the loop is called. So names decide:
+code on the call stack of the parser has the loop among its names, because the code is the module of the loop
+(`pretrain` calls the parser) or has imported the loop to call it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OTHERS = ("mindspeed_llm.training.training", "modellink.training")
 
 
 def claim_if_protected() -> bool:
-    """Claim the job if its script will run a training loop that is protected; called from its parser.
+    """Claim the job if its script will run a protected training loop; called from the parser.
 
     Returns:
         True if the job is claimed.

@@ -1,9 +1,9 @@
-"""The lines of a framework's log in an online recovery: each step has its own, and averages are those of all.
+"""The lines of a framework's log in an online recovery: each step has a line, and averages cover all steps.
 
-The framework adds up losses in a dict of its loop, and writes the line of a step behind it. So a loop that is
-called again begins with the sums of before. Where the fault came between the update of a step and its line,
-the line is written then: each rank has kept its part of the losses on its board before the update, as the
-process of a lost rank has, and they are put together as the framework does.
+The framework adds up losses in a dict of its loop, and writes the line of a step after the step. So a loop
+that is called again begins with the earlier sums. After a fault between the update of a step and the step's
+line, the line is written later: each rank has kept its part of the losses on its board before the update, the
+process of a lost rank too, and the parts are combined as the framework does.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _IS_FIRST = "is_first_iteration"
 
 
 class StepLog(ABC):
-    """The log of one rank. What differs between frameworks is in subclasses.
+    """The log of a rank. Subclasses contain the differences between frameworks.
 
     Args:
-        keep: keeps bytes for the process that may take this one's place.
-        kept: what the process whose place this one takes has kept, or `state` of another rank with the same
-            part of the model; empty: it takes none.
-        start: the step behind which the job began.
-        module: the module of the loop, by whose names it writes its log.
-        uncounted: what the framework says of zeros in the gradients where it does not count them.
+        keep: keeps bytes for a replacement of this process.
+        kept: the bytes kept by the replaced process, or `state` of another rank with the same part of the
+            model; empty: nothing was kept.
+        start: the step after which the job began.
+        module: the module of the loop, whose names write the log.
+        uncounted: the framework's text for zeros in the gradients if the zeros are not counted.
         device: where the losses lie.
     """
 
@@ -89,7 +89,7 @@ class StepLog(ABC):
 
     @abstractmethod
     def joined(self, losses: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Return of each loss what the micro-batches of this rank give, for `over_all_ranks`."""
+        """Return of each loss the result of this rank's micro-batches, for `over_all_ranks`."""
 
     @abstractmethod
     def over_all_ranks(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -134,13 +134,13 @@ class StepLog(ABC):
         self._sums = {kept_step: sums for kept_step, sums in self._sums.items() if kept_step >= oldest}
 
     def add_norm(self, norm: float | None = None, zeros: float | None = None) -> None:
-        """The norm of the gradients is known, or how many of them are zero: there will be an update."""
+        """Note the norm of the gradients, or the number of zero gradients: an update will follow."""
         _, known_norm, known_zeros = self._outcomes.get(self._step, (True, None, None))
         known_outcome = (known_norm if norm is None else norm, known_zeros if zeros is None else zeros)
         self._outcomes[self._step] = (True, *known_outcome)
 
     def add_zeros(self, zeros: float) -> None:
-        """One optimizer of the chain has counted its zeros."""
+        """Note the zeros counted by an optimizer of the chain."""
         _, _, known_zeros = self._outcomes.get(self._step, (True, None, None))
         self.add_norm(zeros=(known_zeros or 0.0) + zeros)
 
@@ -170,7 +170,7 @@ class StepLog(ABC):
         return result
 
     def _note_written(self, step: int, sums: Mapping[str, Any], has_line: bool) -> None:
-        """Note that the losses of `step` are added up, or that its line is written."""
+        """Note that the losses of `step` are added up, or that the step's line is written."""
         self._sums[step] = dict(sums)
         if has_line:
             self._since = time.time()
@@ -197,7 +197,8 @@ class StepLog(ABC):
     def state(self, step: int) -> bytes:
         """Return the log state after `step` for a new process whose rank has the same part of the model.
 
-        It has the sums of the interval, which are the same there, and no losses of that rank.
+        The state contains the sums of the interval, which are equal on both ranks, and no losses of the new
+        process's rank.
         """
         written = max((kept_step for kept_step in self._sums if kept_step <= step), default=0)
         try:
@@ -214,10 +215,10 @@ class StepLog(ABC):
         }
 
     def complete(self, step: int, everyone: dist.ProcessGroup, optimizer: Any, model: Sequence[Any]) -> None:
-        """Write the line of `step` where the last rank, which writes them, has not.
+        """Write the line of `step` if the last rank, which writes lines, has not.
 
-        Collective over `everyone`.
-        The framework's counters are those behind the step; the timer of the interval does not run.
+        Collective over `everyone`. The framework's counters have the values after the step; the timer of the
+        interval does not run.
         """
         is_last = dist.get_rank() == dist.get_world_size() - 1
         losses = self._losses_of(step)
@@ -278,7 +279,7 @@ class StepLog(ABC):
         self._first = self._sums[step]
 
     def _losses_of(self, step: int) -> dict[str, torch.Tensor] | None:
-        """Return the losses of `step` from this rank's micro-batches; None if they are not known."""
+        """Return the losses of `step` from this rank's micro-batches; None if unknown."""
         if step not in self._losses:
             return None
         with contextlib.suppress(Exception):  # the losses of a script have any form
@@ -293,6 +294,6 @@ def _names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def _let_begin(timer: Any, moment: float) -> None:
-    """Let a timer that has just been started have begun at `moment`, where a version has such a timer."""
+    """Set the begin of a just-started timer to `moment`, if the version has such a timer."""
     if hasattr(timer, "_start_time"):
         timer._start_time = min(timer._start_time, moment)

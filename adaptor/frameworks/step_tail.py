@@ -1,4 +1,4 @@
-"""The tail of a step (an evaluation, a regular save): whether it is to be made again, and from where.
+"""The tail of a step (an evaluation, a regular save): decides whether the tail is repeated, and from where.
 
 A rank that has begun step N + 1 has finished the tail of step N. If any rank has not, all ranks repeat the
 tail, with the counts of consumed samples from before step N.
@@ -21,9 +21,9 @@ class TailState(NamedTuple):
 
     Attributes:
         step: the step
-        consumed_before: the counts of consumed samples before it; empty: the process that tells this did not
+        consumed_before: the counts of consumed samples before the step; empty: the reporting process did not
             begin it
-        reads: how often each iterator of validation data was read in its tail
+        reads: the number of reads of each iterator of validation data in the step's tail
     """
 
     step: int
@@ -32,11 +32,11 @@ class TailState(NamedTuple):
 
 
 class StepTail:
-    """The knowledge of one rank about the tail of its step.
+    """The knowledge of a rank about the tail of its step.
 
     Args:
-        validation: its validation data, in the order of the framework's iterators.
-        from_twin: in a newcomer, the state that its twin has told; else None.
+        validation: the rank's validation data, in the order of the framework's iterators.
+        from_twin: in a newcomer, the state reported by its twin; else None.
     """
 
     def __init__(self, validation: Sequence[Replay], from_twin: TailState | None) -> None:
@@ -79,7 +79,7 @@ class StepTail:
         """Return the counts of samples consumed before `step`.
 
         Raises:
-            CannotRejoinError: its twin did not know it, so the data would not be those of the step.
+            CannotRejoinError: the twin did not know the counts, so the data would differ from the step's.
         """
         if step not in self._consumed_before:
             raise CannotRejoinError(f"its twin does not know what had been consumed before step {step}")
@@ -89,8 +89,8 @@ class StepTail:
         """Agree with all ranks whether the tail of `step` is to be repeated; collective.
 
         Args:
-            step: the one that all go on from.
-            all_have: tells all ranks whether this one has finished the tail; returns whether all have.
+            step: the step from which all go on.
+            all_have: tells all ranks whether this rank has finished the tail; returns whether all have.
         """
         twins, self._from_twin = self._from_twin, None
         if twins is None:
@@ -107,7 +107,7 @@ class StepTail:
             replay.rewind(step - 1 if repeats else step)
 
     def _agree_as_newcomer(self, step: int, twins: TailState, all_have: Callable[[bool], bool]) -> None:
-        """Count as finished: this process has begun no step, and takes what its twin knows."""
+        """Count as finished: this process has begun no step, and takes the twin's knowledge."""
         self._consumed_before = {step: dict(twins.consumed_before)} if twins.consumed_before else {}
         repeats = not all_have(True)
         if repeats:

@@ -1,6 +1,6 @@
-"""The options of Megatron-LM that are refused, because what they do cannot be protected.
+"""The options of Megatron-LM that are refused because their effects cannot be protected.
 
-To refuse one, add a row to `ALLOWED_VALUES`, or a check to `checks`.
+To refuse an option, add a row to `ALLOWED_VALUES`, or a check to `checks`.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ _PROFILERS = ("profile", "use_pytorch_profiler")
 
 
 def require_cpu_options(args: Any) -> None:
-    """Refuse options that need the kernels of an accelerator where TTP_DEVICE is cpu.
+    """Refuse options that need an accelerator's kernels if TTP_DEVICE is cpu.
 
-    Megatron-LM would raise later, for one option at a time. MindSpeed has replacements for such kernels, and
-    what can be imported as Transformer Engine on a CPU has its own.
+    Megatron-LM would raise later, for a single option at a time. MindSpeed has replacements for such kernels,
+    and importable CPU versions of Transformer Engine have their own.
 
     Args:
         args: Megatron-LM's parsed arguments.
 
     Raises:
-        ConfigError: names the option, and all flags that a job on a CPU may need.
+        ConfigError: names the option, and all flags for a job on a CPU.
     """
     if context.get().settings.device != "cpu" or "mindspeed" in sys.modules:
         return
@@ -85,7 +85,7 @@ def require_cpu_options(args: Any) -> None:
 
 
 def require_no_layout_only() -> None:
-    """Refuse TTP_LAYOUT_ONLY in a loop that would train with it. Raises UnsupportedError."""
+    """Refuse TTP_LAYOUT_ONLY in a loop that would train. Raises UnsupportedError."""
     if context.get().settings.layout_only:
         raise UnsupportedError(
             "TTP_LAYOUT_ONLY is set: only Megatron-LM's own training loop says its layout; leave it out"
@@ -111,7 +111,8 @@ def require_no_reshape() -> None:
 
 
 def require_alone(args: Any) -> None:
-    """Refuse a job that a second system would save, too: both would hold its processes and write its files.
+    """Refuse a job that a second system would save, too: both systems would hold the processes and write the
+    files.
 
     Raises:
         UnsupportedError: names the switch of the other system.
@@ -126,7 +127,7 @@ def require_alone(args: Any) -> None:
 
 
 def require_one_profiler(args: Any) -> None:
-    """Refuse TTP_PROFILE beside a profiler of the framework, and what the job has not (its ranks).
+    """Refuse TTP_PROFILE beside a profiler of the framework, and ranks outside of the job.
 
     Raises:
         ConfigError: names the option, or the ranks.
@@ -142,13 +143,13 @@ def require_one_profiler(args: Any) -> None:
 
 
 def require_protected(*configs: Any) -> None:
-    """Refuse what would be protected only in part.
+    """Refuse options with only partial protection.
 
     Args:
         configs: Megatron-LM's parsed arguments, or Megatron-core's configs, which use the same names.
 
     Raises:
-        UnsupportedError: names the argument, its value and what is protected.
+        UnsupportedError: names the argument, its value and the protected values.
     """
     for check in checks(*configs):
         check()
@@ -208,7 +209,7 @@ def _require_precision_aware(config: Any) -> None:
 
 
 def _type_name(config: Any, name: str) -> str:
-    """Return the name of a dtype, which is a text until the framework has checked its arguments."""
+    """Return the name of a dtype, a text until the framework has checked its arguments."""
     return str(getattr(config, name, "fp32")).removeprefix("torch.")
 
 
@@ -235,7 +236,7 @@ def _require_formats(config: Any) -> None:
 
 
 def require_values(protected: Values, *configs: Any) -> None:
-    """Refuse arguments whose value is not among those that are protected. Raises UnsupportedError."""
+    """Refuse arguments with an unprotected value. Raises UnsupportedError."""
     for check in checks_of_values(protected, *configs):
         check()
 
@@ -303,16 +304,16 @@ def _lacks_folders(tensor: int, experts_tensor: int | None, experts: int) -> boo
 def require_folders_for_experts(tensor: int, experts_tensor: int | None, experts: int) -> None:
     """Megatron's `torch` format has a folder for each tensor and expert parallel rank, pipeline stages aside.
 
-    Ranks of one folder must have the same experts, and one of them must be the first with its experts, for
-    that is who writes it.
+    Ranks of a folder must have the same experts, and one of the ranks must be the first with its experts,
+    because the first writes them.
 
     Args:
         tensor: the tensor parallel size.
-        experts_tensor: that of experts, None where it is the same.
+        experts_tensor: the tensor parallel size of experts, None if equal.
         experts: the expert parallel size.
 
     Raises:
-        UnsupportedError: there is no such folder for some.
+        UnsupportedError: some ranks have no such folder.
     """
     if _lacks_folders(tensor, experts_tensor, experts):
         raise UnsupportedError(
@@ -324,7 +325,7 @@ def require_folders_for_experts(tensor: int, experts_tensor: int | None, experts
 
 
 def expert_data_parallel_size(args: Any) -> int:
-    """Ranks that have the same experts; the data-parallel size where there are none."""
+    """Return the number of ranks with the same experts; the data-parallel size without experts."""
     if getattr(args, "num_experts", None) is None:
         return data_parallel_size(args)
     return int(args.world_size // parallel_sizes.experts_size(args))

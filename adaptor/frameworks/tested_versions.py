@@ -1,6 +1,6 @@
-"""The versions of Megatron-LM with which jobs were trained, with faults; the runs: docs/compatibility.md.
+"""The versions of Megatron-LM in which jobs were trained, with faults; the runs: docs/compatibility.md.
 
-What is said of tested versions in reports, lines and documents is made of this, or compared with it.
+Statements about tested versions in reports, lines and documents are made from this list, or compared with it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The base class of the training loops of Megatron-LM and ModelLink, which are called again after a recovery.
+"""The base class of the training loops of Megatron-LM and ModelLink, called again after a recovery.
 
-Both have `get_args` in one package and `get_checkpoint_name` beside it, and count on the same arguments; a
-subclass names that package (`online.loop.Loop` says what the methods are for).
+Both have `get_args` in a package with `get_checkpoint_name` beside it, and count on the same arguments; a
+subclass names the package (`online.loop.Loop` documents the methods).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ class TrainingLoop:
 
     Args:
         train_call: the arguments of the call of `train`, by their names.
-        scheduler: of the learning rate; one of these arguments.
-        train: the data of training that can be read once more.
-        valid: those of evaluation.
-        start_answers: in a newcomer, what the framework would have asked other ranks at its start.
+        scheduler: of the learning rate; an argument of the call.
+        train: the replayable data of training.
+        valid: the replayable data of evaluation.
+        start_answers: in a newcomer, the answers of other ranks to the framework's start-up questions.
 
     Attributes:
         framework: the package with `get_args`, and with the module `checkpointing`
         module: the module of the loop, by whose names it evaluates, writes its log and saves
         args: returns the arguments of the framework
         everyone: the adaptor's group of all ranks
-        log: its log
+        log: the loop's log
     """
 
     framework: str
@@ -75,7 +75,7 @@ class TrainingLoop:
         set_args(self.args(), values)
 
     def _common_answers(self, step: int) -> dict[str, Any]:
-        """Return the part of `answers` that tells a newcomer what a step does after its update."""
+        """Return the part of `answers` with the work of a step after its update."""
         return {"tail": self._tail.state(step)._asdict(), "log": {"kept": self.log.state(step)}}
 
     def group(self) -> str:
@@ -97,7 +97,7 @@ class TrainingLoop:
             replay.begin_step(step)
 
     def end_step(self) -> None:
-        """A step has ended; the loop counts it, and writes its line."""
+        """A step has ended; the loop counts the step, and writes the step's line."""
 
     def end(self) -> None:
         """The loop is over."""
@@ -114,7 +114,7 @@ class TrainingLoop:
         """Set how many samples were consumed when the loop is called again after `step`.
 
         Returns:
-            The samples of training by which it chooses the size of its batches.
+            The samples of training, which determine the size of the loop's batches.
         """
         if not self._tail.is_pending:
             return int(self.args().consumed_train_samples)
