@@ -25,6 +25,8 @@ _HALVES = {
     "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "_DATA_PARALLEL_GROUP_WITH_CP",
     "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "_EXPERT_DATA_PARALLEL_GROUP",
 }
+# The attribute of an inner optimizer whose hooks are registered.
+_PASSES_THE_DOOR = "_ttp_passes_the_door"
 
 
 class PutOff:
@@ -183,8 +185,18 @@ def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     return optimizer
 
 
+@optimizer.patch(
+    "megatron.core.optimizer.muon:get_megatron_muon_optimizer",
+    why="up to 0.16 Muon's optimizers are not made by get_megatron_optimizer",
+    accepts="(config, model_chunks, ...)",
+    optional=True,
+)
+def updates_of_muon_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return updates_pass_the_door(wrapped, instance, args, kwargs)
+
+
 def let_pass_the_door(megatron_optimizer: Any) -> None:
-    """Register the hooks that take each update of a Megatron optimizer through the door.
+    """Register the hooks that take each update of a Megatron optimizer through the door, once.
 
     Raises:
         UnsupportedError: its update needs other ranks.
@@ -200,8 +212,10 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
     for part in chain:
         memory = mindspeed_memory.attach(part)
         for inner in inner_optimizers(part):
-            inner.register_step_pre_hook(partial(_before_update, memory))
-            inner.register_step_post_hook(partial(_after_update, memory))
+            if not hasattr(inner, _PASSES_THE_DOOR):  # Muon's chain has optimizers of another chain
+                setattr(inner, _PASSES_THE_DOOR, True)
+                inner.register_step_pre_hook(partial(_before_update, memory))
+                inner.register_step_post_hook(partial(_after_update, memory))
 
 
 def _before_update(memory: Any, inner: Any, *_: Any) -> None:

@@ -21,13 +21,16 @@ from adaptor.frameworks import parallel_sizes
 # (argument, the values that are protected, what to say of others)
 Values = tuple[tuple[str, tuple[Any, ...], str], ...]
 
+_WHOLE_MATRICES = "Muon's state of whole matrices, each on one rank alone,"
+
 ALLOWED_VALUES: Values = (
     ("use_megatron_fsdp", (False,), "Megatron FSDP"),
     ("use_custom_fsdp", (False,), "Megatron FSDP"),  # its name up to 0.13
     ("use_torch_fsdp2", (False,), "torch FSDP2"),
     ("optimizer_cpu_offload", (False,), "optimizer offload"),
     ("fp4", (None,), "fp4"),
-    ("optimizer", ("adam", "sgd"), "an optimizer other than adam and sgd"),
+    ("optimizer", ("adam", "sgd", "muon"), "an optimizer other than adam, sgd and muon"),
+    ("use_layer_wise_distributed_optimizer", (False,), _WHOLE_MATRICES),
     ("non_persistent_save_interval", (None,), "non-persistent checkpoints"),
     ("inprocess_restart", (False, None), "a second start of training in the same process"),
     ("perform_rl_step", (False, None), "reinforcement learning, which moves weights between two steps,"),
@@ -159,9 +162,25 @@ def checks(*configs: Any) -> Iterator[Callable[[], None]]:
     """The parts of `require_protected`: each raises UnsupportedError for one reason."""
     yield from checks_of_values(ALLOWED_VALUES, *configs)
     for config in configs:
+        yield partial(_require_whole_muon, config)
         yield partial(_require_fp8, config)
         yield partial(_require_precision_aware, config)
         yield partial(_require_formats, config)
+
+
+def _require_whole_muon(config: Any) -> None:
+    if getattr(config, "optimizer", "adam") != "muon":
+        return
+    if getattr(config, "use_distributed_optimizer", False):
+        raise UnsupportedError(
+            f"--use-distributed-optimizer is True with --optimizer muon: {_WHOLE_MATRICES} cannot be"
+            " protected yet; leave it out, or set ENABLE_TTP=False"
+        )
+    if getattr(config, "tensor_model_parallel_size", 1) > 1 and config.muon_tp_mode != "blockwise":
+        raise UnsupportedError(
+            f"--muon-tp-mode is {config.muon_tp_mode}: an update that asks other tensor-parallel ranks cannot"
+            " be protected; use blockwise, or set ENABLE_TTP=False"
+        )
 
 
 def _recipe(config: Any) -> str:

@@ -34,6 +34,7 @@ def require_protected(optimizer: torch.optim.Optimizer) -> None:
         UnsupportedError: names the class, the option and its value.
     """
     kind = f"{type(optimizer).__module__.partition('.')[0]}'s {type(optimizer).__name__}"
+    _require_muon_alone(optimizer, kind)
     for name, known_values, meaning in _OPTIONS:
         values = [getattr(optimizer, name, None), *(group.get(name) for group in optimizer.param_groups)]
         for value in values:
@@ -49,3 +50,16 @@ def require_protected(optimizer: torch.optim.Optimizer) -> None:
                     f"{kind} has a tensor as {name} of a param group, which changes while a dump reads it: "
                     "use a number, or set ENABLE_TTP=False"
                 )
+
+
+def _require_muon_alone(optimizer: torch.optim.Optimizer, kind: str) -> None:
+    """Refuse an update of Megatron-core's Muon that other tensor-parallel ranks take part in."""
+    mode = getattr(optimizer, "tp_mode", getattr(optimizer, "mode", None))  # its name up to 0.16
+    groups = getattr(optimizer, "pg_collection", None)
+    if mode in (None, "blockwise") or groups is None:
+        return
+    if max(group.size() for group in (groups.tp, getattr(groups, "expt_tp", groups.tp))) > 1:
+        raise UnsupportedError(
+            f"{kind} has muon_tp_mode={mode}: an update that asks other tensor-parallel ranks cannot be"
+            " protected; use blockwise, or set ENABLE_TTP=False"
+        )

@@ -7,10 +7,10 @@ there, if there is one, and has its last words there, where the adaptor is enabl
 With `--context 2` two ranks share a sequence, half of it each: core's own attention for that is Transformer
 Engine's, so there is a plain one here. With `--stages 2` two ranks have a layer each, and two micro-batches
 go through both. With `--experts 2` four experts are on two ranks. With `--freeze` the embedding is not
-trained. With `--accumulate 2` every second step has an update. With `--stream` the tokens come from a data
-loader that reads ahead, and the loop counts them. `--loop` says how the adaptor is told of the steps, or not
-told. With `--late` nobody claims the job before `adaptor.protect`. `--give` makes a mistake in what it is
-given.
+trained. With `--muon` Muon updates the matrices, on every rank. With `--accumulate 2` every second step has
+an update. With `--stream` the tokens come from a data loader that reads ahead, and the loop counts them.
+`--loop` says how the adaptor is told of the steps, or not told. With `--late` nobody claims the job before
+`adaptor.protect`. `--give` makes a mistake in what it is given.
 """
 
 from __future__ import annotations
@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1, help="ranks that have a part of the layers each")
     parser.add_argument("--experts", type=int, default=1, help="ranks that have a part of the experts each")
     parser.add_argument("--whole", action="store_true", help="every rank has the whole optimizer")
+    parser.add_argument("--muon", action="store_true", help="with --whole: Muon updates the matrices")
     parser.add_argument("--accumulate", type=int, default=1, help="steps with one update")
     parser.add_argument("--stream", action="store_true", help="tokens from a data loader that reads ahead")
     parser.add_argument("--further", type=int, help="steps behind that of the checkpoint, for --iters")
@@ -265,7 +266,10 @@ def main() -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
     model, config = build(args)
-    optimizer = get_megatron_optimizer(
+    make = get_megatron_optimizer
+    if args.muon:
+        from megatron.core.optimizer.muon import get_megatron_muon_optimizer as make
+    optimizer = make(
         OptimizerConfig(
             lr=1e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=not args.whole
         ),

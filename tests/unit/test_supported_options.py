@@ -50,7 +50,8 @@ REFUSED = [
     ("use_torch_fsdp2", True),
     ("optimizer_cpu_offload", True),
     ("fp4", "e2m1"),
-    ("optimizer", "muon"),
+    ("optimizer", "soap"),
+    ("use_layer_wise_distributed_optimizer", True),
     ("non_persistent_save_interval", 100),
     ("ckpt_format", "zarr"),
     ("inprocess_restart", True),
@@ -126,6 +127,15 @@ def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
+        ({"optimizer": "muon", "muon_tp_mode": "duplicated"}, ""),
+        (
+            {"optimizer": "muon", "muon_tp_mode": "duplicated", "tensor_model_parallel_size": 2},
+            "--muon-tp-mode is duplicated: an update that asks other tensor-parallel ranks",
+        ),
+        (
+            {"optimizer": "muon", "use_distributed_optimizer": True},
+            "--use-distributed-optimizer is True with --optimizer muon: Muon's state of whole matrices",
+        ),
         ({"fp8": "hybrid"}, "--fp8-recipe is delayed: its scales depend on steps before"),
         ({"fp8": "hybrid", "fp8_recipe": "custom"}, "--fp8-recipe is custom: "),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, ""),

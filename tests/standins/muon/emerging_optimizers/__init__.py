@@ -1,0 +1,1 @@
+"""Stand-in for NVIDIA's Emerging Optimizers: of Muon, what Megatron-core 0.16 calls."""
