@@ -45,8 +45,9 @@ def load(group: str) -> None:
     """Import the files of a group, which declare its units; no framework.
 
     Raises:
-        KeyError: there is no such group.
-        StartError: a plug-in cannot be loaded; without it its framework would be trained unprotected.
+        KeyError: the group is unknown.
+        StartError: a plug-in cannot be loaded; without the plug-in its framework would be trained
+            unprotected.
     """
     for name in FILES[group]:
         importlib.import_module(name if "." in name else f"{__name__}.{name}")
@@ -56,19 +57,20 @@ def load(group: str) -> None:
 
 
 def of_plug_ins() -> tuple[Unit, ...]:
-    """Return the units of group `ttp` that plug-ins and adapters have declared."""
+    """Return the units of group `ttp` declared by plug-ins and adapters."""
     return tuple(unit for unit in units("ttp") if not unit.declared_in.startswith(f"{__name__}."))
 
 
 def of_absent_frameworks() -> frozenset[str]:
-    """Return the modules that adapters patch and nobody has imported: a job of another framework needs none
-    of them, and they may be installed without what they import."""
+    """Return the modules that adapters patch and that are not imported: a job of another framework needs none
+    of the modules, and their dependencies may be missing.
+    """
     adapters = [unit for unit in units("ttp") if unit.declared_in.startswith("adaptor.adapters.")]
     modules = [{patch.module_name for patch in unit.patches} for unit in adapters]
     return frozenset().union(*(names for names in modules if names.isdisjoint(sys.modules)))
 
 
 def own() -> tuple[Unit, ...]:
-    """Return the units of group `ttp` that the adaptor itself has declared; they wait for a claim."""
+    """Return the units of group `ttp` declared by the adaptor itself; these units wait for a claim."""
     others = of_plug_ins()
     return tuple(unit for unit in units("ttp") if unit not in others)

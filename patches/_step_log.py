@@ -1,6 +1,7 @@
-"""Wrappers that keep what the log line of a step needs, for the frameworks that are recovered online.
+"""Wrappers that keep the data for the log line of a step, for frameworks with online recovery.
 
-An exception, or a death, between the update and the line would lose it (`adaptor/frameworks/step_log.py`).
+An exception, or a death, between the update and the line would lose the data
+(`adaptor/frameworks/step_log.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 
 def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around what returns the norm of the gradients."""
+    """Wraps functions that return the norm of the gradients."""
     from adaptor.frameworks import loop_recovery
 
     norm = wrapped(*args, **kwargs)
@@ -19,7 +20,7 @@ def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 
 def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    """Around what returns whether the step is skipped for an overflow."""
+    """Wraps functions that return whether an overflow skips the step."""
     from adaptor.frameworks import loop_recovery
 
     overflows = wrapped(*args, **kwargs)

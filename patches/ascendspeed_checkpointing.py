@@ -1,4 +1,6 @@
-"""ModelLink's checkpoints (`ascendspeed`): as those of Megatron-LM, see `megatron_checkpointing`."""
+"""ModelLink's checkpoints (`ascendspeed`): the same as Megatron-LM's checkpoints, see
+`megatron_checkpointing`.
+"""
 
 from __future__ import annotations
 

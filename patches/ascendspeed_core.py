@@ -1,6 +1,6 @@
 """ModelLink's `ascendspeed`: second copies of optimizer shards, and the door.
 
-They are one unit, for the reason told in `megatron_core`.
+Both are one unit, for the reason in `megatron_core`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CLASS = "ascendspeed.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
 def _halves() -> Any:
-    """The module that knows of the halves, where there are some; else None."""
+    """The module of the halves of the data-parallel group, if the group is cut; else None."""
     from adaptor.frameworks import ascendspeed_shards
 
     return ascendspeed_shards if ascendspeed_shards.half() else None

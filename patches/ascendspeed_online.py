@@ -1,4 +1,4 @@
-"""ModelLink in an online recovery: how a newcomer starts, and what is kept for its log.
+"""ModelLink in an online recovery: the start of a newcomer, and the data kept for its log.
 
 As `megatron_online`, armed only where TTP_ONLINE is not 0.
 """

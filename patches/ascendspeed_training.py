@@ -1,4 +1,4 @@
-"""ModelLink's training loop (`ascendspeed`): what a step is, where it begins, what a restart resumes from."""
+"""ModelLink's training loop (`ascendspeed`): begin and end of a step, and the checkpoint of a restart."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
-    """Return what must hold before anything is built; each raises an AdaptorError."""
+    """Return the checks before anything is built; each raises an AdaptorError."""
     from adaptor.frameworks import ascendspeed
 
     yield from ascendspeed.checks(parsed)
@@ -66,7 +66,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
 
 
 def _examine(parsed: Any) -> None:
-    """Take down for the report what would be refused, and what would be protected."""
+    """Record for the report the refusals, and the protection."""
     from adaptor.frameworks import ascendspeed, ascendspeed_online
 
     def not_online() -> list[str]:
@@ -110,7 +110,7 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def _begin(args: Any, kwargs: Any) -> None:
-    """The training loop is called with `args` and `kwargs`: from now on its state can be saved."""
+    """The training loop is called with `args` and `kwargs`: its state can be saved from now on."""
     from ascendspeed import get_args
 
     from adaptor.frameworks import ascendspeed

@@ -1,4 +1,4 @@
-"""Patches for what Megatron does on a GPU and cannot do on a CPU, whatever the adaptor does besides."""
+"""Patches for Megatron's calls that need a GPU; independent of the rest of the adaptor."""
 
 from __future__ import annotations
 

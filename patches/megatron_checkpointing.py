@@ -1,8 +1,8 @@
-"""Megatron-LM's checkpoints: complete under their own name, or not there at all; intact when they are loaded.
+"""Megatron-LM's checkpoints: complete under their final names, or absent; intact when loaded.
 
-While `save_checkpoint` runs, its folder has a name of its own. The framework asks for the name of the tracker
-file when every rank has written: there rank 0 gives the folder its final name and replaces the tracker.
-An asynchronous save has its name when the framework finds that every rank has written.
+While `save_checkpoint` runs, its folder has a temporary name. The framework asks for the name of the tracker
+file when every rank has written: at this moment rank 0 gives the folder its final name and replaces the
+tracker. An asynchronous save gets its name when the framework finds that every rank has written.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def the_chosen_step_is_loaded_whole(wrapped: Any, instance: Any, args: Any, kwar
 
 
 def _require_sizes(megatron_args: Any) -> None:
-    """Have the checkpoint transformed that was saved in other parallel sizes, or refuse it."""
+    """Transform a checkpoint saved in other parallel sizes, or refuse the checkpoint."""
     from adaptor.frameworks import reshape_sizes
 
     if context.get().settings.reshape is not None:

@@ -1,6 +1,6 @@
 """Megatron-core: second copies of optimizer shards, and the optimizer's own step hooks as the door.
 
-Both in one unit: replicas without the door, or the door without replicas, would promise what is not kept.
+Both in one unit: replicas without the door, or the door without replicas, would break the promise.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _PASSES_THE_DOOR = "_ttp_passes_the_door"
 
 
 class PutOff:
-    """The calls that need other ranks, and that would have come between two updates of a chain.
+    """The postponed calls that need other ranks and would have run between two updates of a chain.
 
     A part of the context of a process.
 
     Attributes:
-        calls: which would have gathered parameters, by part of the model
-        copies: which would have quantized parameters, for which ranks compare their largest elements
+        calls: postponed gathers of parameters, by part of the model
+        copies: postponed quantizations of parameters, in which ranks compare their largest elements
     """
 
     def __init__(self, context: Context) -> None:
@@ -199,7 +199,7 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
     """Register the hooks that take each update of a Megatron optimizer through the door, once.
 
     Raises:
-        UnsupportedError: its update needs other ranks.
+        UnsupportedError: the update needs other ranks.
     """
     chain = getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer])
     from adaptor.frameworks import mindspeed_memory  # torch, which is for the script to import
@@ -273,7 +273,7 @@ def one_instance_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 @contextlib.contextmanager
 def _whole_groups() -> Iterator[None]:
-    """Let the framework find the whole of a group where it asks for the half of an optimizer instance."""
+    """Give the framework the whole group where the framework asks for the half of an optimizer instance."""
     from megatron.core import parallel_state
 
     halves = {name: getattr(parallel_state, name) for name in _HALVES if hasattr(parallel_state, name)}
@@ -287,7 +287,7 @@ def _whole_groups() -> Iterator[None]:
 
 
 def require_one_gathering() -> None:
-    """Refuse a chain of optimizers that cannot make its update without other ranks.
+    """Refuse a chain of optimizers that cannot update without other ranks.
 
     Raises:
         UnsupportedError: names the optimizer.
@@ -303,7 +303,7 @@ def require_one_gathering() -> None:
 
 
 def inner_optimizers(megatron_optimizer: Any) -> list[Any]:
-    """The torch optimizers of a chain, stubs (which own no parameters) left out."""
+    """Return the torch optimizers of a chain, without stubs (which own no parameters)."""
     from adaptor.checkpoint import step_record
 
     return step_record.inner(megatron_optimizer)

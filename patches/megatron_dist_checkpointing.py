@@ -1,7 +1,7 @@
-"""Megatron-core's writers of `torch_dist`: tensors of a regular save are hashed where they are written.
+"""Megatron-core's writers of `torch_dist`: tensors of a regular save are hashed during their write.
 
-A unit of its own: a training loop of one's own on Megatron-core imports these writers, and nothing of
-Megatron-LM's `save_checkpoint`.
+A separate unit: a custom training loop on Megatron-core imports these writers, and nothing of Megatron-LM's
+`save_checkpoint`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Megatron-LM in an online recovery: how a process that takes the place of another starts.
+"""Megatron-LM in an online recovery: the start of a replacement process.
 
-Armed only where TTP_ONLINE is not 0. It builds model and data as at any start, with process groups in which
-it is alone, loads nothing, and takes from a survivor where the job is. `training_can_be_saved` does the rest.
+Armed only where TTP_ONLINE is not 0. The process builds model and data as at any start, with process groups
+of its own, loads nothing, and takes the position of the job from a survivor. `training_can_be_saved` does the
+rest.
 """
 
 from __future__ import annotations

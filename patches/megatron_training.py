@@ -1,4 +1,4 @@
-"""Megatron-LM's training loop: what a step is, where it begins, and what a restarted job resumes from."""
+"""Megatron-LM's training loop: begin and end of a step, and the checkpoint of a restart."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
-    """Return what must hold before anything is built; each raises an AdaptorError."""
+    """Return the checks before anything is built; each raises an AdaptorError."""
     from adaptor.frameworks import mindspeed_wrappers
 
     yield lambda: local_copy_flag.take_local_copy(parsed)
@@ -104,7 +104,7 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
 
 
 def examine(parsed: Any) -> None:
-    """Take down for the report what would be refused, and what would be protected."""
+    """Record for the report the refusals, and the protection."""
     from adaptor.frameworks import megatron_online_support
 
     def made() -> preflight.ParallelLayout:
@@ -187,7 +187,7 @@ def training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def attach_copier() -> None:
-    """Let this rank make copies in host memory, where they were asked for (TTP_HOST_COPY)."""
+    """Let this rank make copies in host memory, if set (TTP_HOST_COPY)."""
     from adaptor.host_copy import start  # torch, which is for the script to import
 
     worker = runtime.get()
@@ -196,11 +196,11 @@ def attach_copier() -> None:
 
 
 def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None:
-    """The training loop is called with `args` and `kwargs`: from now on its state can be saved.
+    """The training loop is called with `args` and `kwargs`: its state can be saved from now on.
 
     Args:
         operations: the floating-point operations so far, where the loop begins to count.
-        rerun: whether the saves that it makes have the state of the rerun state machine.
+        rerun: whether the loop's saves have the state of the rerun state machine.
     """
     from megatron.training import get_args
 
@@ -288,7 +288,7 @@ def logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> A
 
 
 def write_log(wrapped: Any, args: Any, kwargs: Any) -> Any:
-    """Call the framework's `training_log` and mark incidents in what it writes to."""
+    """Call the framework's `training_log` and mark incidents in its loggers."""
     from adaptor.online import rejoin  # torch, which is for the script to import
 
     with runtime.get().session.phase("logging"):

@@ -1,7 +1,7 @@
-"""MindSpeed on top of Megatron, and MindSpeed-LLM: the functions that replace Megatron's are protected, too.
+"""MindSpeed on top of Megatron, and MindSpeed-LLM: replacements of Megatron's functions are protected, too.
 
 MindSpeed's manager patches Megatron after the import of each module, and so wraps the adaptor's wrappers. A
-function that replaces Megatron's loses the adaptor's wrappers; so the adaptor adds a last feature to
+function in the place of Megatron's loses the adaptor's wrappers; so the adaptor adds a last feature to
 MindSpeed's features, which wraps the replacements. MindSpeed-LLM has its own training loop.
 """
 

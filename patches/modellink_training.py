@@ -1,6 +1,6 @@
-"""ModelLink 1.2, on Megatron-core 0.6: it starts a training loop of its own, by its own name.
+"""ModelLink 1.2, on Megatron-core 0.6: its training loop has its own name.
 
-All else of it are patches on Megatron-LM, by MindSpeed's classes (`mindspeed.py`).
+The other patches for ModelLink 1.2 are patches on Megatron-LM, by MindSpeed's classes (`mindspeed.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""torch's data loaders: the time in which a training loop waits for its data is counted, for operators."""
+"""torch's data loaders: the time in which a training loop waits for data is counted, for operators."""
 
 from __future__ import annotations
 

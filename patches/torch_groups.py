@@ -1,8 +1,8 @@
-"""torch's process groups: how each was made is remembered, so that its backend can be made anew, and a wait
-for work that gloo has forgotten can be ended.
+"""torch's process groups: the arguments of each group are kept, so that its backend can be made anew, and a
+wait for work forgotten by gloo can be ended.
 
-Armed only where TTP_ONLINE is not 0; waits (group `waits`) only where the job is recovered online, and all of
-its groups are gloo's.
+Armed only where TTP_ONLINE is not 0; waits (group `waits`) only where the job is recovered online, with gloo
+in all groups.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ waits = patching.Unit("waits", framework="torch", tested=">=2.13,<2.14", group="
     why="a survivor leaves a collective that gloo has forgotten",
 )
 def waits_can_be_ended(native: Callable[..., bool], unit: patching.Unit) -> Callable[..., bool]:
-    """Return a function that waits for work as `native` does, and whose waits can be ended.
+    """Return a function that waits for work as `native` does, with waits that can be ended.
 
-    A wait with a time of its own ends by itself; one for what has ended is over at once. That is the most
-    frequent one, eight times in a micro-batch, so it makes no call but these two.
+    A wait with a time limit ends by itself; a wait for completed work is over at once. The latter is the most
+    frequent wait, eight times in a micro-batch, so the function makes only these two calls.
     """
 
     def wait(work: Any, timeout: timedelta | None = None) -> bool:

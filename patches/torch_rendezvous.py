@@ -1,10 +1,10 @@
 """torch's rendezvous of workers: each start of the workers has the agent's store to itself.
 
-The agent's store lives through a restart. Up to torch 2.3 its clients put the restart count before their
-keys; since then a restarted worker can read the address of a dead one, and its group never connects.
+The agent's store lives through a restart. Up to torch 2.3 clients of the store put the restart count before
+their keys; since then a restarted worker can read the address of a dead worker, and its group never connects.
 
-Other stores are left as they are: a script may make a group with processes outside of the job, which know
-nothing of the prefix.
+Other stores stay unchanged: a script may make a group with processes outside of the job, which do not know
+the prefix.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`torch.save` and `torch.load`: what they write in a regular save is hashed on its way to the disk; what was
-read to be checked before a load is not read once more. And the barriers of a regular save.
+"""`torch.save` and `torch.load`: data written in a regular save is hashed on its way to the disk; data read
+for a check before a load is not read again. And the barriers of a regular save.
 
-Not these functions are wrapped, of which `torch` and others have copies, but what they call to open a file.
+`torch` and other modules have copies of the two functions, so the wrappers are around the functions that open
+a file.
 """
 
 from __future__ import annotations

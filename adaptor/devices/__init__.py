@@ -1,10 +1,10 @@
 """The differences between kinds of devices.
 
-Two things: that a framework runs on another device than the one that it was written for (`cpu`), which the
-user chooses (`TTP_DEVICE`, `--ttp-device`) and which is activated before the framework is imported; no name
-means the framework's own device, and nothing is touched. And how the state of a rank is read while its device
-is busy, or hangs (`device`): which device that is, its tensors tell (`of`). Each kind is an entry point of
-`ttp_adaptor.devices`: the adaptor's own (cpu, cuda, npu), and those of plug-ins. Importing this package
+Two things: a framework can run on another device than its own (`cpu`): the user chooses the device
+(`TTP_DEVICE`, `--ttp-device`), and the device is activated before the framework is imported; no name means
+the framework's own device, and nothing is touched. The state of a rank can be read while its device is busy,
+or hangs (`device`): the tensors determine the device (`of`). Each kind is an entry point of
+`ttp_adaptor.devices`: the adaptor's own (cpu, cuda, npu), and kinds of plug-ins. An import of this package
 imports no torch.
 """
 
@@ -27,14 +27,14 @@ _OTHERWISE = "or nothing for the accelerator that the framework finds"
 
 
 def of(tensors: Iterable[torch.Tensor], chosen: str = "") -> Device:
-    """Return the device of the first of `tensors` that does not lie on the host; on the main thread.
+    """Return the device of the first tensor of `tensors` outside of the host; on the main thread.
 
     Args:
         tensors: of a rank.
         chosen: TTP_DEVICE, the kind of device where all tensors lie on the host.
 
     Raises:
-        UnsupportedError: nothing that is installed can read the state of a device of this kind.
+        UnsupportedError: no installed kind can read the state of a device of this kind.
     """
     device_found = next(
         (tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")), None
@@ -54,9 +54,10 @@ def of(tensors: Iterable[torch.Tensor], chosen: str = "") -> Device:
 
 
 def has_accelerator() -> bool:
-    """Return whether torch may have an accelerator on this machine; the driver of CUDA is not started for it.
+    """Return whether torch may have an accelerator on this machine; the call does not start the driver of
+    CUDA.
 
-    A device that another package adds to torch (torch_npu and others) counts as there.
+    A device added to torch by another package (torch_npu and others) counts as an accelerator.
     """
     import torch
 
@@ -75,16 +76,17 @@ def has_accelerator() -> bool:
 
 
 def require(name: str) -> None:
-    """Check that TTP_DEVICE may be `name`, '' for the framework's own. Raises ConfigError if not."""
+    """Check that TTP_DEVICE may be `name`; '' is the framework's own device. Raises ConfigError if not."""
     if name:
         _chosen(name)
 
 
 def activate(name: str) -> Callable[[], None]:
-    """Make this process run the framework on the device `name`, '' for the framework's own.
+    """Make this process run the framework on the device `name`; '' is the framework's own device.
 
     Returns:
-        What ends this process as is best on that device, after a script that has ended well; it may return.
+        A function that ends this process, after a script has ended well, in the best way for the device; it
+        may return.
 
     Raises:
         ConfigError: like `require`.

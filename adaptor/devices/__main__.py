@@ -1,6 +1,6 @@
 """`python -m adaptor.devices NAME [--module] script [args...]`: the script as `__main__`, on a device.
 
-Nothing else of the adaptor takes part. NAME is what TTP_DEVICE may be: `cpu`, or a device of a plug-in.
+Nothing else of the adaptor takes part. NAME is a value of TTP_DEVICE: `cpu`, or a device of a plug-in.
 """
 
 from __future__ import annotations

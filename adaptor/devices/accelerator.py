@@ -1,4 +1,4 @@
-"""Accelerators with streams and events: what cuda and npu have in common."""
+"""Accelerators with streams and events: the common part of cuda and npu."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _END_S = 10.0
 class Accelerator:
     """A `Device`. Made on the main thread, when training begins.
 
-    All memory and streams that a dump needs are made here: making page-locked or device memory may wait for
-    all streams of a device, and one of them may never end.
+    All memory and streams for a dump are made here: an allocation of page-locked or device memory may wait
+    for all streams of a device, and a stream may never end.
 
     Args:
-        module: torch.cuda, or one with its interface.
-        device: with its index.
-        stream: makes a stream that no process group is given.
+        module: torch.cuda, or a module with its interface.
+        device: with the device's index.
+        stream: makes a stream that no process group uses.
 
     Attributes:
-        release_spares_copies: `release` breaks no copy to the host that is on its way
+        release_spares_copies: `release` breaks no running copy to the host
     """
 
     release_spares_copies = False
@@ -114,10 +114,10 @@ class Accelerator:
             into.copy_(self.to_host(tensor).reshape(-1))
 
     def _bring(self, into: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copy part after part: while one is on its way, the one before goes from pinned memory to `into`.
+        """Copy part after part: during each part's copy, the previous part goes from pinned memory to `into`.
 
         A copy between contiguous tensors of one dtype is no kernel: with CUDA_DEVICE_MAX_CONNECTIONS=1, as
-        Megatron has it, a kernel would wait behind those of other streams.
+        Megatron sets the variable, a kernel would wait behind kernels of other streams.
         """
         size = _LANDING_BYTES // flat.element_size()
         on_their_way: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
@@ -141,7 +141,7 @@ class Accelerator:
         place.copy_(landing)
 
     def _wait_for_copy(self, mark: Any) -> None:
-        """Wait for a copy, which on some devices stands behind what the main thread has queued."""
+        """Wait for a copy, which on some devices is queued behind work of the main thread."""
         arrival = Background(lambda: _said(mark.synchronize), "ttp-device")
         # A machine that has no more threads runs no wait, and the copy arrives all the same.
         while (error := arrival.within(_PROBE_S)) is None and not mark.query():
@@ -158,7 +158,7 @@ class Accelerator:
         return f"it has not answered within {_PROBE_S:g} s" if probe_result is None else probe_result
 
     def _read(self) -> str:
-        """Read something; what the device says of it, empty where it is read."""
+        """Read something; return the device's error, empty after success."""
         try:
             with self._on(self._probes):
                 self._answer.copy_(self._one, non_blocking=True)
@@ -184,17 +184,17 @@ class Accelerator:
         self._module.synchronize(self._device)
 
     def release(self) -> None:
-        """End what never ends on the device; only where nothing can be read otherwise, or where the main
+        """End work that never ends on the device; only where nothing can be read otherwise, or where the main
         thread is turned away.
 
-        What comes behind it in the main thread's stream then goes on with numbers that nobody has reduced.
-        So it is done behind a closed door, and no step of this rank counts from then on.
+        Later work in the main thread's stream then continues with numbers that nobody has reduced. Therefore
+        the door is closed first, and no later step of this rank counts.
         """
         raise NotImplementedError
 
 
 def _said(wait: Callable[[], object]) -> RuntimeError | str:
-    """Return what the device says in a wait; an empty text where it has ended well."""
+    """Return the device's error in a wait; an empty text after success."""
     try:
         wait()
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs, by `torch.cuda`. See docs/accelerators.md for what has been run on one."""
+"""NVIDIA GPUs, by `torch.cuda`. Tested GPUs: docs/accelerators.md."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class Cuda(Accelerator):
         reserve.prepare(_OTHER_THREADS + len(_backends()))
 
     def release(self) -> None:
-        """Abort the NCCL communicators, whose kernels wait for a rank that is gone.
+        """Abort the NCCL communicators, whose kernels wait for a lost rank.
 
-        All at the same time: the end of one waits for the device, and with it for the kernels of all others
-        (pytorch#119797). torch aborts each in a thread of its own, where NCCL's group calls do nothing.
+        All at the same time: the end of a communicator waits for the device, and with the device for the
+        kernels of all other communicators (pytorch#119797). torch aborts each communicator in a separate
+        thread, where NCCL's group calls have no effect.
         """
         if is_detailed():
             return  # the watchdog would end this process for it
@@ -48,7 +49,7 @@ class Cuda(Accelerator):
 def is_detailed() -> bool:
     """Return whether TORCH_DISTRIBUTED_DEBUG is DETAIL.
 
-    torch puts a group around each process group then, and its watchdog for NCCL stays on, whatever was set.
+    torch then wraps each process group, and its watchdog for NCCL stays on, whatever the setting.
     """
     return bool(dist.get_debug_level() == dist.DebugLevel.DETAIL)
 

@@ -1,4 +1,4 @@
-"""Ascend NPUs, by `torch_npu`. See docs/ascend.md for what has been run on one."""
+"""Ascend NPUs, by `torch_npu`. Tested NPUs: docs/ascend.md."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Npu(Accelerator):
         super().__init__(npu, device, partial(npu.SyncLaunchStream, device))
 
     def release(self) -> None:
-        """Stop the device, which drops what has not been executed, and let it go on."""
+        """Stop the device, which drops unexecuted work, and let the device go on."""
         self._module.stop_device(self._device.index)
         self._module.restart_device(self._device.index)
 
@@ -29,7 +29,7 @@ class Npu(Accelerator):
 def abort_communicators(group: Any) -> None:
     """Abort the HCCL communicators of a process group, and free their buffers on the device.
 
-    The group gets a fresh backend afterwards. The groups of other backends, and those that a new process has
+    The group gets a fresh backend afterwards. Groups with other backends, and groups that a new process has
     made alone, have no communicators of HCCL.
     """
     if any(hasattr(group._get_backend(device), "abort_hccl_comm") for device in group._device_types):

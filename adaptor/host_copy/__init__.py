@@ -1,2 +1,3 @@
-"""Host-memory copies (TTP_HOST_COPY): every few steps each rank copies its state to memory that its agent
-holds, and the next start of the workers makes a checkpoint of it where the job was saved later by nobody."""
+"""Host-memory copies (TTP_HOST_COPY): every few steps each rank copies its state to memory of its agent, and
+the next start of the workers makes a checkpoint of the copies if no later step was saved.
+"""

@@ -1,9 +1,8 @@
-"""The content of a host copy: all that last words of its step need of one rank.
+"""The content of a host copy: the part of one rank in the last words of a step.
 
-These are the shards that the rank updates, weights that nobody trains, the record of the step, the
-framework's arguments as far as they are plain values, and the further entries of a script with a loop of its
-own. In front of the tensors stands an index, which says in words how the shards are laid out; nothing is ever
-unpickled.
+The content is the shards that the rank updates, untrained weights, the record of the step, the framework's
+arguments with plain values, and the further entries of a script with a custom loop. An index in front of the
+tensors describes the layout of the shards; nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ _MOMENTS = 8
 
 
 class CopyAbandonedError(Exception):
-    """A copy was given up before it was whole."""
+    """A copy was given up before the copy was whole."""
 
 
 class _Part(msgspec.Struct, frozen=True):
-    """A shard in the index: its number in the group, and the optimizer that has it, in words."""
+    """A shard in the index: the shard's number in the group, and a description of the shard's optimizer."""
 
     index: int
     described: bytes
@@ -57,8 +56,8 @@ class _Index(msgspec.Struct, frozen=True):
         record: of the step, packed
         arguments: of the framework, packed
         extra: further entries of the checkpoint, packed
-        shards: which the rank updates
-        tensors: dtype and number of elements of each that follows
+        shards: the shards that the rank updates
+        tensors: dtype and number of elements of each following tensor
     """
 
     record: bytes
@@ -78,7 +77,7 @@ class CopyRecord(NamedTuple):
 
 
 def most_bytes(trainee: MegatronTrainee) -> int:
-    """Return the bytes that a copy of this rank takes at most, before its optimizer has any state.
+    """Return the largest size of a copy of this rank, in bytes, before the optimizer has state.
 
     Raises:
         TypeError: something in the state cannot be copied.
@@ -96,10 +95,10 @@ def most_bytes(trainee: MegatronTrainee) -> int:
 
 
 def take_extra(trainee: MegatronTrainee) -> bytes:
-    """Return the further entries of a checkpoint as they are now; its script changes them in each step.
+    """Return the present further entries of a checkpoint; the script changes the entries in each step.
 
     Raises:
-        TypeError: one of them cannot be copied.
+        TypeError: an entry cannot be copied.
     """
     return packing.pack(dict(trainee.state.extra))
 
@@ -111,19 +110,19 @@ def write(
     room: Callable[[int], memoryview],
     cancelled: Callable[[], bool],
 ) -> int:
-    """Write the copy of the state that `record` belongs to; return its size in bytes.
+    """Write the copy of the state of `record`; return the copy's size in bytes.
 
     Args:
-        trainee: of this rank; its optimizer state is not changed meanwhile.
+        trainee: of this rank; the optimizer state must not change during the call.
         record: of the step.
-        extra: what `take_extra` has returned behind the step.
+        extra: the result of `take_extra` after the step.
         room: returns memory for so many bytes.
         cancelled: is asked again and again.
 
     Raises:
-        CopyAbandonedError: it was cancelled.
-        TypeError: something in the state cannot be copied, such as an object of an optimizer's own.
-        OSError: there is no room.
+        CopyAbandonedError: the copy was cancelled.
+        TypeError: a part of the state cannot be copied, such as an object of an optimizer's own.
+        OSError: the memory is too small.
     """
     shards = own_shards(trainee.state.optimizer)
     weights = frozen(trainee.state.model)
@@ -171,7 +170,7 @@ def write(
 
 
 def _plain_arguments(args: Any) -> dict[str, Any]:
-    """Return the framework's arguments that are numbers, texts and lists of these."""
+    """Return the framework's arguments with numbers, texts and lists as values."""
     argument_values = dict(vars(args)) if args is not None else {}  # at once: the main thread may add to it
     return {name: value for name, value in argument_values.items() if _is_plain(value)}
 
@@ -183,7 +182,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _places(index: int, tensors: list[tuple[torch.dtype, int]]) -> tuple[list[int], int]:
-    """Return where each tensor begins behind an index of `index` bytes, and where the last one ends."""
+    """Return the offset of each tensor behind an index of `index` bytes, and the end of the last tensor."""
     places, at = [], _LENGTH.size + index
     for dtype, count in tensors:
         at = -(-at // _ALIGNMENT) * _ALIGNMENT
@@ -193,15 +192,15 @@ def _places(index: int, tensors: list[tuple[torch.dtype, int]]) -> tuple[list[in
 
 
 def read(memory: memoryview, state: TrainingState, device: Device) -> CopyRecord:
-    """Give the live optimizers and the untrained weights of `state` what a whole copy has.
+    """Give a whole copy's content to the live optimizers and the untrained weights of `state`.
 
     Args:
         memory: the content.
-        state: of a rank whose model and optimizer are built as those that were copied.
-        device: where its tensors lie.
+        state: of a rank with the same model and optimizer as the copied rank.
+        device: the device of the rank's tensors.
 
     Raises:
-        CheckpointError: the copy is of a model or an optimizer that is laid out in another way.
+        CheckpointError: the copy's model or optimizer has another layout.
     """
     (length,) = _LENGTH.unpack_from(memory)
     index = msgspec.msgpack.decode(memory[_LENGTH.size : _LENGTH.size + length], type=_Index)

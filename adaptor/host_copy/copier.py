@@ -1,13 +1,13 @@
 """Makes the host copies of a rank: a thread copies the state of a finished step beside the next step.
 
-Between two updates nothing changes what is copied. The main thread waits for the rest of a copy only before
-its next update. There are two files, and all ranks agree which of them is written next: when a copy is due
-they exchange the newest step that is sure on each: whole, and on a job of several nodes kept by another node,
-too. With TTP_HOST_COPY=auto they agree then in how many steps the next copy is due.
+The copied state does not change between two updates. The main thread waits for the rest of a copy only before
+its next update. The rank has two files, and all ranks agree on the file to write next: when a copy is due,
+the ranks exchange the newest sure step of each rank: whole, and on a job of several nodes kept by another
+node, too. With TTP_HOST_COPY=auto the ranks also agree on the number of steps until the next copy.
 
-Invariant: the newest step that is sure on all ranks is overwritten by none. So whatever dies and whenever,
-there is a step of which every rank has a whole copy, once there was one. While the newest copies are on their
-way to other nodes no new ones are made. A rank that cannot copy says so, and keeps what it has.
+Invariant: no rank overwrites the newest step that is sure on all ranks. Therefore every rank has a whole copy
+of a common step at any time after the first copy. While the newest copies are on their way to other nodes no
+new ones are made. A rank that cannot copy reports the failure, and keeps its copies.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ _SHARE_OF_TIME = 0.02
 
 
 class Copier:
-    """The host copies of one rank; the main thread calls it (`state_provider.StateCopier`).
+    """The host copies of one rank; the main thread calls the object (`state_provider.StateCopier`).
 
     Args:
-        every: a step whose number this divides is copied; None: as often as `_SHARE_OF_TIME` allows.
+        every: a copy is made of each step divisible by the number; None: as often as `_SHARE_OF_TIME` allows.
         rank, world_size: of this process, and of the job.
         generation: the start of the workers.
-        files: two, which the agent holds.
-        has_keeper: whether another node is to keep them, too.
-        on_whole: is called with the step of each new copy, on the thread that has made it.
-        smallest: returns the least of what all ranks say, number by number; collective.
+        files: two, held by the agent.
+        has_keeper: whether another node keeps the copies, too.
+        on_whole: is called with the step of each new copy, on the copying thread.
+        smallest: returns the smallest value of all ranks, number by number; collective.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Copier:
 
     @property
     def is_auto(self) -> bool:
-        """Return whether a job that has no shard with one holder alone makes no copies."""
+        """Return whether a job without lone shards makes no copies."""
         return self._every is None
 
     @property
@@ -96,12 +96,14 @@ class Copier:
         return len(self._files)
 
     def forget_all(self) -> None:
-        """Give up what this rank holds: training begins, from a step that is on disk."""
+        """Drop the copies of this rank: training begins, from a step on disk."""
         for file in self._files:
             file.clear()
 
     def forget_after(self, step: int) -> None:
-        """Give up what is later than `step`: the job goes on from there. A copy is due, as on a new rank."""
+        """Drop the copies of steps after `step`: the job goes on from `step`. A copy is due, as on a new
+        rank.
+        """
         self.stop()
         self._forget_pace()
         for file in self._files:
@@ -113,19 +115,19 @@ class Copier:
         """Have memory for copies of `size` bytes.
 
         Raises:
-            OSError: there is not so much.
+            OSError: the memory is too small.
         """
         for file in self._files:
             file.reserve(size)
 
     def copy(self, trainee: MegatronTrainee, record: StepRecord, mark: Any, *, is_intact: bool) -> None:
-        """Begin the copy of a finished step where one is due; then collective.
+        """Begin the copy of a finished step if a copy is due; then collective.
 
         Args:
             trainee: of this rank.
             record: of the step.
             mark: the device's, behind the update of the step and the record.
-            is_intact: whether the live state is that of the step.
+            is_intact: whether the live state is the state of the step.
         """
         if record.step < self._due or (self._every and record.step % self._every):
             return
@@ -156,17 +158,17 @@ class Copier:
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait for the copy that is being made: the state is about to change."""
+        """Wait for the end of the running copy: the state is about to change."""
         with self._changed:
             self._changed.wait_for(lambda: self._job is None)
 
     def stop(self) -> None:
-        """Give up the copy that is being made, and wait for its thread to notice."""
+        """Cancel the running copy, and wait for the copying thread to notice."""
         self._is_cancelled = True
         self.wait()
 
     def _held(self) -> dict[int, int]:
-        """Return the step of each file that has a whole copy of this generation, by the file's number."""
+        """Return the step of each file with a whole copy of this generation, by the file's number."""
         headers = {number: file.header for number, file in enumerate(self._files)}
         return {
             number: header.step
@@ -175,7 +177,7 @@ class Copier:
         }
 
     def _sure(self, steps_by_copy: dict[int, int]) -> int:
-        """Return the newest step that outlives this node, where it is to."""
+        """Return the newest step that outlives this node, if a keeper is required."""
         kept = (
             step
             for number, step in steps_by_copy.items()
@@ -184,7 +186,9 @@ class Copier:
         return max(kept, default=NONE)
 
     def _wanted_interval(self, step: int) -> int:
-        """Return in how many steps the next copy may be due, by what copies and steps have taken here."""
+        """Return the wanted number of steps until the next copy, from the measured times of copies and
+        steps.
+        """
         if self._agreed is None:
             return 1
         earlier_step, at = self._agreed
@@ -192,7 +196,7 @@ class Copier:
         return min(tolerance.MOST_STEPS, max(1, math.ceil(self._copy_s / (_SHARE_OF_TIME * step_s))))
 
     def _agree(self, step: int, interval: int) -> None:
-        """Note that the next copy but that of `step` is due in `interval` steps."""
+        """Note that the copy after the copy of `step` is due in `interval` steps."""
         if self._every is not None:
             return
         is_measured = self._agreed is not None
@@ -206,9 +210,10 @@ class Copier:
             )
 
     def _target(self, steps_by_copy: dict[int, int], sure: int, step: int) -> CopyFile | None:
-        """Return the file to overwrite with `step`; None: this rank has it already.
+        """Return the file to overwrite with `step`; None: this rank has a copy of `step` already.
 
-        Not that with the step that is `sure` on all ranks; of two others the older.
+        The file with the `sure` step of all ranks is kept; of two other files the older is chosen. of two
+        others the older.
         """
         if step in steps_by_copy.values():
             return None

@@ -1,11 +1,12 @@
-"""Writes a checkpoint of the newest step of which every rank has a whole host copy; all ranks do it together.
+"""Writes a checkpoint of the newest step with a whole host copy of every rank; collective.
 
 At a start, model and optimizer are built and the framework is about to load. Each rank reads its copy into
-its optimizer, and the ranks write last words of that step as in an incident: the same groups, formats and
-files, a folder that gets its name when it is complete, then the tracker. What the framework loads then is a
-checkpoint like any other. The optimizers are put back to what they were.
+its optimizer, and the ranks write last words of the step as in an incident: the same groups, formats and
+files, a folder that gets its name when complete, then the tracker. The framework then loads an ordinary
+checkpoint. The optimizers get their former state back.
 
-Invariant: all ranks decide by what all have told, and each tells, whatever fails on it: all go the same way.
+Invariant: all ranks decide by the reports of all ranks, and each rank reports, even after a failure: all go
+the same way.
 """
 
 from __future__ import annotations
@@ -54,16 +55,16 @@ def write_newest(
     optimizer: Any,
     describe: Callable[[], tuple[TrainingState, CheckpointPlacement, Device]],
 ) -> int | None:
-    """Write a checkpoint into `save` if all ranks have copies of a later step than it holds; collective.
+    """Write a checkpoint into `save` if all ranks have copies of a step newer than the saves; collective.
 
     Args:
         save: the save folder.
-        optimizer: the chain, as it was built.
-        describe: returns the training state of this rank, its place in checkpoints and its device, where
-            there is something to write; collective.
+        optimizer: the chain, as built.
+        describe: returns the training state of this rank, its place in checkpoints and its device;
+            collective.
 
     Returns:
-        The step that was written; None: there is none, or it could not be written, which a line says.
+        The written step; None: no copies exist, or the write failed, as a line says.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     readable_copies = _held()
@@ -94,7 +95,7 @@ def _age(key: _Key) -> tuple[int, str]:
 
 
 def _held() -> dict[_Copy, tuple[CopyFile, CopyHeader]]:
-    """Return the whole copies that the agent of this rank holds, of whatever ranks."""
+    """Return the whole copies of any ranks that this rank's agent holds."""
     readable_copies: dict[_Copy, tuple[CopyFile, CopyHeader]] = {}
     for path in (path for paths in context.part(HeldCopies).paths.values() for path in paths):
         with contextlib.suppress(OSError):
@@ -106,10 +107,11 @@ def _held() -> dict[_Copy, tuple[CopyFile, CopyHeader]]:
 
 
 def _holders(copies_by_rank: Sequence[dict[_Copy, int]]) -> dict[_Key, dict[int, int]]:
-    """Return for each key whose copies there are, and which rank can read each: its own, or the lowest.
+    """Return for each key of copies the rank that reads each rank's copy: the rank itself, or the lowest rank
+    with the copy.
 
     Args:
-        copies_by_rank: of each rank: the copies that it can read, and how many ranks the job had then.
+        copies_by_rank: of each rank: the readable copies, and the number of ranks of their job.
     """
     holders_by_key: dict[_Key, dict[int, int]] = {}
     for reader, copies in enumerate(copies_by_rank):
@@ -131,14 +133,14 @@ def _incomplete(newer_copies: dict[_Key, dict[int, int]], size: int) -> str:
 def _bring(
     key: _Key, readable_copies: dict[_Copy, tuple[CopyFile, CopyHeader]], holders: dict[int, int]
 ) -> tuple[memoryview, CopyHeader]:
-    """Return the copy of this rank, and give the copies of others to those that cannot read them.
+    """Return the copy of this rank, and send copies to the ranks that cannot read their own.
 
-    One after the other, in the same order on all ranks, so that nobody waits for who waits for it.
+    All ranks send in the same order, so no two ranks wait for each other.
 
     Args:
         key: of the copies.
-        readable_copies: which this rank can read.
-        holders: for each rank, who can read its copy.
+        readable_copies: the copies readable by this rank.
+        holders: for each rank, the rank that can read its copy.
     """
     own_rank, copy_content = dist.get_rank(), None
     for rank, reader in sorted(holders.items()):
@@ -176,7 +178,7 @@ def _write(
     place: CheckpointPlacement,
     device: Device,
 ) -> str:
-    """Write the checkpoint of `key`; return why it could not be written, the same on all ranks."""
+    """Write the checkpoint of `key`; return the error, the same on all ranks."""
     step = key[1]
     contents_read: list[content.CopyRecord] = []
 
@@ -247,7 +249,7 @@ def _write(
 
 
 def _meet(name: str, ranks: tuple[int, ...], rank: int) -> ProcessGroupGloo:
-    """Return a gloo group of `ranks`; the framework's own store is alive, and everyone is there."""
+    """Return a gloo group of `ranks`; the framework's own store is alive, and all ranks call."""
     prefix = f"ttp/host-copy/{context.part(Generation).name}/{name}"
     timeout_s = context.get().settings.timeout_s
     return dump_store.meet(_get_default_store(), prefix, ranks.index(rank), len(ranks), timeout_s)
@@ -255,8 +257,9 @@ def _meet(name: str, ranks: tuple[int, ...], rank: int) -> ProcessGroupGloo:
 
 @contextlib.contextmanager
 def _put_back(optimizer: Any) -> Iterator[None]:
-    """Let the optimizers have the params, the state and the scalars again that they had before: the framework
-    loads what was written, or trains with what was built where nothing could be written."""
+    """Give the optimizers their former params, state and scalars back: the framework loads the written
+    checkpoint, or trains with the fresh state after a failed write.
+    """
     inner = step_record.inner(optimizer)
     before = [
         (twin.scalars(inner_optimizer), dict(inner_optimizer.state), _tensors(inner_optimizer))
@@ -276,7 +279,7 @@ def _put_back(optimizer: Any) -> Iterator[None]:
 
 
 def _tensors(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Return copies of each param and, where a framework keeps it elsewhere, of its state, on the host."""
+    """Return copies of each param and of its state on the host, wherever the framework keeps the state."""
 
     def state_of(param: torch.Tensor) -> dict[str, torch.Tensor]:
         if optimizer_state.storage_of(optimizer) is None:
@@ -300,7 +303,7 @@ def _fill(
 
 
 def _first_of_all(act: Callable[[], None]) -> str:
-    """Call `act` on all ranks; return the first error that any of them had, in words; empty: none."""
+    """Call `act` on all ranks; return the first error of any rank, in words; empty: none."""
     problem = ""
     try:
         act()
@@ -316,7 +319,9 @@ def _from_first(value: T) -> list[T]:
 
 
 def _say(line: str) -> None:
-    """Tell `line` on rank 0; collective: where this start only writes copies, who goes on ends all others."""
+    """Tell `line` on rank 0; collective: if this start only writes copies, the first rank to go on ends all
+    others.
+    """
     if dist.get_rank() == 0:
         output.tell(f"[ttp] {line}", to="stdout")
     gather_values(None)

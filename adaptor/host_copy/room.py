@@ -1,4 +1,6 @@
-"""The memory that host copies take on each node, and whether it is there: checked before the first step."""
+"""Checks, before the first step, that each node has the memory for its host copies. checked before the first
+step.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,12 @@ from typing import NamedTuple
 
 
 class Need(NamedTuple):
-    """What the copies of a rank take.
+    """The memory needed for the copies of a rank.
 
     Attributes:
         node: of the rank.
-        size: bytes of its copies, all files together.
-        available: bytes that are free on the node.
+        size: bytes of the rank's copies, all files together.
+        available: free bytes on the node.
     """
 
     node: int
@@ -21,18 +23,18 @@ class Need(NamedTuple):
 
 
 def bytes_on(needs: Sequence[Need]) -> Mapping[int, int]:
-    """Return the bytes that copies take on each node, of its own ranks and of those of the node before."""
+    """Return the bytes of copies on each node, of its own ranks and of the previous node's ranks."""
     nodes = sorted({need.node for need in needs})
     own = {node: sum(need.size for need in needs if need.node == node) for node in nodes}
     return {node: own[node] + (own[nodes[at - 1]] if len(nodes) > 1 else 0) for at, node in enumerate(nodes)}
 
 
 def shortage(needs: Sequence[Need], usable: float = 1.0) -> str:
-    """Return why copies do not fit into the memory of a node, in words; empty: they fit.
+    """Return why copies do not fit into the memory of a node, in words; empty: the copies fit.
 
     Args:
-        needs: of all ranks, before any of them takes memory for copies.
-        usable: the part of the free memory that they may take.
+        needs: of all ranks, before any rank takes memory for copies.
+        usable: the usable part of the free memory.
     """
     part = "" if usable == 1.0 else f", of which copies take {usable:.0%} at most"
     for node, size in bytes_on(needs).items():

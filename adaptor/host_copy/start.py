@@ -1,4 +1,4 @@
-"""Lets a worker make host copies: its copier, and the memory for it."""
+"""Lets a worker make host copies: makes the copier, and takes the memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from adaptor.worker.session import Session
 
 
 def attach(session: Session, on_whole: Callable[[int], None]) -> None:
-    """Give `session` the copier of this rank, which begins with its files as they are.
+    """Give `session` the copier of this rank, with the present files.
 
     Args:
         session: of this process.
@@ -58,10 +58,11 @@ def attach(session: Session, on_whole: Callable[[int], None]) -> None:
 
 
 def require_training() -> None:
-    """End this process, where it was started only to write host copies; that is done, or cannot be.
+    """End this process if it was started only to write host copies; the copies are written, or cannot be
+    written.
 
     Raises:
-        UnsupportedError: it was.
+        UnsupportedError: the process was started only to write copies.
     """
     if context.part(HeldCopies).only:
         raise UnsupportedError("no restart is left")
@@ -74,11 +75,11 @@ def reserve(session: Session, trainee: MegatronTrainee) -> MegatronTrainee:
     memory; a line says the latter.
 
     Args:
-        session: of this process; its copier goes where no copies are made.
-        trainee: its state.
+        session: of this process; the session loses its copier if no copies are made.
+        trainee: the rank's state.
 
     Returns:
-        `trainee`, which says what of the job may be lost.
+        `trainee`, with the losses that the job may have.
 
     Raises:
         UnsupportedError: with TTP_HOST_COPY=K a node has not so much memory, or something in the state cannot
@@ -125,7 +126,7 @@ def reserve(session: Session, trainee: MegatronTrainee) -> MegatronTrainee:
 def _take(
     copier: Copier, trainee: MegatronTrainee, everyone: dist.ProcessGroup
 ) -> tuple[str, Sequence[room.Need]]:
-    """Take the memory for the copies of this rank; return why it cannot be had, and the needs; collective."""
+    """Take the memory for the copies of this rank; return the error, and the needs; collective."""
     place, size, problem = context.part(WorkerPlace), 0, ""
     try:
         size = content.most_bytes(trainee)
@@ -151,8 +152,9 @@ def _take(
 
 
 def _kept_bytes() -> int:
-    """Return the memory of the copies that this node keeps since an earlier start of the workers: of another
-    node's ranks, whose next copies take the same memory."""
+    """Return the size of the copies that this node keeps from an earlier start of the workers: of another
+    node's ranks, whose next copies take the same memory.
+    """
     kept = 0
     for path in (path for paths in context.part(HeldCopies).paths.values() for path in paths):
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""The choice of replicas for a job, from its layout and the user's setting.
+"""Chooses the replicas of a job, from its layout and the user's setting.
 
 `split`   the data-parallel group is cut in two, and each half holds the whole optimizer state: Megatron's own
-          `num_distributed_optimizer_instances`, where these are right (`cannot_split`)
-`mirror`  each rank keeps a copy of its neighbour's shard; the groups of the framework stay what they are
-`none`    nothing is added
+          `num_distributed_optimizer_instances`, where correct (`cannot_split`)
+`mirror`  each rank keeps a copy of its neighbour's shard; the groups of the framework stay unchanged `none`
+nothing is added
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class ReplicaChoice:
 
         Args:
             size: of the data-parallel group, context parallel included.
-            experts: ranks that have the same experts, where that is another number.
+            experts: number of ranks with the same experts, if different from `size`.
 
         Raises:
-            UnsupportedError: the size, or the framework, does not allow what was asked for.
+            UnsupportedError: the size, or the framework, does not allow the setting.
         """
         setting = self._setting
         if setting == "none" or (setting == "auto" and (size == 1 or self._has_lone_experts)):
@@ -72,13 +72,15 @@ class ReplicaChoice:
         return setting
 
     def cannot_split(self, reason: str) -> None:
-        """Record why `split` cannot use this framework's optimizer instances in this job; empty: it can."""
+        """Record why `split` cannot use this framework's optimizer instances in this job; empty: `split` can
+        be used.
+        """
         self._no_split = reason
 
     def has_lone_experts(self, alone: bool) -> None:
         """Record whether every rank has experts that no other rank has.
 
-        Any death then loses these, so `auto` makes no second copies of the rest.
+        Any death then loses experts, so `auto` makes no second copies of the rest.
         """
         self._has_lone_experts = alone
 
@@ -86,9 +88,9 @@ class ReplicaChoice:
         """Take the framework's arguments before anything is built.
 
         Args:
-            distributed_optimizer: whether there is one.
+            distributed_optimizer: whether the job has a distributed optimizer.
             size: of the data-parallel group.
-            experts: ranks that have the same experts.
+            experts: number of ranks with the same experts.
 
         Raises:
             UnsupportedError: like `replica`.
@@ -102,8 +104,8 @@ class ReplicaChoice:
 
         Args:
             size: context parallel included.
-            requested_instances: what the user asked the framework for; more than one is left as it is.
-            experts: ranks that have the same experts, where that is another number.
+            requested_instances: the number in the framework's arguments; a number above 1 is kept.
+            experts: number of ranks with the same experts, if different from `size`.
 
         Raises:
             UnsupportedError: the size cannot be split.
@@ -118,7 +120,7 @@ class ReplicaChoice:
         """Check the `instances` optimizer instances of a data-parallel group of `size` against the setting.
 
         Raises:
-            UnsupportedError: one instance alone, where `split` was asked for.
+            UnsupportedError: `split` is set, and the group has a single instance.
         """
         if instances == 1:
             self.replica(size)
@@ -126,7 +128,7 @@ class ReplicaChoice:
     def wants_mirrors(self, size: int, instances: int, experts: int = 0) -> bool:
         """Tell whether a group of `size` with `instances` optimizer instances needs `mirror` replicas.
 
-        `experts`: ranks that have the same experts.
+        `experts`: number of ranks with the same experts.
         """
         return instances == 1 and self.replica(size, experts) == "mirror"
 
@@ -140,17 +142,17 @@ def describe(
     alone: bool = False,
     host_copy: int | None = 0,
 ) -> str:
-    """Return the line about replicas that a user reads at the start.
+    """Return the line about replicas that `ttprun` prints at the start.
 
     Args:
         size: of the data-parallel group.
         instances: optimizer instances.
         sharded: whether the optimizer is distributed.
-        elements: of the main params that rank 0 updates.
-        mirrored: bytes that its mirrors take.
+        elements: number of main-param elements that rank 0 updates.
+        mirrored: bytes of the rank's mirrors.
         alone: whether experts have no second copy, because no other rank has the same.
-        host_copy: after how many steps copies in host memory are made; 0: never; None: auto, of which another
-            line says the outcome.
+        host_copy: after how many steps copies in host memory are made; 0: never; None: auto; another line
+            reports the decision.
     """
     fate = "" if host_copy is None else f": {tolerance.alone(host_copy)}"
     if size == 1:

@@ -17,7 +17,7 @@ _everyone: dist.ProcessGroup | None = None
 
 
 def of_everyone() -> dist.ProcessGroup:
-    """Make the group. Collective: every rank calls it."""
+    """Make the group. Collective: every rank calls."""
     global _everyone
     # By its place, not by its name: with MindSpeed's --disable-gloo-group, with which the framework is to
     # have no gloo groups of its own, nothing is made for `backend="gloo"`.
@@ -27,15 +27,15 @@ def of_everyone() -> dist.ProcessGroup:
 
 
 def of_this_job() -> dist.ProcessGroup | None:
-    """Return the group that was made last."""
+    """Return the newest group."""
     return _everyone
 
 
 def barrier(everyone: dist.ProcessGroup) -> None:
     """Wait at a barrier of the group of all ranks; another thread can end the wait.
 
-    A rank may die between its barrier and that of the others, and gloo forgets what it was just sending to
-    it. Without an end the others would wait until the save has no time left.
+    A rank may die between its barrier and the barrier of the others, and gloo forgets a message that is being
+    sent to the dead rank. Without an end the others would wait until the save has no time left.
 
     Raises:
         RuntimeError: the barrier is broken.
@@ -45,7 +45,7 @@ def barrier(everyone: dist.ProcessGroup) -> None:
 
 
 def smallest(everyone: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
-    """Return the least of what all ranks say, number by number; another thread can end the wait.
+    """Return the smallest value of all ranks, number by number; another thread can end the wait.
 
     Raises:
         RuntimeError: a rank is gone.
@@ -60,7 +60,7 @@ def gather_values(value: T, members: dist.ProcessGroup | None = None) -> list[T]
     """Return the value of each rank, by rank; collective.
 
     Args:
-        value: of this rank; it can be pickled.
+        value: the value of this rank; picklable.
         members: the ranks; None: all ranks, by the framework's default group.
     """
     values: list[Any] = [None] * dist.get_world_size(members)

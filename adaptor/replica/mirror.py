@@ -1,12 +1,13 @@
-"""`mirror` replicas: each rank keeps a second copy of its neighbour's optimizer shard, and updates it itself.
+"""`mirror` replicas: each rank keeps a second copy of its neighbour's optimizer shard, and updates the copy
+itself.
 
-Nothing of the framework is changed: its shards and groups stay what they are. Before an update each rank
-gives its reduced and clipped gradients, and what its param groups say, to the next rank of the ring, which
-applies the same update to its copy with an optimizer of the same class. The copy has a tensor for each of the
-owner's, of the same shape, so the arithmetic is the same, bit for bit.
+Nothing of the framework is changed: The framework's shards and groups stay unchanged. Before an update each
+rank sends its reduced and clipped gradients, and the scalars of its param groups, to the next rank of the
+ring, which applies the same update to its copy with an optimizer of the same class. The copy has a tensor for
+each of the owner's, of the same shape, so the arithmetic is the same, bit for bit.
 
-Invariant: the gradients are taken before the door, the copy is updated inside the update window. So a rank's
-own shard and its copy are of the same step whenever no update is in flight.
+Invariant: the gradients are taken before the door, the copy is updated inside the update window. A rank's own
+shard and its copy are therefore of the same step whenever no update is in flight.
 """
 
 from __future__ import annotations
@@ -50,23 +51,23 @@ class _ShardDescription(msgspec.Struct, frozen=True):
 
 
 class _Update(msgspec.Struct, frozen=True):
-    """The inputs of an update besides gradients; `present` has a 1 for each param that has a gradient."""
+    """The inputs of an update besides gradients; `present` has a 1 for each param with a gradient."""
 
     groups: list[dict[str, Any]]
     present: bytes
 
 
 class Mirror:
-    """The copy of the shard of the rank before this one.
+    """The copy of the shard of the previous rank.
 
     Args:
-        owner: this rank's own inner optimizer, a torch one.
-        pieces_of_owner: where each of its params lies, in the order of its param groups.
+        owner: this rank's own inner optimizer, of torch.
+        pieces_of_owner: the place of each of the owner's params, in the order of its param groups.
         ring: of the group whose ranks share the optimizer state.
-        device: of the owner's params, which has none where its shard is padding alone.
+        device: the device of the owner's params; a shard of padding alone has no params.
 
-    Every rank of the group makes one at the same time, its state loaded. Raises UnsupportedError for an
-    optimizer that cannot be mirrored, and what the process group raises.
+    Every rank of the group creates a mirror at the same time, after its state is loaded. Raises
+    UnsupportedError for an optimizer that cannot be mirrored, and the errors of the process group.
     """
 
     def __init__(
@@ -100,11 +101,13 @@ class Mirror:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the copy, gradients included, once it has all of Adam's state."""
+        """Bytes of the copy, gradients included, once the copy has all of Adam's state."""
         return 16 * sum(param.numel() for param in self._params)
 
     def exchange(self) -> None:
-        """Send this rank's gradients to the next rank, receive those of the previous one; before the door."""
+        """Send this rank's gradients to the next rank, receive the gradients of the previous rank; before the
+        door.
+        """
         own_params = twin.params(self._owner)
         present = bytes(param.grad is not None for param in own_params)
         update = _encoded(_Update(twin.scalars(self._owner), present))

@@ -1,4 +1,4 @@
-"""The state of a torch optimizer in words: what another process needs besides the tensors."""
+"""The state of a torch optimizer in words: the data that another process needs besides the tensors."""
 
 from __future__ import annotations
 
@@ -21,22 +21,24 @@ class Storage(Protocol):
         """Return the values of a param."""
 
     def state(self, param: torch.Tensor) -> Mapping[str, Any]:
-        """Return the values of the entries of its state, by key."""
+        """Return the values of the entries of the param's state, by key."""
 
     def store(self, values: torch.optim.Optimizer) -> None:
-        """Take the params and the state of `values`, which is laid out like the optimizer."""
+        """Take the params and the state of `values`, an optimizer with the same layout."""
 
     def make_weights(self) -> None:
         """Give this rank's part of the model the values of the params, as an update does."""
 
     def cast(self, main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return main params as weights, as an update makes them."""
+        """Return main params as weights, as an update makes the weights."""
 
     def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
-        """Return the gathered state of all shards as the framework saves it in the format `torch`."""
+        """Return the gathered state of all shards as the framework saves the state in the format `torch`."""
 
     def place_of_twins(self, device: torch.device) -> torch.device:
-        """Return where a twin has its tensors, if those of the optimizer are on `device` when it updates."""
+        """Return the device for a twin's tensors, if the optimizer's tensors are on `device` during its
+        update.
+        """
 
     def make_twin(
         self, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
@@ -45,17 +47,17 @@ class Storage(Protocol):
 
 
 def storage_of(optimizer: Any) -> Storage | None:
-    """Return where the state of an optimizer is; None: in its own tensors.
+    """Return where the state of an optimizer is; None: in the optimizer's own tensors.
 
     Args:
-        optimizer: of torch, or a distributed optimizer of Megatron, which has one.
+        optimizer: of torch, or a distributed optimizer of Megatron, which wraps a torch optimizer.
     """
     storage: Storage | None = getattr(getattr(optimizer, "optimizer", optimizer), twin.STORAGE, None)
     return storage
 
 
 def values_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Return the values of all params, flat, in the order of the param groups, one after the other."""
+    """Return the values of all params, flat, in the order of the param groups."""
     storage = storage_of(optimizer)
     for param in twin.params(optimizer):
         yield (param if storage is None else storage.param(param)).detach().reshape(-1)
@@ -68,7 +70,7 @@ def state_values(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mappi
 
 
 def to_be_filled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer to fill with another state, which `keep` then gives to `optimizer`."""
+    """Return an optimizer to fill with another state, for a later `keep`."""
     if storage_of(optimizer) is None:
         return optimizer
     params = [
@@ -79,7 +81,7 @@ def to_be_filled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def keep(optimizer: torch.optim.Optimizer, filled: torch.optim.Optimizer) -> None:
-    """Give `optimizer` the state of what `to_be_filled` has returned."""
+    """Give `optimizer` the state of `filled`, the result of `to_be_filled`."""
     storage = storage_of(optimizer)
     if storage is not None:
         for group, scalars in zip(optimizer.param_groups, twin.scalars(filled), strict=True):
@@ -95,7 +97,7 @@ _COUNTS = (torch.int32, torch.int64, torch.float32, torch.float64)
 class StateEntry(msgspec.Struct, frozen=True):
     """An entry of a param's state: a tensor of `shape` and `dtype`, or, without a dtype, `value`.
 
-    `beside`: it lies where its param lies; a count of updates may be on the host.
+    `beside`: the entry lies on the device of its param; a count of updates may be on the host.
     """
 
     key: str
@@ -136,10 +138,10 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def make_state(
     optimizer: torch.optim.Optimizer, param: torch.Tensor, entries: Sequence[StateEntry]
 ) -> list[torch.Tensor]:
-    """Give `param` the state that `entries` describe; return its tensors, which are to be filled.
+    """Create the state of `param` described by `entries`; return the tensors to fill.
 
-    Transformer Engine's Adam has a scale for each tensor that is not in float32, also for moments in
-    bfloat16, whose scale is not used.
+    Transformer Engine's Adam has a scale for each tensor outside of float32, also an unused scale for moments
+    in bfloat16.
     """
     state_tensors = []
     scales = getattr(optimizer, "_scales", None)
@@ -156,21 +158,21 @@ def make_state(
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encode a message with what param groups and states hold.
+    """Encode a message with values of param groups and states.
 
     Raises:
-        TypeError: there is something in it that cannot be passed on.
+        TypeError: a value cannot be passed on.
     """
     return msgspec.msgpack.encode(message, enc_hook=_written)
 
 
 def decode(data: bytes, kind: type[Any]) -> Any:
-    """Decode what `encode` has made."""
+    """Decode the result of `encode`."""
     return msgspec.msgpack.decode(data, type=kind, ext_hook=_read)
 
 
 def _written(value: Any) -> msgspec.msgpack.Ext:
-    """Some optimizers count their updates in a tensor of one number (MindSpeed's AdamW)."""
+    """Some optimizers count their updates in a tensor with a single number (MindSpeed's AdamW)."""
     if not isinstance(value, torch.Tensor) or value.numel() != 1 or value.dtype not in _COUNTS:
         raise NotImplementedError
     tensor_fields = {

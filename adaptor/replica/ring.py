@@ -1,7 +1,6 @@
-"""The ring of a data-parallel group: every rank gives to one neighbour and takes from another.
+"""The ring of a data-parallel group: every rank sends to one neighbour and receives from another.
 
-What is given and taken is agreed on beforehand, message by message, so both directions are always posted
-together and no rank waits for one that waits for it.
+Messages are agreed on beforehand, so both directions are always posted together and no cycle of waits arises.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LENGTH = 8
 
 
 def stride(nodes: Sequence[int]) -> int:
-    """Return the distance between neighbours that puts as many as possible on different nodes.
+    """Return the distance between neighbours that puts as many neighbours as possible on different nodes.
 
     Args:
         nodes: the node of each rank of the group, at least two ranks.
@@ -41,7 +40,7 @@ class Ring:
     """The neighbours of this rank in the ring of `group`, each `step` ranks away (see `stride`).
 
     Attributes:
-        previous: the index in the group of the rank that is taken from
+        previous: the index in the group of the sending rank
     """
 
     def __init__(self, group: dist.ProcessGroup, step: int) -> None:
@@ -52,10 +51,10 @@ class Ring:
         self._device = torch.device(_DEVICES.get(dist.get_backend(group), "cpu"))
 
     def swap(self, outgoing: Iterable[torch.Tensor], taken: Iterable[torch.Tensor]) -> None:
-        """Give tensors, in their order, and fill others with what is taken.
+        """Send tensors, in their order, and fill `taken` with the received tensors.
 
-        Each is contiguous and at most as long as a message may be (`chunks`). What is filled on a device has
-        arrived when its stream comes that far. Raises what the process group raises when a neighbour is gone.
+        Each is contiguous and at most as long as a message may be (`chunks`). A tensor on a device is filled
+        when its stream comes to the receive. Raises the error of the process group when a neighbour is gone.
         """
         on_their_way: list[tuple[list[dist.Work], torch.Tensor | None, torch.Tensor | None]] = []
         for out, into in zip_longest(outgoing, taken):
@@ -70,7 +69,9 @@ class Ring:
             _land(*message)
 
     def _post(self, out: torch.Tensor | None, landing: torch.Tensor | None) -> list[dist.Work]:
-        """Begin to send a message and to receive one; neither tensor may change before that is over."""
+        """Begin to send a message and to receive a message; neither tensor may change before both have
+        ended.
+        """
         if self._device.type == "cpu":
             # gloo has no batches. Not by `dist.isend`, which copies on a CPU that stands in for a device:
             # what is sent here stays as it is.
@@ -87,7 +88,7 @@ class Ring:
         return works
 
     def swap_bytes(self, outgoing: bytes, out: Iterable[torch.Tensor], inbox: torch.Tensor) -> bytes:
-        """Give bytes of any number, and take such, with float32 tensors in the same messages.
+        """Send and receive any number of bytes, with float32 tensors in the same messages.
 
         Args:
             outgoing: the bytes.
@@ -95,7 +96,7 @@ class Ring:
             inbox: made by `make_inbox` for as many numbers as the other rank gives.
 
         Returns:
-            The bytes that were taken.
+            The received bytes.
         """
         head = torch.zeros(HEAD, dtype=torch.uint8)
         start = len(outgoing).to_bytes(_LENGTH, "little") + outgoing[: HEAD - _LENGTH]
@@ -110,7 +111,7 @@ class Ring:
 
 
 def make_inbox(elements: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return an inbox for `Ring.swap_bytes`, and the part of it where so many float32 numbers arrive."""
+    """Return an inbox for `Ring.swap_bytes`, and its part for `elements` float32 numbers."""
     inbox = torch.zeros(HEAD // _ELEMENT + elements, dtype=torch.float32, device=device)
     return inbox, inbox[HEAD // _ELEMENT :]
 
@@ -122,9 +123,9 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def chunks(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Tensors of one type, one behind the other, cut as `pieces` cuts a flat tensor that holds them all.
+    """Cut tensors of one type, placed end to end, as `pieces` cuts a flat tensor with all their elements.
 
-    A message that is a part of one tensor shares its memory; any other is a copy.
+    A message inside of a single tensor shares its memory; any other is a copy.
     """
     parts: list[torch.Tensor] = []
     room = CHUNK

@@ -1,11 +1,11 @@
-"""The optimizers that can be protected, told by how they keep their state.
+"""The optimizers that can be protected, by their ways to keep state.
 
-torch's, apex's and Transformer Engine's are alike in what matters here: tensors in float32, or moments in
-bfloat16, in the state of each param, beside it, and numbers in the param groups; so a twin can be made of
-them. Moments of other types have a scale that changes in each update, outside of the state. The count of
-updates is one of these numbers (apex, Transformer Engine), a tensor in their place (MindSpeed), or one in the
-state of each param (torch). Options change that; they are known by their names, so that none of these
-packages has to be there.
+The optimizers of torch, apex and Transformer Engine agree in three points: each param has a state of tensors
+in float32, or moments in bfloat16, beside the param, and param groups have numbers; a twin can therefore be
+created. Moments of other types have a scale outside of the state, which changes in each update. The count of
+updates is a number of the param groups (apex, Transformer Engine), a tensor there (MindSpeed), or a tensor in
+the state of each param (torch). Options can change the three points; options are recognised by their names,
+so none of these packages has to be installed.
 """
 
 from __future__ import annotations

@@ -17,13 +17,13 @@ def steps_between_copies(host_copy: int | None) -> int:
     """Return the most steps between two copies in host memory; 0: none are made.
 
     Args:
-        host_copy: the value of TTP_HOST_COPY; None: auto, in a job in which a shard has one holder alone.
+        host_copy: the value of TTP_HOST_COPY; None: auto, in a job with a lone shard.
     """
     return MOST_STEPS if host_copy is None else host_copy
 
 
 def alone(copied: int) -> str:
-    """Return what a job survives in which a shard has one holder alone, in words.
+    """Return the faults that a job with a lone shard survives, in words.
 
     Args:
         copied: the most steps between two copies in host memory; 0: none are made.
@@ -39,14 +39,14 @@ def survives(
     node_of: Mapping[int, int],
     copied: int | None = 0,
 ) -> str:
-    """Return what may be lost, in words.
+    """Return the losses that a job survives, in words.
 
     Args:
-        kind: of the replicas, as the user knows them.
-        shares: what each rank of the job holds.
+        kind: of the replicas, in the user's words.
+        shares: the shards of each rank of the job.
         node_of: the node of each rank.
         copied: the most steps between two copies in host memory; 0: none are made; None: the job cannot have
-            such copies.
+            host copies.
     """
     ranks, has_one_node = spare(shares, lambda rank: rank), len(set(node_of.values())) == 1
     if not ranks and copied:
@@ -68,15 +68,15 @@ def survives(
 
 
 def exceptions_alone(*, has_remedy: bool) -> str:
-    """Return what may be lost where a shard has one holder alone and no copy in host memory, in words."""
+    """Return the survivable losses of a job with a lone shard and without host copies, in words."""
     remedy = f"; {REMEDY}" if has_remedy else ""
     return f"exceptions alone: a rank that dies takes the steps since the last save along{remedy}"
 
 
 def spare(shares: Mapping[int, Iterable[Share]], place_of: Callable[[int], object]) -> int:
-    """Return how many places (ranks, nodes or racks) may be lost, whichever they are.
+    """Return how many places (ranks, nodes or racks) may be lost, in any choice.
 
-    Every shard then still has a holder, and every group a rank that can write it.
+    Every shard then still has a holder, and every group a rank that can write the group.
     """
     groups = groups_of(shares).values()
     rank_sets = [ranks for group in groups for ranks in (*group.owners.values(), group.writers)]

@@ -1,4 +1,4 @@
-"""A twin: a torch optimizer that is like another one in all but its params and their state."""
+"""A twin: a torch optimizer that equals another in all but its params and their state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make(
 ) -> torch.optim.Optimizer:
     """Make an optimizer of the class of `owner` with other params, without state and without hooks.
 
-    Its class is not called: the arguments of a constructor are not always among its `defaults`.
+    The class is not called: the arguments of a constructor are not always among its `defaults`.
 
     Args:
         params: the params of each param group.

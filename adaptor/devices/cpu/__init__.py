@@ -1,4 +1,5 @@
-"""Runs a framework written for CUDA and nccl on the CPU and gloo, by stand-ins installed before its import.
+"""Runs a framework written for CUDA and nccl on the CPU and gloo, by stand-ins installed before the
+framework's import.
 
     torchrun --nproc_per_node 4 -m adaptor.devices cpu pretrain_gpt.py ...
 
@@ -15,7 +16,8 @@ trains an unmodified script with these stand-ins alone: nothing else of the adap
     leaving        the end of the process
     framework      patches of the framework's own functions (adaptor.patches.cpu_megatron)
 
-The stand-ins last as long as the process: the framework's modules keep what they saw when they were imported.
+The stand-ins last as long as the process: the framework's modules keep references to the objects present at
+their import.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class Cpu(Host):
     """The `DeviceKind` of a CPU on which a framework for CUDA runs."""
 
     def __init__(self, device: torch.device) -> None:
-        """There is one."""
+        """The CPU is a single device."""
 
     @staticmethod
     def activate() -> None:

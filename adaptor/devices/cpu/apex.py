@@ -1,1 +1,1 @@
-"""Served as `apex` and `apex.normalization` by `apex_finder`: packages that hold nothing of their own."""
+"""Served as `apex` and `apex.normalization` by `apex_finder`: packages without content of their own."""

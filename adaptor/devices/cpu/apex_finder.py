@@ -1,11 +1,12 @@
-"""Serves the few modules of apex without which a framework on CPU takes a path that does not work.
+"""Serves the modules of apex without which a framework on CPU takes a broken path.
 
 - `apex.optimizers`: torch's AdamW counts its steps per parameter, and then the framework's load of `torch`
-  checkpoints and its save of `torch_dist` ones break (KeyError 'step'). Apex's FusedAdam keeps `step` in
-  `param_groups`.
-- `apex.normalization.fused_layer_norm`: who finds apex takes its layer norm (sequence parallel needs it too).
+  checkpoints and its save of `torch_dist` checkpoints break (KeyError 'step'). Apex's FusedAdam keeps `step`
+  in `param_groups`.
+- `apex.normalization.fused_layer_norm`: a framework that finds apex uses apex's layer norm (also for sequence
+  parallel).
 
-Everything else of apex keeps raising ImportError. An apex that is installed is left alone.
+Everything else of apex keeps raising ImportError. An installed apex is left alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Process groups: gloo where nccl was asked for, and what gloo does differently."""
+"""Process groups: gloo in the place of nccl, with gloo's differences."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _coalesced_as_bytes(
 
 def install() -> None:
     # P2POp compares the identity of isend, so both modules must hold the same function.
-    """Replace what torch.distributed does with NCCL."""
+    """Replace the NCCL calls of torch.distributed."""
     for name, effect in {
         "init_process_group": _group_over_gloo,
         "new_group": _group_over_gloo,

@@ -1,4 +1,4 @@
-"""The rest of `torch.cuda`: what it says about the machine, and calls that have nothing to do on a CPU."""
+"""The rest of `torch.cuda`: information about the machine, and calls without an effect on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 
 def install(device_count: int) -> None:
-    """Replace what torch.cuda says of `device_count` devices."""
+    """Make torch.cuda report `device_count` devices."""
     properties = types.SimpleNamespace(
         name="cpu",
         major=CAPABILITY[0],

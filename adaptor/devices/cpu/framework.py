@@ -1,4 +1,4 @@
-"""Arms the patches of the framework's own functions that only make sense on this device."""
+"""Arms the patches of the framework's own functions that are needed on this device only."""
 
 from __future__ import annotations
 

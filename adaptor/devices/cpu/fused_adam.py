@@ -14,7 +14,7 @@ __all__ = ["FusedAdam", "FusedSGD"]
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW (Adam, where `adam_w_mode` is off) that counts its steps in `group["step"]`."""
+    """AdamW (Adam, if `adam_w_mode` is off) that counts its steps in `group["step"]`."""
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ import torch
 
 
 class FusedLayerNormAffineFunction:
-    """The part of apex's autograd function that callers use: `apply`, and the signature of `forward`."""
+    """The part of apex's autograd function used by callers: `apply`, and the signature of `forward`."""
 
     @staticmethod
     def apply(

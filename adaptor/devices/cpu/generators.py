@@ -1,4 +1,6 @@
-"""Random numbers: the "CUDA" generator is the CPU generator, since that is what CPU operators draw from."""
+"""Random numbers: the "CUDA" generator is the CPU generator, because CPU operators draw from the CPU
+generator.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The end of a process on the CPU.
 
-A gloo thread holds the tensors of the last collective until it next runs. When the interpreter is being taken
-down by then, letting go of them aborts the process: a script that has ended well would fail, once in some
-hundred times on a busy machine (torch 2.13, whoever does not destroy its process groups).
+A gloo thread holds the tensors of the last collective until the thread's next run. If the interpreter is
+shutting down by then, the release of the tensors aborts the process: a script without an error would fail,
+once in some hundred runs on a busy machine (torch 2.13, in scripts that do not destroy their process groups).
 """
 
 from __future__ import annotations

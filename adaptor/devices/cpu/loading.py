@@ -20,7 +20,9 @@ def _load_to_cpu(original: Any, f: Any, map_location: Any = None, *args: Any, **
 
 
 def _loader_with_its_own_generator(original: Any, *args: Any, **kwargs: Any) -> None:
-    """Give a loader a generator of its own: it draws a base seed from the CPU's, which also makes dropout."""
+    """Give a loader its own generator: the loader draws a base seed from the CPU's generator, which also
+    makes dropout.
+    """
     call = _LOADER.bind(*args, **kwargs)
     if call.arguments.get("generator") is None:
         call.arguments["generator"] = torch.Generator().manual_seed(torch.initial_seed())
@@ -29,13 +31,13 @@ def _loader_with_its_own_generator(original: Any, *args: Any, **kwargs: Any) -> 
 
 
 def _preparation_without_main(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keep a spawned process from importing the training script again, where there are no stand-ins."""
+    """Keep a spawned process, which has no stand-ins, from importing the training script again."""
     data = original(*args, **kwargs)
     return {key: value for key, value in data.items() if not key.startswith("init_main")}
 
 
 def install() -> None:
-    """Let what is loaded come to the CPU."""
+    """Load to the CPU."""
     rebind((torch, torch.serialization), "load", _load_to_cpu)
     rebind(torch.utils.data.DataLoader, "__init__", _loader_with_its_own_generator)
     rebind(multiprocessing.spawn, "get_preparation_data", _preparation_without_main)

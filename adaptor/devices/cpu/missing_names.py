@@ -1,5 +1,6 @@
-"""Names that some versions of the framework use without defining them where Transformer Engine is missing,
-and one that numpy 2 has dropped. Nothing that exists is replaced."""
+"""Names that some versions of the framework use without a definition where Transformer Engine is missing, and
+a name dropped by numpy 2. Existing names are kept.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def _supply(module: ModuleType) -> None:
 
 
 def install() -> None:
-    """Supply names that newer versions of packages lack."""
+    """Supply names missing in newer versions of packages."""
     vars(numpy).setdefault("product", numpy.prod)
     for module in _MISSING:
         wrapt.register_post_import_hook(_supply, module)

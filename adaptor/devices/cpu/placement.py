@@ -21,7 +21,7 @@ def on_cpu(device: Any) -> Any:
 
 
 def rebind(owners: Any, name: str, effect: Callable[..., Any]) -> None:
-    """Put `effect(original, ...)` in place of `name`, in `owners`: one object or a tuple of them.
+    """Put `effect(original, ...)` in place of `name`, in `owners`: an object or a tuple of objects.
 
     Plain functions, no proxies: tensor factories and methods are called often, and a method binds as usual.
     """
@@ -39,8 +39,8 @@ def rebind(owners: Any, name: str, effect: Callable[..., Any]) -> None:
 def replace(owners: tuple[Any, ...], stand_ins: Mapping[str, Callable[..., Any]]) -> None:
     """Put a function in place of each name of the table, in every owner.
 
-    Each name gets a function object of its own: torch.compile looks functions up by identity when it is
-    imported, and refuses to find one of them under two names.
+    Each name gets its own function object: torch.compile looks functions up by identity at its import, and
+    refuses a function with two names.
     """
     for name, stand_in in stand_ins.items():
         function = _another(stand_in)

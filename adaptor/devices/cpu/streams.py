@@ -1,4 +1,4 @@
-"""Streams and events: there is one stream, the program itself, and whatever was issued has ended."""
+"""Streams and events: the only stream is the program itself, and all issued work has ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class HostEvent:
         return (end_event._recorded - self._recorded) * 1000.0
 
     def query(self) -> bool:
-        """Return whether all work is done: on a CPU it is."""
+        """Return whether all work is done: always true on a CPU."""
         return True
 
     def synchronize(self) -> None:
@@ -36,7 +36,7 @@ class HostEvent:
 
 
 class Stream:
-    """A stream on which everything is done as soon as it is issued."""
+    """A stream on which all work is done as soon as it is issued."""
 
     cuda_stream = 0
     priority = 0
@@ -50,7 +50,7 @@ class Stream:
         return event
 
     def query(self) -> bool:
-        """Return whether all work is done: on a CPU it is."""
+        """Return whether all work is done: always true on a CPU."""
         return True
 
     def synchronize(self) -> None:
@@ -64,10 +64,10 @@ class Stream:
 
 
 class StreamContext:
-    """A stand-in for `torch.cuda.stream(...)` and `torch.cuda.device(...)` that can be entered repeatedly."""
+    """A stand-in for `torch.cuda.stream(...)` and `torch.cuda.device(...)`, with repeated entries."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Ignore the named stream or device: there is only one."""
+        """Ignore the named stream or device: the CPU has a single stream."""
 
     def __enter__(self) -> None:
         return None
@@ -80,9 +80,9 @@ _ONLY = Stream()
 
 
 def _register_with_the_compiler() -> None:
-    """Let torch 2.4 import its compiler, which accepts only subclasses of abstract classes of its own.
+    """Let torch 2.4 import its compiler, which accepts only subclasses of its own abstract classes.
 
-    Later versions of torch have no such classes, and ask for nothing.
+    Later versions of torch have no such classes.
     """
     try:
         from torch import _streambase

@@ -46,7 +46,9 @@ def _does_nothing(original: Any, *args: Any, **kwargs: Any) -> None:
 def _type_named_as_on_cuda(
     original: Any, self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Optimizers of the framework pick their params by comparing this name with "torch.cuda.FloatTensor"."""
+    """Optimizers of the framework choose their params by comparing this name with
+    "torch.cuda.FloatTensor".
+    """
     if dtype is None:
         name = original(self)
         return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
@@ -56,7 +58,7 @@ def _type_named_as_on_cuda(
 
 
 def install() -> None:
-    """Replace what makes tensors on a device, and moves them there."""
+    """Replace the functions that make tensors on a device or move tensors to a device."""
     for name in FACTORIES:
         rebind(torch, name, _made_on_cpu)
     for name in METHOD_FACTORIES:
