@@ -1,8 +1,9 @@
-"""Fault tolerance for Megatron-style training: the job survives the death of its processes.
+"""Fault tolerance for Megatron-style training: a job survives the death of its processes.
 
 `ttprun` in place of `torchrun` enables the adaptor by itself; scripts of Megatron-LM, ModelLink and
-MindSpeed-LLM stay as they are. A script with a training loop of its own calls `enable`, `protect` and
-`Protection.run_steps` (docs/training_loops.md). Importing this package imports neither torch nor a framework.
+MindSpeed-LLM need no edit. A script with a custom training loop calls `enable`, `protect` and
+`Protection.run_steps` (docs/training_loops.md). An import of this package imports neither torch nor a
+framework.
 """
 
 from __future__ import annotations
@@ -78,21 +79,20 @@ _enabled: bool | None = None  # None: nobody has enabled it, or called `disable`
 
 
 def enable(*, provide_mindio: bool = False) -> None:
-    """Arm the patches, so that the framework is patched when the script imports it, and let them act.
+    """Arm the patches, so that the framework is patched at its import, and activate the patches.
 
-    Call it before the framework is imported and before process groups are made: it also switches off the
-    watchdogs of NCCL and HCCL, which would end the survivors of a fault. A second call does nothing more.
-    The settings are read from the environment, where ttprun has put its flags. With ENABLE_TTP=False it does
-    nothing.
+    Call the function before the framework is imported and before process groups are made: the call also
+    switches off the watchdogs of NCCL and HCCL, which would end the survivors of a fault. A second call does
+    nothing more. The settings are read from the environment, which contains the flags of ttprun. With
+    ENABLE_TTP=False the call does nothing.
 
     Args:
-        provide_mindio: patch no framework; let `import mindio_ttp` find the adaptor's (the same as
-            TTP_PROVIDE_MINDIO=1), for a script that was adapted to MindIO TTP by hand.
+        provide_mindio: patch no framework; let `import mindio_ttp` find the adaptor's package (as
+            TTP_PROVIDE_MINDIO=1), for a script adapted to MindIO TTP by hand.
 
     Raises:
         ConfigError: a setting makes no sense, or `provide_mindio` is set and a `mindio_ttp` is installed.
-        StartError: a module that is to be patched has been imported already, or the process was not started
-            by ttprun.
+        StartError: a module with patches has been imported already, or the process was not started by ttprun.
     """
     if not arm(provide_mindio=provide_mindio):
         return
@@ -104,7 +104,7 @@ def enable(*, provide_mindio: bool = False) -> None:
 def arm(*, provide_mindio: bool = False) -> bool:
     """Do as `enable` does, but change nothing of the framework before the job is claimed; watchdogs stay on.
 
-    ttprun calls it in each worker: the script may turn out to train nothing that can be protected.
+    ttprun calls the function in each worker: the script may train nothing that can be protected.
 
     Returns:
         True if the adaptor is enabled.
@@ -125,7 +125,9 @@ def arm(*, provide_mindio: bool = False) -> bool:
 
 
 def _is_wanted() -> bool:
-    """Return ENABLE_TTP. Unless it is False, an error of the adaptor that leaves the script is one line."""
+    """Return ENABLE_TTP. Unless ENABLE_TTP is False, an error of the adaptor that leaves the script is
+    printed as one line.
+    """
     from adaptor import context, errors
 
     try:
@@ -142,7 +144,7 @@ def _is_on() -> bool:
     """Return whether the adaptor is enabled.
 
     Raises:
-        StartError: nobody has enabled it, nor said that it is to be off.
+        StartError: the adaptor is neither enabled nor switched off.
     """
     if _enabled is None and _is_wanted():
         from adaptor import errors
@@ -164,34 +166,34 @@ def protect(
     format: str = "torch",
     contents: CheckpointContents | None = None,
 ) -> Protection:
-    """Protect a training loop of your own on Megatron-core: its state can be saved from now on.
+    """Protect a training loop of your own on Megatron-core: the state can be saved from now on.
 
-    Every rank calls it once, after loading and before the first step, and then makes its steps by
-    `protection.run_steps`, or each inside of `with protection.step(number):`. docs/training_loops.md has a
-    complete loop. The survivors of a failure write a checkpoint into `save`, and the tracker file. In
-    Megatron's format `torch` it is `iter_N/mp_rank_XX/model_optim_rng.pt` (iteration, model, optimizer,
-    opt_param_scheduler, rng_state, and the entries of `extra`), and `distrib_optim.pt` beside it. With
+    Every rank calls the function once, after loading and before the first step. Then the rank makes its steps
+    by `protection.run_steps`, or each step inside of `with protection.step(number):`. docs/training_loops.md
+    has a complete loop. The survivors of a failure write a checkpoint into `save`, and the tracker file. In
+    Megatron's format `torch` the files are `iter_N/mp_rank_XX/model_optim_rng.pt` (iteration, model,
+    optimizer, opt_param_scheduler, rng_state, and the entries of `extra`), and `distrib_optim.pt`. With
     ENABLE_TTP=False, and after `disable`, the call does nothing.
 
     Args:
-        model: the `DistributedDataParallel` modules of this rank, one for each virtual pipeline stage.
+        model: the `DistributedDataParallel` modules of this rank, one module for each virtual pipeline stage.
         optimizer: the result of `get_megatron_optimizer`.
-        save: the folder of the checkpoints, which every rank sees; it is made if it is not there.
+        save: the folder of the checkpoints, visible to every rank; a missing folder is created.
         step: the number of the last finished step, whose state was loaded; 0 at the start.
-        scheduler: the `OptimizerParamScheduler`, or None without one.
-        samples_per_step: the `increment` that the script gives to `scheduler.step` after each update, in
-            samples; or a function that returns it for the running step, called before the update.
-        extra: further entries of `model_optim_rng.pt`; they are saved as they are at the moment of the save.
-        format: of the checkpoint: `torch`, `torch_dist` with `contents`, or one that a plug-in brings
+        scheduler: the `OptimizerParamScheduler`, or None.
+        samples_per_step: the `increment` that the script passes to `scheduler.step` after each update, in
+            samples; or a function that returns the increment of the running step, called before the update.
+        extra: further entries of `model_optim_rng.pt`; saved with their values at the moment of the save.
+        format: of the checkpoint: `torch`, `torch_dist` with `contents`, or a format of a plug-in
             (docs/plug_ins.md).
-        contents: what else the checkpoints of a framework contain (docs/plug_ins.md); None: nothing.
+        contents: further content of the framework's checkpoints (docs/plug_ins.md); None: nothing.
 
     Returns:
-        The object that is told of steps and phases.
+        The object that the training loop calls at steps and phases.
 
     Raises:
         UnsupportedError: the layout, or an option of the framework, cannot be protected.
-        DriftError: a function of the framework does not have the signature that its patch expects.
+        DriftError: a function of the framework does not have the signature expected by its patch.
         ConfigError: `save` cannot be written, is an object store, or holds a later step than `step`.
         StartError: the process was not started by ttprun.
     """
@@ -223,30 +225,30 @@ def write_host_copies(
     format: str = "torch",
     contents: CheckpointContents | None = None,
 ) -> int | None:
-    """Make a checkpoint of the copies in host memory (TTP_HOST_COPY), where they are newer than the rest.
+    """Make a checkpoint of the copies in host memory (TTP_HOST_COPY), if newer than all checkpoints.
 
-    With TTP_HOST_COPY every rank of a training loop of your own calls it once in each start, when model and
-    optimizer are built and right before the script looks into `save` for what to load; collective. After the
-    loss of all ranks with a shard the newest step of which every rank has a copy is then a checkpoint in
-    `save` like any other. It has the entries of `extra` as they were behind that step. At the first start,
-    without TTP_HOST_COPY, with ENABLE_TTP=False and after `disable` it does nothing.
+    With TTP_HOST_COPY every rank of a custom training loop calls the function once in each start, when model
+    and optimizer are built and before the script chooses a checkpoint in `save`; collective. After the loss
+    of all holders of a shard, the newest step with a copy of every rank is then an ordinary checkpoint in
+    `save`. The checkpoint has the entries of `extra` with their values after the step. At the first start,
+    without TTP_HOST_COPY, with ENABLE_TTP=False and after `disable` the call does nothing.
 
     Args:
-        model: the one that `protect` will be given; so are the others.
-        optimizer: of it.
+        model: the later argument of `protect`; so are the others.
+        optimizer: of the model.
         save: the folder of the checkpoints.
-        scheduler: or None without one.
+        scheduler: or None.
         extra: further entries of `model_optim_rng.pt`.
         format: of the checkpoint.
-        contents: what else the checkpoints of a framework contain.
+        contents: further content of the framework's checkpoints.
 
     Returns:
-        The step that was written; None: there is nothing newer, or it could not be written, which a line
+        The written step; None: no copies are newer, or the write failed, as a line says.
         says.
 
     Raises:
-        UnsupportedError: model or optimizer are not what Megatron-core makes; or this start of the workers is
-            for the copies alone, because no restart is left.
+        UnsupportedError: Megatron-core has not made model or optimizer; or this start of the workers only
+            writes the copies, because no restart is left.
         StartError: the process was not started by ttprun.
     """
     if not _is_on():
@@ -265,9 +267,10 @@ def write_host_copies(
 
 
 def is_restart() -> bool:
-    """Return whether ttprun has started all workers of this job again.
+    """Return whether ttprun has restarted all workers of this job.
 
-    A framework that would begin anew then loads from its save folder instead: the newest step is there.
+    A framework that would begin with fresh weights must then load from its save folder: the folder has the
+    newest step.
     """
     if not _enabled:
         return False
@@ -278,14 +281,15 @@ def is_restart() -> bool:
 
 
 def is_newcomer() -> bool:
-    """Return whether this process takes the place of a failed rank in a job that goes on (TTP_ONLINE).
+    """Return whether this process replaces a failed rank of a running job (TTP_ONLINE).
 
-    Such a process runs the script alone up to `Protection.run_steps`: its collectives return at once, with
-    its own values. There it joins the others, and gets the state of model, optimizer, scheduler and random
-    numbers from them, so it need not load a checkpoint before.
+    A newcomer runs the script alone up to `Protection.run_steps`: its collectives return at once, with its
+    own values. In `run_steps` the newcomer joins the other ranks and receives the state of model, optimizer,
+    scheduler and random numbers, so the script need not load a checkpoint.
 
     Returns:
-        True from `enable` on until it has joined; False in every other process, and with ENABLE_TTP=False.
+        True from `enable` until the newcomer has joined; False in every other process, and with
+        ENABLE_TTP=False.
     """
     if not _enabled:
         return False
@@ -301,7 +305,7 @@ def _count_as_enabled() -> None:
 
 
 def disable() -> None:
-    """Undo every patch, also for names that other modules have imported meanwhile.
+    """Undo every patch, also for names that other modules have imported.
 
     Raises:
         StartError: a training loop runs; its steps would be saved under a wrong number.
@@ -326,7 +330,7 @@ def disable() -> None:
 
 
 def report() -> tuple[Outcome, ...]:
-    """Return the state of each patch: its status, expected and found signature, the framework's version."""
+    """Return the state of each patch: status, expected and actual signature, version of the framework."""
     import adaptor.patches as patches
     from adaptor import patching
 

@@ -1,7 +1,7 @@
 """`python -m adaptor`: its commands are in `commands.py`.
 
-Ctrl-C ends it without a traceback from the beginning, while these are being imported, too. So nothing is
-imported here that Python has not imported by then.
+Ctrl-C ends the program without a traceback from the beginning, also during the import of the commands.
+Therefore the module imports only modules that Python has imported at its start.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _SIGINT = 2  # `signal` may not be there yet
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return its exit code, 130 after Ctrl-C."""
+    """Run a command; return the exit code, 130 after Ctrl-C."""
     try:
         from adaptor import commands
 

@@ -1,4 +1,4 @@
-"""Running the user's script in this process, as `python script.py` and `python -m module` would."""
+"""Runs the user's script in this process, as `python script.py` and `python -m module` would."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ MODULE_FLAG = "--module"
 
 
 def leave_own_path() -> None:
-    """Remove what Python put first on `sys.path` for the program that it was started with.
+    """Remove the first entry of `sys.path`, which Python added for its start program.
 
-    That is the folder of the program, or with `python -m` the working directory: a file there that has the
-    name of a module would be imported in its place. A program of ours calls it once, first of all.
+    The entry is the program's folder, or with `python -m` the working directory: a file there with the name
+    of a module would be imported in the module's place. A program of the adaptor calls the function once,
+    first of all.
     """
     if not _is_safe():
         del sys.path[0]
@@ -48,7 +49,7 @@ def run(arguments: list[str]) -> None:
 def _run_file(path: str) -> None:
     """Run a file as Python does: `__file__` is absolute, `sys.argv[0]` is not, which runpy cannot do.
 
-    The module stays `__main__` afterwards: what runs at the end of the interpreter may look there.
+    The module stays `__main__` afterwards: code that runs at the end of the interpreter may look there.
     """
     with io.open_code(path) as file:
         code = pkgutil.read_code(file)  # of a file that is compiled
@@ -63,7 +64,7 @@ def _run_file(path: str) -> None:
 
 
 def take_over(arguments: list[str]) -> None:
-    """Make `sys.argv` and `sys.path` those of `python script [its arguments]`; see `leave_own_path`."""
+    """Set `sys.argv` and `sys.path` as for `python script [its arguments]`; see `leave_own_path`."""
     sys.argv = arguments
     if pkgutil.get_importer(arguments[0]) is None:  # else a folder or an archive, which runpy puts there
         _put_first(Path(arguments[0]).resolve().parent)
@@ -81,9 +82,9 @@ def _is_safe() -> bool:
 
 
 def _forget_shadowed(folder: str) -> None:
-    """Let the script import its own modules, where what the adaptor uses has the same name.
+    """Let the script import its own modules, also if a module used by the adaptor has the same name.
 
-    The adaptor keeps what it has imported.
+    The adaptor keeps its imported modules.
     """
     try:
         names_there = {entry.name.partition(".")[0] for entry in Path(folder).iterdir()}

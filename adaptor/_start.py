@@ -1,4 +1,4 @@
-"""Checks, when the adaptor is enabled, that it can be; then arms the patches."""
+"""Checks whether the adaptor can be enabled; then arms the patches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from adaptor.worker.watchdogs import Watchdogs
 
 
 def arm_patches() -> None:
-    """Load and arm the patches of a worker. Raises StartError where it is too late, or ttprun is missing."""
+    """Load and arm the patches of a worker. Raises StartError if called too late, or without ttprun."""
     patches.load("ttp")
     late = patching.imported_unpatched("ttp")
     if late:
@@ -48,9 +48,9 @@ def claim() -> None:
 def expect_plug_ins() -> None:
     """Claim the job as soon as the script imports the framework of a plug-in.
 
-    Such a script will be protected. When the plug-in calls `adaptor.protect`, it is too late: the process
-    groups have been made. Packages that the adaptor patches itself do not count, because scripts without the
-    plug-in import them, too.
+    Such a script will be protected. The plug-in's call of `adaptor.protect` comes too late: the process
+    groups have been made. Packages patched by the adaptor itself do not count, because scripts without the
+    plug-in import these packages, too.
     """
     own = {_root(patch.module_name) for unit in patches.own() for patch in unit.patches}
     for unit in patches.of_plug_ins():
@@ -70,7 +70,7 @@ def _root(module_name: str) -> str:
 def provide_mindio() -> None:
     """Let `import mindio_ttp` find the adaptor's, and the framework alone.
 
-    Raises ConfigError where one is installed, StartError where ttprun is missing.
+    Raises ConfigError if another package is installed, StartError without ttprun.
     """
     if "TTP_AGENT" not in os.environ:
         raise StartError(NOT_BY_TTPRUN)
@@ -81,7 +81,9 @@ def provide_mindio() -> None:
 
 
 def _importers(module_name: str) -> list[str]:
-    """The modules outside of the framework that hold something of it, the script first."""
+    """Return the modules outside of the framework that have imported names of the framework, the script
+    first.
+    """
     root = _root(module_name)
     # __mp_main__ is multiprocessing's name for __main__.
     names = [

@@ -1,10 +1,10 @@
 """The commands of `python -m adaptor`.
 
-`python -m adaptor report [-- script.py ARGUMENTS]`: what of a job would be protected, without training.
+`python -m adaptor report [-- script.py ARGUMENTS]`: the protection of a job, without training.
 
 `python -m adaptor transform SRC DST`: a checkpoint in other parallel sizes (`adaptor/transform/command.py`).
 
-`python -m adaptor layout merge DIR OUT`: layout files of stages into one (the same file).
+`python -m adaptor layout merge DIR OUT`: joins layout files of stages (the same file).
 
 `ttp` has the commands about jobs and checkpoints: `ttp verify`, `ttp store`.
 """
@@ -38,11 +38,11 @@ def run(arguments: list[str] | None) -> int:
     """Print the report, or run another command.
 
     Args:
-        arguments: of the command line; None for this process's.
+        arguments: of the command line; None for the arguments of this process.
 
     Returns:
         The exit code: 0 where every patch fits and nothing is refused, 1 where not, where the script is not
-        protected, or where it is not known because of an error, 2 for bad usage.
+        protected, or where an error prevents an answer, 2 for bad usage.
     """
     parsed = _parser().parse_args(arguments)
     if parsed.command == "transform":
@@ -119,7 +119,7 @@ def _bad_usage(line: str) -> int:
 
 
 def _ranks(name: str, text: str) -> int | None:
-    """Return a number of ranks, None where `text` is empty. Raises ValueError for what is none."""
+    """Return a number of ranks, None where `text` is empty. Raises ValueError for any other text."""
     if not text:
         return None
     try:
@@ -132,12 +132,13 @@ def _ranks(name: str, text: str) -> int | None:
 
 
 def _own_stdout() -> TextIO | None:
-    """Keep stdout for the report: what else this process or a child writes there is dropped until its end.
+    """Keep stdout for the report: other output of this process and its children to stdout is dropped until
+    the end of the process.
 
     Modules of a framework, C code and child processes write to the descriptor 1, past `sys.stdout`.
 
     Returns:
-        Where the report is to be written, None where there is no stdout.
+        The stream for the report, None without a stdout.
     """
     if sys.stdout is None:  # closed before Python started
         return None
@@ -155,7 +156,7 @@ def _own_stdout() -> TextIO | None:
 def _report(
     script: list[str], world_size: int | None, ranks_per_node: int | None, racks: list[str], as_json: bool
 ) -> tuple[str, int]:
-    """Return what is to be printed, and the exit code."""
+    """Return the text to print, and the exit code."""
     import adaptor.patches as patches
     from adaptor import patching
     from adaptor.preflight import Findings
@@ -220,7 +221,7 @@ def _verdict(findings: Findings, lines: int, *, examined: bool) -> str:
     """Return the last line of the report.
 
     Args:
-        lines: how many reasons there are not to say that the job would be protected.
+        lines: the number of reasons against a protected job.
         examined: whether the script was run with its arguments.
     """
     further_lines = f" (and {lines - 1} more)" if lines > 1 else ""
@@ -232,10 +233,10 @@ def _verdict(findings: Findings, lines: int, *, examined: bool) -> str:
 
 
 def _import_targets(names: tuple[str, ...]) -> list[str]:
-    """Import them all.
+    """Import all modules of `names`.
 
     Returns:
-        A line for each that is there and cannot be imported.
+        A line for each present module that cannot be imported.
     """
     failures: list[str] = []
     for name in names:

@@ -1,7 +1,7 @@
-"""The settings of the adaptor: one table, read once into one frozen `Config`.
+"""The settings of the adaptor: a table, read once into one frozen `Config`.
 
 Every setting is an environment variable and a `ttprun` flag; the flag wins. `ttprun` writes its flags into
-the environment of the workers, so that they read the same values.
+the environment of the workers, so all processes read the same values.
 """
 
 from __future__ import annotations
@@ -436,7 +436,7 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     """Read all settings.
 
     Raises:
-        ConfigError: a value makes no sense; the message names the variable, the value and what it may be.
+        ConfigError: a value makes no sense; the message names the variable, the value and the allowed values.
     """
     source = os.environ if environ is None else environ
     values: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""The one object that the parts of the adaptor in a process share: its settings, and the state of each part.
+"""The object shared by the parts of the adaptor in a process: its settings, and the state of each part.
 
-It is made once, from the environment, when it is first asked for: settings are read there and nowhere else.
-A part whose state lasts as long as the process is a class that takes the context, and `Context.part` keeps
-the one object of each class. So nothing is kept in globals of modules, and a test begins with a new context.
+The context is created from the environment at its first use: settings are read at this moment only. A part
+whose state lasts as long as the process is a class with the context as its argument, and `Context.part` keeps
+a single object of each class. So nothing is kept in globals of modules, and a test begins with a new context.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Context:
         self._parts: dict[object, object] = {}
 
     def part(self, kind: Callable[[Context], T]) -> T:
-        """Return the one object of the class `kind` in this process; made when it is first asked for."""
+        """Return the single object of the class `kind` in this process; created at its first use."""
         instance = self._parts.get(kind)
         if instance is None:
             instance = self._parts[kind] = kind(self)
@@ -51,13 +51,14 @@ def get() -> Context:
     """Return the context of this process.
 
     Raises:
-        ConfigError: it is not made yet, and a setting makes no sense.
+        ConfigError: the context does not exist yet, and a setting makes no sense.
     """
     return begin() if _context is None else _context
 
 
 def begin(environ: Mapping[str, str] | None = None) -> Context:
-    """Make the context of this process anew, from the variables in `environ`, or those of the process.
+    """Create the context of this process anew, from the variables in `environ`, or from the process's
+    variables.
 
     Raises:
         ConfigError: a setting makes no sense.

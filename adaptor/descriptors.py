@@ -1,5 +1,6 @@
-"""File descriptors that are reserved for an incident, in which a process may have no other left, and those of
-files in memory."""
+"""File descriptors reserved for an incident, when a process may have no free descriptor, and descriptors of
+files in memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def in_memory(name: str) -> int:
 
 
 class Descriptors:
-    """`count` descriptors, or as many as can be had, until they are released."""
+    """`count` descriptors, or fewer if the limit is reached, held until `release`."""
 
     def __init__(self, count: int) -> None:
         self._kept: list[int] = []
@@ -29,7 +30,7 @@ class Descriptors:
                 self._kept.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
 
     def release(self) -> None:
-        """Give them back: others may be opened in their place."""
+        """Close the descriptors: others may be opened in their place."""
         while self._kept:
             with contextlib.suppress(OSError):
                 os.close(self._kept.pop())

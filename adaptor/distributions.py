@@ -1,6 +1,6 @@
 """How to install the adaptor, and whether another distribution with the same import name is installed.
 
-The adaptor is on no package index, and anybody may register its name there. No message names it in a
+The adaptor is on no package index, and anybody may register its name there. No message names the adaptor in a
 `pip install`.
 """
 
@@ -16,12 +16,12 @@ _SAME_NAME = "adaptor"  # a project of the package index that has nothing to do 
 
 
 def install_command(extra: str) -> str:
-    """Return the words that tell a user how to install the packages of an extra."""
+    """Return the command that installs the packages of an extra."""
     return f"run pip install '.[{extra}]' in the folder of the adaptor's sources"
 
 
 def conflict() -> str:
-    """Return the line about the other distribution, '' where it is not installed.
+    """Return the line about the other distribution, '' if not installed.
 
     Raises:
         ConfigError: our `adaptor/__init__.py` was overwritten, or was removed when the other was uninstalled.

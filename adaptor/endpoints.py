@@ -1,4 +1,4 @@
-"""Reads from text at which address a job is served, and where it sends notices."""
+"""Reads from text the address at which a job is served, and the targets of notices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class HostPort(NamedTuple):
 
     @property
     def is_loopback(self) -> bool:
-        """Return whether only this machine reaches it."""
+        """Return whether only this machine reaches the address."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -30,10 +30,10 @@ class HostPort(NamedTuple):
 
 
 def address(text: str) -> HostPort | None:
-    """Return the address that `[HOST:]PORT` names; without HOST it is on 127.0.0.1; None for ''.
+    """Return the address named by `[HOST:]PORT`; the default HOST is 127.0.0.1; None for ''.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the text names no address.
     """
     if not text:
         return None
@@ -56,14 +56,16 @@ class NoticeTarget(NamedTuple):
     """The targets of notices of incidents.
 
     Attributes:
-        kind: json, slack: an URL; exec: a command line; file: a file with targets, one in each line
+        kind: json, slack: an URL; exec: a command line; file: a file with a target in each line
     """
 
     kind: str
     where: str
 
     def __str__(self) -> str:
-        """Return what may be shown: of an URL no path and of a command no argument, which may be secrets."""
+        """Return the printable part: paths of URLs and arguments of commands may be secrets and are left
+        out.
+        """
         if self.kind == "exec":
             return f"exec:{shlex.split(self.where)[0]}"
         if self.kind not in ("json", "slack"):
@@ -73,10 +75,10 @@ class NoticeTarget(NamedTuple):
 
 
 def target(text: str) -> NoticeTarget | None:
-    """Return the target that a text names; None for ''.
+    """Return the target named by a text; None for ''.
 
     Raises:
-        ValueError: it names none.
+        ValueError: the text names no target.
     """
     if not text:
         return None

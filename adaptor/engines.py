@@ -1,7 +1,7 @@
-"""Engines: what notices a fault and chooses what is saved (TTP_ENGINE).
+"""Engines: an engine notices faults and chooses the step to save (TTP_ENGINE).
 
-An entry point of `ttp_adaptor.engines` names a class with the interface of `Engine`. ttprun makes one, and
-each worker makes one of its own. Importing this module imports nothing of a worker.
+An entry point of `ttp_adaptor.engines` names a class with the interface of `Engine`. ttprun creates an
+engine, and each worker creates its own. An import of this module imports nothing of a worker.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ class Engine(Protocol):
 
     Attributes:
         has_own_agent: True: the agents and the controller of `ttprun` drive the job. False: torch elastic's
-            own agent starts the workers, and they drive themselves.
-        runtime: the class of `adaptor.worker.engine.WorkerRuntime` that each worker makes of its settings and
-            its environment, as `module:name`; it is imported in workers alone
+            own agent starts the workers, and the workers drive themselves.
+        runtime: the class of `adaptor.worker.engine.WorkerRuntime` that each worker creates from its settings
+            and its environment, as `module:name`; imported in workers only
     """
 
     has_own_agent: bool
     runtime: str
 
     def require(self, settings: Config) -> None:
-        """Refuse settings that the engine does not honour, by a ConfigError."""
+        """Refuse settings without an effect in this engine, by a ConfigError."""
 
     def prepare(self, settings: Config) -> Mapping[str, str]:
         """Prepare the process of ttprun, and return variables for the environment of the workers.
 
-        It is called where `has_own_agent` is False, before torch elastic starts its agent. Raises ConfigError
-        where something is missing.
+        Called if `has_own_agent` is False, before torch elastic starts its agent. Raises ConfigError where
+        something is missing.
         """
 
     def exit_code(self, code: int) -> int | None:
-        """Return the exit code of ttprun for that of the worker that failed first.
+        """Return the exit code of ttprun for the exit code of the first failed worker.
 
         Returns:
             None where a worker has told the user why the job is refused.
@@ -61,7 +61,7 @@ class Builtin:
 
 
 def find(name: str) -> Engine:
-    """Return the engine `name` (TTP_ENGINE). Raises ConfigError where none of that name is installed."""
+    """Return the engine `name` (TTP_ENGINE). Raises ConfigError if no such engine is installed."""
     engine_factory = cast(
         "Callable[[], Engine]", plug_ins.choose(plug_ins.ENGINES, name, "TTP_ENGINE", "or left out")
     )

@@ -1,6 +1,6 @@
 """The exceptions of the adaptor.
 
-Each message is one line that names the thing, its value, and what would be right.
+Each message is one line that names the thing, its value, and the right value.
 
 AdaptorError
 ├── ConfigError      a setting makes no sense
@@ -36,7 +36,7 @@ class StepError(AdaptorError):
 
 
 class DriftError(AdaptorError):
-    """A patched function of the framework does not have the signature that its patch declares."""
+    """A patched function of the framework does not have the signature declared by its patch."""
 
 
 class UnsupportedError(AdaptorError):
@@ -44,7 +44,7 @@ class UnsupportedError(AdaptorError):
 
 
 class ResumeError(AdaptorError):
-    """The checkpoint to resume from is damaged, and no other one may be used in its place."""
+    """The checkpoint to resume from is damaged, and no other checkpoint may be used in its place."""
 
 
 class CheckpointError(AdaptorError):
@@ -52,7 +52,7 @@ class CheckpointError(AdaptorError):
 
 
 class StoreError(AdaptorError):
-    """An object store is not named well, refuses, does not answer, or has nothing that can be used."""
+    """An object store has a wrong name, refuses, does not answer, or has no usable content."""
 
 
 def say_in_one_line() -> None:

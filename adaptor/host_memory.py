@@ -1,4 +1,4 @@
-"""Reads how much memory of this machine a process can still have, and which processes ran out of it."""
+"""Reads the available memory of this machine, and the processes killed for lack of memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _VERSION_2 = _Names("memory.max", "memory.current", "inactive_file", "memory.pea
 
 
 def available() -> int:
-    """Return the bytes of memory that processes of this machine and control group can still have."""
+    """Return the bytes of memory still available to processes of this machine and control group."""
     return min([_of_the_machine(), *_of_control_groups()])
 
 
@@ -51,7 +51,7 @@ def _of_the_machine() -> int:
 
 
 def _of_control_groups() -> Iterator[int]:
-    """Return what each control group around this process leaves."""
+    """Return the remaining bytes of each control group around this process."""
     for folder, names in _groups_around(_OWN_GROUPS):
         bytes_left = _left(folder, names)
         if bytes_left is not None:
@@ -62,7 +62,7 @@ def _groups_around(process: Path) -> Iterator[tuple[Path, _Names]]:
     """Return the control groups of version 2 and of version 1 around a process, the innermost first.
 
     Args:
-        process: its file `cgroup` in /proc.
+        process: the process's file `cgroup` in /proc.
     """
     for line in _read(process).splitlines():
         _, controllers, path = line.split(":", 2)
@@ -90,7 +90,7 @@ def _left(folder: Path, names: _Names) -> int | None:
 
 
 class OutOfMemoryKills:
-    """The processes that the kernel has killed for want of memory, in the control groups of noted processes.
+    """The processes killed by the kernel for lack of memory, in the control groups of noted processes.
 
     The kernel counts the kills of a group, and names no process. Invariant: no more deaths are explained than
     the kernel has killed since the newest process of the group was noted.
@@ -109,7 +109,7 @@ class OutOfMemoryKills:
                 return
 
     def explain(self, pid: int) -> str:
-        """Return why SIGKILL has ended the process `pid`; '' where it was not for want of memory."""
+        """Return why SIGKILL has ended the process `pid`; '' for another reason than lack of memory."""
         folder, names = self._groups.pop(pid, (None, _VERSION_2))
         if folder is None or (_kills(folder, names) or 0) <= self._known[folder]:
             return ""

@@ -1,4 +1,4 @@
-"""Protects scripts that use Megatron-core as a library and have a training loop of their own."""
+"""Protects scripts with Megatron-core as a library and a custom training loop."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 class Protection:
-    """The result of `adaptor.protect`: the training loop tells it which step or phase it is in.
+    """The result of `adaptor.protect`: the training loop reports its steps and phases to the object.
 
     Args:
         session: of this process; None where the adaptor is not enabled.
         steps_done: the last finished step.
-        recovery: online recovery, where this process has it.
+        recovery: online recovery, if available in this process.
     """
 
     def __init__(
@@ -40,25 +40,25 @@ class Protection:
     def run_steps(
         self, one_step: Callable[[int], Any], last: int, go_back: Callable[[int], Any] | None = None
     ) -> None:
-        """Call `one_step(number)` for each step from the one after `step` of `adaptor.protect` to `last`.
+        """Call `one_step(number)` for each step after `step` of `adaptor.protect`, up to `last`.
 
-        A script calls it once. Each call is inside of `with protection.step(number):`. Besides, a fault need
-        not start all ranks again (TTP_ONLINE): the survivors stay in this call, a new process of the failed
-        rank runs the script up to it and gets its state from them, and `one_step` is called for the step
-        after the last finished one, once more where it was begun.
+        A script calls the function once. Each call is inside of `with protection.step(number):`. Besides, a
+        fault need not start all ranks again (TTP_ONLINE): the survivors stay in this call, a new process of
+        the failed rank runs the script up to this call and gets its state from the survivors, and `one_step`
+        is called for the step after the last finished step, again if already begun.
 
         Args:
-            one_step: forward and backward pass, optimizer and scheduler, and what belongs to the step
-                besides, such as its line in a log. The same number gives the same data. Where it returns
-                False, on all ranks in the same step, that step is the last one.
+            one_step: forward and backward pass, optimizer and scheduler, and further work of the step, such
+                as its line in a log. The same number gives the same data. A return value of False, on all
+                ranks in the same step, makes the step the last step.
             last: the number of the last step.
             go_back: is called on each rank before training goes on after a fault, with the number of the last
-                finished step: what the script counts by itself, and an iterator over its data, continue
-                behind that step. It may draw random numbers: afterwards the random states are those of the
-                step.
+                finished step: the script's own counters, and an iterator over its data, must continue behind
+                the step. The function may draw random numbers: afterwards the random states of the step are
+                restored.
 
         Raises:
-            StepError: only some of the optimizers made their update; or it is called a second time.
+            StepError: only some of the optimizers made their update; or `run_steps` is called a second time.
         """
         self._require_first("run_steps")
         if self._recovery is not None:
@@ -80,24 +80,25 @@ class Protection:
     ) -> T:
         """Call `loop`, a framework's own, whose steps are made in `with protection.step(number):`.
 
-        A plug-in calls it once, in place of the loop. After a fault (TTP_ONLINE) the survivors leave `loop`
-        by an exception, and a new process of the failed rank comes to this call and gets its state from them.
-        Then `go_back` and `loop` are called on all ranks.
+        A plug-in calls the function once, in the place of the loop. After a fault (TTP_ONLINE) the survivors
+        leave `loop` by an exception, and a new process of the failed rank comes to this call and gets its
+        state from the survivors. Then `go_back` and `loop` are called on all ranks.
 
         Args:
-            loop: makes the steps behind the one to which the framework was set. What it changes for a while
-                it puts back in a `finally`, or `go_back` does.
-            go_back: is called with the last finished step, and the framework's counters behind it (`counters`
-                of `CheckpointContents`). It sets the framework to that step: counters, data, flags of the
-                loop. It may draw random numbers: afterwards the random states are those of the step.
+            loop: makes the steps behind the framework's present step. Temporary changes are undone in a
+                `finally`, or by `go_back`.
+            go_back: is called with the last finished step, and the framework's counters after the step
+                (`counters` of `CheckpointContents`). The function sets the framework to the step: counters,
+                data, flags of the loop. The function may draw random numbers: afterwards the random states of
+                the step are restored.
             why_not: why this job cannot call `loop` again, for a line at the start; a fault then starts all
-                ranks again. Empty: it can.
+                ranks again. Empty: `loop` can be called again.
 
         Returns:
-            What `loop` returns.
+            The result of `loop`.
 
         Raises:
-            StepError: it, or `run_steps`, was called before.
+            StepError: `run_loop` or `run_steps` was called before.
         """
         self._require_first("run_loop")
         if self._recovery is None:
@@ -115,16 +116,16 @@ class Protection:
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Take one step of the training loop: `with protection.step(step):` around forward and backward pass,
+        """Take a step of the training loop: `with protection.step(step):` around forward and backward pass,
         optimizer and scheduler.
 
-        A rank that hangs in it is noticed (TTP_HANG).
+        A hang of the rank in the step is noticed (TTP_HANG).
 
         Args:
-            step: its number, from 1; each is one more than the one before.
+            step: its number, from 1; each number is the previous number plus 1.
 
         Raises:
-            StepError: the number does not follow that of the step before; or only some of the optimizers made
+            StepError: the number does not follow the previous number; or only some of the optimizers made
                 their update.
         """
         if self._session is None:
@@ -137,17 +138,17 @@ class Protection:
             yield
 
     def begin_step(self, step: int) -> None:
-        """Begin `step` on this rank, in a loop into which `with protection.step(...)` does not fit.
+        """Begin `step` on this rank, in a loop without a place for `with protection.step(...)`.
 
-        Call it when optimizer and scheduler have finished the step before. A hang is noticed until the
-        optimizer has made its update, or `end_step` is called; what comes after that may take any time.
+        Call the function when optimizer and scheduler have finished the previous step. A hang is noticed
+        until the optimizer has made its update, or `end_step` is called; later work may take any time.
 
         Args:
-            step: its number, from 1; each is one more than the one before. One that was left without an
-                update may be begun again.
+            step: its number, from 1; each number is the previous number plus 1. A step without an update may
+                be begun again.
 
         Raises:
-            StepError: the number does not follow that of the step before.
+            StepError: the number does not follow the previous number.
         """
         if self._session is not None:
             self._begins_by_itself()
@@ -156,46 +157,46 @@ class Protection:
             self._session.begin_step(step, ends_with_update=True, updates_finish=True)
 
     def _begins_by_itself(self) -> None:
-        """The loop makes its steps without `run_steps`, so they cannot be made once more."""
+        """The loop makes its steps without `run_steps`, so the steps cannot be repeated."""
         if self._recovery is not None and not self._is_in_loop:
             self._recovery.decline()
             self._recovery = None
 
     def end_step(self) -> None:
-        """Leave the step that `begin_step` began, where it makes no update.
+        """End the step of `begin_step` without an update.
 
-        Call it where the loop is left by `break`. Without it the adaptor finds out by the lines on which
-        earlier steps began and made their update, where the loop calls both; else what comes after counts as
-        a part of the step. After an update, or where no step runs, it does nothing.
+        Call the function where `break` leaves the loop. Without the call the adaptor compares the position
+        with the lines of earlier begins and updates, if the loop calls both; otherwise the following code
+        counts as a part of the step. After an update, or outside of a step, the call does nothing.
         """
         if self._session is not None:
             self._session.end_step()
 
     def end_training(self) -> None:
-        """The training loop is over: what comes, as a last evaluation or save, may take any time.
+        """The training loop is over: later work, such as a last evaluation or save, may take any time.
 
-        If a process dies after that, the last step is saved, and all ranks start again. After an exception
-        the last step is saved, and the job ends.
+        If a process dies afterwards, the last step is saved, and all ranks restart. After an exception the
+        last step is saved, and the job ends.
         """
         if self._session is not None:
             self._session.end_training()
             self._session.board.reach(ScriptStage.TRAINED)
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Mark a phase that takes a time of its own: `with protection.phase("evaluation"):`.
+        """Mark a phase with its own duration: `with protection.phase("evaluation"):`.
 
-        It may be between two steps or inside of one. The first phase of a name may take any time. A later
-        one is a hang when it takes longer than five times the slowest recent phase of that name, and longer
-        than five times TTP_HANG.
+        A phase lies between two steps or inside of a step. The first phase of a name may take any time. A
+        later phase is a hang when longer than five times the slowest recent phase of the same name, and
+        longer than five times TTP_HANG.
 
         Args:
-            name: its kind; durations are compared with those of the same name.
+            name: the kind of the phase; durations are compared between phases of the same name.
         """
         return contextlib.nullcontext() if self._session is None else self._session.phase(name)
 
 
 def _whole_number(step: Any) -> int:
-    """Return the number of a step. Raises StepError: it is none."""
+    """Return the number of a step. Raises StepError: the argument is no whole number."""
     try:
         number = operator.index(step)
     except TypeError:
@@ -209,7 +210,7 @@ def _require_megatron(model: Any, optimizer: Any) -> list[Any]:
     """Return the chunks of the model.
 
     Raises:
-        UnsupportedError: they, or the optimizer, are not what Megatron-core makes.
+        UnsupportedError: Megatron-core has not made the chunks or the optimizer.
     """
     chunks = list(model) if isinstance(model, Sequence) else [model]
     if not chunks or not all(hasattr(chunk, "ddp_config") and hasattr(chunk, "config") for chunk in chunks):
@@ -226,7 +227,7 @@ def _require_megatron(model: Any, optimizer: Any) -> list[Any]:
 
 
 def _claim(optimizer: Any) -> None:
-    """Claim the job, if nobody has done so before its process groups were made; these stay as they are."""
+    """Claim the job, unless claimed before its process groups were made; present groups stay unchanged."""
     from adaptor import context, patching
     from adaptor.patches import megatron_core
     from adaptor.replica.choice import ReplicaChoice
@@ -250,7 +251,7 @@ def protect(
     format: str = "torch",
     contents: CheckpointContents | None = None,
 ) -> Protection:
-    """Do what `adaptor.protect` promises, where the adaptor is enabled; the arguments are those of it.
+    """Do the work of `adaptor.protect`, if the adaptor is enabled; with the same arguments.
 
     Raises:
         UnsupportedError: as `adaptor.protect` says.
@@ -318,7 +319,7 @@ def protect(
     everyone = group.of_everyone()
 
     def describe(is_repeated: bool) -> MegatronTrainee:
-        """Describe what this rank holds: collective. `is_repeated`: the user has been told."""
+        """Describe the shards of this rank: collective. `is_repeated`: the user has been told."""
         mirrors = replicas_of(
             optimizer,
             parallel_state.get_data_parallel_world_size(with_context_parallel=True),
@@ -365,8 +366,7 @@ def write_host_copies(
     format: str = "torch",
     contents: CheckpointContents | None = None,
 ) -> int | None:
-    """Do what `adaptor.write_host_copies` promises, where the adaptor is enabled; the arguments are those of
-    it."""
+    """Do the work of `adaptor.write_host_copies`, if the adaptor is enabled; with the same arguments."""
     from adaptor import patching
     from adaptor.checkpoint.training_state import CheckpointContents
     from adaptor.frameworks import library_state

@@ -1,9 +1,9 @@
 """Writes for people: lines on stdout and stderr, logs, reports.
 
-Nothing of it may hold up or break a decision, whether a pipe's reader has stopped, a terminal is gone, or a
-disk is full or hangs. So each place has a `Writer`, a bounded queue with a thread of its own, and the caller
-goes on at once. What cannot be written is dropped. At the end of a process `drain` waits for the rest, for a
-bounded time.
+Output must not delay or break a decision, whether a pipe's reader has stopped, a terminal is gone, or a disk
+is full or hangs. Each place therefore has a `Writer`, a bounded queue with its own thread, and the caller
+goes on at once. Text that cannot be written is dropped. At the end of a process `drain` waits for the rest,
+for a bounded time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _writers: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 class Writer:
-    """Runs what it is given in order, in a thread of its own; for one place that may fail or hang.
+    """Runs jobs in order, in its own thread; for a place that may fail or hang.
 
     Attributes:
-        dropped: how many it has not taken, because too many were waiting
+        dropped: the number of jobs refused because the queue was full
     """
 
     def __init__(self, name: str) -> None:
@@ -46,14 +46,14 @@ class Writer:
         _writers.add(self)
 
     def forget(self) -> None:
-        """Begin anew, without what is queued: in the child of a fork there is no thread, but the queue."""
+        """Begin anew, without the queued jobs: the child of a fork has the queue, but not the thread."""
         self._jobs: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self.dropped = 0
 
     def start(self) -> bool:
-        """Start the thread now, while one can be had; False where none can be had."""
+        """Start the thread now; False where none can be had."""
         if self._thread is not None:
             return True
         with self._starting:
@@ -67,7 +67,7 @@ class Writer:
         return True
 
     def submit(self, job: Callable[[], object]) -> bool:
-        """Queue `job`; from any thread. Returns whether it will be run; never waits, never raises."""
+        """Queue `job`; from any thread. Return whether the job will be run; never waits, never raises."""
         if not self.start():
             return False
         if self._jobs.qsize() >= _MOST:
@@ -82,15 +82,15 @@ class Writer:
 
     @property
     def waiting(self) -> int:
-        """Return how many jobs wait for the one that is run."""
+        """Return the number of jobs behind the running job."""
         return self._jobs.qsize()
 
     def drain(self, seconds: float = DRAIN_S) -> bool:
-        """Wait until all that is queued by now has been run, `seconds` at most; returns whether it has."""
+        """Wait until all queued jobs have been run, at most `seconds`; return whether all have."""
         return self.left_after_drain(seconds) >= 0.0
 
     def left_after_drain(self, seconds: float) -> float:
-        """Drain it; return what is left of `seconds`, below zero where they were not enough."""
+        """Drain the writer; return the rest of `seconds`, below zero after a time-out."""
         if self._thread is None or self._thread is threading.current_thread():
             return seconds
         drained = threading.Event()
@@ -98,7 +98,7 @@ class Writer:
         return threads.wait(drained, seconds)
 
     def close(self, seconds: float = DRAIN_S) -> bool:
-        """Drain it for the last time, and let its thread end; one that hangs stays behind."""
+        """Drain the writer for the last time, and let its thread end; a hanging thread stays behind."""
         _writers.discard(self)
         drained = self.drain(seconds)
         if self._thread is not None:
@@ -131,8 +131,8 @@ def start() -> None:
 def tell(text: str, to: Literal["stderr", "stdout"] = "stderr") -> None:
     """Write `text` and a newline for the user; from any thread. Never waits, never raises.
 
-    Past Python's own buffers: at the end of the interpreter these are locked where a thread hangs in them,
-    and text that cannot be written makes the exit code 120.
+    Past Python's own buffers: at the end of the interpreter the buffers are locked if a thread hangs in them,
+    and unwritable text makes the exit code 120.
     """
     stream = getattr(sys, to)
     if stream is None:  # closed before Python started
@@ -149,7 +149,7 @@ def tell(text: str, to: Literal["stderr", "stdout"] = "stderr") -> None:
 
 
 def drain(seconds: float = DRAIN_S) -> bool:
-    """Wait until what has been told, logged and reported is written, `seconds` at most for all of it."""
+    """Wait until all queued lines, logs and reports are written, at most `seconds` in total."""
     seconds_left = [seconds]
     for writer in list(_writers):
         seconds_left.append(writer.left_after_drain(max(0.0, seconds_left[-1])))
@@ -157,15 +157,15 @@ def drain(seconds: float = DRAIN_S) -> bool:
 
 
 def leave(code: int, seconds: float = DRAIN_S) -> NoReturn:
-    """End the process now, without taking the interpreter down, once what was told is written."""
+    """End the process now, without an interpreter shutdown, once all queued output is written."""
     drain(seconds)
     os._exit(code)
 
 
 def finish() -> None:
-    """At the end of a program of ours: write the rest, and let the exit code be what was returned.
+    """At the end of a program of ours: write the rest, and make the returned value the exit code.
 
-    The interpreter would make it 120 where something is left in a stream that cannot be written.
+    The interpreter would make the code 120 if a stream that cannot be written has content left.
     """
     drain()
     for stream in (sys.stdout, sys.stderr):
@@ -178,7 +178,7 @@ def finish() -> None:
 
 
 def divert_logging() -> None:
-    """Let what other libraries log to stderr be told, so that it does not hold up who logs it."""
+    """Redirect the stderr logs of other libraries to `tell`, so that a log call never waits."""
     logging.lastResort = logging.StreamHandler(_TOLD)
     logging.lastResort.setLevel(logging.WARNING)
     names = [None, *logging.root.manager.loggerDict]
@@ -189,7 +189,7 @@ def divert_logging() -> None:
 
 
 def _told_instead_of(handler: logging.StreamHandler[_ToldStream]) -> logging.Handler:
-    """Return the handler, or, where its stream cannot be set (dill has such a one), another one like it."""
+    """Return the handler, or a similar handler if its stream cannot be set (as in dill)."""
     try:
         handler.setStream(_TOLD)
     except AttributeError:
@@ -201,7 +201,7 @@ def _told_instead_of(handler: logging.StreamHandler[_ToldStream]) -> logging.Han
 
 
 class _ToldStream(io.TextIOBase):
-    """A stream that tells each text that is written."""
+    """A stream that passes each text to `tell`."""
 
     def write(self, text: str) -> int:
         tell(text.removesuffix("\n"))
@@ -212,7 +212,7 @@ _TOLD = _ToldStream()
 
 
 def descriptor_of(stream: TextIO) -> int | None:
-    """Return that of the process's own stdout or stderr; None where `stream` is another one."""
+    """Return the descriptor of the process's own stdout or stderr; None for any other stream."""
     if stream is not sys.__stdout__ and stream is not sys.__stderr__:
         return None
     try:
@@ -227,7 +227,7 @@ def _write_to_stream(stream: TextIO, text: str) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write `data` past Python's own buffers: it may wait for a reader for ever."""
+    """Write `data` past Python's own buffers: the call may wait for a reader for ever."""
     while data:
         try:
             data = data[os.write(descriptor, data) :]
@@ -236,7 +236,7 @@ def write_all(descriptor: int, data: bytes) -> None:
 
 
 def _write_if_ready(descriptor: int, data: bytes) -> None:
-    """Without a thread: what fits in now, in one piece."""
+    """Without a thread: write the text that fits in now, in one piece."""
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLOUT)

@@ -1,7 +1,7 @@
-"""Plug-ins: what installed distributions add to the adaptor, found through entry points (docs/plug_ins.md).
+"""Plug-ins: extensions of the adaptor by installed distributions, by entry points (docs/plug_ins.md).
 
-The devices, engines and checkpoint formats of the adaptor itself are declared in the same way, in its
-pyproject.toml. Finding a plug-in imports nothing of it.
+The adaptor's own devices, engines and checkpoint formats are declared in the same way, in its pyproject.toml.
+The search imports nothing of a plug-in.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _OWN = "ttp-adaptor"
 def declared(group: str) -> tuple[EntryPoint, ...]:
     """Return the entry points of a group, by name.
 
-    Those of every distribution on the path: `importlib.metadata.entry_points` takes the first one alone of
-    several with the same name, which may be what a build has left in the working directory.
+    The entry points of every distribution on the path count: `importlib.metadata.entry_points` keeps only the
+    first of several distributions with the same name, which may be a build's left-over in the working
+    directory.
     """
     return tuple(entry_point for entry_point in _installed(tuple(sys.path)) if entry_point.group == group)
 
 
 @functools.lru_cache
 def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
-    """Return all entry points, sorted; a worker asks eight times as it starts, and every file is read for it.
+    """Return all entry points, sorted; a starting worker asks eight times, and each search reads every file.
 
     Args:
         path: where `distributions` looks now: `sys.path`.
@@ -50,22 +51,22 @@ def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
 
 
 def names(group: str) -> tuple[str, ...]:
-    """Return the names that a user may choose from."""
+    """Return the names available to a user."""
     return tuple(dict.fromkeys(entry_point.name for entry_point in declared(group)))
 
 
 def choose(group: str, name: str, setting: str, otherwise: str) -> object:
-    """Import what is installed under a name that the user has given.
+    """Import the plug-in of a name set by the user.
 
     Args:
         group: of entry points.
-        name: what the user has given.
+        name: the name.
         setting: where, as a variable or a flag.
-        otherwise: what the user can do who wants none of those that are there, for the message.
+        otherwise: the user's alternative to the installed plug-ins, for the message.
 
     Raises:
-        ConfigError: there is none of this name; the message names those that there are.
-        StartError: there are two, or it cannot be imported.
+        ConfigError: the name is not installed; the message lists the installed names.
+        StartError: the name is installed twice, or cannot be imported.
     """
     matching = [entry_point for entry_point in declared(group) if entry_point.name == name]
     if not matching:
@@ -83,7 +84,7 @@ def choose(group: str, name: str, setting: str, otherwise: str) -> object:
 
 
 def load(plug_in: EntryPoint) -> object:
-    """Import what an entry point names. Raises StartError, in one line, where that fails."""
+    """Import the object of an entry point. Raises StartError, in one line, on failure."""
     try:
         loaded: object = plug_in.load()
     except Exception as error:  # whatever somebody else's module raises
@@ -100,7 +101,7 @@ def _owner(plug_in: EntryPoint) -> str:
 
 
 def _require_own(group: str) -> None:
-    """Tell an installation that is older than its sources, or none at all, from a wrong name."""
+    """Distinguish an outdated or missing installation from a wrong name."""
     if not any(_owner(entry_point) == _OWN for entry_point in declared(group)):
         raise StartError(
             f"{_OWN} is installed without its own entry points ({group}), or is older than its sources:"

@@ -1,8 +1,8 @@
 """Runs a script until its arguments are known, for `python -m adaptor report`, in place of training.
 
-The script runs in this process as rank 0 of a job, up to the point where its framework has parsed and
-validated the arguments (`adaptor.patches.report_arguments`), or where it would make a process group or an
-optimizer. No other process takes part, and nothing is written to the save folder.
+The script runs in this process as rank 0 of a job, until its framework has parsed and validated the arguments
+(`adaptor.patches.report_arguments`), or until the first process group or optimizer. No other process takes
+part, and nothing is written to the save folder.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class BadArguments(Stop):
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The sizes that decide about replicas, from the framework's arguments.
+    """The sizes that determine the replicas, from the framework's arguments.
 
     Args:
         world_size: ranks of the job.
         data_parallel: ranks that share the optimizer state, context parallel included.
-        experts: ranks that have the same experts, 0 without experts.
+        experts: ranks with the same experts, 0 without experts.
         sharded: whether the optimizer is distributed.
-        instances: the optimizer instances that the user asked the framework for.
+        instances: the optimizer instances in the framework's arguments.
         tensor: the tensor parallel size.
         expert: ranks with different experts, their own tensor parallel size included.
         may_copy: whether ranks may have copies in host memory (TTP_HOST_COPY).
@@ -73,13 +73,13 @@ class Findings:
 
     Args:
         refusals: why the job would be refused, one line each.
-        unprotected: why the script would train unprotected; '' where it would not, or it is not known.
-        error: how the script ended before it was known what of it would be protected.
+        unprotected: why the script would train unprotected; '' if protected, or unknown.
+        error: how the script ended before its protection was known.
         layout: None where no framework has parsed the arguments.
-        model: None where its sizes are not known.
-        replica: `split`, `mirror`, `whole` (every rank has all) or `none`; '' where it is not known.
-        not_online: why a fault restarts all ranks, a line for each reason; empty: it is recovered online;
-            None where the options do not tell.
+        model: None if its sizes are unknown.
+        replica: `split`, `mirror`, `whole` (every rank has all) or `none`; '' if unknown.
+        not_online: why a fault restarts all ranks, a line for each reason; empty: faults are recovered
+            online; None where the options do not tell.
     """
 
     refusals: list[str] = field(default_factory=list)
@@ -91,10 +91,10 @@ class Findings:
     not_online: list[str] | None = None
 
     def plan(self, ranks_per_node: int | None, racks: Sequence[str] = ()) -> Plan | None:
-        """Return what protection would take and give, None where the layout is not known.
+        """Return the gains and costs of protection, None if the layout is unknown.
 
         Args:
-            ranks_per_node: None: all are on one node.
+            ranks_per_node: None: all ranks are on one node.
             racks: the rack of each node; empty: not known.
         """
         layout = self.layout
@@ -114,16 +114,16 @@ class Findings:
         return made if layout.may_copy else replace(made, remedy="")
 
     def cost(self) -> float | None:
-        """Return the bytes that replicas take on each rank for each parameter of the model, None if unknown.
+        """Return the bytes of replicas on each rank for each parameter of the model, None if unknown.
 
-        Tensor, pipeline and data parallel ranks share them alike.
+        Tensor, pipeline and data parallel ranks share these bytes alike.
         """
         if self.layout is None:
             return None
         return _BYTES.get(self.replica, 0) / self.layout.world_size
 
     def words(self) -> str:
-        """Return what would be protected and how, in one line."""
+        """Return the protection of the job, in one line."""
         if self.unprotected:
             return f"this script is not protected: {self.unprotected}"
         if self.layout is None:
@@ -149,10 +149,10 @@ class Findings:
 
 
 class Preflight:
-    """The report that is being made in this process, a part of its context; in training there is none.
+    """The report of this process, a part of its context; absent in training.
 
     Attributes:
-        findings: what the script that runs is found to be
+        findings: the findings about the running script
     """
 
     def __init__(self, context: Context) -> None:
@@ -165,13 +165,13 @@ def examine(
     model: Callable[[], ModelSize | None],
     not_online: Callable[[], Iterable[str]],
 ) -> None:
-    """Take down every refusal in place of the first, and the layout. In training it is never called.
+    """Take down every refusal in place of the first, and the layout. Never called in training.
 
     Args:
         checks: each raises an AdaptorError for one reason to refuse the job.
         layout: describes the parallel layout.
-        model: returns the sizes of the model, None where they are not known.
-        not_online: returns the reasons for which a fault would restart all ranks.
+        model: returns the sizes of the model, None if unknown.
+        not_online: returns the reasons why a fault would restart all ranks.
     """
     findings = context.part(Preflight).findings
     assert findings is not None
@@ -189,7 +189,7 @@ def examine(
 
 
 def run(script: list[str], world_size: int) -> Findings:
-    """Run `script` (its path and arguments) until its arguments are known; what it prints is dropped."""
+    """Run `script` (its path and arguments) until its arguments are known; the script's output is dropped."""
     os.environ.update(
         RANK="0",
         LOCAL_RANK="0",
@@ -270,7 +270,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _flags_in(assertion: str) -> str:
-    """Return which flags of the script an assertion about its arguments is about, in words; '' for others."""
+    """Return the flags of the script named by an assertion about its arguments, in words; '' for others."""
     flags = [f"--{name.replace('_', '-')}" for name in dict.fromkeys(re.findall(r"\bargs\.(\w+)", assertion))]
     if not flags:
         return ""
@@ -280,7 +280,7 @@ def _flags_in(assertion: str) -> str:
 
 @contextlib.contextmanager
 def _no_training() -> Iterator[None]:
-    """Let a parser that does not take its arguments say why, and stop whatever begins to train."""
+    """Let a parser print its error, and stop any begin of training."""
     import torch
 
     def refuse(self: argparse.ArgumentParser, message: str) -> NoReturn:
@@ -306,7 +306,9 @@ def _no_training() -> Iterator[None]:
 
 
 def least_world_size(arguments: list[str]) -> int:
-    """The fewest ranks that the arguments of a script allow; 1 where they make no sense."""
+    """Return the smallest number of ranks that the arguments of a script allow; 1 if the arguments make no
+    sense.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in {*_MODEL, *_EXPERTS}:
         parser.add_argument(f"--{name}", type=int)

@@ -1,6 +1,6 @@
-"""Calculates what protection of a job would take and give, before there is one; nothing is trained.
+"""Calculates the gains and costs of protection before a job exists; nothing is trained.
 
-The formulas are those of docs/costs.md, which benchmarks/results/layouts.md compares with what was measured.
+The formulas are those of docs/costs.md, which benchmarks/results/layouts.md compares with measurements.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ModelSize:
 
     Args:
         tensor: the tensor parallel size.
-        dense: parameters of the rank that has most, without experts.
+        dense: parameters of the rank with most parameters, without experts.
         experts: parameters of experts on a rank.
         total: dense parameters of all pipeline stages with one tensor rank.
         weight: bytes of a weight.
@@ -79,10 +79,10 @@ def plan(
 
     Args:
         sharing: how ranks share optimizer state.
-        model: its sizes; None where they are not known.
-        chosen: the kind of replicas that the job would have.
+        model: its sizes; None if unknown.
+        chosen: the kind of replicas of the job.
         ranks: of the job, in the framework's usual order: tensor, context, data, pipeline.
-        ranks_per_node: how many are on one node.
+        ranks_per_node: the number of ranks on a node.
         racks: the rack of each node; empty: not known.
         host_copy: after how many steps copies in host memory are made; 0: never; None: auto.
     """
@@ -121,7 +121,7 @@ def _shard(sharing: Sharing, model: ModelSize) -> float:
 
 
 def _mirrored(sharing: Sharing, model: ModelSize) -> float:
-    """Return the parameters of a shard that have a second copy: not those of experts on one rank alone."""
+    """Return the number of parameters of a shard with a second copy: all but experts on one rank alone."""
     if not sharing.sharded:
         return 0.0
     experts = model.experts / sharing.experts if sharing.experts > 1 else 0
@@ -167,7 +167,9 @@ def _replicas(
 def _racks(
     shares: dict[int, list[Share]], node_of: dict[int, int], racks: Sequence[str]
 ) -> tuple[bool, tuple[int, ...] | None]:
-    """Return whether any 1 rack may be lost, and an order of the nodes in which it may be, if not."""
+    """Return whether any 1 rack may be lost; if not, an order of the nodes in which any 1 rack may be
+    lost.
+    """
 
     def fits(order: Sequence[int]) -> bool:
         return tolerance.spare(shares, lambda rank: racks[order[node_of[rank]]]) > 0
@@ -185,7 +187,7 @@ def _racks(
 
 
 def _shares(kind: str, sharing: Sharing, node_of: dict[int, int]) -> dict[int, list[Share]]:
-    """Return what each rank would hold."""
+    """Return the shards of each rank."""
     from adaptor.replica.ring import stride  # torch, which is for the script to import
 
     shares: dict[int, list[Share]] = {rank: [] for rank in node_of}
@@ -198,7 +200,7 @@ def _shares(kind: str, sharing: Sharing, node_of: dict[int, int]) -> dict[int, l
 
 
 def _groups(ranks: int, size: int, inner: int) -> list[list[int]]:
-    """Return the groups of `size` ranks that have the same part of the model, `inner` ranks apart."""
+    """Return the groups of `size` ranks with the same part of the model, `inner` ranks apart."""
     return [
         [outer + first + inner * place for place in range(size)]
         for outer in range(0, ranks, size * inner)
@@ -209,10 +211,10 @@ def _groups(ranks: int, size: int, inner: int) -> list[list[int]]:
 def _share(
     shares: dict[int, list[Share]], name: str, group: Sequence[int], kind: str, instances: int, apart: int
 ) -> None:
-    """Add what each rank of a group holds.
+    """Add the shards of each rank of a group.
 
     Args:
-        apart: the distance from the owner of a shard to the rank that mirrors it.
+        apart: the distance from the owner of a shard to its mirror.
     """
     size = len(group)
     count = {"whole": 1, "split": max(1, size // max(2, instances))}.get(kind, size)

@@ -1,4 +1,4 @@
-"""Settings and their values: each function reads a text, and raises ValueError where it makes no sense."""
+"""Settings and their values: each function parses a text, and raises ValueError for a text without sense."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Setting:
     """A row of `config.SETTINGS`: the variable behind a field of `Config`, and its allowed values.
 
     Attributes:
-        repeats: the flag may be given several times; the variable has its values with a line break between
-        same_on_all_nodes: it decides for the whole job: nodes with different values are refused before
+        repeats: the flag may be given several times; the variable has its values with line breaks between
+        same_on_all_nodes: the value holds for the whole job: nodes with different values are refused before
             workers start (launchers/rendezvous/agreement.py)
     """
 
@@ -47,7 +47,7 @@ def truth(text: str) -> bool:
 
 
 def number(low: float, high: float, kind: Callable[[str], float]) -> Callable[[str], float]:
-    """Return what reads a number of this `kind` from `low` to `high`."""
+    """Return a parser of numbers of this `kind` from `low` to `high`."""
 
     def parse(text: str) -> float:
         value = kind(text)
@@ -59,17 +59,17 @@ def number(low: float, high: float, kind: Callable[[str], float]) -> Callable[[s
 
 
 def zero_or(parse: Callable[[str], float]) -> Callable[[str], float]:
-    """Return what reads 0, or what `parse` reads."""
+    """Return a parser of 0, and of the texts of `parse`."""
     return lambda text: 0.0 if text.strip() == "0" else parse(text)
 
 
 def auto_or(parse: Callable[[str], float]) -> Callable[[str], float | None]:
-    """Return what reads `auto` as None, or what `parse` reads."""
+    """Return a parser of `auto` as None, and of the texts of `parse`."""
     return lambda text: None if text == "auto" else parse(text)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
-    """Return what takes one of `choices`."""
+    """Return a parser of `choices`."""
 
     def parse(text: str) -> str:
         if text not in choices:
@@ -80,21 +80,21 @@ def one_of(*choices: str) -> Callable[[str], str]:
 
 
 def path(text: str) -> str:
-    """Refuse the text of a key or certificate where the path of its file belongs."""
+    """Refuse the text of a key or certificate in the place of a file's path."""
     if "\n" in text or "-----" in text:
         raise NotShownError
     return text
 
 
 def new_file(text: str) -> str:
-    """Refuse a file that cannot be there: the job would end without it."""
+    """Refuse a file that cannot exist: the job would end without the file."""
     if text and (not text.strip() or Path(text).is_dir() or not Path(text).absolute().parent.is_dir()):
         raise ValueError
     return text
 
 
 def store_url(text: str) -> str:
-    """Refuse credentials in the URL: it is shown in messages. The rest is checked where it is opened."""
+    """Refuse credentials in the URL: messages show the URL. The rest is checked when the store is opened."""
     if "@" in text:
         raise NotShownError
     return text
@@ -102,16 +102,16 @@ def store_url(text: str) -> str:
 
 @dataclass(frozen=True)
 class Pull:
-    """The objects below a URL, and the folder that they are brought to."""
+    """The objects below a URL, and their local folder."""
 
     url: str
     folder: str
 
 
 def pulls(text: str) -> tuple[Pull, ...]:
-    """Return what `s3://bucket/data=/cache/data` says, several of them with white space between.
+    """Return the pulls of a text such as `s3://bucket/data=/cache/data`, separated by white space.
 
-    The folder is what follows the last `=`: prefixes such as `date=2026` have others.
+    The folder follows the last `=`: prefixes such as `date=2026` contain further ones.
     """
     parts = re.split(r"\s+(?=[^\s/=]*://)", text.strip()) if text.strip() else []
     if any("@" in re.sub("^[^/]*://", "", word).partition("/")[0] for word in parts):
@@ -126,7 +126,7 @@ def pulls(text: str) -> tuple[Pull, ...]:
 
 
 def rate(text: str) -> int:
-    """Return the bytes of a second that a text such as 200M says."""
+    """Return the bytes per second of a text such as 200M."""
     match = re.fullmatch(r"([0-9]{1,12})([kKMG]?)", text.strip())
     if match is None:
         raise ValueError
@@ -134,7 +134,7 @@ def rate(text: str) -> int:
 
 
 def endpoint(text: str) -> str:
-    """Refuse credentials in the URL: it is shown in messages."""
+    """Refuse credentials in the URL: messages show the URL."""
     if "@" in text:
         raise NotShownError
     if text and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text):
@@ -147,7 +147,7 @@ class NotShownError(ValueError):
 
 
 def notice_target(text: str) -> endpoints.NoticeTarget | None:
-    """Do not show what is no target: an URL of Slack is a secret."""
+    """Do not print a text that is no target: an URL of Slack is a secret."""
     try:
         return endpoints.target(text)
     except ValueError:
@@ -155,7 +155,7 @@ def notice_target(text: str) -> endpoints.NoticeTarget | None:
 
 
 def folders(text: str) -> tuple[str, ...]:
-    """Return the folders of a text, one in each line."""
+    """Return the folders of a text, one folder in each line."""
     return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
@@ -168,10 +168,10 @@ def folder(text: str) -> str:
 
 @dataclass(frozen=True)
 class Reshape:
-    """The tensor and pipeline parallel sizes that a model gets where those of the arguments do not fit.
+    """The tensor and pipeline parallel sizes of a model if the sizes of the arguments do not fit.
 
     Attributes:
-        tp, pp: 0 and 0: they are chosen (`auto`)
+        tp, pp: 0 and 0: chosen by the adaptor (`auto`)
     """
 
     tp: int = 0
@@ -182,7 +182,7 @@ class Reshape:
 
 
 def reshape(text: str) -> Reshape | None:
-    """Return what `no`, `auto` or `tp=2,pp=1` says."""
+    """Return the value of `no`, `auto` or `tp=2,pp=1`."""
     if text in ("no", "auto"):
         return Reshape() if text == "auto" else None
     match = re.fullmatch(r"tp=([1-9][0-9]{0,4}),pp=([1-9][0-9]{0,4})", text)
@@ -192,11 +192,11 @@ def reshape(text: str) -> Reshape | None:
 
 
 def require_one_kind_of_connection(tls: str, files: Mapping[str, str]) -> None:
-    """Refuse some of the three files of TLS, and all of them with TTP_TLS=plain.
+    """Refuse an incomplete set of the three files of TLS, and any of the files with TTP_TLS=plain.
 
     Args:
         tls: the value of TTP_TLS.
-        files: their variables and paths; '' where there is none.
+        files: their variables and paths; '' for a missing file.
 
     Raises:
         ConfigError: names the variables.

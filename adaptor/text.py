@@ -1,7 +1,8 @@
-"""Makes text from outside encodable, and limits its length, before anything else is done with it.
+"""Makes text from outside encodable, and limits its length, before any other use.
 
-An exception may quote a file name that is no UTF-8, carry megabytes, or fail to say what it is. None of these
-may be sent, logged or printed: one message that cannot be encoded would end the thread that sends it.
+An exception may quote a file name in another encoding than UTF-8, carry megabytes, or fail in its own
+`__str__`. Such text must not be sent, logged or printed: a message that cannot be encoded would end the
+sending thread.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ _HIGHEST_CODE = 255
 
 
 def encodable(text: str, limit: int = LINE) -> str:
-    """Return `text` such that it can be encoded as UTF-8: undecodable bytes of file names become `\\udc..`.
+    """Return `text` in a form that can be encoded as UTF-8: undecodable bytes of file names become `\\udc..`.
 
     Args:
-        limit: characters that are kept; the end then says how many are left out.
+        limit: the number of kept characters; the end then says how many are left out.
     """
     if len(text) > limit:
         text = f"{text[:limit]}... ({len(text) - limit} more characters)"
@@ -27,7 +28,7 @@ def encodable(text: str, limit: int = LINE) -> str:
 
 
 def say(thing: object) -> str:
-    """Return `str(thing)`, whatever its own `__str__` does."""
+    """Return `str(thing)`, or a substitute if `__str__` fails."""
     try:
         return str(thing)
     except Exception as error:
@@ -42,7 +43,7 @@ def describe(error: BaseException) -> str:
 
 
 def trace(error: BaseException) -> str:
-    """Return the traceback of `error`, as Python prints it."""
+    """Return the traceback of `error`, as Python prints tracebacks."""
     try:
         return encodable("".join(traceback.format_exception(error)).rstrip("\n"), PAGE)
     except Exception as failure:  # of a class that cannot be shown
@@ -50,9 +51,9 @@ def trace(error: BaseException) -> str:
 
 
 def exit_code(code: int) -> int:
-    """Return what the kernel makes of `code` when a Python process ends with it: 0 to 255.
+    """Return the exit status that the kernel keeps when a Python process ends with `code`: 0 to 255.
 
-    Python takes a number that does not fit a C long for -1, which is 255.
+    Python takes a number outside of a C long for -1, which is 255.
     """
     fits = -(1 << 63) <= code < 1 << 63
     return code & _HIGHEST_CODE if fits else _HIGHEST_CODE

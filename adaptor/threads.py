@@ -1,7 +1,7 @@
-"""Threads that are there before they are needed.
+"""Threads started before they are needed.
 
-In an incident a machine may have no more of them (`pids.max`, RLIMIT_NPROC): what has to be done then is done
-by threads that were started when the process was.
+In an incident a machine may refuse new threads (`pids.max`, RLIMIT_NPROC): the work of an incident runs in
+threads that were started with the process.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _SLICE_S = 0.1
 
 
 class Reserve:
-    """Runs jobs in threads that exist already, and starts more where all are taken and one can be had.
+    """Runs jobs in existing threads, and starts more threads if all are busy and the machine allows more.
 
-    A job that hangs keeps its thread. A job for which there is none waits for the next that is free.
+    A hanging job keeps its thread. A job without a thread waits for the next free thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -37,16 +37,16 @@ class Reserve:
         self._taken = 0  # by jobs that run or wait
 
     def prepare(self, count: int) -> None:
-        """Start threads until `count` are there, or no more can be had."""
+        """Start threads until `count` exist, or the machine allows no more."""
         with self._lock, contextlib.suppress(RuntimeError):
             while self._threads < count:
                 self._start()
 
     def run(self, name: str, job: Callable[[], object]) -> None:
-        """Run `job` in a thread that is called `name` meanwhile.
+        """Run `job` in a thread named `name` during the job.
 
         Raises:
-            RuntimeError: there is no thread at all, and none can be had.
+            RuntimeError: no thread exists, and none can be started.
         """
         with self._lock:
             self._taken += 1
@@ -60,7 +60,7 @@ class Reserve:
         self._jobs.put((name, job))
 
     def close(self) -> None:
-        """Let the threads end, each when its job has."""
+        """Let each thread end after its job."""
         with self._lock:
             for _ in range(self._threads):
                 self._jobs.put(None)
@@ -90,13 +90,13 @@ reserve = Reserve("ttp-reserve")
 
 
 def wait(event: threading.Event, limit_s: float) -> float:
-    """Wait until another thread of this process sets `event`, `limit_s` at most.
+    """Wait until another thread of this process sets `event`, at most `limit_s`.
 
-    A time in which the process is stopped, or gets no processor, counts as little: that thread has not run
+    Time in which the process is stopped, or gets no processor, hardly counts: the other thread has not run
     either.
 
     Returns:
-        The seconds that are left; below zero where it was not set.
+        The rest of the limit in seconds; below zero after a time-out.
     """
     remaining_s = limit_s
     while not event.wait(min(_SLICE_S, max(0.0, remaining_s))):
@@ -107,7 +107,7 @@ def wait(event: threading.Event, limit_s: float) -> float:
 
 
 class Background(Generic[T]):
-    """A call that another thread makes, which may hang in it.
+    """A call that may hang, made in another thread.
 
     Args:
         act: is called at once.
@@ -127,13 +127,13 @@ class Background(Generic[T]):
             self._done.set()
 
     def within(self, limit_s: float) -> T | None:
-        """Return what the call has returned; None where it has not after `limit_s`, or has raised."""
+        """Return the result of the call; None after a time-out of `limit_s`, or an exception."""
         wait(self._done, limit_s)
         return self._found[0] if self._found else None
 
 
 def within(limit_s: float, act: Callable[[], T], name: str = "ttp-device") -> T | None:
-    """Return what `act` returns, called in a thread of this `name`, for it may hang.
+    """Return the result of `act`, called in a thread with this `name`, because `act` may hang.
 
     Returns None after `limit_s` seconds.
     """

@@ -1,11 +1,11 @@
-"""Waits of the main thread for collectives, which another thread can end.
+"""Waits of the main thread for collectives, with an end by another thread.
 
-gloo forgets work when its connection breaks: a send that is half written or that the kernel has refused, and
-a message of which a part has arrived (pair.cc: `signalException` tells only what is still queued). Whoever
-waits for that work waits to the time-out of the group, half an hour, and torch has nothing that ends it.
+gloo forgets work when its connection breaks: a send that is half written or refused by the kernel, and a
+partly arrived message (pair.cc: `signalException` reports only queued work). A wait for forgotten work lasts
+until the time-out of the group, half an hour, and torch cannot end the wait.
 
-Invariant: where a wait goes through here, the main thread is never longer than `SLICE_S` in torch's code
-without looking whether its wait was ended. The work itself is left behind with its thread.
+Invariant: in a wait of this module, the main thread is never longer than `SLICE_S` in torch's code without
+checking for the end of the wait. The work is left behind with its thread.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ _SLICE = timedelta(seconds=SLICE_S)
 
 
 class WaitEndedError(RuntimeError):
-    """The wait was ended: the work can no longer finish. As gloo's own, it only follows from a fault."""
+    """The wait was ended: the work can no longer finish. Like gloo's own error, the error only follows from a
+    fault.
+    """
 
     def __init__(self) -> None:
         super().__init__("gloo has forgotten the work that was waited for, as its connections are broken")
 
 
 class Work(Protocol):
-    """Work of torch that was begun (`torch.distributed.Work`)."""
+    """Started work of torch (`torch.distributed.Work`)."""
 
     def is_completed(self) -> bool:
-        """Return whether it has ended, well or not."""
+        """Return whether the work has ended, well or not."""
 
 
 class Wait:
@@ -44,14 +46,14 @@ class Wait:
     _ended = False  # of the class: most are made and never asked
 
     def end(self) -> None:
-        """Let it raise; from any thread."""
+        """Let the wait raise; from any thread."""
         self._ended = True
 
     def require_not_ended(self) -> None:
-        """Raise if it was ended.
+        """Raise after an end of the wait.
 
         Raises:
-            WaitEndedError: it was.
+            WaitEndedError: the wait was ended.
         """
         if self._ended:
             raise WaitEndedError
@@ -61,7 +63,7 @@ class Waits:
     """The waits of this process.
 
     Attributes:
-        current: the wait that the main thread is in, if it is one of these
+        current: the main thread's present wait, if a wait of this module
     """
 
     def __init__(self, context: Context) -> None:
@@ -72,15 +74,15 @@ class Waits:
         """Wait for gloo work.
 
         Args:
-            work: what torch returned when it was begun.
-            native: torch's own `wait` of it.
-            message: it is a send or a receive, no collective.
+            work: the work as returned by torch.
+            native: torch's own `wait` of the work.
+            message: the work is a send or a receive, no collective.
 
         Returns:
-            What `native` returns.
+            The result of `native`.
 
         Raises:
-            WaitEndedError: it was ended by another thread.
+            WaitEndedError: another thread has ended the wait.
             RuntimeError: the work has failed.
         """
         if threading.get_ident() != self._thread:
@@ -105,8 +107,9 @@ def _in_slices(work: Work, native: Callable[..., bool], wait: Wait) -> bool:
 
 
 def _in_a_thread(native: Callable[..., bool], wait: Wait) -> bool:
-    """Wait for a message: gloo breaks all connections of the group where the time of such a wait is over, so
-    it gets no time."""
+    """Wait for a message: gloo breaks all connections of the group at the time-out of such a wait, so the
+    wait has no time-out.
+    """
     finished = threading.Event()
     answers: list[bool] = []
     raised: list[BaseException] = []
