@@ -106,10 +106,7 @@ def _of_the_framework(recipe: Mapping[str, Any]) -> Iterator[str]:
     """Return why the framework of a recipe, in place of the imported one, is not recovered online."""
     from adaptor.frameworks import megatron_online_support
 
-    if recipe["framework"] == "mindspeed-llm":  # on the Megatron-LM that it names
-        return
-    if recipe["framework"] == "flagscale":
-        yield "FlagScale's copy of the loop has not been tested with it"
+    if recipe["framework"] in ("mindspeed-llm", "flagscale"):  # on the Megatron-LM that they name
         return
     version = recipe["version"]
     if re.fullmatch(r"0\.\d+\.\d+\S*", version):  # else a branch, or a date

@@ -14,6 +14,7 @@ from adaptor.patches._step_log import norms_are_kept, overflows_are_kept
 from adaptor.patches._versions import MEGATRON
 
 newcomer = patching.Unit("newcomer", framework="megatron-lm", tested=MEGATRON, group="online")
+flagscale = patching.Unit("flagscale-newcomer", framework="flagscale", tested=">=0.8,<1", group="online")
 
 
 @newcomer.patch(
@@ -133,3 +134,8 @@ newcomer.patch(
     accepts="()",
     optional=True,
 )(overflows_are_kept)
+
+
+# FlagScale's copy of the loop is called by its own copies of these.
+for name in ("setup_model_and_optimizer", "build_train_valid_test_data_iterators"):
+    flagscale.patch_copy(f"flagscale.train.train:{name}", of=f"megatron.training.training:{name}")

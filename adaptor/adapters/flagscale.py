@@ -1,6 +1,7 @@
 """FlagScale: its copy of Megatron-LM's loop, by the wrappers that Megatron-LM's own loop has.
 
-Arguments and checkpoints are those of megatron.training. A fault starts all ranks again.
+Arguments and checkpoints are those of megatron.training. The patches for online recovery:
+`patches/megatron_online.py`.
 """
 
 from __future__ import annotations
@@ -9,5 +10,8 @@ from adaptor import patching
 
 flagscale = patching.Unit("flagscale", framework="flagscale", tested=">=0.8,<1")
 
-for name in ("pretrain", "train", "train_step", "evaluate_and_print_results", "training_log"):
+for name in (
+    *("pretrain", "train", "train_step", "evaluate_and_print_results", "training_log"),
+    "checkpoint_and_decide_exit",
+):
     flagscale.patch_copy(f"flagscale.train.train:{name}", of=f"megatron.training.training:{name}")

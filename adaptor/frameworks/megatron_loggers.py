@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import traceback
 
-_OWN = {("megatron.training.training", "pretrain")}
+_OWN = tuple({(module, "pretrain")} for module in ("megatron.training.training", "flagscale.train.train"))
+_PACKAGES = ("megatron.", "flagscale.")
 _LOGGERS = "megatron.training.one_logger_utils"
 
 
@@ -27,5 +28,5 @@ def are_the_cause(error: BaseException) -> bool:
         (str(frame.f_globals.get("__name__")), frame.f_code.co_name)
         for frame, _ in traceback.walk_tb(error.__traceback__)
     ]
-    of_the_framework = {call for call in calls if call[0].startswith("megatron.") and call[0] != _LOGGERS}
-    return of_the_framework == _OWN
+    of_the_framework = {call for call in calls if call[0].startswith(_PACKAGES) and call[0] != _LOGGERS}
+    return of_the_framework in _OWN

@@ -207,6 +207,12 @@ class MegatronLoop(TrainingLoop):
         megatron_settle.gather_weights(self._model, self._optimizer)
 
 
+class FlagscaleLoop(MegatronLoop):
+    """FlagScale's copy of the loop, as it was called (`rejoin.Loop`)."""
+
+    module = "flagscale.train.train"
+
+
 def call_of_train(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a call of `train` by their names."""
     return {**dict(zip(_NAMES, args, strict=False)), **kwargs}

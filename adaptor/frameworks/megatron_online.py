@@ -11,7 +11,7 @@ from typing import Any
 from adaptor import context
 from adaptor.frameworks import loop_recovery
 from adaptor.frameworks.loop_recovery import Recovery
-from adaptor.frameworks.megatron_loop import MegatronLoop, call_of_train
+from adaptor.frameworks.megatron_loop import FlagscaleLoop, MegatronLoop, call_of_train
 from adaptor.frameworks.megatron_online_support import why_not
 from adaptor.frameworks.mindspeed_loop import MindspeedLoop
 from adaptor.frameworks.training_loop import set_args
@@ -23,7 +23,7 @@ def train(
     args: Any,
     kwargs: Any,
     begin: Callable[[], None],
-    kind: type[MegatronLoop] = MegatronLoop,
+    kind: type[MegatronLoop] | None = None,
 ) -> Any:
     """Call the framework's loop `wrapped`, and again after each incident from which the job goes on.
 
@@ -31,11 +31,13 @@ def train(
         wrapped: the loop.
         args, kwargs: the arguments of the loop's call.
         begin: describes this rank's state and lets training begin; not called in a newcomer.
-        kind: the kind of the loop.
+        kind: the class of the loop; None: Megatron-LM's, or FlagScale's copy, by the module of `wrapped`.
     """
     from megatron.training import get_args
 
     call = call_of_train(args, kwargs)
+    if kind is None:
+        kind = FlagscaleLoop if wrapped.__module__ == FlagscaleLoop.module else MegatronLoop
     return loop_recovery.train(
         why_not(get_args(), call),
         lambda: kind(call, context.part(Recovery).answers),

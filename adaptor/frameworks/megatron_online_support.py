@@ -26,7 +26,7 @@ EXCHANGED = frozenset({"gloo", "nccl", "hccl"})
 NVLINK_RANKS = 8
 _WATCHED = frozenset({"nccl", "hccl"})
 # Packages that put loops of their own in the place of Megatron-LM's, or change what it does.
-_OTHERS = ("mindspeed_llm", "mindspeed", "modellink", "flagscale")
+_OTHERS = ("mindspeed_llm", "mindspeed", "modellink")
 # Of these the loop of MindSpeed-LLM was tested.
 _LLM = "mindspeed_llm"
 
@@ -133,6 +133,12 @@ def reasons_in_options(options: Any) -> Iterator[str]:
         ),
         ("logits_load_dir", "--logits-load-dir reads a teacher's data outside of the data loader"),
         ("perform_rl_step", "reinforcement learning has loops of its own"),
+        # Of FlagScale.
+        ("skip_iters_range", "--skip-iters-range reads data outside of steps"),
+        ("skip_samples_range", "--skip-samples-range reads data outside of steps"),
+        ("extra_eval_interval", "--extra-eval-interval evaluates behind a step, and not once more"),
+        ("auto_skip_spiky_loss", "--auto-skip-spiky-loss keeps the losses of earlier steps in each process"),
+        ("use_dualpipev", "--use-dualpipev keeps work of a step in queues of its own"),
         # Of MindSpeed, and of MindSpeed-LLM.
         ("coc_fused_kernel", "--coc-fused-kernel has communicators of its own (LCAL), one for each process"),
         ("schedules_method", "--schedules-method keeps work of a step in schedules of its own"),

@@ -41,6 +41,7 @@ ALLOWED_VALUES: Values = (
     ("expert_gtp_weight_remat_size", (1,), "weights in --expert-tensor-parallel-num-weight-shards"),
     ("dataloader_save", (None,), "a data loader with a state of its own"),
     ("encoder_pipeline_model_parallel_size", (0, None), "an encoder with stages of its own"),
+    ("enable_hetero", (False,), "a job whose pipeline stages have parallel sizes of their own"),  # FlagScale
     ("yaml_cfg", (None,), "a job whose arguments are in a file, which it reads later,"),
 )
 

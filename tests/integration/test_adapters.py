@@ -96,14 +96,26 @@ def flagscale_of(megatron: Path, root: Path) -> Path:
     return root
 
 
-def test_flagscale_starts_again_from_last_words(tmp_path: Path) -> None:
-    """A fault restarts all ranks: its loop is a copy of Megatron-LM's, which is not called again."""
+def test_flagscale_is_recovered_online(tmp_path: Path) -> None:
+    """Its copy of Megatron-LM's loop is called again, and writes the line of a step that was cut off."""
     tree = flagscale_of(prepare.megatron_lm(), tmp_path / "tree")
     undisturbed = harness.run(Job(tmp_path / "undisturbed", DP2, launcher="torchrun", framework=tree))
     assert undisturbed.code == 0, undisturbed.log[-3000:]
-    save = tmp_path / "save"
-    fault = "rank=1,step=4,phase=backward,kind=sigkill"
-    ended = harness.run(Job(tmp_path / "job", DP2, faults=[fault], restarts=1, save=save, framework=tree))
+    faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=0,step=6,phase=update,kind=sigkill"]
+    job = Job(
+        tmp_path / "job",
+        DP2,
+        faults=faults,
+        restarts=2,
+        save=tmp_path / "save",
+        framework=tree,
+        options=("--ttp-online", "60"),
+    )
+    ended = harness.run(job)
     assert ended.code == 0, ended.log[-3000:]
-    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, undisturbed.records)
+    assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
+    # The rank that was killed in the update of step 6 has recorded nothing of that step.
+    outcome.assert_same_training(ended, undisturbed.records, {*range(1, ITERATIONS + 1)} - {6})
+    losses = [re.findall(r"lm loss: (\S+)", job.log) for job in (ended, undisturbed)]
+    assert losses[0] == losses[1]
+    assert len(losses[1]) == ITERATIONS

@@ -92,6 +92,8 @@ def test_data_that_cannot_be_read_once_more() -> None:
             {"delay_wgrad_compute": True},
             "--delay-wgrad-compute keeps work of a step in queues of its own",
         ),
+        ({"skip_iters_range": [3, 5]}, "--skip-iters-range reads data outside of steps"),
+        ({"use_dualpipev": True}, "--use-dualpipev keeps work of a step in queues of its own"),
         (
             {"fine_grained_activation_offloading": True},
             "--fine-grained-activation-offloading keeps tensors of a step in queues of its own",

@@ -63,6 +63,7 @@ REFUSED = [
     ("expert_gtp_weight_remat_size", 2),
     ("dataloader_save", "dataloader"),
     ("encoder_pipeline_model_parallel_size", 1),
+    ("enable_hetero", True),
     ("yaml_cfg", "gpt.yaml"),
 ]
 
