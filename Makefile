@@ -33,7 +33,7 @@ export PATH := $(BIN):$(PATH)
 # The tests start thousands of processes: without bytecode each compiles the project and the framework again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-torch check lint browser monitoring docs clean distclean
+.PHONY: demo test test-torch check gpu lint browser monitoring docs clean distclean
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 
@@ -53,6 +53,10 @@ check: $(PROJECT_READY) $(FRAMEWORKS_READY)
 
 test-torch:
 	@$(MAKE) --no-print-directory test VENV=.venv-torch-$(TORCH) TORCH=$(TORCH) TESTS="$(SMALL) $(TESTS)"
+
+# One GPU, nine minutes at most: docs/accelerators.md.
+gpu: $(PROJECT_READY) $(FRAMEWORKS_READY)
+	@$(BIN)/python -m tests.device.gpu.measure $(GPU)
 
 lint: $(PROJECT_READY)
 	@$(BIN)/ruff check .
