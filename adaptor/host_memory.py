@@ -34,6 +34,9 @@ _VERSION_1 = _Names(
     "memory.max_usage_in_bytes",
     "memory.oom_control",
 )
+# Where no control group counts, the kernel counts for the whole machine.
+_PROC = Path("/proc")
+_MACHINE = _Names("", "", "", "", "vmstat")
 _VERSION_2 = _Names("memory.max", "memory.current", "inactive_file", "memory.peak", "memory.events")
 
 
@@ -90,7 +93,8 @@ def _left(folder: Path, names: _Names) -> int | None:
 
 
 class OutOfMemoryKills:
-    """The processes killed by the kernel for lack of memory, in the control groups of noted processes.
+    """The processes killed by the kernel for lack of memory, in the control groups of noted processes, or on
+    the whole machine where no group counts.
 
     The kernel counts the kills of a group, and names no process. Invariant: no more deaths are explained than
     the kernel has killed since the newest process of the group was noted.
@@ -102,7 +106,7 @@ class OutOfMemoryKills:
 
     def note(self, pid: int) -> None:
         """Note that the process `pid` has started."""
-        for folder, names in _groups_around(Path(f"/proc/{pid}/cgroup")):
+        for folder, names in (*_groups_around(Path(f"/proc/{pid}/cgroup")), (_PROC, _MACHINE)):
             count = _kills(folder, names)
             if count is not None:
                 self._groups[pid], self._known[folder] = (folder, names), count
@@ -118,7 +122,9 @@ class OutOfMemoryKills:
             int(text) for each in (folder, *folder.parents) if (text := _read(each / names.limit)).isdigit()
         ]
         limit, peak = min(limits, default=_UNLIMITED), _read(folder / names.peak)
-        words = ["out of memory"]
+        words = ["killed by the kernel: out of memory"]
+        if names is _MACHINE:
+            words.append("by the count of the whole machine")
         if limit < _UNLIMITED:
             words.append(f"the limit of its control group is {limit / _MIB:.0f} MiB")
         if peak.isdigit():

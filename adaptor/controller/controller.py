@@ -348,7 +348,12 @@ class Controller:
     def _proceed(self, incident: Incident) -> Orders:
         """End the incident, because all ranks have joined; the next fault opens another incident."""
         recovered = recovered_of(incident, self._failures, self.membership)
-        self._recoveries.note(recovered.fault.key, recovered.step, incident.state.target.number + 1)
+        self._recoveries.note(
+            recovered.fault.key,
+            recovered.step,
+            incident.state.target.number + 1,
+            self._failures.out_of_memory,
+        )
         for rank, newcomer in incident.regrouping.newcomers.by_rank.items():
             self.membership.replace(rank, newcomer.pid)
         self.incident, self._failures = None, Failures()

@@ -31,6 +31,7 @@ class FirstCause(NamedTuple):
         node: the node whose agent was told to end or has failed (-1: no agent's)
         kind: see `messages.Fault`
         status: see `messages.Fault`
+        why: see `messages.Fault`
     """
 
     rank: int
@@ -42,6 +43,7 @@ class FirstCause(NamedTuple):
     node: int = -1
     kind: str = ""
     status: int | None = None
+    why: str = ""
 
 
 @dataclass
@@ -50,7 +52,7 @@ class Failures:
 
     Attributes:
         dead: the status of every process that has ended, by rank
-        reasons: the known reasons of deaths, by rank
+        reasons: how the kernel has ended ranks for want of memory (`Died.why`)
         ended_scripts: ranks whose script had come to its end before
         unannounced: ranks that ended without a notice: failed ranks, whatever the status
         noticed: ranks that have ended, in the order of the notices; statuses come later
@@ -82,6 +84,11 @@ class Failures:
         """Note ranks that have ended, or are about to."""
         for rank in ranks:
             self.noticed.setdefault(rank)
+
+    @property
+    def out_of_memory(self) -> list[int]:
+        """Return the ranks that the kernel has ended for want of memory."""
+        return list(self.reasons)
 
     def explain(self, rank: int, reason: str) -> None:
         """Note the reason of the death of a process of `rank`; the first reason counts."""
@@ -153,7 +160,16 @@ class Failures:
             kind = "node-lost" if rank in away else "signal" if status < 0 else "exit"
             ranks = tuple(r for r, _ in failed)
             exit_status = None if rank in away else status
-            return FirstCause(rank, code, ", ".join(descriptions), key, ranks, kind=kind, status=exit_status)
+            return FirstCause(
+                rank,
+                code,
+                ", ".join(descriptions),
+                key,
+                ranks,
+                kind=kind,
+                status=exit_status,
+                why=self.reasons.get(rank, ""),
+            )
         rank, raised = next(iter(self.raised.items()))
         origin = raised.origin
         known_by = f"{origin.kind} at {origin.where}" if origin.where else origin.kind

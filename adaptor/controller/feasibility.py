@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from adaptor.controller.failures import Failures
+from adaptor.controller.failures import Failures, FirstCause
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.plan import steps_of
 from adaptor.protocol.messages import Phase, PlacesFilled, Replacement, ShardSource
@@ -60,27 +60,65 @@ class CannotRegroupError(Exception):
     """An incident cannot be recovered online; the text says why, for the user."""
 
 
+# So many recoveries from one step mean that no recovery helps; a restart of all workers may.
+MOST_FROM_A_STEP = 3
+# Another process has no more memory than the one before: a rank that the kernel ends for want of memory again
+# within so many steps is not replaced.
+OUT_OF_MEMORY_STEPS = 10
+# The kinds of faults (`FirstCause.kind`) that come from outside of the script as a rule, and may come again
+# at the same step by chance.
+_BY_CHANCE = ("signal", "exit", "node-lost")
+
+
 @dataclass
 class Recoveries:
     """The online recoveries of one generation of workers.
 
     Attributes:
-        seconds: the time limit of a recovery (TTP_ONLINE); 0: recoveries are off
-        count: the number of recoveries
-        last: the fault of the last recovery (`Fault.key`), and the step from which training went on
+        seconds: the time limit of a recovery without progress (TTP_ONLINE); 0: recoveries are off
+        exchanges: how often survivors were told to connect their process groups anew
+        step: the step from which training went on after the last recovery
+        keys: the faults (`Fault.key`) since that step was reached
+        from_step: the number of recoveries from that step
+        out_of_memory: the step from which each rank was replaced after the kernel had ended it for want of
+            memory
         folders: a number above all temporary folders of the saves beside recoveries
     """
 
     seconds: float
-    count: int = 0
-    last: tuple[str, int] = ("", -1)
+    exchanges: int = 0
+    step: int = -1
+    keys: set[str] = field(default_factory=set)
+    from_step: int = 0
+    out_of_memory: dict[int, int] = field(default_factory=dict)
     folders: int = 0
 
-    def note(self, key: str, step: int, folders: int) -> None:
-        """Note a recovery: the `key` and step of its fault, and the number of its `folders`."""
-        self.count += 1
-        self.last = (key, step)
+    def note(self, key: str, step: int, folders: int, out_of_memory: Iterable[int] = ()) -> None:
+        """Note a recovery: the `key` and step of its fault, the number of its `folders`, and the ranks that
+        were ended for want of memory.
+        """
+        if step > self.step:
+            self.keys, self.from_step = set(), 0
+        self.step = step
+        self.keys.add(key)
+        self.from_step += 1
+        self.out_of_memory.update(dict.fromkeys(out_of_memory, step))
         self.folders = folders
+
+    def why_no_more(self, cause: FirstCause, step: int, out_of_memory: Iterable[int]) -> str:
+        """Return why another recovery from `step` would only meet the same fault again; "" if it may help."""
+        for rank in out_of_memory:
+            steps = step - self.out_of_memory.get(rank, step - OUT_OF_MEMORY_STEPS - 1)
+            if steps <= OUT_OF_MEMORY_STEPS:
+                later = f"{steps} step{'' if steps == 1 else 's'} later"
+                return f"the kernel has ended rank {rank} for want of memory again, {later}"
+        if step > self.step:
+            return ""
+        if cause.key in self.keys and cause.kind not in _BY_CHANCE:
+            return f"{cause.key or 'the same fault'} came again at the same step"
+        if self.from_step >= MOST_FROM_A_STEP:
+            return f"{self.from_step} recoveries from step {step} have finished no step"
+        return ""
 
 
 @dataclass
@@ -122,8 +160,8 @@ class Feasibility:
             raise CannotRegroupError(f"the training loop of rank {min(trained)} had come to its end")
         # Where torch cannot reconnect groups, each recovery leaves threads and descriptors in every survivor.
         limits = [layout.most_recoveries for layout in membership.layouts.values() if layout.most_recoveries]
-        if limits and self.recoveries.count >= min(limits):
-            raise CannotRegroupError(f"{min(limits)} faults were recovered online since the last start")
+        if limits and self.recoveries.exchanges >= min(limits):
+            raise CannotRegroupError(f"process groups were connected {min(limits)} times since the start")
         for rank, layout in membership.layouts.items():
             if layout.online:
                 # The reason of rank 0 was printed at the start.
@@ -135,8 +173,8 @@ class Feasibility:
             cause = failures.first(self.state.silent)
             if failures.hang_s and cause.rank < 0:
                 raise CannotRegroupError("no rank stands out as the cause of the hang")
-            if (cause.key, step) == self.recoveries.last:
-                raise CannotRegroupError(f"{cause.key or 'the same fault'} came again at the same step")
+            if reason := self.recoveries.why_no_more(cause, step, failures.out_of_memory):
+                raise CannotRegroupError(reason)
         for rank in self._behind(step, self.ranks_to_replace(step)):
             raise CannotRegroupError(f"rank {rank} lives and cannot go on from step {step}")
 

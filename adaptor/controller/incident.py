@@ -46,6 +46,7 @@ from adaptor.protocol.messages import (
     RegroupFailed,
     Renamed,
     ScriptStage,
+    Starting,
     ToController,
     WriteFailed,
     Written,
@@ -239,6 +240,8 @@ class Incident:
         match message:
             case Progress(node=node):
                 saving.on_progress(node, time_now)
+            case Starting(rank=rank) if rank in regrouping.newcomers.by_rank:
+                regrouping.on_progress(rank)
         if getattr(message, "incident", -1) != number:
             return []
         match message:

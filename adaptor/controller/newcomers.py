@@ -28,6 +28,9 @@ from adaptor.protocol.messages import (
     Unprotected,
 )
 
+# A rank has so many new processes that fail by themselves in one incident; the last ends the recovery.
+MOST_FAILURES = 2
+
 
 class NewcomerStage(Enum):
     """The stages of a rank's new process."""
@@ -47,6 +50,7 @@ class Newcomer:
     Attributes:
         ordered: the attempt in which its agent was told to start the process
         has_failed: the process has reported a failure, or does not answer
+        is_counted: the failure counts (`Newcomers.count_failures`)
     """
 
     stage: NewcomerStage
@@ -54,6 +58,7 @@ class Newcomer:
     ordered: int
     pid: int = 0
     has_failed: bool = False
+    is_counted: bool = False
 
     @property
     def is_reusable(self) -> bool:
@@ -78,6 +83,7 @@ class Newcomers:
     membership: Membership
     by_rank: dict[int, Newcomer] = field(default_factory=dict)
     ended_ranks: set[int] = field(default_factory=set)
+    _failures: Counter[int] = field(default_factory=Counter)
 
     def begin_attempt(self, replaced: Iterable[Replacement], attempt: int) -> list[int]:
         """Return the ranks whose agents are to start a new process.
@@ -171,6 +177,18 @@ class Newcomers:
         for rank in ranks:
             self.by_rank[rank].has_failed = True
 
+    def count_failures(self, ranks: Iterable[int]) -> None:
+        """Count a failure of the new processes of `ranks` that no other rank has caused."""
+        for rank in ranks:
+            if not self.by_rank[rank].is_counted:
+                self.by_rank[rank].is_counted = True
+                self._failures[rank] += 1
+
+    @property
+    def failed_twice(self) -> bool:
+        """Return True if two new processes of one rank have failed by themselves."""
+        return any(count >= MOST_FAILURES for count in self._failures.values())
+
     def speak_for(self, rank: int) -> bool:
         """Return True if messages of `rank` come from its new process: the former process has ended."""
         return rank in self.by_rank and rank in self.membership.dead
@@ -254,11 +272,14 @@ class PresenceCheck:
         time_now: monotonic seconds.
         timeout_s: the time limit of the recovery in seconds. A new process gets half of the limit, because
             imports may hold up its answer.
+
+    Attributes:
+        rounds_of_newcomers: the number of rounds in half of the limit
     """
 
     def __init__(self, time_now: float, timeout_s: float) -> None:
         self._round_s = min(ROUND_S, max(LEAST_S, timeout_s / 8))
-        self._of_newcomers = max(ROUNDS, ceil(timeout_s / 2 / self._round_s))
+        self.rounds_of_newcomers = max(ROUNDS, ceil(timeout_s / 2 / self._round_s))
         self._due_at = time_now + self._round_s
         self._in_vain: Counter[int] = Counter()
 
@@ -274,7 +295,7 @@ class PresenceCheck:
         """Return the ranks with too many unanswered questions, new processes behind the others."""
         return [
             *(rank for rank in sorted(survivors) if self._in_vain[rank] >= ROUNDS),
-            *(rank for rank in sorted(newcomers) if self._in_vain[rank] >= self._of_newcomers),
+            *(rank for rank in sorted(newcomers) if self._in_vain[rank] >= self.rounds_of_newcomers),
         ]
 
     def begin_round(self, ranks: Iterable[int], time_now: float) -> None:

@@ -27,12 +27,15 @@ from adaptor.protocol.messages import (
     Replacement,
 )
 
-# The second attempt is for a newcomer that fails, or for a rank that dies meanwhile. More would take longer
-# than a restart.
-MAX_ATTEMPTS = 2
-# A survivor that cannot join may only be the first to notice the loss of another node: its connections end at
+# Each attempt but the first follows a further fault. More faults within one recovery have one cause, which a
+# restart may remove.
+MOST_ATTEMPTS = 6
+# A rank that cannot join may only be the first to notice the loss of another node: its connections end at
 # once, and a silent node counts as lost after 2 to 3 s.
 ECHO_S = 3.5
+# A new process that uses CPU time, and never joins, ends the recovery after so many times the time limit
+# without progress.
+MOST_LIMITS = 10
 
 
 class Regrouping:
@@ -58,15 +61,19 @@ class Regrouping:
         self._planned: tuple[Replacement, ...] = ()  # of this attempt: all replaced ranks, kept processes too
         self._attempts = 0
         self.begun_at = 0.0
+        self._moved_at = 0.0  # the newest progress of any rank
+        self._still_rounds = 0  # rounds of the presence check since then
         self._joined: dict[int, str] = {}  # the digest of each rank that has joined in this attempt
         self._is_told = False  # survivors have their orders, in this attempt
-        # Why a survivor cannot join, and the time until which an unreported loss may explain the failure.
-        self._unexplained: tuple[str, float] | None = None
+        # A rank that cannot join, the reason, and the time until which an unreported loss may explain it.
+        self._unexplained: tuple[int, str, float] | None = None
+        # Survivors that could not join once without a known cause; -1: nobody joined, and no rank stood out.
+        self._excused: set[int] = set()
         self.presence = PresenceCheck(state.now, self.timeout_s)
 
     @property
     def timeout_s(self) -> float:
-        """Return the time limit, in seconds, once the step is saved."""
+        """Return the limit of the time without progress, in seconds, once the step is saved."""
         return min(self._feasibility.recoveries.seconds, self._state.timeout_s / 2)
 
     @property
@@ -133,13 +140,12 @@ class Regrouping:
         return fill + [(node_of[rank], Replace(state.number, attempt, rank, cold)) for rank in started]
 
     def _retry(self, reason: str, *, cold: bool) -> Orders:
-        """Try once more if an attempt is left, else give the recovery up; `cold`: as in `_replace`.
+        """Begin another attempt, if one may help, else give the recovery up; `cold`: as in `_replace`.
 
-        After the last attempt, too, the reason says why another attempt could not help: a new process that
-        gets its state from a dying rank may fail before the death is reported, and have used up an attempt.
+        After the last attempt, too, the reason says why another attempt could not help.
         """
         try:
-            if self._attempts < MAX_ATTEMPTS:
+            if self._attempts < MOST_ATTEMPTS and not self.newcomers.failed_twice:
                 orders = self._replace(self._writing.step, cold=cold)
                 return orders + self._tell_when_ready()
             self._require_plan(self._writing.step)
@@ -208,6 +214,7 @@ class Regrouping:
         """
         self._feasibility.places.come(node)
         self.newcomers.place(node)
+        self._note_progress()
         return []
 
     @property
@@ -217,11 +224,23 @@ class Regrouping:
 
     def on_newcomer(self, message: FromNewcomer) -> Orders:
         """Act on a message of the new process of a rank, or about its end."""
-        self.presence.answer(message.rank)
+        self.on_progress(message.rank)
         reason = self.newcomers.failure_in(message, self._writing.attempt)
-        if reason:
-            return self._retry(f"the new process of rank {message.rank} {reason}", cold=True)
-        return self._tell_when_ready()
+        if not reason:
+            return self._tell_when_ready()
+        reason = f"the new process of rank {message.rank} {reason}"
+        if isinstance(message, RegroupFailed) and message.may_be_echo:
+            return self._await_loss(message.rank, reason)
+        self.newcomers.count_failures([message.rank])
+        return self._retry(reason, cold=True)
+
+    def on_progress(self, rank: int) -> None:
+        """Note that a rank makes progress: it has sent a message, or its new process uses CPU time."""
+        self.presence.answer(rank)
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        self._moved_at, self._still_rounds = self._state.now, 0
 
     # behind it
 
@@ -231,7 +250,7 @@ class Regrouping:
         """
         self.unsaved = unsaved
         self._state.move(Stage.REGROUPING)
-        self.begun_at = self._state.now
+        self.begun_at = self._moved_at = self._state.now
         step, feasibility = self._writing.step, self._feasibility
         try:
             if feasibility.plan(step) != self._planned:
@@ -248,6 +267,7 @@ class Regrouping:
         self._joined = {}
         self._is_told = False
         self._unexplained = None
+        self._note_progress()
         self._writing.attempt += 1
         self.presence = PresenceCheck(self._state.now, self.timeout_s)
 
@@ -256,6 +276,7 @@ class Regrouping:
         if self._is_told or not (self.has_begun and self.newcomers.are_ready):
             return []
         self._is_told = True
+        self._feasibility.recoveries.exchanges += 1
         self.newcomers.tell()
         nodes, step = self._state.nodes, self._writing.step
         self._freeze_state.let_through(nodes, step)
@@ -269,7 +290,7 @@ class Regrouping:
             replaced=self.newcomers.replaced,
             store_host=host,
             store_port=port,
-            timeout_s=self.timeout_s,
+            timeout_s=MOST_LIMITS * self.timeout_s,
             store_secret=secret,
         )
         return [self._state.order(rank, order) for rank in [*nodes, *self.newcomers.by_rank]]
@@ -279,6 +300,7 @@ class Regrouping:
         self.presence.answer(message.rank)
         if not self._awaits(message):
             return []
+        self.on_progress(message.rank)
         reason = ""
         if message.step != self._writing.step:
             reason = f"it came to step {message.step}, not to step {self._writing.step}"
@@ -290,24 +312,38 @@ class Regrouping:
         return []
 
     def on_regroup_failed(self, message: RegroupFailed) -> Orders:
-        """Try once more with a new process if a rank hangs; end the recovery if a rank has failed."""
+        """Try once more if another process may take the place of the rank; otherwise end the recovery."""
         if message.rank in self.newcomers.by_rank:
             return self.on_newcomer(message)
         if not self._awaits(message):
             return []
         reason = f"rank {message.rank}: {message.reason}"
-        if not message.hangs:
-            return self._await_loss(reason) if message.may_be_echo else self.cancel(reason)
-        self._feasibility.hanging.add(message.rank)
+        if message.may_be_echo:
+            return self._await_loss(message.rank, reason)
+        return self._retry_without(message.rank, reason) if message.is_replaceable else self.cancel(reason)
+
+    def _retry_without(self, rank: int, reason: str) -> Orders:
+        """Try once more with a new process in the place of a survivor that cannot join."""
+        self._feasibility.hanging.add(rank)
         return self._retry(reason, cold=False)
 
-    def _await_loss(self, reason: str) -> Orders:
-        """End the recovery for `reason`, unless a loss that is reported in time explains the failure."""
-        if self._attempts == MAX_ATTEMPTS:
-            return self.cancel(reason)
+    def _await_loss(self, rank: int, reason: str) -> Orders:
+        """Wait for the report of a loss that explains why `rank` cannot join."""
         if self._unexplained is None:
-            self._unexplained = reason, self._state.now + ECHO_S
+            self._unexplained = rank, reason, self._state.now + ECHO_S
         return []
+
+    def _on_unexplained(self, rank: int, reason: str) -> Orders:
+        """Try once more, because no loss explains why `rank` cannot join: a survivor keeps its process at
+        its first failure.
+        """
+        if rank in self.newcomers.by_rank:
+            self.newcomers.count_failures([rank])
+            return self._retry(reason, cold=True)
+        if rank in self._excused:
+            return self._retry_without(rank, reason)
+        self._excused.add(rank)
+        return self._retry(reason, cold=False)
 
     def _awaits(self, message: Joined | RegroupFailed) -> bool:
         """Return True if `message` belongs to this attempt, and to a process that takes part."""
@@ -316,11 +352,15 @@ class Regrouping:
         return message.rank in self._state.nodes or message.rank in self.newcomers.by_rank
 
     def on_tick(self, time_now: float) -> Orders:
-        """End a recovery that takes too long; check the presence of all ranks."""
-        if self._unexplained is not None and time_now >= self._unexplained[1]:
-            return self.cancel(self._unexplained[0])
-        if time_now >= self.begun_at + self.timeout_s:
-            return self.cancel(f"not done after {self.timeout_s:g} s (TTP_ONLINE)")
+        """End a recovery without progress; check the presence of all ranks."""
+        if self._unexplained is not None and time_now >= self._unexplained[2]:
+            rank, reason, _ = self._unexplained
+            return self._on_unexplained(rank, reason)
+        limit_s = self.timeout_s
+        if time_now >= self._moved_at + limit_s:
+            return self.cancel(f"no progress for {limit_s:g} s (TTP_ONLINE)")
+        if time_now >= self.begun_at + MOST_LIMITS * limit_s:
+            return self.cancel(f"not done after {MOST_LIMITS * limit_s:g} s")
         return self._check_presence(time_now) if self.presence.is_due(time_now) else []
 
     def _check_presence(self, time_now: float) -> Orders:
@@ -334,7 +374,28 @@ class Regrouping:
             self._feasibility.hanging.update(survivors)
             return self._retry(f"rank {survivors[0]} does not answer any more", cold=False)
         if starting:
+            newcomers.count_failures(starting)
             return self._retry(f"the new process of rank {starting[0]} does not answer", cold=True)
+        if self._still_rounds >= self.presence.rounds_of_newcomers and not newcomers.unplaced:
+            return self._on_standstill()
+        self._still_rounds += 1
         self.presence.begin_round({*nodes, *newcomers.placed}, time_now)
         probe = PresenceProbe(self._state.number)
         return [self._state.order(rank, probe) for rank in sorted({*nodes, *newcomers.listening})]
+
+    def _on_standstill(self) -> Orders:
+        """Try once more, because all ranks answer and none makes progress.
+
+        A new process that has not joined is replaced, although it may only wait for a survivor: it holds no
+        state. A survivor whose main thread hangs says so in the next attempt (`RegroupFailed`).
+        """
+        waiting = [rank for rank in self.newcomers.placed if rank not in self._joined]
+        if waiting:
+            self.newcomers.fail(waiting)
+            self.newcomers.count_failures(waiting)
+            return self._retry(f"the new process of rank {waiting[0]} makes no progress", cold=True)
+        reason = f"no progress for {self.timeout_s / 2:g} s"
+        if -1 in self._excused:
+            return self.cancel(reason)
+        self._excused.add(-1)
+        return self._retry(reason, cold=False)

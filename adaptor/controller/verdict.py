@@ -7,6 +7,7 @@ verdict says that the job is not started again, so all agents decide alike.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -196,6 +197,7 @@ def _fault(
         host,
         cause.kind,
         cause.status,
+        cause.why,
         lasting=_is_lasting_before_training(raised) and cause.kind == "exception",
         on_all_ranks=_is_raised_on_all_ranks(failures, membership),
     )
@@ -283,23 +285,27 @@ class Recurrence:
     """The faults of one job, from start to start.
 
     Args:
-        limit: the number of times that a fault may come at the same step without a newer checkpoint
-            (TTP_NO_PROGRESS); 0: as often as restarts are left.
+        limit: the number of times that a fault may come at the same step without a newer checkpoint, in turn
+            with other faults or alone (TTP_NO_PROGRESS); 0: as often as restarts are left.
     """
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit
-        self._last: tuple[str, int] | None = None  # the fault and the step at which it came
-        self._count = 0
+        # Faults with their steps, since `_reached` was saved.
+        self._counts: Counter[tuple[str, int]] = Counter()
+        self._is_first = True  # no verdict has been given
         self._has_trained = False  # in any start
-        self._reached = 0  # the newest step saved in this series of faults; a verdict without a save keeps it
+        self._reached = -1  # the newest step saved
 
     def note(self, verdict: Verdict) -> None:
         """Count a verdict that has been given."""
-        self._count = self._times(verdict)
-        self._reached = max(verdict.step, self._reached if self._count > 1 else 0)
-        self._last = _position(verdict)
-        self._has_trained = self._has_trained or max(self._last[1], verdict.newest) >= 0
+        if verdict.step > self._reached:
+            self._reached = verdict.step
+            self._counts.clear()
+        position = _position(verdict)
+        self._counts[position] += 1
+        self._is_first = False
+        self._has_trained = self._has_trained or max(position[1], verdict.newest) >= 0
 
     def judge(self, verdict: Verdict) -> Verdict:
         """Return the verdict, with the reason why the job ends if the fault came too often."""
@@ -307,7 +313,7 @@ class Recurrence:
         if not limit or verdict.stop:
             return verdict
         if verdict.fault.lasting and not self._has_trained:
-            if verdict.fault.on_all_ranks and self._last is None:
+            if verdict.fault.on_all_ranks and self._is_first:
                 stop = f"every rank has raised {verdict.fault.key} {verdict.fault.when}"
                 return msgspec.structs.replace(verdict, stop=stop)
             limit = min(limit, _MOST_BEFORE_TRAINING)
@@ -319,10 +325,10 @@ class Recurrence:
         return msgspec.structs.replace(verdict, stop=stop, exit_code=EXIT_NO_PROGRESS)
 
     def _times(self, verdict: Verdict) -> int:
+        """Return how often the fault has come at its step without a newer checkpoint, this time included."""
         if not verdict.fault.key:
             return 0
-        is_repeated = _position(verdict) == self._last and verdict.step <= self._reached
-        return self._count + 1 if is_repeated else 1
+        return 1 if verdict.step > self._reached else self._counts[_position(verdict)] + 1
 
 
 def _position(verdict: Verdict) -> tuple[str, int]:

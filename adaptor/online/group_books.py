@@ -12,12 +12,14 @@ import ctypes
 from datetime import timedelta
 from typing import Any
 
+from adaptor.worker.processor import CannotRejoinError
+
 # The numbers of backends that torch has names for end at 6 (2.13); 255 is the last one that fits.
 FIRST_NUMBER = 64
 LAST_NUMBER = 255
 
 
-class ExchangeError(Exception):
+class ExchangeError(CannotRejoinError):
     """The backends of this worker's groups cannot be exchanged."""
 
 

@@ -67,12 +67,15 @@ class Cause(msgspec.Struct, kw_only=True, frozen=True):
         signal: its name, for kind signal and told-to-end
         exit_code: of the process, for kind exit
         exception: type and place, for kind exception
+        out_of_memory: for kind signal, if the kernel has ended the process for want of memory: the limit of
+            its control group and the peak, as far as known
     """
 
     kind: CauseKind
     signal: str | None = None
     exit_code: int | None = None
     exception: str | None = None
+    out_of_memory: str | None = None
 
 
 class Phases(msgspec.Struct, kw_only=True):

@@ -305,6 +305,7 @@ class AgentControl:
                 self.workers,
                 look=self._look,
                 moved=lambda: self._folder_tasks.moved,
+                starting=self._replacements.starting,
                 report=self._forward,
             )
         )

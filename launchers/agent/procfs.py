@@ -20,7 +20,7 @@ from pathlib import Path
 from adaptor.protocol.board import BoardMemory
 
 # Fields of /proc/PID/stat after the name, which is in parentheses and may contain any character.
-_STATE, _PARENT, _SESSION, _STARTED = 0, 1, 3, 19
+_STATE, _PARENT, _SESSION, _USER_TIME, _SYSTEM_TIME, _STARTED = 0, 1, 3, 11, 12, 19
 # Each look finds processes forked during the previous look; a process that is being killed forks no more.
 _LOOKS = 20
 
@@ -33,6 +33,12 @@ def started(pid: int) -> int:
     """Return when a process began, in ticks of the kernel; -1 for no process or an unreadable file."""
     fields = _stat(pid)
     return int(fields[_STARTED]) if fields else -1
+
+
+def main_thread_ticks(pid: int) -> int:
+    """Return the CPU time of the main thread of a process, in ticks of the kernel; 0 if unreadable."""
+    fields = _stat(pid, f"task/{pid}/stat")
+    return int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME]) if fields else 0
 
 
 def end_group(leader: int) -> None:
@@ -106,9 +112,9 @@ def _end(pid: int, at: int) -> None:
             os.close(descriptor)
 
 
-def _stat(pid: int) -> list[bytes]:
+def _stat(pid: int, file: str = "stat") -> list[bytes]:
     try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        return Path(f"/proc/{pid}/{file}").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return []
 

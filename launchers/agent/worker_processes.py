@@ -170,6 +170,10 @@ class Workers:
         """Return the boards of the living workers."""
         return [self.boards.read(rank) for rank in sorted(self.alive)] if self.boards is not None else []
 
+    def ticks_of(self, rank: int) -> int:
+        """Return the CPU time of the main thread of the living process of `rank`, in ticks of the kernel."""
+        return procfs.main_thread_ticks(self._living[rank]) if rank in self._living else 0
+
     def newest_step(self) -> int:
         """Return the newest finished step of a worker of the node, dead or alive; -1: none."""
         return self.boards.newest_step() if self.boards is not None else -1

@@ -115,6 +115,7 @@ async def watch(
     *,
     look: Callable[[Sequence[BoardRecord]], None],
     moved: Callable[[], int],
+    starting: Callable[[], Sequence[FromAgent]],
     report: Callable[[FromAgent], None],
 ) -> None:
     """Watch the boards until they are gone.
@@ -123,6 +124,7 @@ async def watch(
         hang_s: see `HangDetector` (TTP_HANG).
         look: is called with the boards after each read.
         moved: returns the number of bytes that the agent itself has moved in the save folder.
+        starting: returns reports about new processes that do not train yet.
         report: sends a message to the controller.
     """
     loop = asyncio.get_running_loop()
@@ -138,6 +140,8 @@ async def watch(
         if stall_change is not None:
             is_still = isinstance(stall_change, NodeStalled)
             report(stall_change)
+        for message in starting():
+            report(message)
         total = sum(board.progress for board in boards) + moved()
         if total != last:
             last = total

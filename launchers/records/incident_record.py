@@ -156,6 +156,7 @@ def _cause(fault: Fault, exit_code: int | None) -> Cause:
         signal=name,
         exit_code=fault.status if kind == "exit" else None,
         exception=fault.key if kind == "exception" else None,
+        out_of_memory=fault.why or None,
     )
 
 

@@ -18,7 +18,15 @@ from adaptor.launchers.agent.programs import SPARE, WORKER
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.spares.spare_pool import Spare, Spares
 from adaptor.protocol.environment import NEWCOMER
-from adaptor.protocol.messages import BoardRecord, Layout, Modules, ModulesProbe, RegroupFailed, Replace
+from adaptor.protocol.messages import (
+    BoardRecord,
+    Layout,
+    Modules,
+    ModulesProbe,
+    RegroupFailed,
+    Replace,
+    Starting,
+)
 from adaptor.protocol.spare_messages import Import
 
 # Variables that torch elastic sets differently for each rank, also on a node with one rank.
@@ -107,6 +115,11 @@ def _words(handler: SubprocessHandler) -> list[str]:
 OF_A_NODE = frozenset({"GROUP_RANK"})
 
 
+# CPU time of the main thread of a new process, in ticks of the kernel (10 ms), that counts as progress: more
+# than a main thread uses that waits, and looks again and again whether the wait is over.
+_PROGRESS_TICKS = 5
+
+
 class _NoSpareError(Exception):
     """No process may be started, and no spare waits."""
 
@@ -124,7 +137,8 @@ class Replacements:
         self._not_online: set[int] = set()  # ranks without online recovery, or undecided
         self._spares = Spares(spares)
         self._starter: Starter | None = None
-        self._newcomers: set[int] = set()  # ranks whose new processes do not train yet
+        # The ranks whose new processes do not train yet, with the last reported CPU time of each.
+        self._newcomers: dict[int, int] = {}
 
     def begin(self, starter: Starter, *, spares_alone: bool = False, newcomers: Collection[int] = ()) -> None:
         """Begin a generation after the start of its workers.
@@ -135,7 +149,7 @@ class Replacements:
             newcomers: the workers that join training workers, on a spare node.
         """
         self._starter = starter
-        self._newcomers = set(newcomers)
+        self._newcomers = dict.fromkeys(newcomers, 0)
         self._spares_alone, self._not_online = spares_alone, set()
 
     def hear_layout(self, layout: Layout) -> None:
@@ -167,7 +181,7 @@ class Replacements:
         if self._spares_alone and not self._spares.are_ready:
             # Refuse before the old process has ended: nobody should wait.
             return self._without_a_spare(order)
-        self._newcomers.add(order.rank)
+        self._newcomers[order.rank] = 0
 
         def start() -> subprocess.Popen[bytes] | None:
             if not is_wanted():
@@ -194,8 +208,18 @@ class Replacements:
 
     def end_incident(self) -> None:
         """End the incident: all ranks train again."""
-        self._newcomers = set()
+        self._newcomers = {}
         self._spares.fill()
+
+    def starting(self) -> list[Starting]:
+        """Return the reports of new processes that have used CPU time since their last report."""
+        reports = []
+        for rank, ticks_before in self._newcomers.items():
+            ticks = self._workers.ticks_of(rank)
+            if ticks >= ticks_before + _PROGRESS_TICKS:
+                self._newcomers[rank] = ticks
+                reports.append(Starting(rank, ticks))
+        return reports
 
     def end_newcomers(self) -> None:
         """End new processes that do not train yet: they have no state, and may not hear orders to exit."""

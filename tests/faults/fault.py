@@ -65,6 +65,8 @@ PHASES = {
 }
 # Of an online recovery.
 ONLINE = {
+    "imports": "before the script imports anything",
+    "build": "when the model is built, before its buffers are made",
     "regroup": "when this rank is told to leave its loop for an online recovery",
     "give": "when this rank gives a shard to a new process",
     "get": "in a new process, when it is given a shard",
@@ -82,6 +84,8 @@ KINDS += ("sigkill-beside-a-spare",)
 KINDS += ("sigkill-behind-all",)
 # What is done to the agent of the rank.
 KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice")
+# What is done to the spare process that waits on the node of the rank, which itself goes on.
+KINDS += ("spare-sigkill", "spare-sigstop")
 # The same, once the processes of a spare node could be the workers of this one.
 KINDS += ("agent-sigkill-beside-a-spare-node",)
 # The same, once the agent of another node has a host copy of this rank.
@@ -214,9 +218,11 @@ class Injector:
             _until_a_spare_node_is_ready()  # before it takes the time
         if fault.kind == "agent-sigkill-behind-a-kept-copy":
             _until_a_copy_is_kept(self._rank)
+        is_of_a_spare = fault.kind.startswith("spare-")
+        spare = 0
         if self._stamp is not None:
             spare = (
-                _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else 0
+                _waiting_spare() if fault.kind == "sigkill-beside-a-spare" or is_of_a_spare else 0
             )  # before it takes the time
             line = {
                 "time": time.time(),
@@ -239,6 +245,8 @@ class Injector:
         match fault.kind:
             case "sigkill" | "sigkill-beside-a-spare" | "sigkill-behind-all":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "spare-sigkill" | "spare-sigstop":
+                os.kill(spare, signal.SIGKILL if fault.kind == "spare-sigkill" else signal.SIGSTOP)
             case "sigterm":
                 os.kill(os.getpid(), signal.SIGTERM)
                 _until_it_is_known()

@@ -111,6 +111,8 @@ def install(injector: Injector) -> None:
     after("dump-write", "adaptor.checkpoint.hashing", "HashingFile.write")
     after("dump-write", "adaptor.checkpoint.file_parts", "write_all")
     after("dump-written", "adaptor.checkpoint.state_writer", "write_files")
+    buffers_of_model = "megatron.core.distributed.distributed_data_parallel"
+    before("build", buffers_of_model, "DistributedDataParallel.__init__")
     before("regroup", "adaptor.online.rejoin", "Rejoin.regroup")
     before("give", "adaptor.online.transfer", "TransferChannel.send_tensors")
     before("get", "adaptor.online.transfer", "TransferChannel.receive_tensors")

@@ -24,6 +24,7 @@ def main() -> None:
 
     armed_faults.injector.begin()
     tell_siblings()
+    armed_faults.injector.reach("imports")
     given = armed_faults.given
     sys.argv = [given.script, *given.arguments]
     sys.path[0] = str(Path(given.script).resolve().parent)

@@ -83,24 +83,15 @@ def test_the_only_other_holder_dies_while_the_new_process_joins(
 
 
 def test_the_new_process_is_killed_as_it_joins(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """While it gets its state, and when it has come to the step: another one comes in its place."""
+    """While it gets its state, when it has come to the step, and before its first step (another incident)."""
     faults = [
         "rank=1,step=4,phase=backward,kind=sigkill",
         "rank=1,phase=get,kind=sigkill,restart=-1",
         "rank=1,step=6,phase=update,kind=sigkill,restart=-1",
         "rank=1,phase=joined,kind=sigkill,restart=-1,since=6",
+        "rank=1,phase=proceed,kind=sigkill,restart=-1,since=6",
     ]
-    trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
-
-
-def test_a_new_process_that_is_killed_before_its_first_step_is_the_same_fault_again(
-    tmp_path: Path, baseline_of: BaselineOf
-) -> None:
-    """All were told to go on: it is another incident, at the same step."""
-    faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=1,phase=proceed,kind=sigkill,restart=-1"]
-    ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
-    assert "training goes on after step 5, 0 steps lost" in ended.log
-    assert "step 5 is saved, no finished step is lost; not recovered online: SIGKILL came again" in ended.log
+    trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=3)
 
 
 def test_a_survivor_that_is_stopped_in_the_middle_of_a_recovery_is_replaced(

@@ -34,7 +34,7 @@ def test_no_more_deaths_are_explained_than_the_kernel_has_killed(group: Path) ->
         kills.note(pid)
     assert kills.explain(70) == ""
     _kills(group, 2)
-    why = "out of memory, the limit of its control group is 1024 MiB, the peak 1000 MiB"
+    why = "killed by the kernel: out of memory, the limit of its control group is 1024 MiB, the peak 1000 MiB"
     assert (kills.explain(71), kills.explain(72)) == (why, "")
 
 
@@ -44,6 +44,21 @@ def test_a_kill_before_a_new_process_is_not_its_own(group: Path) -> None:
     _kills(group, 2)  # a data loader
     kills.note(71)
     assert kills.explain(71) == ""
+
+
+def test_without_a_control_group_the_count_of_the_machine_explains_a_death(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_memory, "_groups_around", lambda _: [])
+    monkeypatch.setattr(host_memory, "_PROC", tmp_path)
+    counts = tmp_path / "vmstat"
+    counts.write_text("nr_free_pages 7\noom_kill 3\n")
+    kills = OutOfMemoryKills()
+    for pid in (70, 71):
+        kills.note(pid)
+    counts.write_text("nr_free_pages 7\noom_kill 4\n")
+    why = "killed by the kernel: out of memory, by the count of the whole machine"
+    assert (kills.explain(70), kills.explain(71)) == (why, "")
 
 
 def test_a_kernel_that_counts_nothing_explains_nothing(group: Path) -> None:

@@ -543,8 +543,10 @@ def test_out_of_memory(launcher: Launcher) -> None:
         joins = f"from pathlib import Path; Path('{group}/cgroup.procs').write_text('0')"
         ended = launcher.run(*ONE, script, before=joins)
     assert ended.code == 137, ended.log
-    said = r"\(out of memory, the limit of its control group is 512 MiB, the peak \d+ MiB\)"
-    assert re.search(rf"rank 0 was ended by SIGKILL {said}", ended.last_line), ended.log
+    words = (
+        r"killed by the kernel: out of memory, the limit of its control group is 512 MiB, the peak \d+ MiB"
+    )
+    assert re.search(rf"rank 0 was ended by SIGKILL \({words}\)", ended.last_line), ended.log
 
 
 @pytest.mark.robustness(

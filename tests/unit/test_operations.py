@@ -68,7 +68,7 @@ SAVED = Verdict(
     cause_rank=1,
     exit_code=137,
     save="/save",
-    fault=Fault("SIGKILL", 47, (1,), 71, "n1", "signal", -9),
+    fault=Fault("SIGKILL", 47, (1,), 71, "n1", "signal", -9, "killed by the kernel: out of memory"),
     newest=47,
 )
 
@@ -146,7 +146,13 @@ def test_the_file_of_an_incident(tmp_path: Path) -> None:
     told = {
         "id": Path(job.report.path).stem,
         "generation": 1,
-        "cause": {"kind": "signal", "signal": "SIGKILL", "exit_code": None, "exception": None},
+        "cause": {
+            "kind": "signal",
+            "signal": "SIGKILL",
+            "exit_code": None,
+            "exception": None,
+            "out_of_memory": "killed by the kernel: out of memory",
+        },
         "blamed": 1,
         "node": 1,
         "host": "n1",

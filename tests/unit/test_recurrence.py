@@ -59,14 +59,18 @@ def test_what_it_says() -> None:
         verdict(key="KeyError at train.py:8"),
         verdict(key="ValueError at train.py:9"),
         verdict(finished=8),
-        verdict(outcome="saved", step=8),
         verdict(key=""),
     ],
-    ids=["another exception", "another place", "another step", "a newer checkpoint", "told to end"],
+    ids=["another exception", "another place", "another step", "told to end"],
 )
-def test_anything_else_begins_anew(other: Verdict) -> None:
-    recurrence = Recurrence(3)
-    assert stops(recurrence, verdict(), verdict(), other, verdict()) == [False] * 4
+def test_faults_in_turn_without_a_newer_checkpoint_end_the_job(other: Verdict) -> None:
+    in_turn = [verdict(), other, verdict(), other, verdict()]
+    assert stops(Recurrence(3), *in_turn) == [False] * 4 + [True]
+
+
+def test_a_newer_checkpoint_begins_anew() -> None:
+    newer = verdict(outcome="saved", step=8)
+    assert stops(Recurrence(3), verdict(), verdict(), newer, verdict(step=8)) == [False] * 4
 
 
 def test_a_regular_checkpoint_is_progress() -> None:

@@ -8,10 +8,12 @@ import pytest
 
 from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
+from adaptor.controller.feasibility import MOST_FROM_A_STEP, OUT_OF_MEMORY_STEPS
 from adaptor.controller.incident import Incident
 from adaptor.controller.incident_state import TRANSITIONS, Orders, Stage
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import ROUND_S, ROUNDS
+from adaptor.controller.regrouping import MOST_LIMITS
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -25,6 +27,7 @@ from adaptor.protocol.messages import (
     Hello,
     Joined,
     Layout,
+    Origin,
     Phase,
     Prepare,
     Prepared,
@@ -36,8 +39,10 @@ from adaptor.protocol.messages import (
     Raised,
     Recovered,
     Regroup,
+    RegroupFailed,
     Replace,
     Share,
+    Starting,
     Written,
 )
 
@@ -57,9 +62,9 @@ def _job(online: str = "", term: int = 0, most_recoveries: int = MOST_RECOVERIES
     return job
 
 
-def _kill(job: Controller, rank: int, step: int) -> Orders:
+def _kill(job: Controller, rank: int, step: int, status: int = -9, why: str = "") -> Orders:
     """Kill a rank, after `step` has finished; return what is ordered when all others have answered."""
-    number = job.handle(Died(rank, -9, 0.0, BoardRecord(rank)), 1.0)[0][1]
+    number = job.handle(Died(rank, status, 0.0, BoardRecord(rank), why), 1.0)[0][1]
     assert isinstance(number, Addressed)
     assert isinstance(number.message, Freeze)
     orders: Orders = []
@@ -112,7 +117,7 @@ def test_after_so_many_recoveries_all_are_started_again() -> None:
     ((_, order),) = _kill(job, 1, step=40)
     assert isinstance(order, Prepare)
     assert job.incident is not None
-    assert job.incident.regrouping.why_not == "10 faults were recovered online since the last start"
+    assert job.incident.regrouping.why_not == "process groups were connected 10 times since the start"
 
 
 def test_where_torch_reconnects_groups_recoveries_have_no_limit() -> None:
@@ -254,3 +259,157 @@ def test_a_controller_that_was_put_off_itself_misses_nobody() -> None:
     for now in (20.0, 20.1, 20.2):  # the answers are still unread
         assert not [order for _, order in job.tick(now) if not isinstance(order, Addressed)]
     assert job.incident.state.writing.attempt == 2
+
+
+def _replaced(orders: Orders) -> set[int]:
+    return {order.rank for _, order in orders if isinstance(order, Replace)}
+
+
+def _is_told(orders: Orders) -> bool:
+    """Return whether all ranks are told to join."""
+    told = [order for _, order in orders if isinstance(order, Addressed)]
+    return {order.rank for order in told if isinstance(order.message, Regroup)} == set(RANKS)
+
+
+def test_a_new_process_that_uses_cpu_time_may_take_longer_than_the_limit() -> None:
+    """It is replaced half of the limit after it has stopped."""
+    job = _job()
+    _kill(job, 1, step=5)
+    _save(job)
+    job.handle(Hello(1, 100), 1.5)
+    assert job.incident is not None
+    number, replaced_at = job.incident.number, 0
+    for now in range(2, 400):
+        if now < 200:
+            job.handle(Starting(1, now), float(now))
+        orders = job.tick(float(now))
+        for rank in _asked(orders):
+            job.handle(Present(rank, number), now + 0.1)
+        if _replaced(orders):
+            replaced_at = now
+            break
+    assert 229 <= replaced_at <= 199 + 30 + ROUND_S
+
+
+def test_a_new_process_that_uses_cpu_time_for_ever_ends_the_recovery() -> None:
+    job = _job()
+    _kill(job, 1, step=5)
+    _save(job)
+    for now in range(2, 60 * MOST_LIMITS + 1):
+        job.handle(Starting(1, now), float(now))
+        for rank in _asked(job.tick(float(now))):
+            job.handle(Present(rank, 1), now + 0.1)
+        assert job.verdict is None
+    job.tick(60.0 * MOST_LIMITS + 1.0)
+    assert job.incident is not None
+    assert job.incident.regrouping.why_not == "not done after 600 s"
+
+
+def test_a_new_process_that_answers_and_makes_no_progress_is_replaced() -> None:
+    """Its main thread waits for ever, and only the thread that answers runs."""
+    job = _job()
+    _kill(job, 1, step=5)
+    _save(job)
+    job.handle(Hello(1, 100), 1.5)
+    assert _replaced(_live_on(job, -1, 29.0)) == set()
+    assert _replaced(_live_on(job, -1, 40.0)) == {1}
+
+
+def test_each_further_death_begins_another_attempt() -> None:
+    job = _job()
+    _kill(job, 1, step=5)
+    assert _replaced(job.handle(Died(2, -9, 0.0, BoardRecord(2)), 1.0)) == {2}, "while the step is saved"
+    _save(job)
+    job.handle(Hello(1, 100), 1.0)
+    assert _is_told(job.handle(Hello(2, 101), 1.0))
+    orders = job.handle(Died(1, -9, 0.0, BoardRecord(1)), 2.0)
+    orders += job.handle(Died(2, -9, 0.0, BoardRecord(2)), 2.0)
+    assert _replaced(orders) == {1, 2}, "both new processes"
+    job.handle(Hello(1, 102), 3.0)
+    assert _is_told(job.handle(Hello(2, 103), 3.0))
+    assert job.verdict is None
+
+
+def test_a_new_process_that_fails_by_the_death_of_its_twin_has_not_failed_itself() -> None:
+    """The rank has one failure left."""
+    job = _job()
+    _kill(job, 1, step=5)
+    _save(job)
+    assert job.incident is not None
+    regrouping, state = job.incident.regrouping, job.incident.state
+    job.handle(Hello(1, 100), 1.0)
+    echo = RegroupFailed(1, state.number, state.writing.attempt, "connection reset", may_be_echo=True)
+    assert job.handle(echo, 1.0) == []
+    assert _replaced(job.handle(Died(0, -9, 0.0, BoardRecord(0)), 1.5)) == {0, 1}
+    job.handle(Died(1, -9, 0.0, BoardRecord(1)), 1.6)
+    assert _replaced(job.handle(Died(1, 1, 0.0, BoardRecord(1)), 2.0)) == {1}
+    assert regrouping.is_pending
+
+
+def test_a_survivor_with_an_unexpected_exception_is_replaced() -> None:
+    job = _job()
+    _kill(job, 1, step=5)
+    _save(job)
+    job.handle(Hello(1, 100), 1.0)
+    assert job.incident is not None
+    state = job.incident.state
+    failure = RegroupFailed(2, state.number, state.writing.attempt, "KeyError: 1", is_replaceable=True)
+    assert _replaced(job.handle(failure, 1.0)) == {1, 2}
+
+
+def test_two_faults_in_turn_at_one_step_end_in_a_restart() -> None:
+    """No recovery has finished a step: the next fault starts all again."""
+    job = _job(most_recoveries=0)
+    for number in range(MOST_FROM_A_STEP):
+        _kill(job, number % 2, step=5, status=(-9, 7)[number % 2])
+        _join(job, 100 + number, step=5)
+        assert job.verdict is None
+    _kill(job, MOST_FROM_A_STEP % 2, step=5, status=(-9, 7)[MOST_FROM_A_STEP % 2])
+    assert job.incident is not None
+    assert job.incident.regrouping.why_not == "3 recoveries from step 5 have finished no step"
+    _save(job)
+    assert job.verdict is not None
+    assert (job.verdict.outcome, job.verdict.step) == ("saved", 5)
+
+
+def test_the_same_exception_at_the_same_step_starts_all_again() -> None:
+    job = _job()
+    for attempt in range(2):
+        orders = job.handle(Raised(1, "ValueError: 7", 1, origin=Origin("ValueError", "train.py:8")), 1.0)
+        number = orders[0][1]
+        assert isinstance(number, Addressed)
+        assert isinstance(number.message, Freeze)
+        for rank in RANKS:
+            board = BoardRecord(rank, 1, Phase.RUNNING, 5, 5, 5)
+            job.handle(Frozen(rank, number.message.incident, board), 1.0)
+        _save(job)
+        if not attempt:
+            assert job.incident is not None
+            for rank in RANKS:
+                job.handle(Joined(rank, job.incident.number, job.incident.state.writing.attempt, 5, "a"), 2.0)
+            assert job.incident is None
+    assert job.incident is not None
+    assert job.incident.regrouping.why_not == "ValueError at train.py:8 came again at the same step"
+
+
+def test_a_finished_step_begins_the_count_anew() -> None:
+    job = _job(most_recoveries=0)
+    for number in range(3 * MOST_FROM_A_STEP):
+        step = 5 + number // MOST_FROM_A_STEP
+        _kill(job, 1, step=step)
+        _join(job, 100 + number, step=step)
+        assert job.incident is None
+
+
+@pytest.mark.parametrize(("steps", "is_recovered"), [(1, False), (OUT_OF_MEMORY_STEPS + 1, True)])
+def test_a_rank_without_memory_is_not_replaced_again_and_again(steps: int, is_recovered: bool) -> None:
+    why = "killed by the kernel: out of memory"
+    job = _job()
+    _kill(job, 1, step=5, why=why)
+    _join(job, 100, step=5)
+    _kill(job, 1, step=5 + steps, why=why)
+    assert job.incident is not None
+    assert job.incident.regrouping.is_pending is is_recovered
+    if not is_recovered:
+        said = "the kernel has ended rank 1 for want of memory again, 1 step later"
+        assert job.incident.regrouping.why_not == said

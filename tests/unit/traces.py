@@ -239,7 +239,12 @@ class Trace:
                 return Present(rank, number)
             case "regroup-failed":
                 return RegroupFailed(
-                    rank, number, attempt, text, hangs="hangs" in text, may_be_echo="connection" in text
+                    rank,
+                    number,
+                    attempt,
+                    text,
+                    is_replaceable="hangs" in text,
+                    may_be_echo="connection" in text,
                 )
             case "agent-hello":
                 return AgentHello(rank, tuple(range(rank * RANKS_PER_NODE, (rank + 1) * RANKS_PER_NODE)))

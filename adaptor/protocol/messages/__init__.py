@@ -25,6 +25,7 @@ from adaptor.protocol.messages.from_agent import (
     Published,
     PublishFailed,
     ReplayComplete,
+    Starting,
     ToController,
 )
 from adaptor.protocol.messages.from_worker import (
@@ -166,6 +167,7 @@ __all__ = [
     "Share",
     "StandbyState",
     "Standing",
+    "Starting",
     "Status",
     "TerminationRequested",
     "TimelineEvent",

@@ -26,7 +26,7 @@ class AgentHello(Message, frozen=True):
 class Died(Message, frozen=True):
     """A worker process ended with `status` (negative: the signal), seen `at` (Unix seconds).
 
-    `why`: the known reason (such as an OOM kill), a phrase; else "".
+    `why`: a phrase if the kernel has ended the process for want of memory; else "".
     """
 
     rank: Number
@@ -93,6 +93,16 @@ class Progress(Message, frozen=True):
 
     node: Number
     total: int
+
+
+class Starting(Message, frozen=True):
+    """The main thread of a new process of `rank` has used CPU time: it imports, or builds the model.
+
+    `ticks`: of the kernel, since the start of the process.
+    """
+
+    rank: Number
+    ticks: Number
 
 
 class Prepared(Message, frozen=True):
@@ -164,6 +174,7 @@ FromAgent = (
     | Dying
     | Died
     | Progress
+    | Starting
     | Prepared
     | Published
     | PublishFailed

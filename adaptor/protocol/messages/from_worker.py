@@ -191,15 +191,16 @@ class Joined(Message, frozen=True):
 class RegroupFailed(Message, frozen=True):
     """The failure of `Regroup` on the rank; its state is unchanged since `Frozen`.
 
-    `hangs`: its main thread waits without end, so another process may take its place. `may_be_echo`: a call
-    to another rank has failed, which may be lost; else the reason is the rank's own.
+    `is_replaceable`: another process may take its place, because its main thread waits without end, or an
+    unexpected exception came. `may_be_echo`: a call to another rank has failed, which may be lost; else the
+    reason is the rank's own.
     """
 
     rank: Number
     incident: int
     attempt: int
     reason: str
-    hangs: bool = False
+    is_replaceable: bool = False
     may_be_echo: bool = False
 
 

@@ -165,6 +165,7 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
         kind: signal, exit, exception, hang, told-to-end, node-lost, nodes-join or error (of ttprun itself);
             "" if unknown
         status: of the process that failed first (negative: the signal)
+        why: how the kernel has ended that process for want of memory; else ""
         lasting: see `parts.Origin`; before training alone
         on_all_ranks: whether every rank has raised the exception at the same place
     """
@@ -176,6 +177,7 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
     host: str = ""
     kind: str = ""
     status: int | None = None
+    why: str = ""
     lasting: bool = False
     on_all_ranks: bool = False
 

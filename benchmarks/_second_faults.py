@@ -1,0 +1,124 @@
+"""Draws second faults: a first fault opens an online recovery, the second strikes a part of that recovery."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+from _bench import table
+from _layouts import Cut
+from _online import ALL, EXPLAINED, FAILED, ONLINE, RESTART, STEPS, Drawn, Incident, Planned
+
+from tests.faults.fault import NEWCOMERS, ONCE, PHASES, Fault
+
+# The layouts: copies of each shard on two ranks, on all ranks; a loop on Megatron-core, and Megatron-LM's.
+CUTS = ("core-dp4", "core-dp4-whole", "dp4")
+# A recovery with a second fault exchanges the process groups twice, and torch before 2.14 allows ten.
+MOST_FIRST = 4
+# A hang takes many times as long as any other kind, so it is drawn less often.
+FIRST_KINDS = ("sigkill",) * 10 + ("os._exit",) * 2 + ("exception",) * 3 + ("deadlock",)
+FIRST_PHASES = ("data", "forward", "backward", "reduction", "norm", "door-before", "door-after", "update")
+NEWCOMER, TWIN, SURVIVOR, AGENT, SPARE = WHO = ("new process", "twin", "survivor", "agent", "spare")
+_DEADLY = ("sigkill",) * 4 + ("os._exit",) * 2 + ("sigstop",)
+_RAISES = ("exception", "exception", "deadlock")
+# Each line: the struck part, the phase, the kinds. A phase in the thread that obeys orders has no exception.
+SECONDS: Sequence[tuple[str, str, tuple[str, ...]]] = (
+    (NEWCOMER, "imports", (*_DEADLY, *_RAISES)),
+    (NEWCOMER, "build", (*_DEADLY, *_RAISES)),
+    (NEWCOMER, "get", (*_DEADLY, *_RAISES)),
+    (NEWCOMER, "exchange", (*_DEADLY, *_RAISES)),
+    (NEWCOMER, "joined", (*_DEADLY, *_RAISES)),
+    (NEWCOMER, "proceed", _DEADLY),
+    (TWIN, "give", (*_DEADLY, *_RAISES)),
+    (SURVIVOR, "freeze", _DEADLY),
+    (SURVIVOR, "regroup", (*_DEADLY, *_RAISES)),
+    (SURVIVOR, "exchange", (*_DEADLY, *_RAISES)),
+    (SURVIVOR, "joined", (*_DEADLY, *_RAISES)),
+    (SURVIVOR, "proceed", _DEADLY),
+    (AGENT, "regroup", ("agent-pause",)),
+    (AGENT, "exchange", ("agent-pause",)),
+    (SPARE, "freeze", ("spare-sigkill", "spare-sigstop")),
+)
+# A hang is recognised by the usual duration of steps, which is known after some.
+_LEARNT = 3
+
+
+def draw(seed: int, cuts: Sequence[str]) -> Iterator[Drawn]:
+    """Jobs without end; each first fault is followed by a second one."""
+    source, number = random.Random(seed), 0
+    while True:
+        name = cuts[number % len(cuts)]
+        spares = source.randint(0, 1)
+        yield Drawn(number, name, tuple(_planned(source, ALL[name], spares)), spares)
+        number += 1
+
+
+def _planned(source: random.Random, cut: Cut, spares: int) -> Iterator[Planned]:
+    step = 1
+    for _ in range(MOST_FIRST):
+        kind, phase = source.choice(FIRST_KINDS), source.choice(FIRST_PHASES)
+        if phase == "data" and cut.library is not None:
+            phase = "forward"  # Megatron-core has no function that fetches a batch
+        step += source.randint(3, 5) + (_LEARNT if kind == "deadlock" else 0)
+        if step > STEPS - 2:
+            return
+        first = Fault(source.randrange(cut.ranks), phase, kind, step=step, restart=ONCE, code=7)
+        yield Planned(first, _second(source, cut, first, spares))
+
+
+def _second(source: random.Random, cut: Cut, first: Fault, spares: int) -> Fault:
+    """Return a second fault after which each shard still has a holder."""
+    while True:
+        who, phase, kinds = source.choice(SECONDS)
+        kind = source.choice(kinds)
+        where = {"since": first.step, "code": 7}
+        if who == NEWCOMER and first.kind != "exception":
+            return Fault(first.rank, phase, kind, restart=NEWCOMERS, **where)
+        others = [rank for rank in range(cut.ranks) if rank != first.rank]
+        if who in (AGENT, SPARE) and (who == AGENT or (spares and first.kind != "exception")):
+            return Fault(source.choice(others), phase, kind, restart=ONCE, **where)
+        if who not in (TWIN, SURVIVOR) or (who == TWIN and first.kind == "exception"):
+            continue
+        # An exception or a deadlock in the thread that sends leaves the process of the twin as it is.
+        is_kept = phase == "give" and kind in _RAISES
+        lost = {first.rank} if first.kind != "exception" else set()
+        fit = [
+            rank for rank in others if is_kept or all(holders - lost - {rank} for holders in cut.holders())
+        ]
+        if fit:
+            return Fault(source.choice(fit), phase, kind, restart=ONCE, **where)
+
+
+def who_is_struck(fault: Fault) -> str:
+    """Return the part of the recovery that a second fault strikes."""
+    if fault.kind.startswith("agent-"):
+        return AGENT
+    if fault.kind.startswith("spare-"):
+        return SPARE
+    if fault.restart == NEWCOMERS:
+        return NEWCOMER
+    return TWIN if fault.phase == "give" else SURVIVOR
+
+
+def outcome_table(found: Sequence[Incident]) -> str:
+    """Return the outcome of the recoveries by the phase that a second fault has struck."""
+    rows: dict[tuple[str, str], dict[str, int]] = {}
+    for one in found:
+        for fault in map(Fault.parse, one.struck):
+            if fault.since is None:
+                continue
+            row = rows.setdefault((who_is_struck(fault), PHASES[fault.phase]), {})
+            # A fault that was drawn for an earlier incident, and strikes later, may leave no holder.
+            outcome = EXPLAINED if "nobody else holds" in one.why else one.outcome
+            row[outcome] = row.get(outcome, 0) + 1
+    outcomes = (ONLINE, RESTART, EXPLAINED, FAILED)
+    head = ["struck", "phase", "draws", "online", "restart from the published step"]
+    head += ["the same, no holder was left", "lost"]
+    order = {(who, PHASES[phase]): place for place, (who, phase, _) in enumerate(SECONDS)}
+    lines = [_row(*place, rows[place], outcomes) for place in sorted(rows, key=lambda key: order[key])]
+    total = {name: sum(row.get(name, 0) for row in rows.values()) for name in outcomes}
+    return table(head, [*lines, _row("all", "", total, outcomes)])
+
+
+def _row(who: str, phase: str, counts: Mapping[str, int], outcomes: Sequence[str]) -> list[object]:
+    return [who, phase, sum(counts.values()), *(counts.get(name, 0) for name in outcomes)]
