@@ -129,7 +129,7 @@ SETTINGS = (
         "0, or a number of seconds from 1 to 3600",
         zero_or(number(1, 3600, float)),
         "online recovery: after a fault only the failed ranks are replaced and the job goes on without a"
-        " restart, where that takes no more than these seconds, and no more than half of TTP_OT; 0: all ranks"
+        " restart; the limit of the time without progress in seconds, at most half of TTP_OT; 0: all ranks"
         " are started again",
         same_on_all_nodes=True,
     ),

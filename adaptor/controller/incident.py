@@ -7,7 +7,8 @@ DUMPING         the chosen holders bring themselves to the step and write
 PUBLISHING      an agent checks the files, renames the folder and replaces the tracker; where handlers of the
                 script save, nothing is prepared, and the handler of one rank names the checkpoint
 REGROUPING      the step is on disk (or could not be saved): survivors and new processes come to the step with
-                new process groups; after any further failure all workers are started again from the step
+                new process groups; a further failure begins another attempt, or starts all workers again from
+                the step
 RECOVERED       all ranks go on: the incident is over, and the job is not started again
 FINDING         nothing can be saved, but a lost controller may have had the step saved: an agent looks
 ENDING_SCRIPTS  all ranks have finished their training: nothing is saved, and live ranks may end their scripts

@@ -2,8 +2,8 @@
 
 The recovery begins beside the save of the step (`Saving`): the new processes start during the save. Only when
 the step is on disk, and every new process has said hello, are survivors told to leave their loops
-(`Regroup`). So any later failure ends in a restart from the step, and needs nothing of the survivors any
-more. If the step could not be saved, all ranks join all the same, and the line says so.
+(`Regroup`). So a later failure ends in another attempt, or in a restart from the step, which needs nothing of
+the survivors any more. If the step could not be saved, all ranks join all the same, and the line says so.
 
 Invariant: no process that gives a step is ended before the save is over. With local copies, a rank that is to
 be replaced may alone hold the step before, which is saved if the holders of the newest step die.
