@@ -60,6 +60,8 @@ class Config:
     replica: str
     local_copy: bool
     host_copy: int | None  # None: auto
+    verify_every: int | None  # None: auto
+    corruption: str
     require_protection: bool
     provide_mindio: bool
     platform: str
@@ -231,6 +233,26 @@ SETTINGS = (
         "every so many steps each rank copies its state to memory of its host, beside the next step; where"
         " all holders of a shard are lost, the next start goes on from the newest copy; auto: where a shard"
         " has one holder alone, at least every 50 steps; 0: never",
+        same_on_all_nodes=True,
+    ),
+    Setting(
+        "verify_every",
+        "TTP_VERIFY_EVERY",
+        "0",
+        "auto, or a number of steps from 0 to 1000000000",
+        auto_or(number(0, 10**9, int)),
+        "every so many steps the holders of each shard compare checksums of it before the next update; auto:"
+        " as often as half a percent of the time allows; 0: never",
+        same_on_all_nodes=True,
+    ),
+    Setting(
+        "corruption",
+        "TTP_CORRUPTION",
+        "replace",
+        "replace, stop or report",
+        one_of("replace", "stop", "report"),
+        "where holders differ (TTP_VERIFY_EVERY): replace: the job goes back to the step on which they"
+        " agreed, without the rank that is wrong; stop: it ends; report: a line says so",
         same_on_all_nodes=True,
     ),
     Setting(
@@ -459,10 +481,16 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         "PROFILE": settings.profile,
         "DUMP": settings.dump,
         "HOST_COPY": settings.host_copy,
+        "VERIFY_EVERY": settings.verify_every != 0,
     }.items():
         if settings.provide_mindio and value:
             raise ConfigError(
                 f"TTP_{name} is set, and TTP_PROVIDE_MINDIO is True: a script that was adapted to MindIO TTP"
-                " by hand has neither recordings nor copies in host memory; leave out one of them"
+                " by hand has no recordings, copies in host memory or comparisons; leave out one of them"
             )
+    if settings.verify_every != 0 and settings.engine != "builtin":
+        raise ConfigError(
+            f"TTP_VERIFY_EVERY is set, and TTP_ENGINE is {settings.engine}: only the engine builtin compares"
+            " the holders of the state; leave out one of them"
+        )
     return settings

@@ -272,6 +272,7 @@ def protect(
     from adaptor.host_copy import start
     from adaptor.online import rejoin
     from adaptor.replica import group
+    from adaptor.verification import twin_check
     from adaptor.worker import runtime
     from adaptor.worker.watchdogs import Watchdogs
 
@@ -316,6 +317,10 @@ def protect(
     copies = comes_new or context.part(library_state.CopiesAsked).asked
     if copies and isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
         start.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
+    if isinstance(runtime_of_rank, runtime.Runtime):
+        runtime_of_rank.session.window.verifier = twin_check.of_this_process(
+            runtime_of_rank.rank, runtime_of_rank.processor.say
+        )
     everyone = group.of_everyone()
 
     def describe(is_repeated: bool) -> MegatronTrainee:
@@ -339,6 +344,7 @@ def protect(
             mirrors=mirrors,
             local_copy=local_copy_of(optimizer, mirrors, is_repeated),
             survives=place.survives,
+            shares_by_rank=place.shares_by_rank,
         )
 
     session = runtime.get().session

@@ -187,12 +187,16 @@ def training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def attach_copier() -> None:
-    """Let this rank make copies in host memory, if set (TTP_HOST_COPY)."""
+    """Let this rank make copies in host memory (TTP_HOST_COPY), and compare its state with the other holders
+    (TTP_VERIFY_EVERY), if set.
+    """
     from adaptor.host_copy import start  # torch, which is for the script to import
+    from adaptor.verification import twin_check
 
     worker = runtime.get()
-    if isinstance(worker, runtime.Runtime):  # other engines make no copies
+    if isinstance(worker, runtime.Runtime):  # other engines do neither
         start.attach(worker.session, worker.tell_of_copy)
+        worker.session.window.verifier = twin_check.of_this_process(worker.rank, worker.processor.say)
 
 
 def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None:

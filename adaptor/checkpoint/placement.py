@@ -32,6 +32,7 @@ class CheckpointPlacement:
         stored: per optimizer of the chain: whether this group saves its state
         shares: the shards of the rank, of its own group and of others
         survives: the possible losses that the job survives, in words; on rank 0
+        shares_by_rank: the shards of all ranks, with TTP_VERIFY_EVERY
     """
 
     group: str
@@ -39,6 +40,7 @@ class CheckpointPlacement:
     stored: tuple[bool, ...]
     shares: tuple[Share, ...]
     survives: str
+    shares_by_rank: Sequence[tuple[Share, ...]]
 
 
 def place_of(
@@ -84,17 +86,17 @@ def place_of(
     stored = tuple(index == 0 for index in gathered[first][1])
     kind = "mirror" if any(mirrors) else "split" if any(map(shards.is_sharded, inner)) else "whole copies"
     copied = tolerance.steps_between_copies(context.get().settings.host_copy) if copies else None
-    survives = _survives(kind, tuple(shares), everyone, copied)
-    return CheckpointPlacement(group, first, stored, tuple(shares), survives)
+    everywhere = gather_values((tuple(shares), context.part(WorkerPlace).node), everyone)
+    survives = _survives(kind, everywhere, copied) if everyone.rank() == 0 else ""
+    compares = context.get().settings.verify_every != 0
+    shares_by_rank = [shares_of_rank for shares_of_rank, _ in everywhere if compares]
+    return CheckpointPlacement(group, first, stored, tuple(shares), survives, shares_by_rank)
 
 
-def _survives(kind: str, shares: tuple[Share, ...], everyone: dist.ProcessGroup, copied: int | None) -> str:
-    """Return the possible losses, for rank 0 to print; called on every rank at the same time."""
-    gathered = gather_values((shares, context.part(WorkerPlace).node), everyone)
-    if everyone.rank() != 0:
-        return ""
-    shares_by_rank = {rank: shares for rank, (shares, _) in enumerate(gathered)}
-    nodes = {rank: node for rank, (_, node) in enumerate(gathered)}
+def _survives(kind: str, everywhere: Sequence[tuple[tuple[Share, ...], int]], copied: int | None) -> str:
+    """Return the possible losses, by the shards and the node of each rank."""
+    shares_by_rank = {rank: shares for rank, (shares, _) in enumerate(everywhere)}
+    nodes = {rank: node for rank, (_, node) in enumerate(everywhere)}
     alone = all(
         len(owners) == 1
         for shard_group in groups_of(shares_by_rank).values()

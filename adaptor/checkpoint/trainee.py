@@ -66,6 +66,7 @@ class MegatronTrainee:
         rerun: the saved state of the framework's rerun state machine, or None
         local_copy: of the state before an update; None: with the barrier no rank has to go back
         also: further keywords of the framework when it moves the scheduler
+        shares_by_rank: the shards of all ranks, with TTP_VERIFY_EVERY
     """
 
     state: TrainingState
@@ -81,6 +82,7 @@ class MegatronTrainee:
     local_copy: LocalCopy | None = None
     also: Callable[[], Mapping[str, Any]] = dict
     survives: str = ""
+    shares_by_rank: Sequence[tuple[Share, ...]] = ()
 
     @property
     def in_parts(self) -> bool:

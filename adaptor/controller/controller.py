@@ -36,6 +36,7 @@ from adaptor.protocol.messages import (
     AgentHello,
     AgentLost,
     AgentTerminationRequested,
+    Corruption,
     Died,
     Dying,
     Exit,
@@ -162,6 +163,8 @@ class Controller:
                 self._failures.raised.setdefault(rank, message)
                 self.membership.ends({rank})
                 return self._fault(time_now, by_death=False)
+            case Corruption():
+                return self._on_corruption(message, time_now)
             case TerminationRequested(
                 rank=rank, signal=name
             ):  # the rank lives on, and may begin to train meanwhile
@@ -226,6 +229,19 @@ class Controller:
             self.membership.late |= self.membership.agents & set(overdue)
             return [order for node in overdue for order in self._on_agent_lost(node, time_now)]
         return self._route(incident.on_tick(time_now))
+
+    def _on_corruption(self, message: Corruption, time_now: float) -> Orders:
+        """Open an incident at the first report; all ranks report the same."""
+        ranks = message.named or message.suspects
+        is_known = bool(ranks) and set(ranks) <= self.membership.node_of.keys()
+        if not is_known or self._failures.corruption is not None or self.verdict is not None:
+            return []
+        self._failures.corruption = message
+        if len(self.membership.agents) > 1:
+            self._failures.nodes = {rank: self.membership.node_of[rank] for rank in ranks}
+        if self.incident is not None:
+            return self._route(self.incident.on_corruption())
+        return self._fault(time_now, by_death=True)
 
     def _on_asked(
         self, rank: int, name: str, caller: str, time_now: float, error: str = "", node: int = -1

@@ -26,6 +26,7 @@ from adaptor.protocol.messages import (
     AgentLost,
     AgentTerminationRequested,
     ControllerToAgent,
+    Corruption,
     Died,
     Dying,
     Endpoint,
@@ -102,6 +103,7 @@ LASTING = (
     | Layout
     | Refused
     | Raised
+    | Corruption
     | TerminationRequested
     | AgentTerminationRequested
     | Dying
@@ -199,14 +201,14 @@ def _without_what_is_over(messages: list[FromAgent], end: Recovered) -> list[Fro
     """Return the messages that a next controller must know after an online recovery.
 
     Of replaced ranks only the messages of their new processes stay, of other ranks all messages but the
-    recovered exceptions. Later failures stay.
+    recovered exceptions and corruptions. Later failures stay.
     """
     hellos = {message.rank: at for at, message in enumerate(messages) if isinstance(message, Hello)}
     kept: list[FromAgent] = []
     for at, message in enumerate(messages):
         rank = getattr(message, "rank", -1)
         of_before = rank in end.replaced and at < hellos.get(rank, 0)
-        recovered = rank in end.retried and isinstance(message, Raised)
+        recovered = isinstance(message, Corruption) or (rank in end.retried and isinstance(message, Raised))
         if not of_before and not recovered:
             kept.append(message)
     return kept

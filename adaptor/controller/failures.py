@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from adaptor.protocol.collectives import Collectives
-from adaptor.protocol.messages import CALL, NODES_JOIN, Raised, Standing
+from adaptor.protocol.messages import CALL, NODES_JOIN, Corruption, Raised, Standing
 
 # What a shell reports for a process that a signal ended.
 SIGNAL_BASE = 128
@@ -64,6 +64,8 @@ class Failures:
         leaving: nodes whose agents were told to end
         hang_s: seconds without any movement in a hang; else 0
         standing: the positions of the main threads in a hang
+        corruption: the difference between holders; None: none
+        nodes: of the ranks that `corruption` names or suspects, on a job of several nodes
     """
 
     dead: dict[int, int] = field(default_factory=dict)
@@ -79,6 +81,8 @@ class Failures:
     leaving: set[int] = field(default_factory=set)
     hang_s: float = 0.0
     standing: dict[int, Standing] = field(default_factory=dict)
+    corruption: Corruption | None = None
+    nodes: dict[int, int] = field(default_factory=dict)
 
     def notice(self, ranks: Iterable[int]) -> None:
         """Note ranks that have ended, or are about to."""
@@ -127,9 +131,14 @@ class Failures:
         self.asked = FirstCause(-1, 1, description, kind=NODES_JOIN)
 
     @property
+    def corrupt(self) -> frozenset[int]:
+        """Return the ranks whose state may not be given to other ranks."""
+        return frozenset() if self.corruption is None else frozenset(self.corruption.named)
+
+    @property
     def is_known(self) -> bool:
         """Return True if `first` will not change any more: all noticed deaths have a status."""
-        return bool(self.asked or self.hang_s) or self.noticed.keys() <= self.dead.keys()
+        return bool(self.asked or self.hang_s or self.corruption) or self.noticed.keys() <= self.dead.keys()
 
     def first(self, silent: Collection[int]) -> FirstCause:
         """Return the first cause; a death explains the exceptions of other ranks.
@@ -141,6 +150,8 @@ class Failures:
             return self.asked
         if self.hang_s:
             return self._hang(sorted(silent))
+        if self.corruption is not None:
+            return self._corruption(self.corruption)
         dead_ranks = [(rank, self.dead[rank]) for rank in self.noticed if rank in self.dead]
         failed = [(rank, status) for rank, status in dead_ranks if status or rank in self.unannounced]
         if failed:
@@ -176,6 +187,22 @@ class Failures:
         description = f"rank {rank} raised {raised.error}{self._before}"
         return FirstCause(
             rank, raised.exit_code, description, known_by, (rank,), origin.mistake, kind="exception"
+        )
+
+    def _corruption(self, corruption: Corruption) -> FirstCause:
+        ranks = corruption.named or corruption.suspects
+        of_nodes = [
+            f"{rank} (node {self.nodes[rank]})" if rank in self.nodes else str(rank) for rank in ranks
+        ]
+        if corruption.named:
+            subject = (
+                f"rank{'s' * (len(ranks) > 1)} {' and '.join(of_nodes)} {'are' if len(ranks) > 1 else 'is'}"
+            )
+        else:
+            subject = f"one of the ranks {' and '.join(of_nodes)} (suspects) is"
+        key = f"corruption of rank {' and '.join(map(str, ranks))}"
+        return FirstCause(
+            min(ranks), 1, f"{subject} corrupt: {corruption.text}", key, ranks, kind="corruption"
         )
 
     def _hang(self, silent: list[int]) -> FirstCause:

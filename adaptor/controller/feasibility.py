@@ -150,6 +150,8 @@ class Feasibility:
         membership, failures = self.state.membership, self.failures
         if failures.told_to_end or failures.leaving:
             raise CannotRegroupError(failures.told_to_end or "a node leaves the job")
+        if failures.corruption is not None and failures.corruption.stops:
+            raise CannotRegroupError("")
         if self.state.term:
             raise CannotRegroupError("the controller was lost")
         if reason := self.places.why_not(membership.lost):
@@ -222,15 +224,17 @@ class Feasibility:
         process.
 
         A rank needs a new process if an exception has left its update, or came before the update while others
-        made theirs; if its device has failed; or if its main thread hangs.
+        made theirs; if its device has failed; if its main thread hangs; or if its state is corrupt.
         """
         boards = self.state.boards
         raised = self.failures.raised.keys() & boards.keys()
-        return self._ranks_without_state(step) | {rank for rank in raised if not boards[rank].provides(step)}
+        corrupt = self.failures.corrupt & boards.keys()
+        stopped = {rank for rank in raised if not boards[rank].provides(step)}
+        return self._ranks_without_state(step) | stopped | corrupt
 
     def giving(self) -> set[int]:
         """Return the ranks that answer and give the state of any step."""
-        return {rank for rank, board in self.state.boards.items() if steps_of(board)}
+        return {rank for rank, board in self.state.boards.items() if steps_of(board)} - self.failures.corrupt
 
     def plan(self, step: int) -> tuple[Replacement, ...]:
         """Return the failed ranks, each with the ranks that give its state.

@@ -208,6 +208,8 @@ def choose(state: IncidentState, freeze_state: FreezeState) -> Plan | IncidentOu
     if isinstance(decision, NoPlan):
         if state.boards and freeze_state.newest_begun <= origin:
             return _nothing_since(origin)
+        if state.writing.newest is not None:
+            return IncidentOutcome("lost", -1, decision.reason)
         useless = unresponsive_words([*state.silent, *state.stuck]) + unreadable_words(state.boards)
         return IncidentOutcome("lost", -1, decision.reason + useless, unheld=True)
     return _nothing_since(origin) if decision.step <= origin else decision

@@ -99,6 +99,7 @@ class Incident:
         self.freeze_state = FreezeState(self.state, awaited, hangs=self._hangs)
         if failures.told_to_end:
             self.freeze_state.hurry(opened_at)
+        self._heed_corruption()
         # The last answer of `_needs_the_silent`, and the number of boards, nodes and layouts at that time.
         self._needs, self._needs_by = False, (-1, -1, -1)
         self._search = PriorCheckpointSearch(self.state, self.freeze_state, min(STUCK_S, timeout_s / 20))
@@ -135,6 +136,22 @@ class Incident:
         self.freeze_state.wait()
         return []
 
+    def _heed_corruption(self) -> None:
+        """Save no step on which holders differ, and nothing that a corrupt rank holds."""
+        corruption, writing = self._failures.corruption, self.state.writing
+        if corruption is not None:
+            writing.corrupt, writing.newest = self._failures.corrupt, corruption.agreed
+
+    def on_corruption(self) -> Orders:
+        """Heed a corruption that is found while the incident is open; a save in progress begins again."""
+        if self.state.outcome is not None:
+            return []
+        self._heed_corruption()
+        if self.state.stage is Stage.FREEZING:
+            return []
+        orders = self.regrouping.cancel("a rank is corrupt, too")
+        return self.go_on(orders + self.saving.on_deaths(self._failures.corrupt))
+
     def on_layout(self) -> Orders:
         """Ask for the freeze once the layouts of all ranks are known."""
         return self._freeze() if self._waits and self.freeze_state.knows_all else []
@@ -147,7 +164,8 @@ class Incident:
     @property
     def _has_other_cause(self) -> bool:
         """Return True if the cause is neither a death nor an exception, or a node is lost."""
-        return bool(self._failures.asked or self._failures.lost) or self._hangs
+        failures = self._failures
+        return bool(failures.asked or failures.lost or failures.corruption) or self._hangs
 
     @property
     def _hangs(self) -> bool:

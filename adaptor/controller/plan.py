@@ -89,6 +89,7 @@ def plan(
     alive: Mapping[int, BoardRecord],
     only: int | None = None,
     avoid: Collection[int] = (),
+    newest: int | None = None,
 ) -> Plan | NoPlan:
     """Return the largest step whose shards all have live holders, with the order for each group.
 
@@ -101,12 +102,18 @@ def plan(
         alive: the boards of the ranks with readable state.
         only: consider `only` alone.
         avoid: ranks that are chosen only for want of other holders.
+        newest: no later step is taken: the holders of its state differ. None: any.
     """
     if not groups:
         return NoPlan("no rank has told what it holds")
     alike = _group_equal_boards(alive)
     boards = [board for board, _ in alike]
     steps = {s for board in boards for s in steps_of(board)} if only is None else {only}
+    if newest is not None:
+        steps = {s for s in steps if s <= newest}
+        if not steps:
+            agreed = f"; they agreed on step {newest}, which nobody has any more" if newest >= 0 else ""
+            return NoPlan(f"the holders of the state differ{agreed}")
     for step in sorted(steps, key=lambda step: (may_have_begun(step, boards), step), reverse=True):
         live_ranks = set().union(*(ranks for board, ranks in alike if board.provides(step)))
         orders = _orders(groups, live_ranks, avoid)

@@ -77,6 +77,8 @@ class Writing:
         holders: the givers of the groups on disk
         avoid: ranks that are chosen only for want of other ranks
         failures: failed attempts since the last death
+        corrupt: ranks that give nothing
+        newest: no later step is saved; None: any
     """
 
     membership: Membership
@@ -88,6 +90,8 @@ class Writing:
     doubts: NonFiniteTracker = field(default_factory=NonFiniteTracker)
     avoid: set[int] = field(default_factory=set)
     failures: int = 0
+    corrupt: frozenset[int] = frozenset()
+    newest: int | None = None
 
     @property
     def save(self) -> str:
@@ -146,7 +150,13 @@ class Writing:
         groups = self.groups
         if unable:
             groups = {k: Group(group.owners, group.writers.difference(unable)) for k, group in groups.items()}
-        return plan(groups, boards, only=step, avoid={*self.avoid, *unable})
+        return plan(groups, self._giving(boards), only=step, avoid={*self.avoid, *unable}, newest=self.newest)
+
+    def _giving(self, boards: Mapping[int, BoardRecord]) -> Mapping[int, BoardRecord]:
+        """Return the boards of the ranks whose state may be saved."""
+        if not self.corrupt:
+            return boards
+        return {rank: board for rank, board in boards.items() if rank not in self.corrupt}
 
     def begin(self, decision: Plan) -> None:
         """Begin the dump of a step, of which nothing is on disk."""
@@ -161,7 +171,7 @@ class Writing:
         """
         names = self.pending.keys() | (self.files.keys() if self.uses_script_handlers else set())
         groups = {name: group for name, group in self.groups.items() if name in names}
-        return plan(groups, boards, only=self.step, avoid={*self.avoid, *avoid})
+        return plan(groups, self._giving(boards), only=self.step, avoid={*self.avoid, *avoid})
 
     def elsewhere(self, unreachable_ranks: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
         """Plan the rest with other writers for `unreachable_ranks`; return None if no group can have another

@@ -56,11 +56,15 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
         case _:
             line = f"the state cannot be saved: {outcome.reason}"
             line += f"; {membership.advice}" if outcome.unheld else ""
+    if cause.kind == "corruption" and outcome.kind == "lost":
+        line += "; an older checkpoint is loaded"
     if incident.regrouping.why_not and not failures.asked:
         line += f"; not recovered online: {incident.regrouping.why_not}"
     stop, exit_code, cut_off = "", cause.exit_code, []
     if cause.mistake and outcome.kind == "nothing":
         stop = "another start would fail in the same way"
+    elif failures.corruption is not None and failures.corruption.stops:
+        stop = "TTP_CORRUPTION is stop"
     elif _is_trained(incident, failures, cause, outcome.kind):
         stop = "nothing is left to train"
         is_finished = incident.freeze_state.stage == ScriptStage.FINISHED
@@ -151,12 +155,15 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
     pids = " and ".join(str(newcomer.pid) for rank, newcomer in newcomers.items() if rank not in away)
     hosts = [f"the spare node {membership.hosts[node]} has the place of node {node}" for node in spares]
     seconds = incident.state.now - incident.state.opened_at
+    again = incident.freeze_state.further(step)
+    if again and cause.kind == "corruption":
+        again = "later steps are made again"
     parts_of_line = [
         *([f"replaced by pid {pids}"] if pids else []),
         *hosts,
         *([] if newcomers else ["nobody is replaced"]),
         f"training goes on after step {step}",
-        incident.freeze_state.further(step) or "0 steps lost",
+        again or "0 steps lost",
         f"{seconds:.1f} s after the fault was noticed",
     ]
     unsaved = incident.regrouping.unsaved

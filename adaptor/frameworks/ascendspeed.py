@@ -51,6 +51,7 @@ def checks(args: Any) -> Iterator[Callable[[], None]]:
     yield lambda: supported_options.require_alone(args)
     yield supported_options.require_no_layout_only
     yield supported_options.require_no_host_copy
+    yield supported_options.require_no_comparison
     yield supported_options.require_no_reshape
     yield lambda: _require_shards_to_copy(args)
 
@@ -141,6 +142,7 @@ def trainee(
         mirrors=mirrors,
         local_copy=local_copy_of(optimizer, mirrors, is_repeated),
         survives=place.survives,
+        shares_by_rank=place.shares_by_rank,
         # It is called before the tokens of the step are counted.
         also=lambda: {"token_num": args.consumed_train_tokens},
     )

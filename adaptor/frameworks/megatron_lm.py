@@ -125,6 +125,7 @@ def trainee(
         rerun=_rerun_state(rerun),
         local_copy=local_copy_of(optimizer, mirrors, is_repeated),
         survives=place.survives,
+        shares_by_rank=place.shares_by_rank,
     )
 
 

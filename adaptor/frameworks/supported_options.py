@@ -105,6 +105,15 @@ def require_no_host_copy() -> None:
         )
 
 
+def require_no_comparison() -> None:
+    """Refuse TTP_VERIFY_EVERY in a loop that compares nothing. Raises UnsupportedError."""
+    if context.get().settings.verify_every != 0:
+        raise UnsupportedError(
+            "TTP_VERIFY_EVERY is set: only jobs of Megatron-LM and MindSpeed-LLM, and loops with"
+            " adaptor.protect, compare the holders of their state; leave it out"
+        )
+
+
 def require_no_reshape() -> None:
     """Refuse TTP_RESHAPE where Megatron-LM's own function does not load. Raises UnsupportedError."""
     if context.get().settings.reshape is not None:

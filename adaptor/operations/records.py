@@ -53,7 +53,16 @@ class Event(msgspec.Struct, kw_only=True, frozen=True, gc=False):
 
 
 CauseKind = Literal[
-    "signal", "exit", "exception", "hang", "told-to-end", "node-lost", "nodes-join", "error", "unknown"
+    "signal",
+    "exit",
+    "exception",
+    "hang",
+    "told-to-end",
+    "node-lost",
+    "nodes-join",
+    "corruption",
+    "error",
+    "unknown",
 ]
 
 
@@ -63,7 +72,8 @@ class Cause(msgspec.Struct, kw_only=True, frozen=True):
     Attributes:
         kind: signal: a signal ended a process; exit: a process exited; exception: its script raised; hang:
             nothing moved; told-to-end: by a signal to ttprun or a worker; node-lost: the agent of a node is
-            gone; nodes-join: no failure, more nodes have come; error: of ttprun itself
+            gone; nodes-join: no failure, more nodes have come; corruption: the holders of the state differ;
+            error: of ttprun itself
         signal: its name, for kind signal and told-to-end
         exit_code: of the process, for kind exit
         exception: type and place, for kind exception

@@ -125,6 +125,31 @@ class StateCopier(Protocol):
         """Give up a copy in progress: the state is about to change, in an incident."""
 
 
+class StepVerifier(Protocol):
+    """Compares the holders of the state in verified steps (TTP_VERIFY_EVERY); called on the main thread."""
+
+    def begin(self, trainee: Any) -> None:
+        """Begin with the state of `trainee`: earlier sums are not compared any more; collective.
+
+        Raises:
+            UnsupportedError: no shard has a second holder.
+        """
+
+    def after_update(self, trainee: Any, step: int) -> None:
+        """Compute the sums of the state behind the update of `step`, if it is a verified step."""
+
+    def begin_step(self, trainee: Any) -> None:
+        """Compute the sum of the weights that a step begins with."""
+
+    def is_equal(self, trainee: Any) -> bool:
+        """Return False if the holders differ, or a shard has changed since its update; collective in
+        verified steps. The controller has been told then.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+
+
 class NotFiniteError(Exception):
     """The shards that `ranks` gave have a nan or an infinity; another copy may be finite."""
 

@@ -40,8 +40,7 @@ def barrier(everyone: dist.ProcessGroup) -> None:
     Raises:
         RuntimeError: the barrier is broken.
     """
-    work = dist.barrier(group=everyone, async_op=True)
-    context.part(Waits).wait(work, work.wait)
+    _wait(dist.barrier(group=everyone, async_op=True))
 
 
 def smallest(everyone: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
@@ -51,9 +50,40 @@ def smallest(everyone: dist.ProcessGroup, numbers: Sequence[int]) -> list[int]:
         RuntimeError: a rank is gone.
     """
     minimum = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    work = dist.all_reduce(minimum, dist.ReduceOp.MIN, group=everyone, async_op=True)
-    context.part(Waits).wait(work, work.wait)
+    _wait(dist.all_reduce(minimum, dist.ReduceOp.MIN, group=everyone, async_op=True))
     return [int(number) for number in minimum]
+
+
+def total(everyone: dist.ProcessGroup, number: int) -> int:
+    """Return the sum of the numbers of all ranks, modulo 2**64; another thread can end the wait.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    # In two halves: a sum of signed integers that overflows is undefined.
+    halves = torch.tensor([number & 0xFFFFFFFF, number >> 32], dtype=torch.int64, device="cpu")
+    _wait(dist.all_reduce(halves, dist.ReduceOp.SUM, group=everyone, async_op=True))
+    low, high = halves.tolist()
+    return int(low + (high << 32)) & ((1 << 64) - 1)
+
+
+def gather_bytes(everyone: dist.ProcessGroup, data: bytes) -> list[bytes]:
+    """Return the bytes of each rank, by rank; another thread can end the wait.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(everyone.size())]
+    _wait(dist.all_gather(sizes, torch.tensor([len(data)]), group=everyone, async_op=True))
+    counts = [int(size) for size in sizes]
+    padded = torch.frombuffer(bytearray(data.ljust(max(counts), b"\0")), dtype=torch.uint8)
+    gathered = [torch.empty_like(padded) for _ in counts]
+    _wait(dist.all_gather(gathered, padded, group=everyone, async_op=True))
+    return [bytes(part[:count].tolist()) for part, count in zip(gathered, counts, strict=True)]
+
+
+def _wait(work: Any) -> None:
+    context.part(Waits).wait(work, work.wait)
 
 
 def gather_values(value: T, members: dist.ProcessGroup | None = None) -> list[T]:

@@ -158,6 +158,8 @@ class Session:
         """Let the next step begin with the state of `trainee`, which is whole."""
         self.trainee = trainee
         self._step = -1
+        if self.window.verifier is not None:
+            self.window.verifier.begin(trainee)
         self.window.begin(trainee, inner_optimizers)
         self.freezer.begin(trainee)
 
@@ -223,6 +225,8 @@ class Session:
             self._loop.begin()
         if watched or (ends_with_update and self._end_is_told):
             self.pace.begin_step(step)
+        if self.window.verifier is not None:
+            self.window.verifier.begin_step(self.trainee)
         if self.copier is not None and step - 1 > self._origin:
             is_intact = self.board.live <= step - 1 == self.board.finished
             self.copier.copy(self.trainee, taken.record, taken.mark, is_intact=is_intact)
@@ -345,6 +349,8 @@ class Session:
         if self._ends_with_update:
             self._loop.update()
         self.window.close(self._step)
+        if self.window.verifier is not None:
+            self.window.verifier.after_update(self.trainee, self._step)
 
     def end_update(
         self, updated: bool, grad_norm: float | None, inner_optimizers: Iterable[object] = ()

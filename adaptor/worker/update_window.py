@@ -1,7 +1,8 @@
 """The update window: the part of a step in which the inner optimizers of a rank change the state.
 
 Invariants: the window opens only when no rank needs this rank any more for its update, and the door lets the
-step pass; the board says at every moment which state of the rank is intact. A step whose collectives were
+step pass; the board says at every moment which state of the rank is intact. Behind a verified step the
+window opens only when every rank knows that all holders agree (`verifier`). A step whose collectives were
 ended on the device counts neither as READY nor as skipped nor as left out (`void`); the check runs after the
 last collective of the step.
 """
@@ -15,7 +16,7 @@ from typing import Any
 from adaptor.devices.device import Device
 from adaptor.protocol.board import Board
 from adaptor.protocol.messages import Phase
-from adaptor.protocol.state_provider import Trainee
+from adaptor.protocol.state_provider import StepVerifier, Trainee
 from adaptor.worker.door import Door, Unwind
 from adaptor.worker.interruption import CollectiveEndedError
 from adaptor.worker.step_history import StepHistory
@@ -31,11 +32,13 @@ class UpdateWindow:
     Attributes:
         door: the entrance of each window.
         history: the step history, which receives the changes of a step before its update.
+        verifier: compares the holders of the state before an update; None: no step is verified.
     """
 
     def __init__(self, board: Board, broke: Callable[[str], None]) -> None:
         self.door = Door()
         self.history = StepHistory()
+        self.verifier: StepVerifier | None = None
         self._board = board
         self._broke = broke
         self._mark: Any = None  # behind the last update on the device, and the last local copy
@@ -180,6 +183,9 @@ class UpdateWindow:
 
     def _come_to_the_door(self, trainee: Trainee, step: int) -> None:
         trainee.exchange()  # a rank whose exchange breaks has not come to the door
+        # Before READY: a rank that is READY knows that the holders agree, so the step may be finished.
+        if self.verifier is not None and not self.verifier.is_equal(trainee):
+            self._leave(step)
         self._take_snapshot(trainee, step, updated=True)
         self.require_whole(step)
         self._board.ready(step)
@@ -190,6 +196,19 @@ class UpdateWindow:
         except Unwind:
             self._board.turn_back()
             raise
+
+    def _leave(self, step: int) -> None:
+        """Wait until the main thread is turned away: no rank makes the update of `step`, which never counts.
+
+        Raises:
+            Unwind: the main thread is to leave the framework's loop.
+            CollectiveEndedError: the door was opened.
+        """
+        self.void(step - 1)
+        self.door.shut()
+        self.door.enter(step)  # no rank is READY for the step, so the controller lets nobody pass
+        self.door.leave()
+        self.require_whole(step)
 
     def _wait_at_the_barrier(self, trainee: Trainee) -> None:
         try:

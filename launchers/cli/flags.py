@@ -25,6 +25,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_SPARES",
         "TTP_NO_PROGRESS",
         "TTP_FAILED_SAVE",
+        "TTP_CORRUPTION",
         "TTP_OT",
         "TTP_GRACE",
         "TTP_HANG",
@@ -34,6 +35,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_REPLICA",
         "TTP_LOCAL_COPY",
         "TTP_HOST_COPY",
+        "TTP_VERIFY_EVERY",
         "TTP_REQUIRE_PROTECTION",
     ),
     "Several nodes": (

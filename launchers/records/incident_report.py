@@ -22,6 +22,7 @@ from adaptor.protocol.messages import (
     AgentHello,
     AgentLost,
     AgentTerminationRequested,
+    Corruption,
     Died,
     Dump,
     Dying,
@@ -149,6 +150,8 @@ class IncidentReport:
                 self._add("fault-noticed", time_now, rank, node, error)
                 if calls and len(self._noticed) <= MOST_CALLS:
                     self._add("calls", time_now, rank, node, calls)
+            case Corruption() if not self._ended:
+                self._record_corruption(message, time_now)
             case TerminationRequested(rank=rank, signal=name) if not self._ended:
                 self._noticed.add(rank)
                 self._add("fault-noticed", time_now, rank, node, f"told to end by {name}")
@@ -317,6 +320,19 @@ class IncidentReport:
     def _reset(self) -> None:
         self._happened, self._ended, self._noticed = [], False, set()
         self._checkpoint, self._size, self._still_s = None, None, 0.0
+
+    def _record_corruption(self, message: Corruption, time_now: float) -> None:
+        """Record the first of the equal messages of all ranks."""
+        ranks = message.named or message.suspects
+        if self._noticed.issuperset(ranks):
+            return
+        self._noticed.update(ranks)
+        role = "named" if message.named else "suspects"
+        last = f"step {message.agreed}" if message.agreed >= 0 else "none"
+        detail = f"{message.text}; {role}: rank {' and '.join(map(str, ranks))}; newest agreed: {last}"
+        for rank in ranks:
+            self._add("fault-noticed", time_now, rank, self._nodes.get(rank), message.text)
+        self._add("corruption", time_now, min(ranks), self._nodes.get(min(ranks)), detail)
 
     def _add(
         self,

@@ -24,7 +24,7 @@ from adaptor.protocol.board import SLOT, BoardMemory
 from adaptor.protocol.copy_file import FILES, CopyFile
 from adaptor.protocol.environment import BOARD, BOARD_RANKS, NEWCOMER, HeldCopies
 from tests import waiting
-from tests.faults import cgroups, disks, namespaces
+from tests.faults import cgroups, disks, flips, namespaces
 
 # Where a fault strikes in the step that it names.
 PHASES = {
@@ -40,6 +40,8 @@ PHASES = {
     "door-after": "past the barrier, if there is one, before the update",
     "copy": "with TTP_LOCAL_COPY, when half of the local copy is taken",
     "update": "when the first parameter has been updated",
+    "exchanged": "at the door, when mirrors have their gradients, before the holders are compared",
+    "updated": "when all optimizers have made their update, before its window closes",
     "gather": "after the update, before the parameters are gathered",
     "between": "after the step, before the next",
     "evaluation": "in an evaluation between two steps",
@@ -107,6 +109,8 @@ KINDS += ("disk", "slow-disk")
 KINDS += ("disk-mended",)
 # A device computes nonsense: the optimizer state of this rank is not finite any more, and then it raises.
 KINDS += ("nan",)
+# A bit of this rank's memory flips, drawn by `code` (`tests/faults/flips.py`).
+KINDS += flips.KINDS
 # No fault: a rank that waits for an incident; something that takes long; a cut that is mended before anyone
 # is missed; links that are slow; an agent that is stopped for a while; a wall clock that jumps by a day.
 KINDS += ("until-told", "pause", "short-cut", "slow-link", "agent-pause", "clock-back", "clock-ahead")
@@ -202,6 +206,11 @@ class Injector:
     def expects(self, phase: str) -> bool:
         """Return whether a fault of any rank strikes there: all processes are hooked alike."""
         return any(fault.phase == phase for fault in self._planned)
+
+    @property
+    def flips(self) -> bool:
+        """Return whether a bit flips on some rank."""
+        return any(fault.kind in flips.KINDS for fault in self._planned)
 
     def reach(self, phase: str) -> None:
         """Strike if a fault is due."""
@@ -314,6 +323,8 @@ class Injector:
                 if cgroups.MEMORY in os.environ:
                     cgroups.eat(Path(os.environ[cgroups.MEMORY]))
                 os.kill(os.getpid(), signal.SIGKILL)
+            case kind if kind in flips.KINDS:
+                flips.flip(kind, fault.code)
             case "nan":
                 _spoil()
                 raise InjectedError(str(fault))

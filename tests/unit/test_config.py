@@ -56,6 +56,8 @@ DEFAULTS = Config(
     profile=None,
     dump=None,
     layout_only="",
+    verify_every=0,
+    corruption="replace",
     batch="keep",
     reshape=None,
 )

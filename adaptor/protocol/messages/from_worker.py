@@ -72,6 +72,29 @@ class Raised(Message, frozen=True):
     stage: StageNumber = ScriptStage.TRAINING
 
 
+class Corruption(Message, frozen=True):
+    """The holders of the state differ in a verified step (TTP_VERIFY_EVERY); every rank sends the message.
+
+    Attributes:
+        step: of the update behind which the sums were computed
+        shard: the first shard, or part of the model, that differs
+        text: what differs, a sentence without the ranks
+        named: the ranks whose state or computation is wrong
+        suspects: the holders, one of which is wrong, where no rank can be named
+        agreed: the newest step whose state all holders agree on, without `named`; -1: none
+        stops: whether the job ends (TTP_CORRUPTION=stop)
+    """
+
+    rank: Number
+    step: int
+    shard: str
+    text: str
+    named: tuple[Number, ...]
+    suspects: tuple[Number, ...]
+    agreed: int
+    stops: bool = False
+
+
 class Unprotected(Message, frozen=True):
     """The script of the rank trains, and its state cannot be saved; `why` is one line for the user."""
 
@@ -244,6 +267,7 @@ FromWorker = (
     | Layout
     | Refused
     | Raised
+    | Corruption
     | Unprotected
     | TerminationRequested
     | BusyReport

@@ -162,8 +162,8 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
         ranks: the ranks that have failed by themselves, the first failure first
         pid: of the first rank, or of the agent that was told to end; 0 if unknown
         host: the machine of the process
-        kind: signal, exit, exception, hang, told-to-end, node-lost, nodes-join or error (of ttprun itself);
-            "" if unknown
+        kind: signal, exit, exception, hang, told-to-end, node-lost, nodes-join, corruption or error (of
+            ttprun itself); "" if unknown
         status: of the process that failed first (negative: the signal)
         why: how the kernel has ended that process for want of memory; else ""
         lasting: see `parts.Origin`; before training alone

@@ -1,0 +1,254 @@
+"""The twin check: the holders of each shard compare their sums before the next update (TTP_VERIFY_EVERY).
+
+Invariant: no rank makes the update behind a verified step before all ranks know that all holders agree on the
+step. A sum belongs to the newest update; after an incident new sums are computed before anything is compared.
+
+The check sees the update, the way of gradients to a copy, and state at rest. It sees nothing that happens
+before gradients are reduced: all holders apply a wrong gradient alike.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from adaptor import context, output
+from adaptor.checkpoint import shards, step_record
+from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.errors import UnsupportedError
+from adaptor.protocol.messages import Corruption
+from adaptor.replica import group
+from adaptor.verification import verdict
+from adaptor.verification.checksums import (
+    BitSum,
+    PendingSums,
+    start_gradient_sums,
+    start_shard_sums,
+)
+from adaptor.verification.verdict import Finding, Report, ShardRecord
+
+# In the first verified steps of a job a difference is a property of the layout: its holders do not compute
+# the same bits, so the check is of no use.
+SELF_TEST = 20
+# With TTP_VERIFY_EVERY=auto: the part of a step's time that the sums take on average.
+SHARE_OF_TIME = 0.004
+_NEVER = 1 << 62
+
+
+class TwinCheck:
+    """The twin check of one rank (`state_provider.StepVerifier`).
+
+    Args:
+        every: steps whose number this divides are verified; None: as often as `SHARE_OF_TIME` allows.
+        on_corruption: what follows from a difference (TTP_CORRUPTION).
+        rank: of this process.
+        tell: tells the controller.
+    """
+
+    def __init__(
+        self, every: int | None, on_corruption: str, rank: int, tell: Callable[[Corruption], None]
+    ) -> None:
+        self._every = every or 1  # 0: the check has turned itself off
+        self._chooses = every is None
+        self._on_corruption = on_corruption
+        self._rank = rank
+        self._tell = tell
+        self._first = _NEVER  # the first verified step of the job
+        self._agreed = -1  # the newest step on which all holders have agreed
+        self._reported: set[tuple[str, tuple[int, ...]]] = set()
+        self._sums_s: list[float] = []  # of each verified step
+        self._steps_s: list[float] = []
+        self._door_at = 0.0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._step = -1  # of the update behind which `_after` was computed
+        self._after: dict[int, PendingSums] | None = (
+            None  # by the index of the shard; None: nothing to compare
+        )
+        self._gathered: BitSum | None = None
+        self._spent_s = 0.0
+        self._door_at = 0.0
+
+    @property
+    def _count(self) -> int:
+        """Return how many steps the job has verified, the current one included."""
+        return 1 + (self._step - self._first) // max(1, self._every)
+
+    def begin(self, trainee: MegatronTrainee) -> None:
+        self._forget()
+        # A new process knows nothing, and some ranks may have met a fault before they changed the interval.
+        self._every, chooses, self._first, agreed = _smallest(
+            self._every, -self._chooses, self._first, -self._agreed
+        )
+        self._chooses, self._agreed = bool(chooses), -agreed
+        labels, self._holders = verdict.holders_of(trainee.shares_by_rank)
+        self._labels = labels[self._rank]
+        if all(len(ranks) < 2 for ranks in self._holders.values()):
+            raise UnsupportedError(
+                "TTP_VERIFY_EVERY is set, and no shard of this job has a second holder to compare: leave it"
+                " out, or give the job second copies (TTP_REPLICA, a data-parallel size of 2 or more)"
+            )
+        groups = [
+            next((share.group for share in shares if share.can_write), "")
+            for shares in trainee.shares_by_rank
+        ]
+        self._folder = groups[self._rank]
+        self._models = {
+            name: [rank for rank, other in enumerate(groups) if other == name] for name in set(groups)
+        }
+        # A gather that goes on beside the next step has not brought all weights when the step begins.
+        self._is_gathered_at_once = not any(
+            getattr(getattr(optimizer, owner, None), "overlap_param_gather", False)
+            for optimizer in step_record.chain(trainee.state.optimizer)
+            for owner in ("config", "ddp_config")
+        )
+
+    def after_update(self, trainee: MegatronTrainee, step: int) -> None:
+        self._gathered = None
+        if not self._every or step % self._every:
+            self._after = None
+            return
+        began = time.perf_counter()
+        self._step, self._first = step, min(step, self._first)
+        self._after = {
+            shard.index: start_shard_sums(shard.optimizer)
+            for shard in shards.held_shards(trainee.state.optimizer, trainee.mirrors)
+        }
+        self._spent_s = time.perf_counter() - began
+
+    def begin_step(self, trainee: MegatronTrainee) -> None:
+        if self._after is not None and self._is_gathered_at_once:
+            began = time.perf_counter()
+            self._gathered = _weights(trainee)
+            self._spent_s += time.perf_counter() - began
+
+    def is_equal(self, trainee: MegatronTrainee) -> bool:
+        if self._after is None:
+            return True
+        report = self._report(trainee, self._after)
+        self._after = None
+        everyone = _everyone()
+        number = verdict.contribution(report, self._rank, self._holders, self._models)
+        if group.total(everyone, number) == 0:
+            self._agreed = self._step
+            self._choose_interval()
+            return True
+        reports = [
+            msgspec.msgpack.decode(data, type=Report)
+            for data in group.gather_bytes(everyone, msgspec.msgpack.encode(report))
+        ]
+        finding = verdict.decide(reports, self._step, self._holders, self._models)
+        return self._act_on(finding, is_self_test=self._count <= SELF_TEST)
+
+    def _report(self, trainee: MegatronTrainee, after: Mapping[int, PendingSums]) -> Report:
+        began = time.perf_counter()
+        held = shards.held_shards(trainee.state.optimizer, trainee.mirrors)
+        rest = {shard.index: start_shard_sums(shard.optimizer) for shard in held}
+        door = {shard.index: start_gradient_sums(shard.optimizer) for shard in held}
+        used = _weights(trainee)
+        records = {
+            self._labels[index]: ShardRecord(after[index].read(), sums.read(), door[index].read())
+            for index, sums in rest.items()
+        }
+        gathered = "" if self._gathered is None else self._gathered.value()
+        report = Report(records, {self._folder: (gathered, used.value())}, self._agreed)
+        now = time.perf_counter()
+        if self._door_at:
+            self._steps_s.append(now - self._door_at)
+        self._door_at = now
+        self._sums_s.append(self._spent_s + now - began)
+        return report
+
+    def _choose_interval(self) -> None:
+        """With TTP_VERIFY_EVERY=auto: agree with all ranks on the interval, once, behind the self-test."""
+        if not self._chooses or self._count < SELF_TEST:
+            return
+        sums_s = statistics.median(self._sums_s)
+        step_s = max(1e-9, statistics.median(self._steps_s or self._sums_s) - sums_s)
+        (longest,) = _smallest(-max(1, math.ceil(sums_s / (SHARE_OF_TIME * step_s))))
+        self._every, self._chooses = -longest, False
+        if self._rank == 0:
+            output.tell(
+                f"[ttp] the holders of the state are compared every {self._every} steps"
+                f" (TTP_VERIFY_EVERY=auto): that takes {1000 * sums_s:.3g} ms on rank 0,"
+                f" a step {1000 * step_s:.3g} ms",
+                to="stdout",
+            )
+
+    def _act_on(self, finding: Finding, *, is_self_test: bool) -> bool:
+        """Return whether training goes on; otherwise the controller is told."""
+        if finding.kind is verdict.Kind.UNKNOWN:
+            self._print(finding.text)
+            return True
+        if is_self_test:
+            self._every = 0
+            self._print(
+                f"no step is verified (TTP_VERIFY_EVERY): {finding.text}, in the first {SELF_TEST} verified"
+                " steps, so this layout may not compute the same bits on all holders"
+            )
+            return True
+        ranks = finding.named or finding.suspects
+        if self._on_corruption == "report":
+            if (finding.label, ranks) not in self._reported:
+                self._reported.add((finding.label, ranks))
+                who = "corrupt" if finding.named else "one of them corrupt"
+                self._print(f"CORRUPTION: {finding.text}; rank {' and '.join(map(str, ranks))}: {who}")
+            return True
+        self._tell(
+            Corruption(
+                self._rank,
+                self._step,
+                finding.label,
+                finding.text,
+                finding.named,
+                finding.suspects,
+                finding.agreed,
+                stops=self._on_corruption == "stop",
+            )
+        )
+        return False
+
+    def _print(self, line: str) -> None:
+        if self._rank == 0:
+            output.tell(f"[ttp] {line}")
+
+
+def _everyone() -> dist.ProcessGroup:
+    everyone = group.of_this_job()
+    assert everyone is not None
+    return everyone
+
+
+def _smallest(*numbers: int) -> list[int]:
+    """Return the least of what all ranks say, number by number; collective."""
+    return group.smallest(_everyone(), numbers)
+
+
+def _weights(trainee: MegatronTrainee) -> BitSum:
+    """Return the sum of the weights of this rank's part of the model, as they are now."""
+    bits = BitSum()
+    for chunk in trainee.state.model:
+        for param in chunk.parameters():
+            if type(param.data) is torch.Tensor:  # a quantized weight has no bits of its own
+                bits.add(param.data)
+    return bits
+
+
+def of_this_process(rank: int, tell: Callable[[Corruption], None]) -> TwinCheck | None:
+    """Return the twin check of this rank; None with TTP_VERIFY_EVERY=0.
+
+    Args:
+        rank: of this process.
+        tell: tells the controller.
+    """
+    settings = context.get().settings
+    if settings.verify_every == 0:
+        return None
+    return TwinCheck(settings.verify_every, settings.corruption, rank, tell)

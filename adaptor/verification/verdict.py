@@ -1,0 +1,245 @@
+"""The verdict on a verified step: whether all holders agree, and who is wrong if they do not; pure.
+
+Invariant: all ranks come to the same finding, from the reports of all ranks. A rank is named only where its
+own sums, or the majority of at least three holders, say so; otherwise all holders are suspects.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from adaptor.protocol.messages import Share
+from adaptor.verification.checksums import Sums
+
+MASK = (1 << 64) - 1
+# The entries of param groups, which a scheduler changes between an update and the next door.
+_GROUP = "group."
+
+
+class ShardRecord(msgspec.Struct, frozen=True):
+    """The sums of a shard on one holder.
+
+    Attributes:
+        after: of the state, behind the update
+        rest: of the state, at the next door
+        door: of the reduced gradient, at that door
+    """
+
+    after: Sums
+    rest: Sums
+    door: Sums
+
+    @property
+    def changed_at_rest(self) -> list[str]:
+        """Return the keys of the state that has changed between the update and the next door."""
+        return [
+            key for key in _keys_of_state(self.after, self.rest) if self.after.get(key) != self.rest.get(key)
+        ]
+
+    @property
+    def inputs(self) -> Sums:
+        """Return the sums of what the next update takes: the gradient, and the values of param groups."""
+        return {**self.door, **{key: value for key, value in self.rest.items() if key.startswith(_GROUP)}}
+
+
+def _keys_of_state(*all_sums: Sums) -> list[str]:
+    return sorted({key for sums in all_sums for key in sums if not key.startswith(_GROUP)})
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The sums of a rank in a verified step.
+
+    Attributes:
+        shards: by label
+        weights: the label of the rank's part of the model, with the sum of the weights behind their gather
+            ("": not computed), and as the step has used them
+        agreed: the newest step on which all holders have agreed; -1: none
+    """
+
+    shards: dict[str, ShardRecord]
+    weights: dict[str, tuple[str, str]]
+    agreed: int = -1
+
+
+# By label: the ranks that hold a shard, or the same part of the model; in order.
+Holders = Mapping[str, Sequence[int]]
+
+
+def holders_of(shares_by_rank: Sequence[Iterable[Share]]) -> tuple[list[dict[int, str]], Holders]:
+    """Return the labels of the shards of each rank, by index, and the holders by label.
+
+    With experts, a shard of the dense optimizer belongs to several groups, under the same index on a rank:
+    all ranks that hold the shard for any of these groups are its holders.
+
+    Args:
+        shares_by_rank: the shares of each rank.
+    """
+    label_of: dict[tuple[str, int], str] = {}
+
+    def root(name: str) -> str:
+        while names[name] != name:
+            name = names[name]
+        return name
+
+    names: dict[str, str] = {}
+    for shares in shares_by_rank:
+        joined: dict[int, str] = {}
+        for share in shares:
+            label = f"{share.group}/{share.index}"
+            names.setdefault(label, label)
+            label_of[share.group, share.index] = label
+            first = joined.setdefault(share.index, label)
+            one, other = sorted((root(first), root(label)))
+            names[other] = one
+    holders: dict[str, list[int]] = {}
+    labels: list[dict[int, str]] = []
+    for rank, shares in enumerate(shares_by_rank):
+        own = {share.index: root(label_of[share.group, share.index]) for share in shares}
+        labels.append(own)
+        for label in own.values():
+            holders.setdefault(label, []).append(rank)
+    return labels, holders
+
+
+def _hash(*parts: object) -> int:
+    return int(xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(parts, order="deterministic")))
+
+
+def contribution(report: Report, rank: int, shards: Holders, weights: Holders) -> int:
+    """Return the number of a rank, modulo 2**64. The sum over all ranks is 0 if all holders agree and no
+    shard has changed at rest; otherwise the sum is 0 with a probability of 2**-64.
+
+    Of the h holders of a shard the first adds (h-1) times the hash of its sums, all others subtract theirs.
+
+    Args:
+        report: of the rank.
+        rank: its number.
+        shards, weights: the holders by label.
+    """
+    total = 0
+    for label, record in report.shards.items():
+        if record.changed_at_rest:
+            total += _hash("at rest", rank, label, record.rest) | 1
+        total += _share(shards[label], rank) * _hash("shard", label, record.after, record.inputs)
+    for label, (_, used) in report.weights.items():
+        total += _share(weights[label], rank) * _hash("weights", label, used)
+    return total & MASK
+
+
+def _share(holders: Sequence[int], rank: int) -> int:
+    return len(holders) - 1 if holders[0] == rank else -1
+
+
+class Kind(Enum):
+    """The kinds of a finding, in the order in which they are looked for: each explains those that follow."""
+
+    AT_REST = "at rest"
+    UPDATE = "update"
+    INPUTS = "inputs"
+    WEIGHTS = "weights"
+    UNKNOWN = "unknown"
+
+
+class Finding(NamedTuple):
+    """The result of the comparison where not all holders agree.
+
+    Attributes:
+        kind: the difference
+        label: of the first shard, or part of the model, that differs
+        keys: of the sums that differ
+        named: the ranks that are wrong
+        suspects: the holders, where no rank can be named
+        agreed: the newest step whose state all holders agree on; the ranks in `named` left out
+        text: a sentence without the ranks
+    """
+
+    kind: Kind
+    label: str
+    keys: tuple[str, ...]
+    named: tuple[int, ...]
+    suspects: tuple[int, ...]
+    agreed: int
+    text: str
+
+
+def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holders) -> Finding:
+    """Return the finding on a step, from the reports of all ranks.
+
+    Args:
+        reports: by rank.
+        step: the step of the update behind which the first sums were computed.
+        shards, weights: the holders by label.
+    """
+    before = min((report.agreed for report in reports), default=-1)
+    at_rest = {
+        rank: (label, record.changed_at_rest)
+        for rank, report in enumerate(reports)
+        for label, record in sorted(report.shards.items(), reverse=True)
+        if record.changed_at_rest
+    }
+    after = _compare(shards, lambda rank, label: reports[rank].shards[label].after)
+    if at_rest:
+        label, keys = at_rest[min(at_rest)]
+        agreed = before if after.suspects else step
+        text = f"{_words(keys)} of shard {label} changed at rest after the update of step {step}"
+        return Finding(Kind.AT_REST, label, tuple(keys), tuple(sorted(at_rest)), (), agreed, text)
+    if after.label:
+        where = f"shard {after.label} differs between its holders after the update of step {step}"
+        text = f"{_words(after.keys)} of {where}"
+        agreed = before if after.suspects else step
+        return Finding(Kind.UPDATE, *after, agreed, text)
+    inputs = _compare(shards, lambda rank, label: reports[rank].shards[label].inputs)
+    if inputs.label:
+        text = f"{_words(inputs.keys)} of shard {inputs.label} differs between its holders in step {step + 1}"
+        return Finding(Kind.INPUTS, *inputs, step, text)
+    used = _compare(weights, lambda rank, label: {"weights": reports[rank].weights[label][1]})
+    if used.label:
+        changed = tuple(
+            rank
+            for rank in weights[used.label]
+            if "" not in (pair := reports[rank].weights[used.label]) and pair[0] != pair[1]
+        )
+        if changed:
+            used = _Difference(used.label, used.keys, changed, ())
+        how = "changed after their gather" if changed else "differ between their holders"
+        return Finding(Kind.WEIGHTS, *used, step, f"weights of {used.label} {how}, in step {step + 1}")
+    return Finding(Kind.UNKNOWN, "", (), (), (), step, f"the sums of step {step} were added up wrongly")
+
+
+class _Difference(NamedTuple):
+    label: str = ""
+    keys: tuple[str, ...] = ()
+    named: tuple[int, ...] = ()
+    suspects: tuple[int, ...] = ()
+
+
+def _compare(holders: Holders, sums_of: Callable[[int, str], Sums]) -> _Difference:
+    """Return the difference of the first label that differs, with the ranks of all labels that do."""
+    first = _Difference()
+    named: set[int] = set()
+    suspects: set[int] = set()
+    for label, ranks in sorted(holders.items()):
+        sums = {rank: sums_of(rank, label) for rank in ranks}
+        hashes = {rank: _hash(rank_sums) for rank, rank_sums in sums.items()}
+        (common, count), *others = Counter(hashes.values()).most_common()
+        if not others:
+            continue
+        if not first.label:
+            keys = sorted({key for rank_sums in sums.values() for key in rank_sums})
+            different = [key for key in keys if len({rank_sums.get(key) for rank_sums in sums.values()}) > 1]
+            first = _Difference(label, tuple(different))
+        if 2 * count > len(ranks):
+            named |= {rank for rank, own in hashes.items() if own != common}
+        else:
+            suspects |= set(ranks)
+    return first._replace(named=tuple(sorted(named - suspects)), suspects=tuple(sorted(suspects)))
+
+
+def _words(keys: Sequence[str]) -> str:
+    return ", ".join(key.removeprefix("state.").removeprefix(_GROUP) for key in keys)

@@ -1,0 +1,62 @@
+"""A bit flips on one rank: it is found before the next update, the rank is named, all is undone bitwise."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from tests.faults import harness, outcome
+from tests.faults.harness import DP2, DP2_MIRROR, DP4, ITERATIONS
+from tests.faults.scenario import BaselineOf
+from tests.integration.test_online import online, trains_on
+
+VERIFIED = ("--ttp-spares", "0", "--ttp-verify-every", "1")
+
+
+def test_damage_at_rest_is_found_and_undone(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = [
+        "rank=1,step=4,phase=between,kind=flip-moment,code=7",
+        "rank=2,step=6,phase=forward,kind=flip-weight,code=3",
+    ]
+    ended = trains_on(online(tmp_path, DP4, faults, options=VERIFIED), baseline_of(DP4), incidents=2)
+    told = [line for line in ended.said if "is corrupt" in line and "training goes on" in line]
+    at_rest = r"\[ttp\] rank 1 is corrupt: exp_avg of shard mp_rank_00/\d changed at rest after .* step 4; "
+    weights = r"\[ttp\] rank 2 is corrupt: weights of mp_rank_00 changed after their gather, in step 6; "
+    assert [bool(re.match(at_rest, told[0])), bool(re.match(weights, told[1]))] == [True, True], told
+    assert ["after step 4" in told[0], "after step 5" in told[1]] == [True, True], told
+    reports = [json.loads(path.read_text()) for path in sorted(ended.job.out.glob("logs/*/incidents/*.json"))]
+    assert [(report["cause"]["kind"], report["failed"]) for report in reports] == [
+        ("corruption", [1]),
+        ("corruption", [2]),
+    ]
+
+
+def test_a_mirror_is_compared_with_its_owner(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Damage on the way of gradients has two suspects, who agree on the state before: nobody is replaced."""
+    faults = [
+        "rank=1,step=4,phase=between,kind=flip-main,code=5",
+        "rank=0,step=6,phase=exchanged,kind=flip-transfer,code=9",
+    ]
+    job = online(tmp_path, DP2_MIRROR, faults, options=VERIFIED)
+    ended = trains_on(job, baseline_of(DP2_MIRROR), incidents=2)
+    at_rest, transfer = (line for line in ended.said if "corrupt" in line and "training goes on" in line)
+    assert (
+        "rank 1 is corrupt: param of shard mp_rank_00/1 changed at rest after the update of step 4" in at_rest
+    )
+    assert "one of the ranks 0 and 1 (suspects) is corrupt: grad of shard mp_rank_00/1 differs" in transfer
+    assert "nobody is replaced, training goes on after step 5" in transfer
+
+
+def test_with_a_local_copy_an_update_is_undone(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = ["rank=1,step=5,phase=updated,kind=flip-variance,code=2"]
+    job = online(tmp_path, DP2, faults, options=(*VERIFIED, "--ttp-local-copy", "True"))
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    differs = (
+        "(suspects) is corrupt: exp_avg_sq of shard mp_rank_00/0 differs between its holders after the update"
+    )
+    (line,) = (line for line in ended.said if differs in line and "training goes on" in line)
+    assert "nobody is replaced, training goes on after step 4, later steps are made again" in line
+    assert outcome.steps_in(job.save) == [4, ITERATIONS]
+    outcome.assert_same_training(ended, baseline_of(DP2).records)
