@@ -1,0 +1,184 @@
+"""Random flips of bits: `python benchmarks/corruption.py --write benchmarks/results/corruption.md`.
+
+In a job that compares its holders in every step (TTP_VERIFY_EVERY=1) a bit of one rank flips every other
+step: kind, rank, tensor, word and bit are drawn from a seed before anything runs. A flip is found if an
+incident of its step names or suspects its rank; it is undone if every loss and gradient norm of every rank is
+bit for bit that of a job without flips, which shows besides that the check gives no false alarm. Flips of an
+update run with TTP_LOCAL_COPY, from which they are undone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import tempfile
+from collections import defaultdict
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from _bench import Benchmark, table
+
+from tests.faults import harness
+from tests.faults.fault import Fault
+from tests.faults.harness import DP2_WHOLE, DP3, DP4, MOE_EP2, PP2_DP2, TP2_DP2, Ended, Job, Layout
+from tests.faults.layouts import LAYOUTS
+from tests.pages import write_section
+
+_WHOLE_3 = next(layout for layout in LAYOUTS if layout.name == "dp3-whole-optimizer")
+CUTS = {
+    layout.name: layout
+    for layout in (
+        DP4,
+        replace(DP4, name="dp4-fp32", precision="fp32"),
+        replace(DP3, replica="mirror"),
+        TP2_DP2,
+        PP2_DP2,
+        MOE_EP2,
+        DP2_WHOLE,
+        _WHOLE_3,
+    )
+}
+# What flips, and when. The last one is seen by nobody: all holders apply the wrong gradient alike.
+PHASES = {
+    "main": "between",
+    "moment": "between",
+    "variance": "between",
+    "main before the gather": "gather",
+    "main in the update": "updated",
+    "moment in the update": "updated",
+    "gradient": "exchanged",
+    "transfer": "exchanged",
+    "weight": "forward",
+    "local-gradient": "reduction",
+}
+_FIRST = 4  # behind the self-test of a job of the tests
+
+
+@dataclass(frozen=True)
+class Flip:
+    kind: str
+    rank: int
+    step: int
+    seed: int
+
+    def __str__(self) -> str:
+        kind = f"flip-{self.kind.split()[0]}"
+        return str(Fault(self.rank, PHASES[self.kind], kind, step=self.step, code=self.seed, restart=-2))
+
+
+def draw(layout: Layout, kinds: list[str], count: int, seed: int) -> list[Flip]:
+    """Return `count` flips, one every other step; kinds take turns."""
+    drawn = random.Random(f"{seed}-{layout.name}-{kinds}")
+    return [
+        Flip(
+            kinds[n % len(kinds)], drawn.randrange(layout.processes), _FIRST + 2 * n, drawn.randrange(1 << 20)
+        )
+        for n in range(count)
+    ]
+
+
+def train(out: Path, layout: Layout, steps: int, flips: list[Flip], *options: str) -> Ended:
+    """Run a job of so many steps."""
+    job = Job(
+        out,
+        layout,
+        save=out / "save",
+        faults=[str(flip) for flip in flips],
+        restarts=len(flips),
+        options=("--ttp-online", "60", "--ttp-verify-every", "1", *options),
+        arguments=("--train-iters", str(steps)),
+        timeout_s=900,
+    )
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    return ended
+
+
+def figures(ended: Ended) -> dict[tuple[int, int], tuple[object, ...]]:
+    """Return what each rank recorded of each step; of a step that was made again, the last."""
+    return {
+        (rank, line["iteration"]): (line["losses"], line["grad_norm"], line["skipped"])
+        for rank, lines in ended.records.items()
+        for line in lines
+    }
+
+
+def judge(ended: Ended, flips: list[Flip]) -> dict[Flip, str]:
+    """Return for each flip: named, suspected, named wrongly, or missed."""
+    found = {}
+    for path in ended.job.out.glob("logs/*/incidents/*.json"):
+        incident = json.loads(path.read_text())
+        text = incident["reason"].partition(";")[0]
+        step = int(text.rpartition("step ")[2].split()[0])
+        found[step] = incident["cause"]["kind"] == "corruption", "suspects" in text, incident["failed"]
+    verdicts = {}
+    for flip in flips:
+        is_corruption, is_suspected, ranks = found.get(flip.step, (False, False, []))
+        if not is_corruption:
+            verdicts[flip] = "missed"
+        elif is_suspected:
+            verdicts[flip] = "suspected" if flip.rank in ranks else "named wrongly"
+        else:
+            verdicts[flip] = "named" if ranks == [flip.rank] else "named wrongly"
+    return verdicts
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layouts", nargs="+", default=list(CUTS), choices=list(CUTS))
+    parser.add_argument("--flips", type=int, default=24, help="of each job")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    benchmark = Benchmark("corruption", vars(given))
+    counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    findings, comparisons = [], 0
+    for name in given.layouts:
+        layout = CUTS[name]
+        at_rest = ["main", "moment", "variance", "main before the gather", "weight"]
+        way = "transfer" if layout.replica == "mirror" else "gradient"
+        updates = ["main in the update", "moment in the update"]
+        steps = _FIRST + 2 * given.flips + 2
+        work = Path(tempfile.mkdtemp(prefix="ttp-corruption-"))
+        reference = train(work / "reference", layout, steps, [])
+        comparisons += steps - 1
+        assert "corrupt" not in reference.log, reference.log
+        jobs: list[tuple[list[str], tuple[str, ...]]] = [
+            ([*at_rest, way], ()),
+            (updates, ("--ttp-local-copy", "True")),
+        ]
+        if name == given.layouts[0]:
+            jobs.append((["local-gradient"], ()))
+        for kinds, options in jobs:
+            flips = draw(layout, kinds, given.flips, given.seed)
+            ended = train(work / kinds[0].replace(" ", "-"), layout, steps, flips, *options)
+            is_bitwise = figures(ended) == figures(reference)
+            for flip, verdict in judge(ended, flips).items():
+                counts[flip.kind, name][verdict] += 1
+                counts[flip.kind, name]["undone"] += is_bitwise
+                findings.append({**vars(flip), "layout": name, "verdict": verdict, "undone": is_bitwise})
+            print(f"{name}: {', '.join(kinds)}: {'' if is_bitwise else 'NOT '}bitwise", flush=True)
+        shutil.rmtree(work)
+    columns = ("named", "suspected", "named wrongly", "missed", "undone")
+    rows = [
+        [
+            kind,
+            name,
+            str(sum(counted[column] for column in columns[:-1])),
+            *(str(counted[c]) for c in columns),
+        ]
+        for (kind, name), counted in counts.items()
+    ]
+    text = table(["flip", "layout", "flips", *columns], rows)
+    text += f"\n\n{comparisons} steps without a flip were compared, none with a false alarm."
+    benchmark.finish(text, {"flips": findings})
+    if given.write is not None:
+        write_section(given.write, "Flips of one bit", f"{text}\n\nOn {benchmark.where}.")
+
+
+if __name__ == "__main__":
+    main()
