@@ -86,6 +86,9 @@ GOOD: list[tuple[str, str, str, Any]] = [
     ("TTP_LOCAL_COPY", "0", "local_copy", False),
     ("TTP_HOST_COPY", "10", "host_copy", 10),
     ("TTP_HOST_COPY", "0", "host_copy", 0),
+    ("TTP_VERIFY_EVERY", "auto", "verify_every", None),
+    ("TTP_VERIFY_EVERY", "7", "verify_every", 7),
+    ("TTP_CORRUPTION", "stop", "corruption", "stop"),
     ("TTP_REQUIRE_PROTECTION", "1", "require_protection", True),
     ("TTP_REQUIRE_PROTECTION", "false", "require_protection", False),
     ("TTP_GRACE", "1", "grace_s", 1.0),
@@ -126,6 +129,9 @@ GOOD: list[tuple[str, str, str, Any]] = [
 ]
 
 BAD = [
+    ("TTP_VERIFY_EVERY", "-1"),
+    ("TTP_VERIFY_EVERY", "often"),
+    ("TTP_CORRUPTION", "ignore"),
     ("TTP_HOST_COPY", "-1"),
     ("TTP_HOST_COPY", "ten"),
     ("TTP_REQUIRE_PROTECTION", "yes"),
@@ -284,6 +290,11 @@ def test_certificates_and_plain_contradict_each_other() -> None:
         config.load({**FILES, "TTP_TLS": "plain"})
 
 
+def test_only_the_builtin_engine_compares_holders() -> None:
+    with pytest.raises(ConfigError, match="TTP_VERIFY_EVERY is set, and TTP_ENGINE is mindio: "):
+        config.load({"TTP_VERIFY_EVERY": "auto", "TTP_ENGINE": "mindio"})
+
+
 def test_the_environment_is_read_when_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_OT", "77")
     assert config.load().timeout_s == 77.0
@@ -298,6 +309,8 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_ONLINE": "--ttp-online",
         "TTP_SPARES": "--ttp-spares",
         "TTP_HOST_COPY": "--ttp-host-copy",
+        "TTP_VERIFY_EVERY": "--ttp-verify-every",
+        "TTP_CORRUPTION": "--ttp-corruption",
         "TTP_NO_PROGRESS": "--ttp-no-progress",
         "TTP_FAILED_SAVE": "--ttp-failed-save",
         "TTP_PORT": "--ttp-port",

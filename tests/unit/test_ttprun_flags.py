@@ -188,6 +188,8 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path
         "TTP_DUMP": str(dump),
         "TTP_LAYOUT_ONLY": str(tmp_path / "layout"),
         "TTP_BATCH": "nearest",
+        "TTP_VERIFY_EVERY": "0",  # as TTP_HOST_COPY
+        "TTP_CORRUPTION": "report",
         "TTP_RESHAPE": "tp=2,pp=1",
     }
     assert texts.keys() == {setting.variable for setting in config.SETTINGS}
