@@ -79,21 +79,33 @@ def test_a_spare_node_is_lost_when_it_has_taken_the_place(
     assert ended.logs[0].count(" takes the place of node 1; ") == 2
 
 
-def test_the_agent_of_a_spare_node_is_lost_in_the_recovery(
-    network: Namespaces, tmp_path: Path, baseline_of: BaselineOf
+@pytest.mark.parametrize(
+    ("layout", "faults", "lost"),
+    [
+        (
+            DP2_MIRROR,
+            [
+                "rank=1,step=4,phase=backward,kind=agent-sigkill",
+                "rank=1,phase=get,kind=agent-sigkill,restart=-1",
+            ],
+            2,
+        ),
+        (DP4, ["rank=3,step=4,phase=backward,kind=sigkill", "rank=2,phase=regroup,kind=agent-sigkill"], 1),
+    ],
+    ids=["of-the-spare-node", "of-a-rank-that-is-replaced"],
+)
+def test_an_agent_is_lost_in_the_recovery(
+    layout: Layout,
+    faults: list[str],
+    lost: int,
+    network: Namespaces,
+    tmp_path: Path,
+    baseline_of: BaselineOf,
 ) -> None:
-    """The other spare node comes in the second attempt."""
-    job = online(
-        tmp_path,
-        DP2_MIRROR,
-        ["rank=1,step=4,phase=backward,kind=agent-sigkill", "rank=1,phase=get,kind=agent-sigkill,restart=-1"],
-        nodes=2,
-        spares=2,
-        network=network,
-        environment=PLAIN,
-    )
-    ended = trains_on(job, baseline_of(DP2_MIRROR), lost_nodes=2)
-    assert ended.logs[0].count(" takes the place of node 1; ") == 2
+    """The next spare node comes in another attempt."""
+    job = online(tmp_path, layout, faults, nodes=2, spares=lost, network=network, environment=PLAIN)
+    ended = trains_on(job, baseline_of(layout), lost_nodes=lost)
+    assert ended.logs[0].count(" takes the place of node 1; ") == lost
 
 
 def test_a_node_is_cut_off_and_lives_on(tmp_path: Path, baseline_of: BaselineOf) -> None:
