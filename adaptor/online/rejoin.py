@@ -32,7 +32,7 @@ from adaptor.online.rank_buffers import RankBuffers
 from adaptor.online.transfer import TransferChannel
 from adaptor.online.unwinding import until_it_comes
 from adaptor.protocol.messages import Joined, Proceed, Regroup, Replacement
-from adaptor.worker import runtime
+from adaptor.worker import runtime, stacks
 from adaptor.worker.door import Unwind
 from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.processor import CannotRejoinError, failed
@@ -111,6 +111,8 @@ class Rejoin:
                 self._ready = order
                 self._changed.notify_all()
                 return
+        # In a further attempt the main thread has left the framework: it then waits for other ranks alone.
+        is_further_attempt = known_order is not None and known_order.incident == order.incident
         session = self._session
         if session.trainee is None or not session.is_training:
             raise CannotRejoinError("it is not in its training loop")
@@ -141,7 +143,10 @@ class Rejoin:
                 return
             self._ready = order
             self._changed.notify_all()
-        wait(lambda slice_s: self._wait(order, lambda: self._settled is order, slice_s))
+        wait(
+            lambda slice_s: self._wait(order, lambda: self._settled is order, slice_s),
+            look=stacks.standing if is_further_attempt else stacks.awaited,
+        )
         if self._is_old(order):
             return
         for replacement in order.replaced:

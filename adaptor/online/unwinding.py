@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from adaptor.protocol.messages import Standing
 from adaptor.worker import stacks
 from adaptor.worker.abort_gloo import LOOK_S
 from adaptor.worker.processor import CannotRejoinError, MainThreadHangsError
@@ -17,7 +18,12 @@ UNWIND_S = 10.0
 
 
 def until_it_comes(
-    timeout_s: float, shut: Callable[[], int], is_done: Callable[[float], bool], is_gone: Callable[[], bool]
+    timeout_s: float,
+    shut: Callable[[], int],
+    is_done: Callable[[float], bool],
+    is_gone: Callable[[], bool],
+    *,
+    look: Callable[[], Standing | None] = stacks.awaited,
 ) -> None:
     """Wait until the main thread has done its part; `is_done` waits for a given number of seconds at most.
 
@@ -26,6 +32,7 @@ def until_it_comes(
         shut: is called until then: a connection breaks whenever the main thread comes to use it.
         is_done: waits.
         is_gone: returns whether the script has left its training loop.
+        look: returns the position of the main thread; None where the thread may stay for any time.
 
     Raises:
         MainThreadHangsError: the main thread waits for work that will not end.
@@ -33,7 +40,7 @@ def until_it_comes(
     """
     since = time.monotonic()
     until = since + timeout_s
-    standing_before = stacks.awaited()
+    standing_before = look()
     while not is_done(max(0.0, min(LOOK_S, until - time.monotonic()))):
         time_now = time.monotonic()
         if time_now >= until:
@@ -41,7 +48,7 @@ def until_it_comes(
         if is_gone():
             raise CannotRejoinError("its script has left the training loop")
         shut()
-        standing = stacks.awaited()
+        standing = look()
         if (
             standing is None
             or standing_before is None

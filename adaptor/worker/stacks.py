@@ -59,7 +59,7 @@ def look(path: Path, limit_s: float, written: Callable[[], None]) -> Standing | 
     standings: list[Standing] = []
 
     def act() -> None:
-        standings.append(_standing())
+        standings.append(standing())
         with contextlib.suppress(Exception):  # stacks are for people; the save goes on without them
             _write(path)
             written()
@@ -79,9 +79,9 @@ def awaited() -> Standing | None:
     """Return the position of the main thread if the thread waits for other ranks, or for any work begun
     before; None elsewhere.
     """
-    standing = _standing()
+    position = standing()
     frames = _main_thread()
-    return standing if standing.waits or (frames and _WORK.search(_line(frames[0]))) else None
+    return position if position.waits or (frames and _WORK.search(_line(frames[0]))) else None
 
 
 def busy() -> bool:
@@ -115,7 +115,8 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _standing() -> Standing:
+def standing() -> Standing:
+    """Return the position of the main thread, and whether the thread waits for other ranks."""
     frames = _main_thread()
     if not frames:
         return Standing(False, "the main thread has ended")

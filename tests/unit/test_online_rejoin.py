@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,12 @@ import torch.distributed as dist
 from adaptor import patches, patching
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
-from adaptor.online import newcomer, transfer
+from adaptor.online import newcomer, transfer, unwinding
 from adaptor.online.groups import Groups
 from adaptor.online.rejoin import Rejoin
 from adaptor.protocol.board import Board, BoardMemory
-from adaptor.protocol.messages import Proceed, Regroup, Replacement, ShardSource
+from adaptor.protocol.messages import Proceed, Regroup, Replacement, ShardSource, Standing
+from adaptor.worker import stacks
 from adaptor.worker.door import Unwind
 from adaptor.worker.processor import CannotRejoinError
 from adaptor.worker.session import Session
@@ -299,3 +301,26 @@ def test_a_regular_save_that_an_incident_has_taken_away_ends_no_training(
     loop: Any = SimpleNamespace(finish_step=lambda: None)
     with pytest.raises(ToldError if is_frozen else CheckpointError):
         worker.rejoin.run(loop, train)
+
+
+@pytest.mark.parametrize(
+    ("look", "error"),
+    [(stacks.awaited, "has not left the training loop in time"), (stacks.standing, "main thread hangs in ")],
+    ids=["in-the-framework", "in-a-recovery"],
+)
+def test_a_main_thread_that_waits_for_no_other_rank_hangs_in_a_recovery_alone(
+    look: Callable[[], Standing | None], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the framework it may save, or compile, for any time."""
+    monkeypatch.setattr(unwinding, "UNWIND_S", 0.01)
+    raised: list[str] = []
+
+    def wait() -> None:
+        with pytest.raises(CannotRejoinError) as caught:
+            unwinding.until_it_comes(1.5, lambda: 0, threading.Event().wait, lambda: False, look=look)
+        raised.append(str(caught.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join()
+    assert error in raised[0]
