@@ -88,6 +88,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
         newest=newest,
         stop=stop,
         unprotected=outcome.kind == "nothing" and bool(membership.unprotected),
+        agreed=None if failures.corruption is None else failures.corruption.agreed,
     )
 
 

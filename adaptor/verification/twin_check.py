@@ -36,8 +36,9 @@ from adaptor.verification.verdict import Finding, Report, ShardRecord
 # In the first verified steps of a job a difference is a property of the layout: its holders do not compute
 # the same bits, so the check is of no use.
 SELF_TEST = 20
-# With TTP_VERIFY_EVERY=auto: the part of a step's time that the sums take on average.
-SHARE_OF_TIME = 0.004
+# With TTP_VERIFY_EVERY=auto: the part of a step's time that the sums take on average. A step gets longer by
+# up to twice as much, because the sums displace the model from the cache.
+SHARE_OF_TIME = 0.0025
 _NEVER = 1 << 62
 
 
@@ -84,10 +85,10 @@ class TwinCheck:
     def begin(self, trainee: MegatronTrainee) -> None:
         self._forget()
         # A new process knows nothing, and some ranks may have met a fault before they changed the interval.
-        self._every, chooses, self._first, agreed = _smallest(
-            self._every, -self._chooses, self._first, -self._agreed
+        is_on, longest, chooses, self._first, agreed = _smallest(
+            self._every > 0, -self._every, self._chooses, self._first, -self._agreed
         )
-        self._chooses, self._agreed = bool(chooses), -agreed
+        self._every, self._chooses, self._agreed = -longest if is_on else 0, bool(chooses), -agreed
         labels, self._holders = verdict.holders_of(trainee.shares_by_rank)
         self._labels = labels[self._rank]
         if all(len(ranks) < 2 for ranks in self._holders.values()):
@@ -171,8 +172,8 @@ class TwinCheck:
         if not self._chooses or self._count < SELF_TEST:
             return
         sums_s = statistics.median(self._sums_s)
-        step_s = max(1e-9, statistics.median(self._steps_s or self._sums_s) - sums_s)
-        (longest,) = _smallest(-max(1, math.ceil(sums_s / (SHARE_OF_TIME * step_s))))
+        step_s = statistics.median(self._steps_s or [math.inf]) - sums_s
+        (longest,) = _smallest(-max(1, math.ceil(sums_s / (SHARE_OF_TIME * max(step_s, sums_s)))))
         self._every, self._chooses = -longest, False
         if self._rank == 0:
             output.tell(

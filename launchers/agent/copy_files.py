@@ -88,6 +88,18 @@ class CopyFiles:
 
         return self.other(rank, min(range(FILES), key=worth))
 
+    def forget_after(self, step: int) -> None:
+        """Give up the copies of later steps: their state is in doubt.
+
+        Raises:
+            OSError: no more files can be opened.
+        """
+        for files in (*self._own.values(), *self._others.values()):
+            for copy_descriptors in files:
+                with contextlib.closing(CopyFile(_path(copy_descriptors))) as file:
+                    if file.header is not None and file.header.step > step:
+                        file.begin()
+
     def newest(self, *, is_kept: bool) -> int | None:
         """Return the newest step of which each rank of this node has a complete copy; None without one.
 

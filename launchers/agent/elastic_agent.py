@@ -326,6 +326,8 @@ class SurvivorsAgent(LocalElasticAgent):
             self._record.refused_after, self._remaining_restarts = self._record.verdict, 0
         self._record.verdict = verdict
         self._tell(verdict)
+        if verdict.agreed is not None:
+            self._node.forget_copies(verdict.agreed)
         if verdict.stop and (self._remaining_restarts or verdict.exit_code == EXIT_NO_PROGRESS):
             self._record.stopped = f"; not started again: {verdict.stop}"
         action = "the job ends"

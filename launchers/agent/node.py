@@ -167,6 +167,10 @@ class Node:
         control.generation = os.environ[GENERATION] = own_invitation.generation
         os.environ[IS_RESTART] = str(int(own_invitation.restart))
 
+    def forget_copies(self, step: int) -> None:
+        """Give up copies in host memory of steps after `step`."""
+        self._copies.forget_after(step)
+
     def _keep_copies(self, client: ControllerClient, node: int, nodes: int, store: Store) -> None:
         """Keep host copies of the previous node, and give those of this node to the next node."""
         keeper = self.control.keeper = CopyKeeper(node, self._copies, self._config, self._tls)

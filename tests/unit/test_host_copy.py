@@ -645,7 +645,10 @@ def test_the_newest_step_that_every_rank_of_a_node_has() -> None:
     for rank in (0, 1):
         of[rank][1].note_kept(6)
     assert files.newest(is_kept=True) == 6
-    of[1][1].begin()
+    files.forget_after(6)
+    assert files.newest(is_kept=False) == 6
+    assert of[0][0].header is None
+    files.forget_after(5)
     assert files.newest(is_kept=False) is None
     for file in (*of[0], *of[1]):
         file.close()

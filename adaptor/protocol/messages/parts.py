@@ -195,7 +195,8 @@ class Verdict(Message, frozen=True, kw_only=True):
     `outcome` is saved, nothing or lost; `leaves`: nodes that leave the job; `lost`: nodes whose agents are
     gone; `newest`: the newest finished step of any rank, -1 if unknown; `stop`: why the job is not started
     again, even with restarts left; `unprotected`: whether the job trained without protection, so its steps
-    were not counted.
+    were not counted; `agreed`: after a corruption the newest step on which the holders agree, so copies of
+    later steps are not used.
     """
 
     incident: int
@@ -211,6 +212,7 @@ class Verdict(Message, frozen=True, kw_only=True):
     newest: int = -1
     stop: str = ""
     unprotected: bool = False
+    agreed: int | None = None
 
     @property
     def is_requested(self) -> bool:

@@ -1,0 +1,139 @@
+"""The twin check on one rank: what the window does with its answer, and how ranks agree on the interval."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from adaptor.errors import UnsupportedError
+from adaptor.protocol.messages import Corruption, Share
+from adaptor.verification import twin_check, verdict
+from adaptor.verification.twin_check import TwinCheck
+from adaptor.worker.door import Unwind
+from tests.unit.test_session import Worker, worker
+from tests.unit.threads import Thread, wait_for_waiter
+
+__all__ = ["worker"]  # a fixture
+
+
+class _Verifier:
+    """The holders differ at the door of `bad`."""
+
+    def __init__(self, bad: int) -> None:
+        self.calls: list[Any] = []
+        self._bad = bad
+        self._step = 0
+
+    def begin(self, trainee: Any) -> None:
+        self.calls.append("begin")
+
+    def after_update(self, trainee: Any, step: int) -> None:
+        self.calls.append(("after", step, trainee.weights))
+
+    def begin_step(self, trainee: Any) -> None:
+        self._step += 1
+
+    def is_equal(self, trainee: Any) -> bool:
+        return self._step != self._bad
+
+
+def test_where_holders_differ_no_update_is_made(worker: Worker) -> None:
+    verifier = worker.session.window.verifier = _Verifier(bad=3)
+    worker.loop.begin(0)
+    worker.loop.step(1)
+    worker.loop.step(2)
+    worker.session.begin_step(3)
+    ended: list[BaseException] = []
+
+    def update() -> None:
+        try:
+            worker.loop.update(3)
+        except Unwind as error:
+            ended.append(error)
+
+    with Thread(update):
+        wait_for_waiter(worker.changed)
+        assert worker.stands == ("RUNNING", 2, 2)
+        assert worker.gives == [2], "never READY: the controller lets no rank pass"
+        assert worker.frozen().finished == 2
+        worker.session.door.let_through(2)  # as for a dump of step 2
+        worker.session.door.turn_away()
+    assert len(ended) == 1
+    assert worker.trainee.weights == 2
+    assert verifier.calls == ["begin", ("after", 1, 1), ("after", 2, 2)]
+
+
+def _trainee(*shares: tuple[Share, ...]) -> Any:
+    return types.SimpleNamespace(
+        shares_by_rank=list(shares), state=types.SimpleNamespace(optimizer=types.SimpleNamespace())
+    )
+
+
+TWINS = _trainee((Share("g", 0, 1),), (Share("g", 0, 1),))
+
+
+def _check(every: int | None = None, on_corruption: str = "replace") -> tuple[TwinCheck, list[Corruption]]:
+    told: list[Corruption] = []
+    return TwinCheck(every, on_corruption, 0, told.append), told
+
+
+def _others_say(monkeypatch: pytest.MonkeyPatch, *others: Sequence[int]) -> None:
+    monkeypatch.setattr(
+        twin_check, "_smallest", lambda *own: [min(numbers) for numbers in zip(own, *others, strict=True)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("every", "other", "expected"),
+    [
+        (None, (True, -16, False, 1, -40), 16),  # a new process, with an interval that others have chosen
+        (7, (True, -7, False, 7, -40), 7),
+        (None, (False, -1, False, 1, -40), 0),  # they have turned the check off
+    ],
+)
+def test_a_new_process_verifies_the_steps_of_the_others(
+    every: int | None, other: tuple[int, ...], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _others_say(monkeypatch, other)
+    check, _ = _check(every)
+    check.begin(TWINS)
+    assert (check._every, check._chooses, check._first, check._agreed) == (expected, False, other[3], 40)
+
+
+def test_a_job_without_second_holders_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _others_say(monkeypatch)
+    check, _ = _check(1)
+    with pytest.raises(UnsupportedError, match="no shard of this job has a second holder"):
+        check.begin(_trainee((Share("g", 0, 2),), (Share("g", 1, 2),)))
+
+
+FINDING = verdict.Finding(verdict.Kind.UPDATE, "g/0", ("param",), (), (0, 1), 4, "param differs")
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(twin_check.output, "tell", lines.append)
+    return lines
+
+
+def test_in_the_self_test_a_difference_turns_the_check_off(printed: list[str]) -> None:
+    check, told = _check(1)
+    assert check._act_on(FINDING, is_self_test=True)
+    assert (check._every, told) == (0, [])
+    (line,) = printed
+    assert line.startswith("[ttp] no step is verified (TTP_VERIFY_EVERY): param differs, in the first 20")
+
+
+@pytest.mark.parametrize("how", ["replace", "stop", "report"])
+def test_after_that_the_setting_decides(how: str, printed: list[str]) -> None:
+    check, told = _check(1, how)
+    goes_on = how == "report"
+    assert [check._act_on(FINDING, is_self_test=False) for _ in range(2)] == [goes_on] * 2
+    sent = [(message.suspects, message.agreed, message.stops) for message in told]
+    assert sent == ([] if goes_on else [((0, 1), 4, how == "stop")] * 2)
+    line = "[ttp] CORRUPTION: param differs; rank 0 and 1: one of them corrupt"
+    assert printed == [line] * goes_on
