@@ -1,0 +1,56 @@
+"""The progress of the new process of a rank, as its agent reads it: CPU time of the main thread."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+from adaptor.launchers.agent import procfs
+from adaptor.launchers.spares.replacements import Replacements
+from adaptor.protocol.messages import Starting
+
+
+class _Clock:
+    """Workers of which only the CPU time of their main threads is known."""
+
+    def __init__(self) -> None:
+        self.ticks = {1: 0, 2: 0}
+
+    def ticks_of(self, rank: int) -> int:
+        return self.ticks[rank]
+
+
+def test_a_new_process_that_uses_cpu_time_is_reported() -> None:
+    """A main thread that waits, and looks again and again whether the wait is over, uses less."""
+    clock: Any = _Clock()
+    replacements = Replacements(clock, 0)
+    starter: Any = None
+    replacements.begin(starter, newcomers=[1, 2])
+    clock.ticks = {1: 7, 2: 1}
+    assert replacements.starting() == [Starting(1, 7)]
+    clock.ticks = {1: 8, 2: 2}
+    assert replacements.starting() == []
+    replacements.end_incident()
+    clock.ticks = {1: 100, 2: 100}
+    assert replacements.starting() == []
+
+
+def test_the_cpu_time_of_other_threads_is_not_that_of_the_main_thread() -> None:
+    code = (
+        "import sys, threading, time\n"
+        "def work():\n"
+        "    while time.thread_time() < 0.3: pass\n"
+        "work() if sys.argv[1] == 'main' else None\n"
+        "thread = threading.Thread(target=work); thread.start(); thread.join()\n"
+        "print(flush=True); sys.stdin.read()\n"
+    )
+    ticks = {}
+    for who in ("main", "other"):
+        command = [sys.executable, "-S", "-c", code, who]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            ticks[who] = procfs.main_thread_ticks(process.pid)
+            process.communicate()
+    assert ticks["main"] >= ticks["other"] + 20
