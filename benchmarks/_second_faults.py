@@ -71,7 +71,8 @@ def _second(source: random.Random, cut: Cut, first: Fault, spares: int) -> Fault
     while True:
         who, phase, kinds = source.choice(SECONDS)
         kind = source.choice(kinds)
-        where = {"since": first.step, "code": 7}
+        # A fault that does not strike in this recovery strikes in no other one.
+        where = {"since": first.step, "until": first.step + 1, "code": 7}
         if who == NEWCOMER and first.kind != "exception":
             return Fault(first.rank, phase, kind, restart=NEWCOMERS, **where)
         others = [rank for rank in range(cut.ranks) if rank != first.rank]
@@ -81,7 +82,9 @@ def _second(source: random.Random, cut: Cut, first: Fault, spares: int) -> Fault
             continue
         # An exception or a deadlock in the thread that sends leaves the process of the twin as it is.
         is_kept = phase == "give" and kind in _RAISES
-        lost = {first.rank} if first.kind != "exception" else set()
+        # Behind the barrier others may make the update, which a rank that raises there never makes.
+        is_intact = first.kind == "exception" and first.phase not in ("door-after", "update")
+        lost = set() if is_intact else {first.rank}
         fit = [
             rank for rank in others if is_kept or all(holders - lost - {rank} for holders in cut.holders())
         ]
@@ -108,7 +111,6 @@ def outcome_table(found: Sequence[Incident]) -> str:
             if fault.since is None:
                 continue
             row = rows.setdefault((who_is_struck(fault), PHASES[fault.phase]), {})
-            # A fault that was drawn for an earlier incident, and strikes later, may leave no holder.
             outcome = EXPLAINED if "nobody else holds" in one.why else one.outcome
             row[outcome] = row.get(outcome, 0) + 1
     outcomes = (ONLINE, RESTART, EXPLAINED, FAILED)

@@ -144,6 +144,7 @@ class Fault:
 
     restart  the generation of the workers; or NEWCOMERS, or ONCE
     heals    milliseconds after which a network that is cut is mended; or AFTER_THE_VERDICTS; None: never
+    until    not after this step
     since    not before this step; a newcomer counts as in the step of the newest fault
     after    a rank of this machine that is stopped (SIGSTOP) before this strikes
     """
@@ -157,6 +158,7 @@ class Fault:
     restart: int = 0
     heals: int | None = None
     since: int | None = None
+    until: int | None = None
     after: int | None = None
 
     def __post_init__(self) -> None:
@@ -170,7 +172,19 @@ class Fault:
         return cls(phase=words["phase"], kind=words["kind"], **numbers)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        fields = ("rank", "step", "phase", "kind", "code", "also", "restart", "heals", "since", "after")
+        fields = (
+            "rank",
+            "step",
+            "phase",
+            "kind",
+            "code",
+            "also",
+            "restart",
+            "heals",
+            "since",
+            "until",
+            "after",
+        )
         return ",".join(f"{name}={getattr(self, name)}" for name in fields if getattr(self, name) is not None)
 
 
@@ -215,7 +229,11 @@ class Injector:
     def reach(self, phase: str) -> None:
         """Strike if a fault is due."""
         for fault in self._faults:
-            if fault.phase == phase and fault.step in (None, self.step) and self.step >= (fault.since or 0):
+            if (
+                fault.phase == phase
+                and fault.step in (None, self.step)
+                and (fault.since or 0) <= self.step <= (math.inf if fault.until is None else fault.until)
+            ):
                 self._faults.remove(fault)
                 self._strike(fault)
 
@@ -227,11 +245,15 @@ class Injector:
             _until_a_spare_node_is_ready()  # before it takes the time
         if fault.kind == "agent-sigkill-behind-a-kept-copy":
             _until_a_copy_is_kept(self._rank)
-        is_of_a_spare = fault.kind.startswith("spare-")
         spare = 0
+        if fault.kind.startswith("spare-"):
+            spares = _waiting_spares()  # without a wait, which would keep the rank from answering
+            if not spares:
+                return
+            spare = spares[0]
         if self._stamp is not None:
             spare = (
-                _waiting_spare() if fault.kind == "sigkill-beside-a-spare" or is_of_a_spare else 0
+                _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else spare
             )  # before it takes the time
             line = {
                 "time": time.time(),
@@ -387,18 +409,19 @@ def _until_all_others_are_in(step: int) -> None:
 
 
 def _waiting_spare() -> int:
-    """Return its pid once it has imported everything: then it says by its name what it is."""
-    found: list[int] = []
+    """Return its pid once it has imported everything."""
+    waiting.until(lambda: bool(_waiting_spares()), "a spare waits", within_s=_LONG_S)
+    return _waiting_spares()[0]
 
-    def is_there() -> bool:
-        for process in _tree(os.getppid()):
-            with contextlib.suppress(OSError):
-                if Path(f"/proc/{process}/comm").read_text() == "ttp-spare\n":
-                    found.append(process)
-        return bool(found)
 
-    waiting.until(is_there, "a spare waits", within_s=_LONG_S)
-    return found[0]
+def _waiting_spares() -> list[int]:
+    """Return the pids of the spares that have imported everything: then their names say what they are."""
+    found = []
+    for process in _tree(os.getppid()):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{process}/comm").read_text() == "ttp-spare\n":
+                found.append(process)
+    return found
 
 
 def _until_all_spare_nodes_wait() -> None:
