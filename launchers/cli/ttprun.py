@@ -243,7 +243,7 @@ def _run_with_survivors(
     from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
     from adaptor.launchers.agent.tee import Tee
     from adaptor.launchers.records.operator_summary import conclude
-    from adaptor.launchers.rendezvous import waiting
+    from adaptor.launchers.rendezvous import moved_job, waiting
     from adaptor.launchers.rendezvous.rendezvous_handler import Registry
     from adaptor.launchers.store.store_resume import StoreResume
 
@@ -267,6 +267,8 @@ def _run_with_survivors(
         api.rdzv_registry = Registry(api.rdzv_registry)  # type: ignore[assignment]
     code, at_once = 1, False
     try:
+        if engine.has_own_agent:
+            moved_job.find(parsed)
         if parsed.ttp_spare:
             assert record.common is not None
             record.taken = spare_node.wait(parsed, settings, record.common)
@@ -274,6 +276,8 @@ def _run_with_survivors(
                 output.tell("[ttp] the job is over; this spare node was not needed")
                 return 0
             parsed.node_rank = record.place.node
+            if record.place.store is not None:
+                moved_job.go_to_store(parsed, record.place.store)
         code = last_line.run_to_the_last_line(parsed, engine, record)
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")

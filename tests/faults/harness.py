@@ -370,8 +370,10 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         command += ["--nnodes", f"{job.fewest}:{job.nodes}", "--rdzv-backend", "c10d"]
         # All are on the machine of the store, and whichever was fastest would have it, and be node 0.
         command += ["--rdzv-conf", f"{QUICK},is_host={int(node == 0)}"]
-        command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
-        command += ["--local-addr", job.addresses[node]] if job.addresses else []
+        host = job.network.address if job.network else "localhost"
+        addresses = job.addresses or (job.network.addresses if job.network else ())
+        command += ["--rdzv-endpoint", f"{host}:{port}", "--rdzv-id", "job"]
+        command += ["--local-addr", addresses[node]] if addresses else []
     elif job.nodes > 1:
         command += ["--nnodes", str(job.nodes)]
         command += ["--node-rank", str(node)] if node < job.nodes else ["--ttp-spare"]
