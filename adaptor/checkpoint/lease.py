@@ -175,23 +175,31 @@ def go_on_without(
         if excluded:
             raise CheckpointError(f"the other side of a cut network goes on without {' and '.join(excluded)}")
         all_excluded = tuple(sorted({*written.excluded, *lost}))
-        _write(root, owner, generation, excluded=all_excluded, store=store or written.store)
+        _write(root, owner, generation, all_excluded, store or written.store)
 
 
-def store_of_living_job(root: Path, stale_s: float = STALE_S) -> str:
-    """Return the rendezvous store of the job that saves in `root`, if that job lives and has lost its first
-    store; otherwise "".
+class StoreOfJob:
+    """Finds the rendezvous store of a job that saves in `root`, lives, and has lost its first store."""
 
-    Args:
-        stale_s: as in `Lease.take`.
-    """
-    try:
-        seen_lease = _look(root)
-        written = decode(seen_lease.text, LeaseContent) if seen_lease is not None else None
-        if seen_lease is None or written is None or not written.store:
-            return ""
-        return written.store if _is_there(root, seen_lease, stale_s) else ""
-    except OSError:
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._seen: _Seen | None = None
+
+    def find(self, stale_s: float = STALE_S) -> str:
+        """Return the store, "" without one; watch the lease of another machine for `stale_s` seconds."""
+        store = self._read()
+        return store if store and self._seen and _is_there(self._root, self._seen, stale_s) else ""
+
+    def look(self) -> str:
+        """Return the store if the lease has changed since the last call, because its job lives; else ""."""
+        seen_before, store = self._seen, self._read()
+        return store if seen_before not in (None, self._seen) else ""
+
+    def _read(self) -> str:
+        with contextlib.suppress(OSError):
+            self._seen = _look(self._root)
+            written = decode(self._seen.text, LeaseContent) if self._seen is not None else None
+            return written.store if written is not None else ""
         return ""
 
 
@@ -236,10 +244,10 @@ def _write(
     root: Path,
     owner: Owner,
     generation: str,
-    *,
-    leaving: bool = False,
     excluded: tuple[str, ...] = (),
     store: str = "",
+    *,
+    leaving: bool = False,
 ) -> None:
     status = root.stat()
     written = LeaseContent(
@@ -315,7 +323,7 @@ class Lease:
             if path.is_dir() and not path.is_symlink():  # a file cannot replace a folder
                 disk.remove(path)
             written = decode(seen_now.text, LeaseContent) if seen_now is not None and is_own else None
-            _write(self._root, self._owner, self._generation, store=written.store if written else "")
+            _write(self._root, self._owner, self._generation, (), written.store if written else "")
 
     def _after_who_is_leaving(self, stale_s: float, patience_s: float) -> _Seen | None:
         """Return the lease once no leaving job has it, or after `patience_s`."""
@@ -354,14 +362,8 @@ class Lease:
                 # The generation of the workers, which save for the last time: by it nodes see that they share
                 # the folder.
                 self._generation = self._generation or written.generation
-                _write(
-                    self._root,
-                    self._owner,
-                    self._generation,
-                    leaving=True,
-                    excluded=written.excluded,
-                    store=written.store,
-                )
+                kept = written.excluded, written.store
+                _write(self._root, self._owner, self._generation, *kept, leaving=True)
 
     def keep(self) -> None:
         """Touch the lease from now on, in a thread; without a thread the lease holds on this machine

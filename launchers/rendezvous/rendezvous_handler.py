@@ -41,10 +41,15 @@ _STORE_OF_AN_AGENT = ("static", "c10d")
 class Registry:
     """Wraps torch's registry of rendezvous handlers, whose constructors connect to the store and may
     wait.
+
+    Args:
+        look: raises MovedError if the job has gone on elsewhere; called while this node waits for its first
+            meeting.
     """
 
-    def __init__(self, registry: Any) -> None:
+    def __init__(self, registry: Any, look: Callable[[], None] = lambda: None) -> None:
         self._registry = registry
+        self._look = look
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._registry, name)
@@ -63,7 +68,12 @@ class Registry:
             handler, has_store = c10d_store.connect(self._registry, params, note)
             next_store = NextStore(self._registry, params)
             rendezvous = Rendezvous(
-                handler, params.endpoint, params.max_nodes, has_store=has_store, next_store=next_store
+                handler,
+                params.endpoint,
+                params.max_nodes,
+                has_store=has_store,
+                next_store=next_store,
+                look=self._look,
             )
             if params.backend != "static":
                 dynamic_nodes.put_in_order(handler, has_store=has_store)
@@ -74,6 +84,7 @@ class Registry:
             lambda: _with(trouble, rendezvous_name),
             limit=lambda: c10d_store.limit(params),
             first_s=AGAIN_S if is_alone else FIRST_S,
+            look=self._look,
         )
 
 
@@ -85,6 +96,7 @@ class Rendezvous:
         most_nodes: the largest number of nodes.
         has_store: whether the store ends with this agent; a static rendezvous has the store on node 0.
         next_store: takes the place of a store that is lost with node 0; None: no store does.
+        look: as in `Registry`.
     """
 
     def __init__(
@@ -95,8 +107,10 @@ class Rendezvous:
         *,
         has_store: bool = False,
         next_store: NextStore | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._handler = handler
+        self._look = look
         self._next_store = next_store
         self._where = endpoint
         self._most = most_nodes
@@ -189,7 +203,8 @@ class Rendezvous:
         """Run `work`, which meets the other nodes. Raises Interrupted: a signal came first."""
         try:
             first_s = AGAIN_S if self._most == 1 else FIRST_S
-            wait_for(work, lambda: self.missing, limit=lambda: self.limit, first_s=first_s)
+            look = (lambda: None) if self._has_met else self._look
+            wait_for(work, lambda: self.missing, limit=lambda: self.limit, first_s=first_s, look=look)
         except Interrupted:
             self._interrupted = True
             raise

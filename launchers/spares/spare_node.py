@@ -223,15 +223,19 @@ def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> Spa
     return SpareHello({**facts, **further_facts}, arguments, socket.gethostname(), os.getpid())
 
 
-def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) -> Taken | None:
+def wait(
+    parsed: argparse.Namespace, settings: Config, own_hello: SpareHello, look: Callable[[], None]
+) -> Taken | None:
     """Wait for a place; return None if the job ends first.
 
     The returned connection has to stay open for the life of the process.
 
     Args:
         own_hello: the facts that node 0 compares.
+        look: as in `Registry`.
 
     Raises:
+        MovedError: the job has gone on elsewhere.
         ConfigError: node 0 refuses the spare.
         StartError: node 0 is lost, or cannot be reached.
         Interrupted: a signal came first.
@@ -249,7 +253,9 @@ def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) ->
         nonlocal awaited
         awaited = f"{gate_place} ({text})" if text else gate_place
 
-    gate_bytes = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited)
+    gate_bytes = wait_for(
+        lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited, look=look
+    )
     gate_invitation = Invitation.decode(gate_bytes, invitation.kind_of(settings))
     return wait_for(
         lambda: asyncio.run(wait_at_gate(gate_invitation, host, settings, own_hello, warm)),

@@ -361,3 +361,20 @@ def test_a_node_that_does_not_share_the_folder_does_not_go_on(tmp_path: Path) ->
     assert _goes_on(tmp_path, {0, 2, 3}, mine(), has_lease=True)
     Lease(tmp_path, mine(), "an earlier start of the workers").take()
     assert _goes_on(tmp_path, {0, 2, 3}, mine(), has_lease=True)
+
+
+def test_the_store_of_a_job_that_has_moved(tmp_path: Path, stack: ExitStack) -> None:
+    """Only a job that lives has one; a restart of its workers keeps it."""
+    owner, at = Owner.of(stack.enter_context(process()).pid), "10.0.0.2:4711"
+    assert lease.StoreOfJob(tmp_path).find() == ""
+    Lease(tmp_path, mine(), GENERATION).take()
+    assert lease.StoreOfJob(tmp_path).find() == ""
+    lease.go_on_without(tmp_path, owner, GENERATION, ["node 1"], ["node 0"], has_lease=False, store=at)
+    Lease(tmp_path, owner, "the next one").take()
+    watched = lease.StoreOfJob(tmp_path)
+    assert watched.find() == at
+    assert watched.look() == ""
+    os.utime(tmp_path / naming.LEASE, (1, 1))
+    assert watched.look() == at
+    stack.close()
+    assert watched.find() == ""
