@@ -28,7 +28,8 @@ from adaptor.protocol.environment import BY_HAND, ending_signals
 FIRST_S = 1.5
 # Seconds between two lines.
 AGAIN_S = 10.0
-_THREAD = "ttp-waiting"
+# The name of a thread whose wait was ended by `look`.
+_ABANDONED = "ttp-abandoned"
 
 T = TypeVar("T")
 
@@ -83,10 +84,15 @@ def wait_for(
     with _signals_raise():
         try:
             # Inside the `try`: a signal during the start of the thread counts as a signal during the wait.
-            threading.Thread(target=run, name=_THREAD, daemon=True).start()
+            thread = threading.Thread(target=run, name="ttp-waiting", daemon=True)
+            thread.start()
             wait_s = first_s
             while not finished.wait(wait_s):
-                look()
+                try:
+                    look()
+                except Exception:
+                    thread.name = _ABANDONED
+                    raise
                 if not quiet:
                     _say(awaited_text(), limit())
                 wait_s = AGAIN_S
@@ -103,7 +109,7 @@ def wait_for(
 
 def is_abandoned() -> bool:
     """Return whether the thread of an ended wait still waits: it would abort the interpreter at its end."""
-    return any(thread.name == _THREAD for thread in threading.enumerate())
+    return any(thread.name == _ABANDONED for thread in threading.enumerate())
 
 
 def ignore_signals() -> None:
