@@ -368,17 +368,16 @@ class SurvivorsAgent(LocalElasticAgent):
         """Return True if enough nodes remain for a restart, or others may join."""
         if verdict.stop:
             return False
-        is_fixed = worker_group.spec.rdzv_handler.get_backend() == "static"
-        settings = getattr(worker_group.spec.rdzv_handler, "settings", None)
-        fewest = int(getattr(settings, "min_nodes", worker_group.group_world_size))
+        is_fixed, nodes = self._handler.get_backend() == "static", worker_group.group_world_size
+        fewest = int(getattr(getattr(self._handler, "settings", None), "min_nodes", nodes))
         leaves = set(verdict.leaves) - set(verdict.lost)
         if 0 in verdict.lost and self._handler.ends_with_node_0:
-            nodes_left = worker_group.group_world_size - len({*verdict.leaves, *verdict.lost})
+            nodes_left = nodes - len({*verdict.leaves, *verdict.lost})
             is_enough = not leaves if is_fixed else nodes_left >= fewest
             return is_enough and self._remaining_restarts > 0 and self._move(verdict, worker_group)
         if verdict.lost and is_fixed:
             return self._fill(verdict, worker_group)
-        return 0 not in leaves and worker_group.group_world_size - len(leaves) >= fewest
+        return 0 not in leaves and nodes - len(leaves) >= fewest
 
     def _fill(self, verdict: Verdict, worker_group: Any) -> bool:
         """Return True if spare nodes take the places of all lost nodes; node 0 decides for all nodes."""
