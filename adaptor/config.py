@@ -50,6 +50,8 @@ class Config:
     spares: int
     no_progress: int
     failed_save: str
+    verify_saves: bool
+    drill_every: int
     port: int
     tls: str
     tls_cert: str
@@ -161,6 +163,26 @@ SETTINGS = (
         "continue or stop",
         one_of("continue", "stop"),
         "continue: where a save of Megatron-LM fails, training goes on and saves later; stop: it is a fault",
+        same_on_all_nodes=True,
+    ),
+    Setting(
+        "verify_saves",
+        "TTP_VERIFY_SAVES",
+        "False",
+        "True, 1, False or 0",
+        truth,
+        "True: what is saved is compared with the state in memory on which its holders agree, before it gets"
+        " its name, and what is loaded from it later, too",
+        same_on_all_nodes=True,
+    ),
+    Setting(
+        "drill_every",
+        "TTP_DRILL_EVERY",
+        "0",
+        "a number of steps from 0 to 1000000000",
+        number(0, 10**9, int),
+        "every so many steps the running job finds out whether it could save the step without one rank,"
+        " another one each time; nothing is written; 0: never",
         same_on_all_nodes=True,
     ),
     Setting(

@@ -8,13 +8,14 @@ tracker. An asynchronous save gets its name when the framework finds that every 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from adaptor import context, patching
 from adaptor.checkpoint import resume_check
 from adaptor.checkpoint.divided_reading import CheckedFiles
-from adaptor.frameworks import adapter_base, megatron_restart
+from adaptor.frameworks import adapter_base, compared_save, loaded_state, megatron_restart
 from adaptor.frameworks.failed_saves import SaveFailedError
 from adaptor.frameworks.megatron_restart import ChosenStep
 from adaptor.frameworks.regular_save import RegularSaves
@@ -39,7 +40,7 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
     with (
         contextlib.suppress(SaveFailedError),  # all ranks go on
         runtime.get().session.phase("save"),
-        saves.regular(get_args().save, iteration, asynchronous, may_fail=True),
+        saves.regular(get_args().save, iteration, asynchronous, may_fail=True, agree=compared_save.agree),
     ):
         with saves.noting():
             adapter_base.write_beside(get_args().save, iteration)
@@ -134,6 +135,7 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
 
     megatron_args = get_args()
     load_arg = args[3] if len(args) > 3 else kwargs.get("load_arg", "load")
+    model, optimizer, scheduler = _loaded_into(args, kwargs)
     is_restart, may_have = context.part(Generation).is_restart, bool(context.part(HeldCopies).paths)
     copies = may_have and is_restart and load_arg == "load"
     if copies:
@@ -141,7 +143,7 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
         start.require_training()
 
     def check() -> None:
-        _require_intact(load_arg, args[1] if len(args) > 1 else kwargs.get("optimizer"))
+        _require_intact(load_arg, optimizer)
 
     def write() -> None:
         if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded
@@ -157,11 +159,20 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     is_filtered = adapter_base.is_filtered(megatron_args)
     if is_filtered:
         adapter_base.settle(Path(load), Path(megatron_args.save))
-    scheduler = args[2] if len(args) > 2 else kwargs.get("opt_param_scheduler")
     all_of_it = megatron_restart.load_what_is_saved(megatron_args, scheduler)
     chosen = context.part(ChosenStep).loading(megatron_args, None if is_filtered else load)
+
+    def load_once() -> Any:
+        return wrapped(*args, **kwargs)
+
+    def refuse(step: int, reason: str) -> None:
+        _require_intact(load_arg, optimizer, {step: reason})
+
     with chosen, all_of_it if load_arg == "load" else contextlib.nullcontext():
-        loaded = wrapped(*args, **kwargs)
+        if load_arg == "load":
+            loaded = loaded_state.load(load_once, refuse, model, optimizer, scheduler)
+        else:
+            loaded = load_once()
     if is_filtered:
         adapter_base.require_added()
     return loaded
@@ -192,7 +203,7 @@ def _require_sizes(megatron_args: Any) -> None:
         reshape_sizes.require_sizes_of_checkpoint(megatron_args)
 
 
-def _require_intact(load_arg: str, optimizer: Any) -> None:
+def _require_intact(load_arg: str, optimizer: Any, refused: Mapping[int, str] | None = None) -> None:
     from megatron.training import get_args
     from megatron.training.checkpointing import checkpoint_exists
 
@@ -205,7 +216,7 @@ def _require_intact(load_arg: str, optimizer: Any) -> None:
     ):  # the second where the first is empty
         chosen = getattr(megatron_args, "ckpt_step", None) or None
         loads = loaded_here(folder, optimizer)
-        resume_check.require_intact(Path(folder), Path(megatron_args.save), chosen, loads)
+        resume_check.require_intact(Path(folder), Path(megatron_args.save), chosen, loads, refused)
         if checkpoint_exists(folder):
             break
 
@@ -213,14 +224,17 @@ def _require_intact(load_arg: str, optimizer: Any) -> None:
 def _write_host_copies(args: Any, kwargs: Any) -> None:
     from adaptor.frameworks import megatron_lm
 
+    model, optimizer, scheduler = _loaded_into(args, kwargs)
+    if optimizer is not None:
+        megatron_lm.write_host_copies(model, optimizer, scheduler)
+
+
+def _loaded_into(args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+    """Return model, optimizer and scheduler from the arguments of the framework's `load_checkpoint`."""
     names = ("ddp_model", "optimizer", "opt_param_scheduler")
     call_arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    model, optimizer = (
-        call_arguments["ddp_model"] if "ddp_model" in call_arguments else call_arguments["model"],
-        call_arguments["optimizer"],
-    )
-    if optimizer is not None:
-        megatron_lm.write_host_copies(model, optimizer, call_arguments["opt_param_scheduler"])
+    model = call_arguments["ddp_model"] if "ddp_model" in call_arguments else call_arguments["model"]
+    return model, call_arguments.get("optimizer"), call_arguments.get("opt_param_scheduler")
 
 
 @checkpointing.patch(

@@ -6,9 +6,11 @@ A separate unit: a custom training loop on Megatron-core imports these writers, 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from adaptor import context, patching
+from adaptor.frameworks import compared_save
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.patches._versions import MEGATRON
 
@@ -25,11 +27,26 @@ def tensors_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any,
     # In a process or thread of the framework's own, of several that write at the same time.
     if kwargs.get("write_bucket") is None or kwargs.get("results_queue") is None:
         return wrapped(*args, **kwargs)
-    path, results = kwargs["write_bucket"][0], kwargs["results_queue"]
-    return wrapped(*args, **{**kwargs, "results_queue": context.part(RegularSaves).hashing(path, results)})
+    (path, _, (_, tensors)), results = kwargs["write_bucket"], kwargs["results_queue"]
+    sums = partial(compared_save.sums_of, path, tensors)
+    hashing = context.part(RegularSaves).hashing(path, results, sums)
+    return wrapped(*args, **{**kwargs, "results_queue": hashing})
 
 
 _CORE = "megatron.core.dist_checkpointing"
+
+
+@dist_checkpointing.patch(
+    f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.prepare_write_data",
+    why="the tensors of a regular save are compared with the state in memory, and with what is written later",
+    accepts="(plan, planner)",
+    optional=True,
+)
+def planned_tensors_are_compared(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    planned = wrapped(*args, **kwargs)
+    with context.part(RegularSaves).noting():
+        compared_save.plan(instance, args[1] if len(args) > 1 else kwargs["planner"])
+    return planned
 
 
 @dist_checkpointing.patch(
@@ -44,6 +61,7 @@ def failed_writers_have_no_results(wrapped: Any, instance: Any, args: Any, kwarg
         results = wrapped(*args, **kwargs)  # up to 0.13 and in 0.15.0rc5 it raises; else it returns the error
         if saves.notes_errors and isinstance(results, tuple):
             raise results[0]
+        compared_save.require_written(instance.checkpoint_dir)
         return results
     return []
 

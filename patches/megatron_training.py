@@ -10,6 +10,7 @@ from adaptor import context, patching, preflight
 from adaptor.checkpoint import folder, lease_claim, left_overs
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.frameworks import (
+    compared_save,
     fine_tuning,
     local_copy_flag,
     megatron_loggers,
@@ -197,6 +198,7 @@ def attach_copier() -> None:
     if isinstance(worker, runtime.Runtime):  # other engines do neither
         start.attach(worker.session, worker.tell_of_copy)
         worker.session.window.verifier = twin_check.of_this_process(worker.rank, worker.processor.say)
+        worker.session.drill = compared_save.drill
 
 
 def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None:

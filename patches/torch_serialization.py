@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import context, patching
+from adaptor.frameworks import compared_save
 from adaptor.frameworks.regular_save import RegularSaves
 
 serialization = patching.Unit("serialization", framework="torch", tested=">=2.4,<3", group="worker")
@@ -23,6 +24,17 @@ serialization = patching.Unit("serialization", framework="torch", tested=">=2.4,
 )
 def files_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return context.part(RegularSaves).written(wrapped, args[0] if args else kwargs["name_or_buffer"])
+
+
+@serialization.patch(
+    "torch.serialization:_save",
+    why="an archive of a regular save is compared with the state in memory before it is written",
+    accepts="(obj, zip_file, ...)",
+    optional=True,  # without it, archives are not compared
+)
+def archives_of_a_regular_save_are_compared(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    compared_save.compare(args[0] if args else kwargs["obj"])
+    return wrapped(*args, **kwargs)
 
 
 @serialization.patch(

@@ -21,7 +21,7 @@ from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 
 _SUFFIX = ".ttp-xxh3"
-_LARGEST = 1 << 12  # of a note, in bytes
+_LARGEST = 64 << 20  # of a note, in bytes; with the sums of tensors 100 bytes for each
 _SMALL = 64 << 20  # of a file that rank 0 hashes for others, in bytes: a hundredth of a second
 
 
@@ -29,14 +29,21 @@ class _ChecksumNote(msgspec.Struct):
     bytes: int
     xxh3_128: str
     xxh3_128_blocks: str | None = None
+    tensors: Mapping[str, str] = {}
 
 
-def leave(folder: Path, entry: FileEntry) -> None:
+def leave(folder: Path, entry: FileEntry, tensors: Mapping[str, str] | None = None) -> None:
     """Leave the checksum of a file of the save in `folder`; called after the file was written.
 
     If the disk refuses (full disk, name too long), no note is left.
+
+    Args:
+        folder: of the save.
+        entry: of the file.
+        tensors: the sums of the tensors in the file, by name (`verification`).
     """
-    text = msgspec.json.encode(_ChecksumNote(entry.bytes, entry.xxh3_128 or "", entry.xxh3_128_blocks))
+    note = _ChecksumNote(entry.bytes, entry.xxh3_128 or "", entry.xxh3_128_blocks, tensors or {})
+    text = msgspec.json.encode(note)
     try:
         with os.fdopen(disk.create(folder, f"{entry.path}{_SUFFIX}"), "wb") as file:
             file.write(text)
@@ -45,13 +52,22 @@ def leave(folder: Path, entry: FileEntry) -> None:
             (folder / f"{entry.path}{_SUFFIX}").unlink()
 
 
-def hash_and_leave(folder: Path, path: Path) -> None:
+def hash_and_leave(folder: Path, path: Path, tensors: Mapping[str, str] | None = None) -> None:
     """Hash a file of the save in `folder`, which has been written, and leave its checksum.
 
-    If the file cannot be read, no note is left.
+    If the file cannot be read, no note is left. `tensors`: see `leave`.
     """
     with contextlib.suppress(OSError):
-        leave(folder, hashing.entry_of(path, path.relative_to(folder).as_posix()))
+        leave(folder, hashing.entry_of(path, path.relative_to(folder).as_posix()), tensors)
+
+
+def tensors_of(path: Path) -> Mapping[str, str]:
+    """Return the sums of the tensors in a file that was written; empty without a note of them."""
+    try:
+        note = _read(path, path.stat())
+    except OSError:
+        return {}
+    return {} if note is None else note.tensors
 
 
 def complete(folder: Path, files: list[Path]) -> None:

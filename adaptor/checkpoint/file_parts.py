@@ -28,7 +28,7 @@ from adaptor.checkpoint import shards
 from adaptor.checkpoint.hashing import BLOCK, PacedSync, crc32
 from adaptor.checkpoint.page_cache import DirectWriter
 from adaptor.checkpoint.planned_tensors import StridedView
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shard_exchange import Exchange, Observer
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -75,12 +75,16 @@ class NotFinite(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class _Stretch:
-    """A part to be written; `read` returns its bytes [begin, end), in memory that the next call may use."""
+    """A part to be written; `read` returns its bytes [begin, end), in memory that the next call may use.
+
+    `see` is called with bytes that are written, and with their place in the part.
+    """
 
     file: int
     at: int
     size: int
     read: Callable[[int, int], memoryview]
+    see: Callable[[int, memoryview], None] | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -221,7 +225,10 @@ class PartWriter:
             first, last = begin + low // itemsize, begin + high // itemsize
             shard = _Shard(region, index, first, self._block, self._exchange, self.not_finite)
             shard.open(pieces, last)
-            self._stretches.append(_Stretch(region.file, at + low, high - low, shard.read))
+            observer, see = self._exchange.observer, None
+            if observer is not None:  # not by a method of this object: a cycle would keep the process group
+                see = functools.partial(_show, observer, region, first, itemsize)
+            self._stretches.append(_Stretch(region.file, at + low, high - low, shard.read, see))
 
     def _add_strided(self, region: Region, index: int, pieces: Sequence[_Piece]) -> None:
         view = StridedView(region.begin, region.view)
@@ -243,6 +250,7 @@ class PartWriter:
             True if all is on the disk.
 
         Raises:
+            CheckpointError: other bytes were written than those of the state that this rank gives.
             OSError: the disk refuses.
             DumpCancelled: the dump was abandoned.
         """
@@ -258,6 +266,8 @@ class PartWriter:
             yield from self._write(stretch)
         self._stretches = []
         self._direct.settle()
+        if self._exchange.observer is not None:
+            self._exchange.observer.require_written()
         for descriptor in self._files:
             os.fsync(descriptor)
             yield
@@ -271,6 +281,8 @@ class PartWriter:
             at = stretch.at + digested
             count = min(BLOCK - at % BLOCK, stretch.size - digested)
             data = stretch.read(digested, digested + count)
+            if stretch.see is not None:
+                stretch.see(digested, data)
             crc = crc32(data, crc)
             is_whole = count == BLOCK
             if is_whole:
@@ -282,6 +294,12 @@ class PartWriter:
             self._exchange.advanced(count)
             yield
         self.parts.append(WrittenPart(stretch.file, stretch.at, stretch.size, crc, bytes(digests)))
+
+
+def _show(
+    observer: Observer, region: Region, first: int, itemsize: int, begin: int, data: memoryview
+) -> None:
+    observer.see(region, first + begin // itemsize, data)
 
 
 class _Shard:

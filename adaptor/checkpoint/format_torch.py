@@ -28,7 +28,7 @@ class TorchFormat:
         return {key: chunk.state_dict_for_save_checkpoint() for key, chunk in chunks.items()}
 
     def places(self, saved: Any) -> list[TensorSlot]:
-        return list(_places("", saved))
+        return list(places_in(saved))
 
     def optimizer(
         self, state: TrainingState, model: Mapping[str, Any], states: Sequence[Any], gathered: Sequence[Any]
@@ -120,15 +120,16 @@ def _padded(tensor: torch.Tensor, bucket: shards.Bucket, buffer: Any) -> torch.T
     return padded
 
 
-def _places(prefix: str, saved: dict[str, Any]) -> Iterator[TensorSlot]:
-    """Yield the tensors of a saved model; models from before Megatron-core save a dict of dicts, by their
-    parts.
+def places_in(saved: dict[str, Any], prefix: str = "") -> Iterator[TensorSlot]:
+    """Yield the tensors of a saved model, with functions that replace them.
+
+    Models from before Megatron-core save a dict of dicts, by their parts.
     """
     for name, value in saved.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", value, partial(saved.__setitem__, name)
         elif isinstance(value, dict):
-            yield from _places(f"{prefix}{name}.", value)
+            yield from places_in(value, f"{prefix}{name}.")
 
 
 def _write(content: bytes, file: HashingFile) -> None:

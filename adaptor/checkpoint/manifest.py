@@ -21,6 +21,7 @@ from adaptor.checkpoint import disk, hashing
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+from adaptor.verification.agreed_state import AgreedState
 
 FORMAT = 1
 # The largest manifest that is read, in bytes; 100,000 files take 15 MB.
@@ -34,6 +35,7 @@ class Manifest:
     Attributes:
         generation: of the workers at that time, from one start of all workers to the next; "" if unknown
         part: whether a node has saved the manifest on a disk of its own, without the files of other nodes
+        state: the sums of the state in memory on which its holders agreed; None: no agreed sums
     """
 
     step: int
@@ -43,6 +45,7 @@ class Manifest:
     created: str
     generation: str = ""
     part: bool = False
+    state: AgreedState | None = None
 
     @classmethod
     def now(
@@ -54,14 +57,15 @@ class Manifest:
         generation: str = "",
         *,
         part: bool = False,
+        state: AgreedState | None = None,
     ) -> Manifest:
         """Return a manifest with the current time; `files` are sorted by path.
 
-        `groups`, `world_size`, `generation` and `part` are kept.
+        `groups`, `world_size`, `generation`, `part` and `state` are kept.
         """
         created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         ordered = tuple(sorted(files, key=lambda f: f.path))
-        return cls(step, ordered, groups, world_size, created, generation, part)
+        return cls(step, ordered, groups, world_size, created, generation, part, state)
 
     def encode(self) -> bytes:
         """Return the JSON text of the manifest file."""
@@ -77,6 +81,8 @@ class Manifest:
         }
         if self.part:
             body["part"] = True
+        if self.state is not None:
+            body["state"] = msgspec.to_builtins(self.state)
         return (json.dumps(body, indent=1) + "\n").encode()
 
 
@@ -116,6 +122,7 @@ class _Body(msgspec.Struct):
     created: str
     generation: str = ""  # not written by earlier versions
     part: bool = False
+    state: AgreedState | None = None
 
 
 def read(folder: Path) -> Manifest:
@@ -164,7 +171,8 @@ def decode(text: bytes, path: str) -> Manifest:
     # RecursionError: thousands of brackets.
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: is not a manifest ({error})") from error
-    return Manifest(body.step, files, body.groups, body.world_size, body.created, body.generation, body.part)
+    described = (body.step, files, body.groups, body.world_size, body.created, body.generation)
+    return Manifest(*described, body.part, body.state)
 
 
 def require_inside(files: Iterable[FileEntry]) -> None:

@@ -23,6 +23,8 @@ from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+from adaptor.verification import agreed_parts
+from adaptor.verification.agreed_state import AgreedState
 
 
 @disk.one_line
@@ -79,6 +81,7 @@ def publish(
     number: int = 0,
     written: int | None = None,
     progress: Callable[[], None] = lambda: None,
+    state: AgreedState | None = None,
 ) -> bool:
     """Turn the temporary folder of `step`, `term`, `number` into a checkpoint, and let the tracker name the
     step.
@@ -100,6 +103,7 @@ def publish(
         written: the number of the order that made the folder, if different; the folder is taken from a former
             agent, perhaps still at work.
         progress: is called for each file, perhaps thousands of times.
+        state: of the manifest, if the files have no parts of it.
 
     Returns:
         False if a complete checkpoint of the step existed already and stays.
@@ -114,12 +118,13 @@ def publish(
     for name in names[number if written is None else written : number]:
         _take(root / name, temporary, files)
     if not tracker.is_of_generation(root, step, generation):
-        entries = integrity.join(temporary, dcp.join(temporary, files))
+        joined = integrity.join(temporary, dcp.join(temporary, files))
+        entries, agreed = agreed_parts.join(temporary, step, joined)
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
         _name(temporary, entries, progress)
         _drop_others(temporary, {entry.path for entry in entries})
-        described = Manifest.now(step, entries, groups, world_size, generation)
+        described = Manifest.now(step, entries, groups, world_size, generation, state=agreed or state)
         disk.write(temporary, naming.MANIFEST, described.encode())
         disk.share_folder(temporary)
         disk.sync_folders(temporary)

@@ -26,6 +26,7 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.checkpoint.save_folder_lock import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
+from adaptor.verification.agreed_state import AgreedState
 
 # Files that are no part of a save: an NFS server's copies of removed open files, and short-lived probes.
 _PASSING = (".nfs", disk.PROBE)
@@ -167,12 +168,18 @@ def sync_regular(root: Path, step: int, generation: str = "", taken: Path | None
 
 
 @disk.one_line
-def publish_regular(root: Path, step: int, generation: str = "", taken: Path | None = None) -> None:
+def publish_regular(
+    root: Path,
+    step: int,
+    generation: str = "",
+    taken: Path | None = None,
+    state: AgreedState | None = None,
+) -> None:
     """Give a regular save, which the framework wrote to `regular_name(step, generation)`, its final name.
 
     The tracker is not touched: the caller replaces the tracker by `tracker.advance`. A complete checkpoint of
     the same step is replaced by the newer save, without a moment in which neither has the name if the file
-    system can exchange two names. `taken`: the result of `take_on_own_disk`.
+    system can exchange two names. `taken`: the result of `take_on_own_disk`; `state`: for the manifest.
 
     Raises:
         CheckpointError: the save is missing or empty, or the disk refuses.
@@ -188,7 +195,7 @@ def publish_regular(root: Path, step: int, generation: str = "", taken: Path | N
     if not files:
         raise CheckpointError(f"{saving}: nothing was written, so there is nothing to publish")
     entries = checksum_notes.entries(saving, files)
-    new_manifest = Manifest.now(step, entries, {}, 0, generation, part=taken is not None)
+    new_manifest = Manifest.now(step, entries, {}, 0, generation, part=taken is not None, state=state)
     disk.write(saving, naming.MANIFEST, new_manifest.encode())
     checksum_notes.remove(saving)
     disk.share_folder(saving)

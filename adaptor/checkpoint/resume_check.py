@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -67,7 +67,13 @@ class _CheckOrder:
     by_tracker: bool = False
 
 
-def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tuple[str, ...] = ()) -> None:
+def require_intact(
+    load: Path,
+    save: Path,
+    chosen: int | None = None,
+    loads: tuple[str, ...] = (),
+    refused: Mapping[int, str] | None = None,
+) -> None:
     """Make sure that the checkpoint for the framework's load is intact.
 
     All ranks call the function at the same time: the files are divided among the ranks with the same view of
@@ -81,6 +87,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
         chosen: the step named by the user, None for the step of the tracker.
         loads: the beginnings of the paths, below the checkpoint, of the files for the rank; its node reads
             the files.
+        refused: checkpoints that are not taken, by step, whatever their files have; with the reason.
 
     Raises:
         ResumeError: a checkpoint is damaged, and no other may replace it; or cannot be read; or nodes do not
@@ -89,7 +96,7 @@ def require_intact(load: Path, save: Path, chosen: int | None = None, loads: tup
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    judgement = judge(load, save, chosen) if rank == 0 else None
+    judgement = judge(load, save, chosen, refused or {}) if rank == 0 else None
     examined: Found | None = None
     readers: list[Reader] = []
     root = load

@@ -18,9 +18,10 @@ import contextlib
 import os
 import platform
 import zipfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from adaptor import output
 from adaptor.checkpoint import disk, left_overs, manifest, tracker, tracker_rollback
@@ -74,13 +75,16 @@ Files = tuple[Path, tuple[FileEntry, ...]]
 Judgement = Generator[Files | Agreed, Found, bool]
 
 
-def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
+def judge(
+    load: Path, save: Path, chosen: int | None, refused: Mapping[int, str] = MappingProxyType({})
+) -> Judgement:
     """Decide on the checkpoint for the framework; ask for comparisons until the named checkpoint is intact.
 
     Args:
         load: the folder that the framework loads from.
         save: the folder that this job saves to.
         chosen: the step that the user named, None for the step of the tracker.
+        refused: checkpoints of `load` that are not taken, by step, with the reason.
 
     Returns:
         True if rank 0 sees a checkpoint to load.
@@ -92,7 +96,7 @@ def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
     named = tracker.tracked_step(load) if chosen is None else chosen
     with contextlib.suppress(Exception):  # only prints
         _tell_ignored(load)
-    examined = Found(_of_tracker(load)) if named is None else (yield from _examine(load, named))
+    examined = Found(_of_tracker(load)) if named is None else (yield from _examine(load, named, refused))
     is_saved_to = load.resolve() == save.resolve()
     if not examined.problems:
         if named is not None and chosen is None and examined.apart:
@@ -107,11 +111,13 @@ def judge(load: Path, save: Path, chosen: int | None) -> Judgement:
             f"{examined.words}; it is in --load, and only in the --save folder may another take its"
             " place: choose one with --ckpt-step, or another folder"
         )
-    yield from _replace(load, named, examined)
+    yield from _replace(load, named, examined, refused)
     return True
 
 
-def _replace(root: Path, named: int | None, examined: Found) -> Generator[Files | Agreed, Found, None]:
+def _replace(
+    root: Path, named: int | None, examined: Found, refused: Mapping[int, str]
+) -> Generator[Files | Agreed, Found, None]:
     """Find the newest intact checkpoint, and let the tracker name it."""
     steps, damaged, problem_lines = tracker.steps(root), dict[int, Found](), []
     if named is not None and os.path.lexists(root / naming.final_name(named)):
@@ -120,7 +126,7 @@ def _replace(root: Path, named: int | None, examined: Found) -> Generator[Files 
     else:
         problem_lines.append(examined.words)
     for step in reversed(steps):
-        examined = yield from _examine(root, step)
+        examined = yield from _examine(root, step, refused)
         if examined.problems:
             damaged[step] = examined
         elif tracker.has_manifest(root, step) or (
@@ -166,13 +172,15 @@ def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
         raise ResumeError(f"{'; '.join(map(line_of, examined.problems[:TOLD]))}{advice}")
 
 
-def _examine(root: Path, step: int) -> Generator[Files, Found, Found]:
+def _examine(root: Path, step: int, refused: Mapping[int, str]) -> Generator[Files, Found, Found]:
     """Return the problems of a checkpoint; none if it has no manifest to compare with.
 
     Raises:
         ResumeError: a file cannot be read, and no other is damaged.
     """
     folder = root / naming.final_name(step)
+    if step in refused:
+        return Found([refused[step]])
     _require_answer(folder)
     if not disk.is_folder(folder):
         return Found([f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"])

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 
@@ -25,6 +25,16 @@ _MESSAGE = 1 << 23
 
 class DumpCancelled(CheckpointError):
     """The dump was abandoned by its controller."""
+
+
+class Observer(Protocol):
+    """Compares the bytes that a rank writes in place with the state that it gives."""
+
+    def see(self, region: Any, begin: int, data: memoryview) -> None:
+        """Note the bytes of elements of a region (`file_parts.Region`) from `begin` on."""
+
+    def require_written(self) -> None:
+        """Compare when all is written. Raises CheckpointError."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Exchange:
             description and the givers (ranks of `group`); an exception ends the dump
         folder: the temporary folder as the rank sees it, where holders may write in place; None: the shards
             are gathered
+        observer: sees the bytes that this rank writes in place
     """
 
     group: torch.distributed.ProcessGroup | None
@@ -57,6 +68,7 @@ class Exchange:
     device: Device = HOST
     on_not_finite: Callable[[str, Sequence[int]], None] = field(default=lambda subject, ranks: None)
     folder: Path | None = None
+    observer: Observer | None = None
 
     def check(self) -> None:
         """Raise DumpCancelled if the dump was abandoned."""

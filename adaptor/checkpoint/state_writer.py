@@ -38,6 +38,8 @@ from adaptor.checkpoint.weights import Weights
 from adaptor.errors import CheckpointError
 from adaptor.protocol import start_options
 from adaptor.protocol.file_entry import FileEntry
+from adaptor.verification import given_sums
+from adaptor.verification.agreed_state import AgreedGroup
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,12 @@ def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
 
 
 def write_files(
-    state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
+    state: TrainingState,
+    record: StepRecord,
+    exchange: Exchange,
+    root: Path,
+    attempt: int,
+    agreed: AgreedGroup | None = None,
 ) -> WrittenFiles:
     """Write the rank's files below `root` (iter_N_tmp), with the shards of all holders.
 
@@ -84,17 +91,19 @@ def write_files(
         exchange: the sources and the target of the shards.
         root: the temporary folder.
         attempt: its number in the incident.
+        agreed: the sums of the state, from its holders; None: they have sent none.
 
     Raises:
-        CheckpointError: as `send_shards`, or from `exchange.on_not_finite`; written files are removed.
+        CheckpointError: as `send_shards`; other bits than the agreed ones were to be written; or from
+            `exchange.on_not_finite`. Written files are removed.
         RuntimeError: as `send_shards`.
     """
     with torch.no_grad():
         if _is_in_place(state, exchange) and (
-            written := _write_in_place(state, record, exchange, root, attempt)
+            written := _write_in_place(state, record, exchange, root, attempt, agreed)
         ):
             return written
-        files, not_finite = _contents(state, record, exchange)
+        files, not_finite = _contents(state, record, exchange, agreed)
         return WrittenFiles(_with_trackers(state, _write_files(files, exchange, root, attempt)), not_finite)
 
 
@@ -136,7 +145,12 @@ def _plans_its_files(own_format: CheckpointFormat) -> bool:
 
 
 def _write_in_place(
-    state: TrainingState, record: StepRecord, exchange: Exchange, root: Path, attempt: int
+    state: TrainingState,
+    record: StepRecord,
+    exchange: Exchange,
+    root: Path,
+    attempt: int,
+    agreed: AgreedGroup | None,
 ) -> WrittenFiles | None:
     """Write the files together with the holders; return None if they send their shards instead."""
     optimizers = chain(state.optimizer)
@@ -161,7 +175,7 @@ def _write_in_place(
         raise CheckpointError(f"{error.filename or root}: {error.strerror or error}") from error
     bad_weights += _weights_among([subject for _, subject in archives.not_finite], spans)
     try:
-        entries += _write_files(small | _on_top(state, record), exchange, root, attempt)
+        entries += _write_files(small | _on_top(state, record, agreed), exchange, root, attempt)
     except BaseException:
         _remove(root / entry.draft for entry in entries)
         raise
@@ -261,7 +275,9 @@ def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, S
     ]
 
 
-def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> tuple[Files, str]:
+def _contents(
+    state: TrainingState, record: StepRecord, exchange: Exchange, agreed: AgreedGroup | None
+) -> tuple[Files, str]:
     """Return the writers of all files and a text about non-finite parts, after a report to
     `exchange`.
     """
@@ -275,14 +291,15 @@ def _contents(state: TrainingState, record: StepRecord, exchange: Exchange) -> t
             shards.not_finite_words([subject for subject, _ in bad_subjects]),
             [rank for _, rank in bad_subjects],
         )
+    given_sums.require_gathered(state, agreed, gathered, exchange)
     files = _format(state).files(state, body, gathered)
-    files |= _on_top(state, record)
+    files |= _on_top(state, record, agreed)
     return files, shards.not_finite_words([subject for subject, _ in bad_subjects] or not_finite)
 
 
-def _on_top(state: TrainingState, record: StepRecord) -> Files:
+def _on_top(state: TrainingState, record: StepRecord, agreed: AgreedGroup | None) -> Files:
     """Return the small files that do not depend on the format."""
-    contents = dict(state.on_top)
+    contents = {**state.on_top, **given_sums.part_of(state, agreed)}
     if state.writes_common:
         contents |= state.contents.files_of(record.step, record.counters)
     return {name: partial(_write, content) for name, content in contents.items()}

@@ -32,6 +32,7 @@ from adaptor.replica import choice, optimizer_state, supported_optimizers, twin
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
+from adaptor.verification.given_sums import GivenSums
 
 
 @dataclass(frozen=True)
@@ -219,10 +220,17 @@ def write_group(
         folder=Path(run.folder) if run.in_place else None,
     )
     with device.beside():
+        given = None
+        if context.get().settings.verify_saves:
+            given = GivenSums(state, exchange, run.rank)
+            exchange = replace(exchange, observer=given)
         if run.rank != order.writer:
+            if given is not None:
+                given.send(ranks.index(order.writer))
             state_writer.send_shards(state, ranks.index(order.writer), exchange)
             return ()
-        written = state_writer.write_files(state, record, exchange, Path(run.folder), run.attempt)
+        agreed = None if given is None else given.agreed(ranks)
+        written = state_writer.write_files(state, record, exchange, Path(run.folder), run.attempt, agreed)
     run.remark(written.not_finite)
     return written.files
 

@@ -170,6 +170,20 @@ def _group(args: Any) -> str:
     return f"{folder}_part_{mpu.get_expert_tensor_parallel_rank()}"
 
 
+def described(model: Sequence[Any], optimizer: Any) -> tuple[TrainingState, CheckpointPlacement]:
+    """Return what this rank has of model and optimizer, and its place in a checkpoint: collective.
+
+    Only for reading: without what else a checkpoint has, and without second copies.
+    """
+    from megatron.training import get_args
+
+    args = get_args()
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    place = place_of(optimizer, (None,) * len(step_record.chain(optimizer)), _group(args), everyone)
+    return state_at(place, model, optimizer, None, args), place
+
+
 def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> None:
     """Make a checkpoint of the host copies, if newer than the job's saves: collective.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -29,9 +29,13 @@ from adaptor.protocol.environment import Generation, WorkerPlace
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.worker import runtime
 
+if TYPE_CHECKING:
+    from adaptor.verification.save_check import SaveCheck
+
 # Megatron's names, since 0.7, of what runs at the end of an asynchronous save, on one rank each: the first
 # writes the tracker.
 _WRITES_TRACKER = "iter_finalize_fn"
+_Sums = Callable[[], Mapping[str, str]]
 _OF_ONE_RANK = (_WRITES_TRACKER, "onelogger_finalize_fn", "wandb_finalize_fn")
 
 
@@ -45,6 +49,7 @@ class _Save:
     is_pending: bool = False  # a background process writes, and the ranks compare when that has ended
     # In memory: what the framework writes as its tracker, on the rank that it lets write one.
     draft: int | None = None
+    check: SaveCheck | None = None  # None: no sums of the state in memory were taken
     put_off: list[Callable[[], Any]] = field(default_factory=list)  # until it has its name
 
     @property
@@ -102,13 +107,19 @@ class RegularSaves:
 
     @contextlib.contextmanager
     def regular(
-        self, root: str, step: int, asynchronous: bool = False, may_fail: bool = False
+        self,
+        root: str,
+        step: int,
+        asynchronous: bool = False,
+        may_fail: bool = False,
+        agree: Callable[[int], SaveCheck | None] = lambda step: None,
     ) -> Iterator[None]:
         """While the framework saves `step` below `root`.
 
         Args:
             asynchronous: the framework goes on writing in the background after the block (`scheduled`).
             may_fail: the barriers of the save are `barrier`, so that the ranks can agree on a failure.
+            agree: takes the sums of the state in memory; it raises on all ranks, or on none.
 
         Raises:
             SaveFailedError: the save has failed on some rank; on all ranks.
@@ -118,6 +129,7 @@ class RegularSaves:
             save.agreement = context.part(FailedSaves).agreement(save.folder)
         try:
             with save.noting():
+                save.check = agree(step)
                 regular_folder.prepare_regular(save.root, step, _generation())
             save.meet()
             save_before, self._running.save = self._running.save, save
@@ -229,15 +241,21 @@ class RegularSaves:
         archive = open_archive(file) if name is None else _hashed(open_archive, save.folder, name)
         return _written_or_noted(save, archive, open_archive)
 
-    def hashing(self, path: str | os.PathLike[str], results: Any) -> Any:
+    def hashing(self, path: str | os.PathLike[str], results: Any, sums: _Sums = dict) -> Any:
         """Return a queue in which a writer of the framework reports each written file, already hashed.
 
         Args:
             path: of the file.
             results: the framework's queue.
+            sums: returns the sums of the tensors in the file (`checksum_notes.leave`).
         """
-        folder = Path(path).parent
-        return _Hashing(Path(path), results) if naming.is_regular(folder.name, _generation()) else results
+        is_regular = naming.is_regular(Path(path).parent.name, _generation())
+        return _Hashing(Path(path), results, sums) if is_regular else results
+
+    def check_in(self, folder: Path | None = None) -> SaveCheck | None:
+        """Return the check of the save of this thread, or of the save that is written in `folder`."""
+        saves = [self._current()] if folder is None else [self._current(), *self._written_on]
+        return next((save.check for save in saves if save and folder in (None, save.folder)), None)
 
     def tracker(self, path: str) -> str:
         """Return the path for the tracker of the running save: no real file, because this module writes the
@@ -385,10 +403,11 @@ class _Hashing:
 
     path: Path
     results: Any
+    sums: _Sums
 
     def put(self, result: Any) -> None:
         """Hash the file, and put the result into the framework's queue."""
-        checksum_notes.hash_and_leave(self.path.parent, self.path)
+        checksum_notes.hash_and_leave(self.path.parent, self.path, self.sums())
         self.results.put(result)
 
 
@@ -439,7 +458,8 @@ def _draft() -> int:
 
 
 def _publish(save: _Save, taken: Path | None) -> None:
-    regular_folder.publish_regular(save.root, save.step, _generation(), taken)
+    state = None if save.check is None else save.check.field
+    regular_folder.publish_regular(save.root, save.step, _generation(), taken, state)
     tracker.advance(save.root, save.step)
 
 

@@ -142,6 +142,11 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
     if status.host_copy_step is not None and status.host_copy_time is not None:
         ago = records.unix(status.time) - records.unix(status.host_copy_time)
         copied = {"host copy": f"step {status.host_copy_step}, made {duration(max(0.0, ago))} before this"}
+    drilled = {}
+    if status.drill_step is not None and status.drill_time is not None:
+        since = duration(max(0.0, records.unix(status.time) - records.unix(status.drill_time)))
+        found = f"not recoverable ({status.drill_problem})" if status.drill_problem else "recoverable"
+        drilled = {"drill": f"{found} at step {status.drill_step}, found out {since} before this"}
     failed = {}
     if status.failed_saves:
         failed = {"failed saves": f"{status.failed_saves} one after the other; {status.failed_save}"}
@@ -155,6 +160,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         "at": status.time,
         "step": step,
         **copied,
+        **drilled,
         **failed,
         "protection": protection(status),
         "ranks": f"{status.ranks}, {status.ranks_training} train{ended_ranks}; {nodes}{away}{spare}",

@@ -118,6 +118,7 @@ class Pages:
             colour="bad" if bad else "" if is_waiting else "good",
             protection=protection(status),
             step_age=_age(status, unix(status.step_time) if status.step_time else None),
+            drill_age=_age(status, unix(status.drill_time) if status.drill_time else None),
             checkpoint=checkpoint,
             checkpoint_age=_age(status, checkpoint.at if checkpoint else None),
             spent=spent,

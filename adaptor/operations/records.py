@@ -244,6 +244,8 @@ class Status(msgspec.Struct, kw_only=True):
         host_copy_step: with TTP_HOST_COPY the newest step of which each rank of this node has a copy in host
             memory, and the next node, too, if any, at `host_copy_time`; None: no copy
         failed_saves: successive failed saves of the framework; `failed_save` is the newest, with its reason
+        drill_step: the step of the newest drill (TTP_DRILL_EVERY), at `drill_time`; `drill_problem`: why the
+            step could not have been saved without one rank, "" if it could; None: no drill
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"
@@ -279,6 +281,9 @@ class Status(msgspec.Struct, kw_only=True):
     host_copy_time: str | None = None
     failed_saves: int = 0
     failed_save: str = ""
+    drill_step: int | None = None
+    drill_time: str | None = None
+    drill_problem: str = ""
     open_incident: str = ""
 
 

@@ -7,7 +7,7 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from adaptor.operations.terminal import show
 from adaptor.operations.words import FINDING, OK, USAGE, shown
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+from adaptor.verification import agreed_state
 
 WORDS = "compare the checkpoints in a save folder with their manifests"
 _MOST_AT_ONCE = 16  # files; beyond that a disk is no faster
@@ -33,12 +34,21 @@ class _CheckedFile(msgspec.Struct):
 
 
 class _Checkpoint(msgspec.Struct):
-    """The findings about a checkpoint; a line for each problem."""
+    """The findings about a checkpoint; a line for each problem.
+
+    Attributes:
+        complete: whether all files are there
+        bytes: whether they have the content that was written
+        trained: who agreed on the state in memory that was written
+    """
 
     step: int
     state: str
     problems: list[str]
     files: list[_CheckedFile]
+    complete: str = "not known"
+    bytes: str = "not known"
+    trained: str = agreed_state.NONE
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,7 +132,29 @@ def _verified(root: Path, step: int) -> _Checkpoint:
         state = "unreadable"
     else:
         state = "intact" if states == {"ok"} else "sizes are right"
-    return _Checkpoint(step, state, problems, files)
+    return _Checkpoint(
+        step,
+        state,
+        problems,
+        files,
+        _complete(states, len(files)),
+        _bytes(states),
+        shown(agreed_state.described(described.state)),
+    )
+
+
+def _complete(states: Set[str], count: int) -> str:
+    if "missing" in states or not count:
+        return "no"
+    return "not known" if "unreadable" in states else f"yes, {count} file{'s' if count > 1 else ''}"
+
+
+def _bytes(states: Set[str]) -> str:
+    if states & {"missing", "changed"}:
+        return "no"
+    if not states or "unreadable" in states:
+        return "not known"
+    return "as written" if states == {"ok"} else "sizes as written; not all files have a checksum"
 
 
 def _examined(folder: Path, files: Sequence[FileEntry]) -> list[manifest.Examined]:
@@ -176,4 +208,10 @@ def _table(answers: Sequence[_Checkpoint], named: int | None, *, all_files: bool
             if all_files or file.state not in ("ok", "unhashed")
         ]
         lines += [f"  {problem}" for problem in checkpoint_answer.problems]
+        if checkpoint_answer.state != "not known":
+            lines += [
+                f"  complete    {checkpoint_answer.complete}",
+                f"  bytes       {checkpoint_answer.bytes}",
+                f"  state       {checkpoint_answer.trained}",
+            ]
     return lines

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from adaptor import context
 from adaptor.waits import Waits
 
 T = TypeVar("T")
+_LENGTH = 8  # bytes of a length in a message
 
 _everyone: dist.ProcessGroup | None = None
 
@@ -95,4 +97,29 @@ def gather_values(value: T, members: dist.ProcessGroup | None = None) -> list[T]
     """
     values: list[Any] = [None] * dist.get_world_size(members)
     dist.all_gather_object(values, value, group=members)
+    return values
+
+
+def gather_all(value: T, everyone: dist.ProcessGroup) -> list[T]:
+    """Return the value of each rank, by rank; collective, and another thread can end the wait.
+
+    Args:
+        value: of this rank; it can be pickled.
+        everyone: the group of all ranks, of gloo.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    (longest,) = (-negative for negative in smallest(everyone, [-content.numel()]))
+    own = torch.zeros(longest + _LENGTH, dtype=torch.uint8)
+    own[:_LENGTH] = torch.tensor(list(content.numel().to_bytes(_LENGTH, "little")), dtype=torch.uint8)
+    own[_LENGTH : _LENGTH + content.numel()] = content
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(everyone))]
+    work = dist.all_gather(gathered, own, group=everyone, async_op=True)
+    context.part(Waits).wait(work, work.wait)
+    values = []
+    for tensor in gathered:
+        data = tensor.numpy().tobytes()
+        values.append(pickle.loads(data[_LENGTH : _LENGTH + int.from_bytes(data[:_LENGTH], "little")]))
     return values

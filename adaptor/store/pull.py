@@ -280,6 +280,7 @@ def _bring(store: Store, checkpoint: Checkpoint, root: Path, progress: Progress,
             saved_manifest.groups,
             saved_manifest.world_size,
             saved_manifest.generation,
+            state=saved_manifest.state,
         )
     except BaseException:
         # A partial folder is of no use: the next pull begins again.

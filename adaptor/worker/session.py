@@ -68,6 +68,7 @@ class Session:
         self.pace = Pace(board)
         self._loop = LoopPosition()
         self.copier: StateCopier | None = None  # of copies in host memory
+        self.drill: Callable[[int], None] = lambda step: None  # behind each step, on all ranks
 
     @property
     def counts_steps(self) -> bool:
@@ -78,6 +79,11 @@ class Session:
     def trains_on_this_thread(self) -> bool:
         """Return whether the calling thread trains, and training has not ended."""
         return self.is_training and threading.get_ident() == self._thread
+
+    @property
+    def is_on_this_thread(self) -> bool:
+        """Return whether the calling thread trains, or has trained."""
+        return threading.get_ident() == self._thread
 
     @property
     def has_finished_a_step(self) -> bool:
@@ -230,6 +236,8 @@ class Session:
         if self.copier is not None and step - 1 > self._origin:
             is_intact = self.board.live <= step - 1 == self.board.finished
             self.copier.copy(self.trainee, taken.record, taken.mark, is_intact=is_intact)
+        if step - 1 > self._origin:
+            self.drill(step - 1)
 
     @contextlib.contextmanager
     def step(self, step: int, *, updates_finish: bool = False) -> Iterator[None]:

@@ -36,6 +36,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_LOCAL_COPY",
         "TTP_HOST_COPY",
         "TTP_VERIFY_EVERY",
+        "TTP_VERIFY_SAVES",
+        "TTP_DRILL_EVERY",
         "TTP_REQUIRE_PROTECTION",
     ),
     "Several nodes": (

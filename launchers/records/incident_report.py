@@ -24,6 +24,7 @@ from adaptor.protocol.messages import (
     AgentTerminationRequested,
     Corruption,
     Died,
+    Drilled,
     Dump,
     Dying,
     EndScript,
@@ -107,6 +108,7 @@ class IncidentReport:
         self.incidents = 0  # ended incidents of the job
         self.failed_saves = 0  # of the framework, one after the other
         self.failed_save = ""  # the newest failed save, with its reason
+        self.drilled: tuple[int, float, str] | None = None  # step, time and problem of the newest drill
         self.path = ""  # the path of the last report
         self.last_id: str | None = None
 
@@ -135,6 +137,8 @@ class IncidentReport:
                 self._loaded, self._save = max(0, origin), save
             case SaveEnded(step=step, reason=reason):
                 self._record_save(step, reason, time_now)
+            case Drilled(step=step, lost=lost, problem=problem):
+                self.drilled = (step, time_now, f"without rank {lost}: {problem}" if problem else "")
             case Unprotected(rank=rank, why=why):
                 self._unprotected = True
                 _log.warning("rank %d: not protected: %s", rank, why)

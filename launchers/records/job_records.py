@@ -200,6 +200,7 @@ class JobStatus:
         self._written = time.monotonic()
         self._save = members.save or self._save
         why_not = next(iter(members.unprotected.values()), "")
+        drilled = self._report.drilled
         copied = self._newest_copy()
         if copied != self._copy[0]:
             self._copy = (copied, time_now)
@@ -237,6 +238,9 @@ class JobStatus:
             host_copy_time=None if copied is None else utc(self._copy[1]),
             failed_saves=self._report.failed_saves,
             failed_save=self._report.failed_save,
+            drill_step=None if drilled is None else drilled[0],
+            drill_time=None if drilled is None else utc(drilled[1]),
+            drill_problem="" if drilled is None else drilled[2],
         )
         self._files.write_status(self._last)
 

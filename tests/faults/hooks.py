@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +40,8 @@ class _HalfFile:
 
 
 Wrapper = Callable[[Any, Any, Any, Any], Any]
+# The variable with which saves in `torch_dist` write the tensors of the first save.
+STALE = "TTP_TEST_STALE_SAVES"
 
 
 def _wrap(module: str, name: str, wrapper: Wrapper, before_0_8: str = "") -> None:
@@ -133,6 +136,24 @@ def install(injector: Injector) -> None:
         "FileSystemWriterAsync.write_preloaded_data_multiproc",
     )
     _watch_saves(injector)
+    if STALE in os.environ:
+        writer = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+        _wrap(writer, "FileSystemWriterAsync.prepare_write_data", _keep_first_tensors())
+
+
+def _keep_first_tensors() -> Wrapper:
+    """Return a wrapper that gives each writer of `torch_dist` the tensors of the first save."""
+    first: dict[Any, Any] = {}
+
+    def keep(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        planned = wrapped(*args, **kwargs)
+        instance.write_buckets = [
+            (path, key, (data, [(item, first.setdefault(item.index, value)) for item, value in tensors]))
+            for path, key, (data, tensors) in instance.write_buckets
+        ]
+        return planned
+
+    return keep
 
 
 def _shorten_the_self_test(twin_check: ModuleType) -> None:

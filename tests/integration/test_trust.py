@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import tracker
+from adaptor.checkpoint import hashing, manifest, tracker
 from adaptor.protocol import naming
-from tests.faults import harness, outcome
+from tests.faults import harness, hooks, outcome
 from tests.faults.harness import DP2, DP4, ITERATIONS, Ended, Job, Layout
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf, assert_last_words, ends
@@ -105,3 +106,59 @@ def test_a_save_folder_that_somebody_has_been_in(tmp_path: Path, baseline_of: Ba
     assert line.endswith("the newest intact checkpoint is step 6")
     _assert_goes_on_from(6, ended, baseline)
     assert tracker.tracked_step(save) == ITERATIONS
+
+
+COMPARED = {"TTP_VERIFY_SAVES": "True"}
+
+
+def test_a_checkpoint_with_another_state_than_its_ranks_agreed_on_is_refused(
+    tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Its bytes are as the manifest says, but the optimizer state is that of an earlier step."""
+    baseline, name = baseline_of(DP2), "mp_rank_00/distrib_optim.pt"
+    save = tmp_path / "save"
+    fault = "rank=1,step=7,phase=backward,kind=sigkill"
+    job = Job(tmp_path / "first", DP2, save=save, save_interval=4, faults=[fault], environment=COMPARED)
+    first = harness.run(job)
+    assert first.code == 137
+    assert_last_words(save, 6, baseline)
+    earlier, lie = save / naming.final_name(4), save / naming.final_name(6)
+    said = manifest.read(lie)
+    assert said.state is not None
+    assert [shard.holders for shard in said.state.groups["mp_rank_00"].shards] == [(0,)]
+    shutil.copy(earlier / name, lie / name)
+    files = [hashing.entry_of(lie / file.path, file.path) for file in said.files]
+    described = manifest.Manifest.now(
+        6, files, said.groups, said.world_size, said.generation, state=said.state
+    )
+    (lie / naming.MANIFEST).write_bytes(described.encode())
+    assert manifest.defects(lie) == []
+
+    ended = harness.run(Job(tmp_path / "job", DP2, save=save, load=save))
+    assert ended.code == 0, ended.log[-3000:]
+    (line,) = [line for line in ended.said if "have loaded another state" in line]
+    assert line.startswith(f"[ttp] {lie}: the ranks have loaded another state than that on which the holders")
+    assert "exp_avg of shard 0 of mp_rank_00 on rank 0" in line
+    assert line.endswith("kept in aside_iter_0000006.1; the newest intact checkpoint is step 4")
+    _assert_goes_on_from(4, ended, baseline)
+
+
+def test_saves_that_write_the_tensors_of_the_first_are_refused(tmp_path: Path) -> None:
+    """Writers that keep what they were given first (NeMo-RL#3312)."""
+    job = Job(
+        tmp_path / "job",
+        DIST,
+        save=tmp_path / "save",
+        save_interval=2,
+        arguments=["--async-save"],
+        environment={**COMPARED, hooks.STALE: "1"},
+        faults=["rank=1,step=7,phase=backward,kind=sigkill"],
+    )
+    ended = harness.run(job)
+    assert ended.code == 137, ended.log[-3000:]
+    assert "step 4 could not be saved: rank 0: " in ended.log
+    assert "was written with other bits than the state in memory had" in ended.log
+    first = tmp_path / "save" / naming.final_name(2)
+    assert manifest.read(first).state is not None
+    assert manifest.defects(first) == []
+    assert outcome.steps_in(tmp_path / "save") == [2, 6], "last words have the state in memory"

@@ -84,6 +84,12 @@ class Rank:
             param_data=data,
             param_dtype=dtype,
             grad_dtype=torch.float32,
+            param_index_map={
+                getattr(self.model, name): (first, first + torch.Size(shape).numel(), number)
+                for number, members in enumerate(BUCKETS)
+                for name, shape in members
+                for first in (places[name][0],)
+            },
         )
         group = types.SimpleNamespace(rank=lambda: index, size=lambda: count)
         self.optimizer = types.SimpleNamespace(

@@ -444,6 +444,7 @@ def one_param(numel: int) -> Rank:
             offset=0, numel_unpadded=numel, grad_data=types.SimpleNamespace(numel=lambda: numel)
         )
     ]
+    buffer.param_index_map = {rank.model.a: (0, numel, 0)}
     place = {"gbuf_local": types.SimpleNamespace(start=0, end=numel)}
     rank.optimizer.gbuf_ranges = [{DTYPES: [{"param_map": {rank.model.a: place}}]}]
     rank.states.clear()

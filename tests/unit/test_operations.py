@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import msgspec
 import pytest
 
 from adaptor import output
-from adaptor.checkpoint import hashing
+from adaptor.checkpoint import hashing, manifest
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
@@ -35,6 +36,7 @@ from adaptor.protocol.messages import (
     AgentTerminationRequested,
     BoardRecord,
     Died,
+    Drilled,
     Dump,
     Dying,
     Exit,
@@ -57,6 +59,7 @@ from adaptor.protocol.messages import (
     Unprotected,
     Verdict,
 )
+from adaptor.verification.agreed_state import AgreedGroup, AgreedShard, AgreedState
 from tests import operator_files
 from tests.unit.threads import LONG_S
 
@@ -519,6 +522,23 @@ def test_the_status_says_how_old_the_copies_in_host_memory_are(
     assert "\nhost copy    step 4, made " in capsys.readouterr().out
 
 
+def test_the_status_says_whether_a_drill_found_the_job_recoverable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Watched(tmp_path)
+    assert job.look(5, 5).drill_step is None
+    job.report.record_message(0, Drilled(0, 4, 1))
+    first = job.look(5, 5)
+    assert (first.drill_step, first.drill_problem) == (4, "")
+    cli.main(["status", str(tmp_path / "job")])
+    assert "\ndrill        recoverable at step 4, found out " in capsys.readouterr().out
+    job.report.record_message(0, Drilled(0, 6, 0, "shard 1 of 2 of group a has no live holder"))
+    job.look(6, 6)
+    cli.main(["status", str(tmp_path / "job")])
+    found = "not recoverable (without rank 0: shard 1 of 2 of group a has no live holder) at step 6"
+    assert f"\ndrill        {found}" in capsys.readouterr().out
+
+
 def test_a_log_folder_that_cannot_be_written_is_told_of_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -799,6 +819,14 @@ def test_ttp_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = capsys.readouterr().out
     assert "step 10: intact (the tracker names it)" in said
     assert "step 3: not known" in said
+    assert "  complete    yes, 1 file\n  bytes       as written\n  state       no agreed sums" in said
+    saved = manifest.read(newest)
+    group = AgreedGroup("0", [AgreedShard({"param": "0"}, (0, 2)), AgreedShard({"param": "0"}, (1, 3))], 10)
+    agreed = replace(saved, state=AgreedState(10, {"mp_rank_00": group}))
+    (newest / naming.MANIFEST).write_bytes(agreed.encode())
+    assert cli.main(["verify", str(tmp_path), "--step", "10"]) == 0
+    line = "as trained: step 10, 2 shards, each agreed by 2 or more holders (ranks 0, 1, 2, 3)"
+    assert f"  state       {line}" in capsys.readouterr().out
     (newest / "a").write_bytes(b"c0ntent")
     assert cli.main(["verify", str(tmp_path), "--step", "10", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["checkpoints"]

@@ -252,6 +252,15 @@ class SaveEnded(Message, frozen=True):
     reason: str = ""
 
 
+class Drilled(Message, frozen=True):
+    """A drill in the running job: could `step` be saved without rank `lost`? `problem`: why not, "" if so."""
+
+    rank: Number
+    step: Number
+    lost: Number
+    problem: str = ""
+
+
 class TimelineEvent(Message, frozen=True):
     """An event for the timeline of the incident."""
 
@@ -281,5 +290,6 @@ FromWorker = (
     | Present
     | Copied
     | SaveEnded
+    | Drilled
     | TimelineEvent
 )

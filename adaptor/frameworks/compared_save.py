@@ -1,0 +1,114 @@
+"""Regular saves that are compared with the state in memory (`verification.save_check`).
+
+The modules that need torch are imported when a save is made: the script imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptor import context, output
+from adaptor.frameworks.regular_save import RegularSaves
+from adaptor.worker import runtime
+
+if TYPE_CHECKING:
+    from adaptor.verification.save_check import SaveCheck
+
+
+def agree(step: int) -> SaveCheck | None:
+    """Agree with all ranks on the state that is saved; None without TTP_VERIFY_SAVES, or without a protected
+    state. Collective.
+
+    Raises:
+        CheckpointError: the holders of a shard differ; on all ranks.
+    """
+    if not context.get().settings.verify_saves:
+        return None
+    from adaptor.checkpoint.trainee import MegatronTrainee
+    from adaptor.replica import group
+    from adaptor.verification import save_check
+
+    session, everyone = runtime.get().session, group.of_this_job()
+    trainee = session.trainee
+    if everyone is None or not isinstance(trainee, MegatronTrainee) or not session.is_on_this_thread:
+        return None
+    return save_check.begin(step, trainee, everyone)
+
+
+def compare(content: Any) -> None:
+    """Compare an archive that is about to be written in the save of this thread.
+
+    Raises:
+        CheckpointError: it differs from the state in memory.
+    """
+    check = context.part(RegularSaves).check_in()
+    if check is not None:
+        check.require_archive(content)
+
+
+def plan(writer: Any, planner: Any) -> None:
+    """Note what a writer of `torch_dist` plans to write in the save of this thread.
+
+    Raises:
+        CheckpointError: it differs from the state in memory.
+    """
+    check = context.part(RegularSaves).check_in()
+    if check is not None:
+        from adaptor.verification.save_check import PlannedWrites
+
+        context.part(PlannedWrites).plan(check, writer.write_buckets, planner)
+
+
+def sums_of(path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, str]:
+    """Return the sums of the tensors that a writer of `torch_dist` writes; empty where nobody compares them.
+
+    Args:
+        path: of the file.
+        tensors: items of the framework's plan, each with its tensor.
+    """
+    from adaptor.verification.save_check import PlannedWrites
+
+    return context.part(PlannedWrites).handed_over(path, tensors)
+
+
+def require_written(folder: str | os.PathLike[str]) -> None:
+    """Compare what the writers of this rank have written below `folder` with what was planned.
+
+    Raises:
+        CheckpointError: it differs.
+    """
+    from adaptor.verification.save_check import PlannedWrites
+
+    check = context.part(RegularSaves).check_in(Path(folder))
+    if check is not None:
+        context.part(PlannedWrites).require_written(Path(folder), check)
+
+
+def drill(step: int) -> None:
+    """Hold a drill behind `step` if one is due (TTP_DRILL_EVERY); rank 0 tells its agent. Collective.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+    every = context.get().settings.drill_every
+    if not every or step % every:
+        return
+    from adaptor.replica import group
+    from adaptor.verification import drill
+
+    worker, everyone = runtime.get(), group.of_this_job()
+    if everyone is None or not isinstance(worker, runtime.Runtime) or worker.session.trainee is None:
+        return
+    drilled = drill.hold(step, worker.session.trainee, worker.session.board.record(), everyone)
+    if drilled is None:
+        return
+    worker.processor.say(drilled)
+    if drilled.problem:
+        output.tell(
+            f"[ttp] drill: step {step} could not be saved bit for bit without rank {drilled.lost}:"
+            f" {drilled.problem}",
+            to="stdout",
+        )

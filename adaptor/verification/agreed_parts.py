@@ -1,0 +1,51 @@
+"""The parts in which the writers of last words leave the agreed sums, and how they become a field of the
+manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from adaptor.protocol.file_entry import FileEntry
+from adaptor.verification.agreed_state import AgreedGroup, AgreedState
+
+_PART = ".state."
+
+
+class AgreedPart(msgspec.Struct, frozen=True):
+    """The agreed sums of one group."""
+
+    group: str
+    agreed: AgreedGroup
+
+    @property
+    def name(self) -> str:
+        """The name of its file, below the checkpoint."""
+        return f"{_PART}{self.group}"
+
+
+def join(
+    folder: Path, step: int, entries: Sequence[FileEntry]
+) -> tuple[tuple[FileEntry, ...], AgreedState | None]:
+    """Return the files of the checkpoint without the parts, and the agreed state.
+
+    The state is None if a group has no part, or if a part was removed by a call before a crash.
+
+    Args:
+        folder: of the checkpoint, in which files may have the names of drafts.
+        step: of the checkpoint.
+        entries: of all groups.
+    """
+    files = tuple(entry for entry in entries if not entry.path.startswith(_PART))
+    try:
+        parts = [
+            msgspec.json.decode((folder / entry.draft).read_bytes(), type=AgreedPart)
+            for entry in entries
+            if entry.path.startswith(_PART)
+        ]
+    except (OSError, msgspec.MsgspecError):
+        return files, None
+    return files, AgreedState(step, {part.group: part.agreed for part in parts}) if parts else None

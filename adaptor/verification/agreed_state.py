@@ -1,0 +1,260 @@
+"""The sums of the state of a step on which the holders of each shard agreed: a field of the manifest.
+
+The sums are taken from the memory of the holders, never from a file (`state_sums`). A reader compares them
+with the sums of what it has loaded. The sum of a group does not depend on its number of shards, so a job with
+another data-parallel size compares it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from adaptor.errors import CheckpointError
+
+MASK = (1 << 64) - 1
+# Keys of sums: the model's weights, and the main params of the optimizer. All other keys are its moments.
+WEIGHT, PARAM = "weight", "param"
+_TOLD = 3  # differences that are printed
+_MOST_RANKS = 8  # that are printed
+# The words for a checkpoint without an agreed state.
+NONE = "no agreed sums: nobody can tell whether it has the state that was trained"
+
+
+class AgreedShard(msgspec.Struct, frozen=True):
+    """A shard of a group: the sum of each key in hexadecimal, and the ranks that held it and agreed."""
+
+    sums: dict[str, str]
+    holders: tuple[int, ...]
+
+
+class AgreedGroup(msgspec.Struct, frozen=True):
+    """The state of the ranks with one part of the model.
+
+    Attributes:
+        layout: a hash of the names, shapes and dtypes of the params; another layout cannot be compared
+        shards: in the order of the controller's shards
+        updates: the count of updates of the optimizer; None: it has none
+    """
+
+    layout: str
+    shards: list[AgreedShard]
+    updates: int | None = None
+
+    def total(self, key: str, first: int = 0, count: int | None = None) -> int | None:
+        """Return the sum of a key over `count` shards from `first` on; None if no shard has the key."""
+        sums = [shard.sums[key] for shard in self.shards[first:][:count] if key in shard.sums]
+        return sum(int(text, 16) for text in sums) & MASK if sums else None
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of all shards."""
+        return {key for shard in self.shards for key in shard.sums}
+
+
+class AgreedState(msgspec.Struct, frozen=True):
+    """The agreed sums of a step, by group; `not_compared`: what was not compared when it was written."""
+
+    step: int
+    groups: dict[str, AgreedGroup]
+    not_compared: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class HeldShard:
+    """A shard in the memory of a rank: its groups, its number of `count` there, and its sums by key."""
+
+    groups: tuple[str, ...]
+    index: int
+    count: int
+    sums: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """What a rank has in memory.
+
+    Attributes:
+        group: of the ranks with the same part of the model
+        layout, updates: see `AgreedGroup`
+        shards: own shards first
+        problem: why the sums could not be taken; "" if they are there
+        weights: the sum of all weights that the optimizers of this rank train; None: not taken
+    """
+
+    group: str
+    layout: str = ""
+    updates: int | None = None
+    shards: tuple[HeldShard, ...] = ()
+    problem: str = ""
+    weights: int | None = None
+
+
+def hexadecimal(sums: Mapping[str, int]) -> dict[str, str]:
+    """Return sums as the manifest has them."""
+    return {key: f"{value:016x}" for key, value in sums.items()}
+
+
+def agree(step: int, held: Sequence[HeldState]) -> AgreedState:
+    """Return the sums on which all holders of each shard agree.
+
+    Args:
+        step: of the state.
+        held: by rank.
+
+    Raises:
+        CheckpointError: holders differ, or no rank has some shard.
+    """
+    holders: dict[tuple[str, int], list[tuple[int, Mapping[str, int]]]] = {}
+    counts: dict[str, int] = {}
+    for rank, state in enumerate(held):
+        for shard in state.shards:
+            for group in shard.groups:
+                holders.setdefault((group, shard.index), []).append((rank, shard.sums))
+                counts[group] = shard.count
+    groups: dict[str, AgreedGroup] = {}
+    for rank, state in enumerate(held):
+        if state.group in groups:
+            first = groups[state.group]
+            if (first.layout, first.updates) != (state.layout, state.updates):
+                raise CheckpointError(
+                    f"the state of step {step} is not agreed: rank {rank} has made {state.updates} updates of"
+                    f" {state.group}, another rank {first.updates}"
+                )
+            continue
+        agreed = [
+            _agreed(step, state.group, index, holders.get((state.group, index), []))
+            for index in range(counts.get(state.group, 0))
+        ]
+        groups[state.group] = AgreedGroup(state.layout, agreed, state.updates)
+    return AgreedState(step, groups)
+
+
+def _agreed(
+    step: int, group: str, index: int, holders: Sequence[tuple[int, Mapping[str, int]]]
+) -> AgreedShard:
+    if not holders:
+        raise CheckpointError(f"no rank holds shard {index} of {group} of step {step}")
+    sums: dict[str, int] = {}
+    for _, held in holders:
+        for key, value in held.items():
+            if sums.setdefault(key, value) != value:
+                raise CheckpointError(
+                    f"the state of step {step} is not agreed: ranks"
+                    f" {' and '.join(str(holder) for holder, _ in holders)} hold different bits of {key} of"
+                    f" shard {index} of {group}"
+                )
+    return AgreedShard(hexadecimal(sums), tuple(rank for rank, _ in holders))
+
+
+def differences(agreed: AgreedState, held: Sequence[HeldState], *, has_optimizer: bool) -> list[str]:
+    """Compare what all ranks have loaded with the agreed state; return a line for each difference.
+
+    Groups of another layout are not compared (`other_layouts`).
+
+    Args:
+        agreed: of the checkpoint.
+        held: by rank, behind the load.
+        has_optimizer: whether the optimizer's state was to be loaded, too.
+    """
+    lines = []
+    for name, group in agreed.groups.items():
+        members = [(rank, state) for rank, state in enumerate(held) if state.group == name]
+        if not members or members[0][1].layout != group.layout or members[0][1].problem:
+            continue
+        shards: dict[int, list[tuple[int, HeldShard]]] = {}
+        for rank, state in enumerate(held):
+            for shard in state.shards:
+                if name in shard.groups:
+                    shards.setdefault(shard.index, []).append((rank, shard))
+        for key in _keys(group, shards.values(), has_optimizer=has_optimizer):
+            lines += _of_key(name, group, key, shards)
+        weights = group.total(WEIGHT)
+        lines += [
+            f"{WEIGHT} of {name} on rank {rank}"
+            for rank, state in members
+            if None not in (weights, state.weights) and state.weights != weights
+        ]
+        if has_optimizer and group.updates is not None:
+            lines += [
+                f"count of updates of {name} on rank {rank} ({state.updates}, saved: {group.updates})"
+                for rank, state in members
+                if state.updates is not None and state.updates != group.updates
+            ]
+    return list(dict.fromkeys(lines))
+
+
+def _keys(
+    group: AgreedGroup, shards: Iterable[Sequence[tuple[int, HeldShard]]], *, has_optimizer: bool
+) -> list[str]:
+    """Return the keys that a load must have given, those of another kind of optimizer left out."""
+    loaded = {key for holders in shards for _, shard in holders for key in shard.sums}
+    if not has_optimizer:
+        return [key for key in (WEIGHT,) if key in group.keys & loaded]
+    kept = loaded - {WEIGHT, PARAM}
+    moments = group.keys - {WEIGHT, PARAM}
+    is_other_kind = bool(kept) and not kept & moments
+    keys = group.keys - moments if is_other_kind else group.keys
+    return sorted(keys if WEIGHT in loaded else keys - {WEIGHT})  # the sums of weights may not be taken
+
+
+def _of_key(
+    name: str, group: AgreedGroup, key: str, shards: Mapping[int, Sequence[tuple[int, HeldShard]]]
+) -> list[str]:
+    """Return what differs in a key: shards, with their ranks, if there are as many as were saved."""
+    counts = {shard.count for holders in shards.values() for _, shard in holders}
+    wrong = [
+        f"{key} of shard {index} of {name} on rank {rank}"
+        for index, holders in sorted(shards.items())
+        for rank, shard in holders
+        if index < len(group.shards) and _text(shard.sums.get(key)) != group.shards[index].sums.get(key)
+    ]
+    sums = [{shard.sums[key] for _, shard in holders if key in shard.sums} for holders in shards.values()]
+    is_alike = all(len(values) < 2 for values in sums)
+    loaded = sum(value for values in sums for value in values) & MASK if any(sums) else None
+    if is_alike and loaded == group.total(key):
+        return []  # in the shards that were saved, or in others
+    return wrong if counts == {len(group.shards)} and wrong else [f"{key} of {name}"]
+
+
+def _text(value: int | None) -> str | None:
+    return None if value is None else f"{value:016x}"
+
+
+def other_layouts(agreed: AgreedState, held: Sequence[HeldState]) -> list[str]:
+    """Return the groups of this job that cannot be compared with a checkpoint, with the reason."""
+    reasons = {}
+    for state in held:
+        saved = agreed.groups.get(state.group)
+        if state.problem:
+            reasons[state.group] = state.problem
+        elif saved is None or saved.layout != state.layout:
+            reasons[state.group] = "it has other params than the checkpoint's"
+        elif {*agreed.groups} != {other.group for other in held}:
+            reasons[state.group] = "the checkpoint has other groups"
+    return [f"{group} ({reason})" for group, reason in sorted(reasons.items())]
+
+
+def in_words(differences: Sequence[str]) -> str:
+    """Return differences in a line."""
+    omitted = len(differences) - _TOLD
+    return ", ".join(differences[:_TOLD]) + (f" and {omitted} more" if omitted > 0 else "")
+
+
+def described(agreed: AgreedState | None) -> str:
+    """Return in a line whose state a checkpoint has."""
+    if agreed is None:
+        return NONE
+    holders = [shard.holders for group in agreed.groups.values() for shard in group.shards]
+    ranks = sorted({rank for ranks in holders for rank in ranks})
+    fewest = min(map(len, holders), default=0)
+    shards = f"{len(holders)} shard{'s' if len(holders) != 1 else ''}"
+    names = ", ".join(map(str, ranks[:_MOST_RANKS])) + (" ..." if len(ranks) > _MOST_RANKS else "")
+    holder_words = "its one holder" if fewest == 1 else f"{fewest} or more holders"
+    omitted = f"; not compared when it was written: {', '.join(agreed.not_compared)}"
+    return (
+        f"as trained: step {agreed.step}, {shards}, each agreed by {holder_words} (ranks {names})"
+        f"{omitted if agreed.not_compared else ''}"
+    )

@@ -1,0 +1,96 @@
+"""Sums of the bits of a tensor that depend on the place of each element, and that add up over parts.
+
+The sum of a param is the total of the sums of its parts, whatever the parts are, modulo 2**64. So ranks that
+hold parts of a param, a rank that holds all of it, and ranks of a job with another data-parallel size
+compare the same number. The words are multiplied by odd hashed factors, as in `checksums`, which has sums
+that are faster on a host and do not add up.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy
+import numpy.typing as npt
+import torch
+import xxhash
+
+MASK = (1 << 64) - 1
+# Words that share one factor of their place; a sum over them stays in the cache of a processor.
+_CHUNK = 1 << 13
+_AT_ONCE = 1 << 22  # words that a device multiplies at once
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+def name_factor(name: str) -> int:
+    """Return the odd factor of a param's sum in the sum of all params."""
+    return int(xxhash.xxh3_64_intdigest(name.encode())) | 1
+
+
+def placed_sum(tensor: torch.Tensor, first: int = 0) -> int:
+    """Return the sum of the bits of a part of a param, below 2**64.
+
+    Args:
+        tensor: the part; elements that follow each other in the param.
+        first: the place of its first element in the param.
+    """
+    words = tensor.detach().reshape(-1).contiguous()
+    size = words.element_size()
+    words = words.view(_WORDS[size])
+    start = first * (2 if size == 8 else 1)
+    count = words.numel()
+    head = min(-start % _CHUNK, count)
+    tail = head + (count - head) // _CHUNK * _CHUNK
+    total = 0
+    for begin, end in ((0, head), (tail, count)):
+        if begin < end:
+            place, chunk = (start + begin) % _CHUNK, (start + begin) // _CHUNK
+            total += _one_chunk(words[begin:end], place) * int(_chunk_factors(chunk, 1)[0])
+    if head < tail:
+        total += _whole_chunks(words[head:tail].view(-1, _CHUNK), (start + head) // _CHUNK)
+    return total & MASK
+
+
+def _one_chunk(words: torch.Tensor, place: int) -> int:
+    if words.device.type == "cpu":
+        factors = _factors()[place : place + words.numel()]
+        return int(numpy.einsum("i,i->", words.numpy(), factors, dtype=numpy.int64))
+    factors_there = _factors_on(words.device)[place : place + words.numel()]
+    return int((words.to(torch.int64) * factors_there).sum())
+
+
+def _whole_chunks(words: torch.Tensor, chunk: int) -> int:
+    if words.device.type == "cpu":
+        sums = numpy.einsum("ij,j->i", words.numpy(), _factors(), dtype=numpy.int64)
+        return int(numpy.dot(sums.view(numpy.uint64), _chunk_factors(chunk, len(sums))))
+    rows, total = _AT_ONCE // _CHUNK, 0
+    for begin in range(0, len(words), rows):
+        some = words[begin : begin + rows]
+        sums_there = (some.to(torch.int64) * _factors_on(words.device)).sum(1)
+        factors = _chunk_factors(chunk + begin, len(some)).view(numpy.int64)
+        total += int((sums_there * torch.from_numpy(factors).to(words.device)).sum())
+    return total
+
+
+def _chunk_factors(first: int, count: int) -> npt.NDArray[numpy.uint64]:
+    """Return the odd factors of chunks: hashes of their numbers (splitmix64)."""
+    state = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> numpy.uint64(shift))) * numpy.uint64(factor)
+    factors: npt.NDArray[numpy.uint64] = (state ^ (state >> numpy.uint64(31))) | numpy.uint64(1)
+    return factors
+
+
+@functools.cache
+def _factors() -> npt.NDArray[numpy.int64]:
+    """Return the odd factors of the words of a chunk, distinct and below 2**32."""
+    place = numpy.arange(_CHUNK, dtype=numpy.int64)
+    for multiplier in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35):
+        place = (place * multiplier) & ((1 << 31) - 1)
+        place ^= place >> 15
+    return 2 * place + 1
+
+
+@functools.cache
+def _factors_on(device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(_factors()).to(device)

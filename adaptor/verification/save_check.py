@@ -1,0 +1,275 @@
+"""Compares a regular save with the state in memory, before the save gets its name.
+
+At the begin of a save all ranks take the sums of what they hold, and agree (`agreed_state`). Then each file
+is compared where the framework hands it over to be written:
+
+- An archive of the format `torch`: its content with the agreed sums (`require_archive`).
+- The tensors of `torch_dist`: those that a writer has written with the tensors that the framework has planned
+  to write (`plan`, `handed_over`, `require_written`); and the latter must be the live state again if they
+  were at an earlier save. So a writer or a plan that keeps tensors of an earlier save is found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from adaptor.checkpoint import checksum_notes, format_torch, shards, step_record
+from adaptor.checkpoint.training_state import TrainingState
+from adaptor.context import Context
+from adaptor.errors import CheckpointError
+from adaptor.replica import group, optimizer_state, twin
+from adaptor.verification import state_sums
+from adaptor.verification.agreed_state import MASK, PARAM, WEIGHT, AgreedState, agree
+from adaptor.verification.placed_sums import name_factor, placed_sum
+
+
+@dataclass
+class SaveCheck:
+    """The check of one regular save.
+
+    Attributes:
+        step: that is saved
+        state: of the rank
+        agreed: the sums on which all holders agree
+        not_compared: what this rank could not compare when it was written
+    """
+
+    step: int
+    state: TrainingState
+    agreed: AgreedState
+    not_compared: set[str] = field(default_factory=set)
+
+    @property
+    def field(self) -> AgreedState:
+        """The field of the manifest."""
+        return AgreedState(self.step, self.agreed.groups, tuple(sorted(self.not_compared)))
+
+    def require_archive(self, content: Any) -> None:
+        """Compare an archive of the format `torch` that is about to be written; ignore other values.
+
+        Raises:
+            CheckpointError: the archive has another step, or other bits than the state in memory.
+        """
+        with torch.no_grad():
+            if isinstance(content, dict) and "iteration" in content:
+                if content["iteration"] != self.step:
+                    raise CheckpointError(
+                        f"the archive of step {content['iteration']} was to be written for step {self.step}"
+                    )
+                self._require_weights(content)
+                self._require_whole(content.get("optimizer"))
+            elif parts := _parameter_states(content):
+                self._require_shards(parts)
+
+    def _require(self, key: str, found: int | None, position: int | None = None) -> None:
+        expected = self.agreed.groups[self.state.folder].total(key, *self._extent(position))
+        if None not in (found, expected) and found != expected:
+            raise CheckpointError(
+                f"step {self.step}: {key} of {self.state.folder} was to be written with other bits than"
+                " those in the memory of the ranks that hold it (stale, damaged or misplaced)"
+            )
+
+    def _extent(self, position: int | None) -> tuple[int, int | None]:
+        counts = [shards.shard_of(optimizer)[1] for optimizer, _, _ in self.state.chained]
+        return (0, None) if position is None else (sum(counts[:position]), counts[position])
+
+    def _require_weights(self, content: Mapping[str, Any]) -> None:
+        saved = {
+            f"{key}.{name}": tensor
+            for key in self.state.chunks
+            for name, tensor, _ in format_torch.places_in(content.get(key) or {})
+        }
+        trained = state_sums.trained_params(self.state)
+        if not saved.keys() >= trained.keys():
+            self.not_compared.add("weights under other names than in the model")
+        else:
+            total = sum(name_factor(name) * placed_sum(saved[name]) for name in trained)
+            self._require(WEIGHT, total & MASK)
+
+    def _require_whole(self, content: Any) -> None:
+        """Compare the saved state of optimizers without shards."""
+        chained = self.state.chained
+        parts = content if isinstance(content, list) else [content]
+        if len(parts) != len(chained):
+            return
+        names = state_sums.names_of(self.state)
+        for position, ((optimizer, live, _), part) in enumerate(zip(chained, parts, strict=True)):
+            if shards.is_sharded(optimizer) or shards.is_stub(optimizer) or not isinstance(part, dict):
+                continue
+            order = [names[id(param)] for _, param, _ in state_sums.whole_params(optimizer, live)]
+            saved = part.get("optimizer", part).get("state", {})
+            for key in self.agreed.groups[self.state.folder].keys - {WEIGHT, PARAM}:
+                if saved.keys() == set(range(len(order))) and all(key in saved[n] for n in saved):
+                    total = sum(
+                        name_factor(name) * placed_sum(saved[number][key].float())
+                        for number, name in enumerate(order)
+                    )
+                    self._require(key, total & MASK, position)
+
+    def _require_shards(self, parts: list[Any]) -> None:
+        names = state_sums.names_of(self.state)
+        for position, ((optimizer, _, _), part) in enumerate(zip(self.state.chained, parts, strict=False)):
+            if part is None or not shards.is_sharded(optimizer):
+                continue
+            if not _is_coalesced(part):
+                self.not_compared.add("optimizer state in the form of this framework")
+                continue
+            for key, found in state_sums.sums_of_world(optimizer, part, names).items():
+                self._require(key, found, position)
+
+    def live_storages(self) -> set[int]:
+        """Return the addresses of the memory in which the training state of this rank lives."""
+        tensors = [
+            tensor
+            for chunk in self.state.model
+            for tensor in (*chunk.parameters(), *chunk.buffers())
+        ]  # fmt: skip
+        for torchs in step_record.inner(self.state.optimizer):
+            tensors += [*twin.params(torchs), *optimizer_state.tensors_of(torchs)]
+        return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _parameter_states(content: Any) -> list[Any]:
+    """Return the parameter states of distributed optimizers, by their place in the chain; empty: others."""
+    parts = content if isinstance(content, list) else [content]
+    is_state = any(isinstance(part, dict) and "buckets_coalesced" in part for part in parts)
+    return parts if is_state else []
+
+
+def _is_coalesced(part: Mapping[Any, Any]) -> bool:
+    return all(
+        isinstance(tensors.get(key), torch.Tensor)
+        for number, by_dtype in part.items()
+        if isinstance(number, int)
+        for tensors in by_dtype.values()
+        for key in shards.KEYS
+    )
+
+
+def begin(step: int, trainee: Any, everyone: torch.distributed.ProcessGroup) -> SaveCheck | None:
+    """Agree with all ranks on the state that is saved; None if its sums cannot be taken. Collective.
+
+    Args:
+        step: of the save.
+        trainee: of the rank (`MegatronTrainee`).
+        everyone: all ranks.
+
+    Raises:
+        CheckpointError: holders of a shard differ; on all ranks.
+    """
+    held = state_sums.held_by(trainee.state, trainee.mirrors, trainee.shares)
+    gathered = group.gather_all(held, everyone)
+    if any(state.problem for state in gathered):
+        return None
+    return SaveCheck(step, trainee.state, agree(step, gathered))
+
+
+@dataclass(frozen=True)
+class _PlannedBits:
+    """A sum of a planned tensor, placed if it lies on a device, which computes no other sum."""
+
+    is_placed: bool
+    text: str
+
+
+def _bits(tensor: torch.Tensor, *, is_placed: bool) -> str:
+    if is_placed:
+        return f"{placed_sum(tensor):016x}"
+    numbers: Any = tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy()
+    return str(xxhash.xxh3_64_hexdigest(memoryview(numbers)))
+
+
+class PlannedWrites:
+    """The tensors of `torch_dist` that this process has planned to write, by file; a part of the context.
+
+    Writers are forked after `plan`, and know the plan. A persistent writer does not, and its files are not
+    compared.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._sums: dict[str, dict[str, _PlannedBits]] = {}
+        self._were_live: set[str] = set()
+
+    def plan(self, check: SaveCheck, buckets: Iterable[Any], planner: Any) -> None:
+        """Note the tensors of the framework's plan.
+
+        Args:
+            check: of the save.
+            buckets: the framework's write buckets: path, key, and items with bytes and with tensors.
+            planner: returns the planned tensor of an item (`resolve_data`).
+
+        Raises:
+            CheckpointError: a tensor was the live state in an earlier save, and is another tensor now.
+        """
+        live = check.live_storages()
+        sums: dict[str, dict[str, _PlannedBits]] = {}
+        strangers, copies = [], 0
+        for path, _, (_, tensors) in buckets:
+            for item, _ in tensors:
+                planned, name = planner.resolve_data(item), name_of(item)
+                is_placed = planned.device.type != "cpu"
+                bits = _PlannedBits(is_placed, _bits(planned, is_placed=is_placed))
+                sums.setdefault(str(path), {})[name] = bits
+                if planned.untyped_storage().data_ptr() in live:
+                    self._were_live.add(name)
+                    continue
+                copies += 1
+                if name in self._were_live:
+                    strangers.append(name)
+        if strangers:
+            raise CheckpointError(
+                f"step {check.step}: {strangers[0]} was to be written from a copy, not from the state in"
+                f" memory as in the save before ({len(strangers)} tensors)"
+            )
+        if copies:
+            check.not_compared.add(f"{copies} tensors that the framework copies before it plans to write")
+        self._sums = sums
+
+    def handed_over(self, path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, str]:
+        """Return the sums of the tensors that are written to `path`, as its note has them.
+
+        Args:
+            path: of the file.
+            tensors: items, each with its tensor.
+        """
+        planned = self._sums.get(str(path), {})
+        named = ((name_of(item), tensor) for item, tensor in tensors)
+        return {
+            name: _bits(tensor, is_placed=planned[name].is_placed)
+            for name, tensor in named
+            if name in planned
+        }
+
+    def require_written(self, folder: Path, check: SaveCheck | None) -> None:
+        """Compare what this rank's writers have written below `folder` with the plan.
+
+        Args:
+            folder: of the save.
+            check: of the save, if known.
+
+        Raises:
+            CheckpointError: a tensor has other bits than the planned tensor had.
+        """
+        for path in [path for path in self._sums if Path(path).parent == folder]:
+            sums, written = self._sums.pop(path), checksum_notes.tensors_of(Path(path))
+            wrong = [name for name, bits in sums.items() if written.get(name) != bits.text]
+            if not written and check is not None:
+                check.not_compared.add("files of writers that the adaptor does not see")
+            if written and wrong:
+                raise CheckpointError(
+                    f"{path}: {wrong[0]} was written with other bits than the state in memory had"
+                    f" ({len(wrong)} of {len(sums)} tensors)"
+                )
+
+
+def name_of(item: Any) -> str:
+    """Return a name for an item of a write plan of torch."""
+    offset = item.index.offset
+    return item.index.fqn if offset is None else f"{item.index.fqn} at {list(offset)}"

@@ -1,0 +1,404 @@
+"""A checkpoint with another state than its holders agreed on is refused: when it is written, and when it is
+loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from adaptor import context, patches, patching
+from adaptor.checkpoint import manifest, publish, state_writer, tracker
+from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.errors import CheckpointError
+from adaptor.frameworks import compared_save
+from adaptor.frameworks.regular_save import RegularSaves
+from adaptor.protocol import naming
+from adaptor.protocol.board import Board, BoardMemory, Phase
+from adaptor.protocol.messages import BoardRecord, Share
+from adaptor.verification import agreed_state, drill, state_sums
+from adaptor.verification.agreed_state import AgreedState, HeldState, agree, differences
+from adaptor.verification.given_sums import GivenSums
+from adaptor.verification.placed_sums import MASK, placed_sum
+from adaptor.verification.save_check import PlannedWrites, SaveCheck
+from adaptor.worker import runtime
+from adaptor.worker.session import Session
+from tests.unit.test_checkpoint_dump import RECORD, Rank, together, whole_state, without_padding
+
+STEP = 12
+Tensors = dict[str, torch.Tensor]
+EARLIER = {key: value + 1 for key, value in whole_state().items()}
+
+
+def _stale_moment(tensors: Tensors, earlier: Tensors) -> None:
+    tensors["exp_avg"] = earlier["exp_avg"]
+
+
+def _half_of_the_params_stale(tensors: Tensors, earlier: Tensors) -> None:
+    half = tensors["param"].numel() // 2
+    tensors["param"] = torch.cat([earlier["param"][:half], tensors["param"][half:]])
+
+
+def _nan(tensors: Tensors, earlier: Tensors) -> None:
+    tensors["param"] = tensors["param"].clone()
+    tensors["param"][3] = float("nan")
+
+
+def _swapped(tensors: Tensors, earlier: Tensors) -> None:
+    for key, value in tensors.items():
+        if isinstance(value, torch.Tensor):
+            half = value.numel() // 2
+            tensors[key] = torch.cat([value[half : 2 * half], value[:half], value[2 * half :]])
+
+
+def _truncated(tensors: Tensors, earlier: Tensors) -> None:
+    tensors["exp_avg_sq"] = tensors["exp_avg_sq"].clone()
+    tensors["exp_avg_sq"][-4:] = 0
+
+
+def _one_bit(tensors: Tensors, earlier: Tensors) -> None:
+    tensors["param"] = tensors["param"].clone()
+    tensors["param"].view(torch.int32)[5] ^= 1
+
+
+def _another_step(tensors: Tensors, earlier: Tensors) -> None:
+    tensors.update(earlier)
+
+
+LIES = [
+    _stale_moment, _half_of_the_params_stale, _nan, _swapped, _truncated, _one_bit, _another_step
+]  # fmt: skip
+Lie = Callable[[Tensors, Tensors], None]
+
+
+def _true(tensors: Tensors, earlier: Tensors) -> None:
+    """Change nothing."""
+
+
+def _shares(index: int, count: int) -> tuple[Share, ...]:
+    return (Share("mp_rank_00", index, count),)
+
+
+def _held(ranks: list[Rank]) -> list[HeldState]:
+    return [
+        state_sums.held_by(rank.state, (), _shares(index, len(ranks)), whole_weights=True)
+        for index, rank in enumerate(ranks)
+    ]
+
+
+def _rounded(rank: Rank) -> Rank:
+    """Give the model the weights that its main params round to, as behind an update."""
+    whole = whole_state()["param"]
+    with torch.no_grad():
+        rank.optimizer.buffers[0].param_data.copy_(whole)
+    return rank
+
+
+def _ranks(count: int) -> list[Rank]:
+    return [_rounded(Rank(index, count)) for index in range(count)]
+
+
+def _check() -> SaveCheck:
+    ranks = _ranks(2)
+    return SaveCheck(STEP, ranks[0].state, agree(STEP, _held(ranks)))
+
+
+def _saves() -> RegularSaves:
+    return context.part(RegularSaves)
+
+
+@pytest.fixture
+def _rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    memory = BoardMemory([0])
+    session = Session(Board(0, memory.path, memory.slots), lambda *_: None, lambda _: None)
+    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(rank=0, session=session))
+    yield
+    memory.close()
+
+
+@pytest.fixture
+def _armed() -> Iterator[None]:
+    patches.load("worker")
+    patching.arm("worker")
+    yield
+    patching.disarm("worker")
+
+
+def _regular_in_torch(tmp_path: Path, lie: Lie) -> None:
+    """Write the optimizer's archive of a regular save, as the framework does."""
+    world: Tensors = {key: without_padding(value) for key, value in whole_state().items()}
+    lie(world, {key: without_padding(value) for key, value in EARLIER.items()})
+    content = {"buckets_coalesced": True, 0: {("bf16", "fp32"): {**world, "numel_unpadded": 24}}}
+    with _saves().regular(str(tmp_path), STEP, agree=lambda step: _check()):
+        folder = Path(_saves().renamed(str(tmp_path / naming.final_name(STEP))))
+        torch.save(content, folder / "distrib_optim.pt")
+        _saves().tracker(str(tmp_path / naming.TRACKER))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item:
+    index: MetadataIndex
+
+
+class _Planner:
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def resolve_data(self, item: _Item) -> torch.Tensor:
+        return self.tensors[item.index.fqn]
+
+    def buckets(self, folder: Path) -> list[Any]:
+        items = [(_Item(MetadataIndex(key, torch.Size([0]))), value) for key, value in self.tensors.items()]
+        return [(str(folder / "__0_0.distcp"), "__0_0.distcp", ([], items))]
+
+
+def _regular_in_torch_dist(tmp_path: Path, lie: Lie) -> None:
+    """Let a writer of the framework's write other tensors than it has planned."""
+    check = _check()
+    _, live = next(iter(Rank(0, 1).states.items()))
+    with _saves().regular(str(tmp_path), STEP, agree=lambda step: check):
+        folder = Path(_saves().renamed(str(tmp_path / naming.final_name(STEP))))
+        plan = _Planner(live)
+        context.part(PlannedWrites).plan(check, plan.buckets(folder), plan)
+        handed = dict(live)
+        lie(handed, {key: value + 1 for key, value in live.items()})
+        ((path, _, (_, tensors)),) = _Planner(handed).buckets(folder)
+        Path(path).write_bytes(b"tensors")
+        _saves().hashing(path, _Results(), lambda: compared_save.sums_of(path, tensors)).put("written")
+        compared_save.require_written(folder)
+        _saves().tracker(str(tmp_path / naming.TRACKER))
+
+
+class _Results:
+    def put(self, result: str) -> None:
+        """Take what a writer reports."""
+
+
+def _last_words(tmp_path: Path, lie: Lie, *, in_place: bool) -> None:
+    """Let a holder give other tensors than those that it has taken the sums of."""
+    root = publish.prepare(tmp_path, STEP)
+    folder = root if in_place else None
+
+    def writer(group: Any) -> Any:
+        rank = _rounded(Rank(0, 2))
+        exchange = Exchange(group, 0, [[0, 1]], folder=folder)
+        given = GivenSums(rank.state, exchange, 0)
+        states = rank.states[rank.model.a]
+        lie(states, {key: EARLIER[key][:15] for key in states})
+        agreed = given.agreed((0, 1))
+        assert agreed is not None
+        exchange = dataclasses.replace(exchange, observer=given)
+        return state_writer.write_files(rank.state, RECORD, exchange, root, 1, agreed)
+
+    def holder(group: Any) -> Any:
+        rank = _rounded(Rank(1, 2))
+        exchange = Exchange(group, 1, [[0, 1]], folder=folder)
+        given = GivenSums(rank.state, exchange, 1)
+        given.send(0)
+        exchange = dataclasses.replace(exchange, observer=given)
+        return state_writer.send_shards(rank.state, 0, exchange)
+
+    written, _ = together(tmp_path, [writer, holder])
+    if isinstance(written, Exception):
+        assert [path for path in root.rglob("*") if path.is_file()] == []
+        raise written
+    publish.publish(tmp_path, STEP, written.files, {}, 2)
+
+
+WAYS = {
+    "regular-torch": _regular_in_torch,
+    "regular-torch_dist": _regular_in_torch_dist,
+    "gathered": lambda tmp_path, lie: _last_words(tmp_path, lie, in_place=False),
+    "in-place": lambda tmp_path, lie: _last_words(tmp_path, lie, in_place=True),
+}
+
+
+@pytest.mark.usefixtures("_rank_0", "_armed")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("lie", LIES)
+def test_other_tensors_than_those_in_memory_are_refused(tmp_path: Path, lie: Lie, way: str) -> None:
+    _publish_earlier(tmp_path)
+    with pytest.raises(CheckpointError, match="other bits than"):
+        WAYS[way](tmp_path, lie)
+    assert tracker.tracked_step(tmp_path) == 3
+    assert not (tmp_path / naming.final_name(STEP)).exists()
+
+
+@pytest.mark.usefixtures("_rank_0", "_armed")
+@pytest.mark.parametrize("way", WAYS)
+def test_the_manifest_has_the_state_on_which_the_holders_agreed(tmp_path: Path, way: str) -> None:
+    WAYS[way](tmp_path, _true)
+    saved = manifest.read(tmp_path / naming.final_name(STEP))
+    expected = agree(STEP, _held(_ranks(2)))
+    assert saved.state is not None
+    assert saved.state.step == STEP
+    shards = saved.state.groups["mp_rank_00"].shards
+    assert [shard.sums for shard in shards] == [shard.sums for shard in expected.groups["mp_rank_00"].shards]
+    assert manifest.defects(tmp_path / naming.final_name(STEP)) == []
+
+
+@pytest.mark.usefixtures("_rank_0", "_armed")
+def test_an_archive_of_another_step_is_refused(tmp_path: Path) -> None:
+    check = _check()
+    with _saves().regular(str(tmp_path), STEP, agree=lambda step: check):
+        folder = Path(_saves().renamed(str(tmp_path / naming.final_name(STEP))))
+        with pytest.raises(CheckpointError, match="the archive of step 6 was to be written for step 12"):
+            torch.save({"iteration": 6, "model": {}}, folder / "a.pt")
+        torch.save({"iteration": STEP, "model": check.state.model[0].state_dict()}, folder / "a.pt")
+        stale = {name: value + 1 for name, value in check.state.model[0].state_dict().items()}
+        with pytest.raises(CheckpointError, match="weight of mp_rank_00 was to be written with other bits"):
+            torch.save({"iteration": STEP, "model": stale}, folder / "a.pt")
+        _saves().tracker(str(tmp_path / naming.TRACKER))
+
+
+def test_a_plan_that_keeps_tensors_of_an_earlier_save_is_refused(tmp_path: Path) -> None:
+    """Each later save would write the tensors of the first (NeMo-RL#3312)."""
+    check = _check()
+    rank = Rank(0, 1)
+    live = {name: param.detach() for name, param in check.state.model[0].named_parameters()}
+    plans = PlannedWrites(context.get())
+    plans.plan(check, _Planner(live).buckets(tmp_path), _Planner(live))
+    first = {name: param.clone() for name, param in live.items()}
+    assert rank is not None
+    with pytest.raises(CheckpointError, match=r"a at \[0\] was to be written from a copy"):
+        plans.plan(check, _Planner(first).buckets(tmp_path), _Planner(first))
+
+
+def _publish_earlier(root: Path) -> None:
+    with _saves().regular(str(root), 3):
+        Path(_saves().renamed(str(root / naming.final_name(3))), "a.pt").write_bytes(b"earlier")
+        _saves().tracker(str(root / naming.TRACKER))
+
+
+# A loader that loads something else.
+
+
+def _left_out(ranks: list[Rank]) -> None:
+    for rank in ranks:
+        for tensors in rank.states.values():
+            tensors["exp_avg"] = torch.zeros_like(tensors["exp_avg"])
+
+
+def _of_another_rank(ranks: list[Rank]) -> None:
+    (first, second) = ranks
+    mine, theirs = first.states[first.model.b], second.states[second.model.b]
+    for key in mine:
+        mine[key][:1], theirs[key][:1] = theirs[key][:1].clone(), mine[key][:1].clone()
+
+
+def _of_an_earlier_step(ranks: list[Rank]) -> None:
+    for tensors in ranks[1].states.values():
+        tensors["param"] = tensors["param"] + 1
+
+
+def _other_weights(ranks: list[Rank]) -> None:
+    with torch.no_grad():
+        ranks[1].model.a[0, 0] += 1
+
+
+@pytest.mark.parametrize(
+    ("lie", "words"),
+    [
+        (_left_out, "exp_avg of shard 0 of mp_rank_00 on rank 0"),
+        (_of_another_rank, "exp_avg of shard 0 of mp_rank_00 on rank 0"),
+        (_of_an_earlier_step, "param of shard 1 of mp_rank_00 on rank 1"),
+        (_other_weights, "weight of mp_rank_00 on rank 1"),
+    ],
+)
+def test_another_state_than_the_agreed_one_is_found_behind_a_load(
+    lie: Callable[[list[Rank]], None], words: str
+) -> None:
+    agreed = agree(STEP, _held(_ranks(2)))
+    loaded = _ranks(2)
+    assert differences(agreed, _held(loaded), has_optimizer=True) == []
+    lie(loaded)
+    found = differences(agreed, _held(loaded), has_optimizer=True)
+    assert words in found
+    assert agreed_state.in_words(found).startswith(found[0])
+
+
+def test_a_job_of_another_size_compares_what_it_has_loaded() -> None:
+    agreed = agree(STEP, _held(_ranks(4)))
+    for count in (1, 2):
+        loaded = _ranks(count)
+        assert differences(agreed, _held(loaded), has_optimizer=True) == []
+        loaded[0].states[loaded[0].model.a]["exp_avg_sq"][3] = float("nan")
+        assert differences(agreed, _held(loaded), has_optimizer=True) == ["exp_avg_sq of mp_rank_00"]
+
+
+def test_a_user_who_asks_for_less_gets_less() -> None:
+    agreed = agree(STEP, _held(_ranks(2)))
+    loaded = _ranks(2)
+    _left_out(loaded)
+    assert differences(agreed, _held(loaded), has_optimizer=False) == []
+    _other_weights(loaded)
+    assert differences(agreed, _held(loaded), has_optimizer=False) == ["weight of mp_rank_00 on rank 1"]
+
+
+def test_another_model_is_named_and_not_compared() -> None:
+    agreed = agree(STEP, _held(_ranks(2)))
+    other = [_rounded(Rank(index, 2, torch.float32)) for index in range(2)]
+    assert agreed_state.other_layouts(agreed, _held(_ranks(2))) == []
+    assert agreed_state.other_layouts(agreed, _held(other)) == [
+        "mp_rank_00 (it has other params than the checkpoint's)"
+    ]
+    assert differences(agreed, _held(other), has_optimizer=True) == []
+
+
+def test_holders_that_differ_do_not_agree() -> None:
+    ranks = _ranks(1)
+    twin = _ranks(1)
+    held = [_held(ranks)[0], _held(twin)[0]]
+    assert agree(STEP, held).groups["mp_rank_00"].shards[0].holders == (0, 1)
+    twin[0].states[twin[0].model.c]["exp_avg"].view(torch.int32)[0] ^= 1 << 20
+    held = [_held(ranks)[0], _held(twin)[0]]
+    with pytest.raises(CheckpointError) as raised:
+        agree(STEP, held)
+    assert str(raised.value) == (
+        "the state of step 12 is not agreed: ranks 0 and 1 hold different bits of exp_avg of shard 0 of"
+        " mp_rank_00"
+    )
+
+
+def test_sums_add_up_over_parts_and_depend_on_places() -> None:
+    whole = torch.randn(70_001)
+    total = placed_sum(whole)
+    for cut in random.Random(7).sample(range(70_001), 40):
+        assert (placed_sum(whole[:cut]) + placed_sum(whole[cut:], cut)) & MASK == total
+    swapped = whole.clone()
+    swapped[[3, 60_000]] = swapped[[60_000, 3]]
+    assert placed_sum(swapped) != total
+    for dtype in (torch.bfloat16, torch.float64, torch.bool):
+        part = whole.to(dtype)
+        assert (placed_sum(part[:333]) + placed_sum(part[333:], 333)) & MASK == placed_sum(part)
+
+
+def test_a_manifest_keeps_the_agreed_state() -> None:
+    state = agree(STEP, _held(_ranks(2)))
+    state = AgreedState(STEP, state.groups, ("weights under other names than in the model",))
+    described = manifest.Manifest.now(STEP, [], {}, 2, state=state)
+    assert manifest.decode(described.encode(), "file").state == state
+    assert manifest.decode(manifest.Manifest.now(STEP, [], {}, 2).encode(), "file").state is None
+
+
+def test_a_drill_says_whether_a_step_could_be_saved_without_a_rank() -> None:
+    ranks = [*_ranks(1), *_ranks(1)]  # two holders of the only shard
+    held = [_held([rank])[0] for rank in ranks]
+    shares = {rank: _shares(0, 1) for rank in range(2)}
+    boards = {rank: BoardRecord(rank, phase=Phase.RUNNING, oldest=STEP, finished=STEP) for rank in range(2)}
+    assert drill.problem(STEP, 1, boards, shares, held) == ""
+    alone = drill.problem(STEP, 0, {0: boards[0]}, {0: shares[0]}, held[:1])
+    assert alone == "shard 0 of 1 of group mp_rank_00 has no live holder, it was on rank 0"
+    ranks[0].states[ranks[0].model.c]["exp_avg"].view(torch.int32)[0] ^= 1
+    held[0] = _held(ranks[:1])[0]
+    assert drill.problem(STEP, 1, boards, shares, held) == (
+        "ranks 0 and 1 hold different bits of exp_avg of shard 0 of mp_rank_00"
+    )
