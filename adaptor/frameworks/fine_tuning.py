@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from adaptor.errors import UnsupportedError
@@ -79,8 +80,33 @@ def _require_base(config: Any) -> None:
 
 
 def _require_reference_model(config: Any) -> None:
-    if getattr(config, "stage", None) == "dpo" and not getattr(config, "ref_model", None):
+    """Refuse DPO jobs of which a restart would not find the same reference model."""
+    if getattr(config, "stage", None) != "dpo":
+        return
+    if step := getattr(config, "ckpt_step", None):
         raise UnsupportedError(
-            "--stage is dpo without --ref-model: after a restart the framework would take the model in "
-            "training for the reference model; add --ref-model, or set ENABLE_TTP=False"
+            f"--ckpt-step is {step} with --stage dpo: the framework loads the reference model by it, and a"
+            " restart has another step; let the tracker name the step, or set ENABLE_TTP=False"
         )
+    if getattr(config, "ref_model", None):
+        return
+    load, save = getattr(config, "load", None), getattr(config, "save", None)
+    if not load or (save and Path(load).resolve() == Path(save).resolve()):
+        raise UnsupportedError(
+            f"--stage is dpo without --ref-model, and --load is {load}: after a restart the framework would"
+            " take the model in training for the reference model; add --ref-model, let --load name another"
+            " folder than --save, or set ENABLE_TTP=False"
+        )
+
+
+def reference_model(args: Any) -> str:
+    """Return the folder from which a DPO job has loaded its reference model by --load.
+
+    Args:
+        args: the arguments of the user.
+    """
+    if not getattr(args, "enable_hf2mg_convert", False):
+        return str(args.load)
+    sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)
+    cut = "tp{}pp{}ep{}".format(*sizes, args.expert_model_parallel_size)
+    return getattr(args, "mg_save_dir", None) or str(Path(args.load) / f"megatron_cache_{cut}")

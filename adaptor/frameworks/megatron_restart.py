@@ -11,6 +11,7 @@ from typing import Any
 from adaptor import context, output
 from adaptor.checkpoint import tracker
 from adaptor.context import Context
+from adaptor.frameworks import fine_tuning
 from adaptor.protocol.environment import Generation, HeldCopies, Nodes
 from adaptor.protocol.naming import TRACKER
 from adaptor.protocol.start_options import LEFT_OUT, START_ONLY
@@ -38,6 +39,10 @@ def _load_from_save(args: Any) -> None:
     if not _is_same_folder(args.load, args.save):
         state_of_load = "is missing" if args.load is None else f"is {args.load}"
         _say_once(args, f"--load {state_of_load}: the restarted job loads from --save {args.save}")
+    by_load = getattr(args, "ref_model", "none") is None and not _is_same_folder(args.load, args.save)
+    if getattr(args, "stage", None) == "dpo" and by_load:
+        args.ref_model = fine_tuning.reference_model(args)
+        _say_once(args, f"the reference model is that of {args.ref_model}, as at the first start")
     if changed:
         flags = ", ".join("--" + name.replace("_", "-") for name in changed)
         _say_once(args, f"{flags}: not for the restarted job, which goes on exactly where it was")

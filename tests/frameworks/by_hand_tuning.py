@@ -219,7 +219,7 @@ CHECKS = {
     "dpo": pairs(dies("DPO", DP2, DPO, 1, 6, "norm")),
     "dpo-restart": pairs(again(dies("DPO", DP2, DPO, 0, 4, "norm"))),
     "dpo-lora-restart": pairs(again(dies("DPO, LoRA", DP2, (*DPO, *LORA[len(SFT) :]), 0, 4, "norm"))),
-    "dpo-alone": refuses("DPO", DPO_ALONE, "--stage is dpo without --ref-model: "),
+    "dpo-alone-restart": pairs(again(dies("DPO without --ref-model", DP2, DPO_ALONE, 0, 4, "norm"))),
 }
 MEGATRON = {
     "sft": dies("--sft", DP2, (), 1, 6, "backward"),

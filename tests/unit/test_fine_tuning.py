@@ -93,7 +93,15 @@ def test_what_keeps_the_whole_model_is_protected(given: dict[str, Any]) -> None:
         ),
         ({**SINCE_2_2, "lu_lora_final_layer_index": 0}, "--lu-lora-final-layer-index is 0: LU-LoRA, which"),
         ({**BEFORE, "stage": "orm"}, "--stage is orm: a stage whose other models"),
-        ({**SINCE_2_2, "stage": "dpo"}, "--stage is dpo without --ref-model: .*; add --ref-model, or"),
+        ({**SINCE_2_2, "stage": "dpo"}, "--stage is dpo without --ref-model, and --load is None: "),
+        (
+            {**SINCE_2_2, "stage": "dpo", "load": "/run", "save": "/run"},
+            "--stage is dpo without --ref-model, and --load is /run: .*; add --ref-model, let --load",
+        ),
+        (
+            {**SINCE_2_2, "stage": "dpo", "ref_model": "/base", "ckpt_step": 8},
+            "--ckpt-step is 8 with --stage",
+        ),
     ],
 )
 def test_what_does_not_is_refused(given: dict[str, Any], line: str) -> None:
@@ -101,6 +109,30 @@ def test_what_does_not_is_refused(given: dict[str, Any], line: str) -> None:
         _check(given)
     with pytest.raises(UnsupportedError, match=line):
         megatron_training._require_protected(Namespace(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [
+        ({}, "/base"),
+        ({"enable_hf2mg_convert": True}, "/base/megatron_cache_tp2pp4ep1"),
+        ({"enable_hf2mg_convert": True, "mg_save_dir": "/converted"}, "/converted"),
+        ({"ref_model": "/other"}, "/other"),
+    ],
+)
+def test_a_restart_of_dpo_has_the_reference_model_of_the_first_start(
+    given: dict[str, Any], folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    sizes = {
+        f"{part}_model_parallel_size": size for part, size in (("tensor", 2), ("pipeline", 4), ("expert", 1))
+    }
+    of_dpo = {"stage": "dpo", "ref_model": None, "load": "/base", "save": str(tmp_path), "rank": 0, **sizes}
+    args = Namespace(**{**SINCE_2_2, **of_dpo, **given})
+    _check(vars(args))
+    monkeypatch.setenv(environment.IS_RESTART, "1")
+    megatron_restart.resume_after_restart(args)
+    assert (args.load, args.ref_model) == (str(tmp_path), folder)
 
 
 def test_a_restart_loads_its_own_adapters(
