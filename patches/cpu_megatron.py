@@ -55,3 +55,19 @@ def a_tensor_on_the_cpu_will_do(wrapped: Any, instance: Any, args: Any, kwargs: 
 def loads_without_autograd(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad():
         return wrapped(*args, **kwargs)
+
+
+@loading.patch(
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer"
+    "._get_sub_optimizer_param_groups",
+    why="an optimizer on the host copies params of a device alone; here these are the optimizer's own",
+    accepts="(offload_fraction)",
+    optional=True,
+)
+def own_params_are_on_the_device(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    own_params = {id(param) for group in instance.param_groups for param in group["params"]}
+    torch.Tensor.is_cuda = property(lambda tensor: id(tensor) in own_params)  # type: ignore[assignment]
+    try:
+        return wrapped(*args, **kwargs)
+    finally:
+        del torch.Tensor.is_cuda  # the one of its base class is found again

@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from adaptor import context, patching
 from adaptor.context import Context
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import optimizer_instances
+from adaptor.frameworks import optimizer_instances, supported_options
 from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.patches._versions import MEGATRON, SINCE_0_7
 from adaptor.replica.choice import ReplicaChoice
@@ -175,6 +175,29 @@ def parameters_are_quantized_at_the_end(wrapped: Any, instance: Any, args: Any, 
 
 
 @optimizer.patch(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",
+    why="main params on the host, and weights that the framework has updated for a trial, are loaded, too",
+    accepts="(state_dict, ...)",
+    optional=True,
+)
+@optimizer.patch(
+    "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_reshardable",
+    why="main params on the host, and weights that the framework has updated for a trial, are loaded, too",
+    accepts="(state_dict, ...)",
+    optional=True,
+)
+def main_params_on_the_host_are_loaded(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    if hasattr(instance.optimizer, "_sync_hdo_state_to_sub_optimizers"):
+        from adaptor.replica import optimizer_state  # torch, which is for the script to import
+
+        instance.optimizer._sync_hdo_state_to_sub_optimizers()
+        if (storage := optimizer_state.storage_of(instance)) is not None:
+            storage.make_weights()
+    return result
+
+
+@optimizer.patch(
     "megatron.core.optimizer:get_megatron_optimizer",
     why="the inner optimizers' step hooks open and close the update window",
     accepts="(config, model_chunks, ...)",
@@ -199,9 +222,15 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
     """Register the hooks that take each update of a Megatron optimizer through the door, once.
 
     Raises:
-        UnsupportedError: the update needs other ranks.
+        UnsupportedError: its update needs other ranks, or a part of its state is known to it alone.
     """
     chain = getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer])
+    for part in (megatron_optimizer, *chain):
+        if type(part).__name__ == "LayerWiseDistributedOptimizer":
+            raise UnsupportedError(
+                f"{supported_options.WHOLE_MATRICES} cannot be protected yet; give every rank the whole"
+                " optimizer, or set ENABLE_TTP=False"
+            )
     from adaptor.frameworks import mindspeed_memory  # torch, which is for the script to import
 
     if len(chain) > 1:

@@ -218,10 +218,11 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     folder.require_no_later_step(get_args().save, get_args().iteration)
     megatron_nodes.count_iterations(get_args())
     megatron_restart.tell_of_last_words(get_args())
-    names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler")
+    names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
     call_arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     state = (call_arguments["model"], call_arguments["optimizer"], call_arguments["opt_param_scheduler"])
-    trainee = megatron_lm.trainee(*state, operations, rerun)
+    train_data = call_arguments.get("train_data_iterator")
+    trainee = megatron_lm.trainee(*state, operations, rerun, train_data=train_data)
     if path := context.get().settings.layout_only:
         layout_beside.write_alone(Path(path), trainee.barrier)
     trainee = start.reserve(runtime.get().session, trainee)

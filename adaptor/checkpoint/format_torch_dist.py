@@ -31,6 +31,7 @@ from adaptor.checkpoint.training_state import CheckpointFormat, Files, TrainingS
 from adaptor.checkpoint.weights import TensorSlot
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.replica.group import gather_values
+from adaptor.replica.optimizer_state import storage_of
 
 # The attributes that a stand-in replaces; a version without one of them would gather in another way.
 REPLACED = (
@@ -71,7 +72,7 @@ def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], s
     stand_in.state_dict = lambda *_, **__: dict(plain)
     stand_in.get_parameter_state_dp_zero = lambda *_, **__: gathered
     # Moments of fewer bits are gathered in float32, which is exact, and are saved as they are kept.
-    config = getattr(optimizer, "config", None)
+    config = None if storage_of(optimizer) else getattr(optimizer, "config", None)
     dtypes = {key: getattr(config, f"{key}_dtype", torch.float32) for key in shards.KEYS}
     whole_state = {
         param: {

@@ -14,14 +14,14 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from adaptor.errors import CheckpointError
 
-# Per inner optimizer, per param group: every key but `params` and `step`.
+# Per inner optimizer, per param group: every key but `params`, `step`, and classes, which never change.
 Groups = tuple[tuple[Mapping[str, Any], ...], ...]
 
 
@@ -40,6 +40,7 @@ class StepRecord:
         buffers: copies of the model's saved buffers (`Buffers.take`)
         rerun: the stored state of the rerun state machine of some versions; empty: None is stored, None:
             nothing
+        loaders: the states of a script's own data loaders (`LoaderStates.take`)
     """
 
     step: int
@@ -50,6 +51,7 @@ class StepRecord:
     rng: Sequence[Mapping[str, Any]]
     buffers: tuple[torch.Tensor | None, ...] = ()
     rerun: Mapping[str, Any] | None = None
+    loaders: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def chain(optimizer: Any) -> list[Any]:
@@ -69,7 +71,11 @@ def take_groups(optimizer: Any) -> Groups:
     """Return the scalars of every param group of every optimizer of the chain."""
     return tuple(
         tuple(
-            {key: value for key, value in group.items() if key not in ("params", "step")}
+            {
+                key: value
+                for key, value in group.items()
+                if key not in ("params", "step") and not isinstance(value, type)
+            }
             for group in inner.param_groups
         )
         for inner in chain(optimizer)
@@ -98,6 +104,7 @@ def take(
     rng: Sequence[Mapping[str, Any]],
     buffers: tuple[torch.Tensor | None, ...],
     rerun: Mapping[str, Any] | None = None,
+    loaders: Mapping[str, bytes] | None = None,
 ) -> StepRecord:
     """Take the record of `step` between steps: after the framework moved its scheduler and its counters.
 
@@ -112,6 +119,7 @@ def take(
         rng=rng,
         buffers=buffers,
         rerun=rerun,
+        loaders=loaders or {},
     )
 
 
@@ -126,6 +134,7 @@ def advance(
     rng: Sequence[Mapping[str, Any]],
     buffers: tuple[torch.Tensor | None, ...],
     rerun: Mapping[str, Any] | None = None,
+    loaders: Mapping[str, bytes] | None = None,
     also: Mapping[str, Any] | None = None,
 ) -> StepRecord:
     """Derive the record of the step after `record`, as the framework will have it at the end of the step.
@@ -135,14 +144,15 @@ def advance(
         scheduler: the live scheduler; only constants are read
         increment: samples by which the framework moves the scheduler
         growth: the growth of each counter; other counters stay
-        scalers, rng, buffers, rerun: taken at the door of the new step, and unchanged afterwards
+        scalers, rng, buffers, rerun, loaders: taken at the door of the new step, and unchanged afterwards
         also: further arguments of the framework for the scheduler's step
     """
     counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
     state, groups = record.scheduler, record.groups
     if updated and state is not None:
         state, groups = _scheduled(scheduler, state, groups, increment, also or {})
-    return StepRecord(record.step + 1, counters, state, groups, tuple(scalers), rng, buffers, rerun)
+    taken = (tuple(scalers), rng, buffers, rerun, loaders or {})
+    return StepRecord(record.step + 1, counters, state, groups, *taken)
 
 
 def _scheduled(

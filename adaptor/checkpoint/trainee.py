@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, islice
 from pathlib import Path
@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 
 from adaptor import context, devices, output
-from adaptor.checkpoint import disk, shards, state_writer, step_record
+from adaptor.checkpoint import disk, loader_states, shards, state_writer, step_record
 from adaptor.checkpoint.format_torch_dist import Sharding
+from adaptor.checkpoint.loader_states import LoaderStates
 from adaptor.checkpoint.local_copy import LocalCopy
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.shard_exchange import Exchange
@@ -45,6 +46,7 @@ class _PreUpdateSnapshot:
     rng: Sequence[Mapping[str, Any]]
     buffers: tuple[torch.Tensor | None, ...]
     rerun: Mapping[str, Any] | None
+    loaders: Mapping[str, bytes]
     growth: Mapping[str, int | float]
     increment: int
     also: Mapping[str, Any]
@@ -68,6 +70,8 @@ class MegatronTrainee:
         local_copy: of the state before an update; None: with the barrier no rank has to go back
         also: further keywords of the framework when it moves the scheduler
         shares_by_rank: the shards of all ranks, with TTP_VERIFY_EVERY
+        survives: the possible losses that the job survives, in words; on rank 0
+        loaders: the states of the script's own data loaders
     """
 
     state: TrainingState
@@ -84,6 +88,7 @@ class MegatronTrainee:
     also: Callable[[], Mapping[str, Any]] = dict
     survives: str = ""
     shares_by_rank: Sequence[tuple[Share, ...]] = ()
+    loaders: LoaderStates = field(default_factory=LoaderStates)
 
     @property
     def in_parts(self) -> bool:
@@ -127,6 +132,7 @@ class MegatronTrainee:
             self.random.take(),
             state.buffers.take(),
             self.rerun(),
+            self.loaders.take(),
         )
 
     def snapshot_before_update(self) -> _PreUpdateSnapshot:
@@ -135,6 +141,7 @@ class MegatronTrainee:
             self.random.exchange(),
             self.state.buffers.take(),
             self.rerun(),
+            self.loaders.exchange(),
             dict(self.growth()),
             self.increment(),
             dict(self.also()),
@@ -151,6 +158,7 @@ class MegatronTrainee:
             rng=door.rng,
             buffers=door.buffers,
             rerun=door.rerun,
+            loaders=door.loaders,
             also=door.also,
         )
 
@@ -231,6 +239,8 @@ def write_group(
             return ()
         agreed = None if given is None else given.agreed(ranks)
         written = state_writer.write_files(state, record, exchange, Path(run.folder), run.attempt, agreed)
+        if state.writes_common:
+            loader_states.write(getattr(state.args, "dataloader_save", ""), record.step, record.loaders)
     run.remark(written.not_finite)
     return written.files
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from adaptor import context, devices
 from adaptor.checkpoint import step_record
+from adaptor.checkpoint.loader_states import LoaderStates
 from adaptor.checkpoint.placement import CheckpointPlacement, place_of, state_at
 from adaptor.checkpoint.rng import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
@@ -24,6 +25,7 @@ from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, layout_beside, megatron_restart, supported_options
 from adaptor.frameworks.failed_saves import FailedSaves
+from adaptor.online.replay import Replay
 from adaptor.replica import group, twin
 from adaptor.replica.mirror import Mirror
 
@@ -52,6 +54,7 @@ def trainee(
     so_far: float,
     rerun: bool,
     everyone: dist.ProcessGroup | None = None,
+    train_data: Any = None,
 ) -> MegatronTrainee:
     """The training state of this rank, from the framework's globals: collective.
 
@@ -59,6 +62,7 @@ def trainee(
         so_far: the floating-point operations, where the training loop begins to count.
         rerun: whether saves contain the state of the rerun state machine, if present.
         everyone: all ranks; None where the group has to be made, and the user told.
+        train_data: the iterator over the data of training, where this rank reads data.
     """
     from megatron.core import mpu, tensor_parallel
     from megatron.training import get_args
@@ -126,7 +130,44 @@ def trainee(
         local_copy=local_copy_of(optimizer, mirrors, is_repeated),
         survives=place.survives,
         shares_by_rank=place.shares_by_rank,
+        loaders=_loader_states(train_data),
     )
+
+
+def _loader_states(train_data: Any) -> LoaderStates:
+    """Return the states that the framework saves of the script's own data loaders: collective.
+
+    Raises:
+        UnsupportedError: the loader has no state.
+    """
+    from megatron.core import mpu
+    from megatron.training import checkpointing, get_args
+
+    root = getattr(get_args(), "dataloader_save", None)
+    is_first = mpu.is_pipeline_first_stage(ignore_virtual=True) and mpu.get_tensor_model_parallel_rank() == 0
+    has_states = hasattr(checkpointing, "maybe_save_dataloader_state")
+    if not root or not is_first or train_data is None or not has_states:
+        return LoaderStates()
+    loader = train_data.iterable
+    source = loader.source if isinstance(loader, Replay) else loader
+    if not hasattr(source, "save_state"):
+        raise UnsupportedError(
+            f"--dataloader-save is {root}, and the data loader of the script, {type(source).__name__}, has no"
+            " save_state: the framework could not save its state; leave it out, or set ENABLE_TTP=False"
+        )
+    folder = {}
+    if "tp_group" in inspect.signature(checkpointing.maybe_save_dataloader_state).parameters:
+        stages = mpu.get_pipeline_model_parallel_world_size()
+        folder = {"pipeline_parallel": stages > 1, "tensor_rank": 0, "pipeline_rank": 0}
+        folder |= {"expert_parallel": False, "expert_rank": 0}  # since 0.20
+    basename = f"train_dataloader_dprank{mpu.get_data_parallel_rank():03d}.pt"
+    path = Path(checkpointing.get_checkpoint_name("", 0, basename=basename, **folder))
+    states = LoaderStates(
+        str(path.relative_to(path.parts[0])), source.save_state, mpu.get_data_parallel_group()
+    )
+    if isinstance(loader, Replay):
+        vars(loader)["save_state"] = states.own  # the loader may be ahead of what is read again
+    return states
 
 
 def _state_of(
@@ -149,6 +190,7 @@ def _state_of(
         args,
         keeps=adapter_base.is_kept if adapter_base.is_filtered(args) else None,
         beside=context.part(adapter_base.AdapterBase).files(),
+        writes_common=place.first == 0,
     )
     state = replace(state, on_top=layout_beside.take(state, place, everyone))
     # Up to 0.6 there is one format, and no option that names it.

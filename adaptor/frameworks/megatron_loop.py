@@ -109,6 +109,7 @@ class MegatronLoop(TrainingLoop):
             record.counters.get(FLOPS, 0),
             rerun=self.rerun,
             everyone=self.everyone,
+            train_data=self._given["train_data_iterator"],
         )
 
     def put_back(self, record: StepRecord) -> None:

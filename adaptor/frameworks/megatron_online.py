@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from adaptor import context
+from adaptor.checkpoint import loader_states
 from adaptor.frameworks import loop_recovery
 from adaptor.frameworks.loop_recovery import Recovery
 from adaptor.frameworks.megatron_loop import FlagscaleLoop, MegatronLoop, call_of_train
@@ -59,10 +60,14 @@ def take_place(args: Any) -> None:
     record, answers, *_ = worker.ask_record()
     set_args(args, {**record.counters, "iteration": record.step})
     context.part(Recovery).answers.update(answers)
+    if record.loaders:  # the script puts its loader there, by `iteration`
+        loader_states.write(args.dataloader_save, record.step, record.loaders)
     if consumed_before := answers["tail"]["consumed_before"]:
         # Its data begins there, with an evaluation that may come again.
         consumed = consumed_before["consumed_valid_samples"]
-        set_args(args, {"iteration": record.step - 1, "consumed_valid_samples": consumed})
+        set_args(args, {"consumed_valid_samples": consumed})
+        if not getattr(args, "dataloader_save", None):
+            set_args(args, {"iteration": record.step - 1})
 
 
 def take_answers() -> None:

@@ -149,26 +149,18 @@ def reasons_in_options(options: Any) -> Iterator[str]:
     ):
         if getattr(options, name, False) not in (False, None, "none", []):
             yield meaning
-    for name, value, meaning in (
-        (
-            "tp_comm_bootstrap_backend" if getattr(options, "tp_comm_overlap", False) else "",
-            "mpi",
-            "--tp-comm-bootstrap-backend mpi makes process groups of MPI, which are not exchanged",
-        ),
-        ("stage", "dpo", "--stage dpo has a reference model, which a new process would not load"),
-        (
-            "dataloader_type",
-            "external",
-            "a data loader of the script's own (--dataloader-type external) may begin anew in a new process",
-        ),
-    ):
-        if getattr(options, name, None) == value:
-            yield meaning
+    overlaps = getattr(options, "tp_comm_overlap", False)
+    if overlaps and getattr(options, "tp_comm_bootstrap_backend", None) == "mpi":
+        yield "--tp-comm-bootstrap-backend mpi makes process groups of MPI, which are not exchanged"
+    if getattr(options, "stage", None) == "dpo":
+        yield "--stage dpo has a reference model, which a new process would not load"
     if getattr(options, "reuse_grad_buf_for_mxfp8_param_ag", False) and options.overlap_param_gather:
         yield (
             "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather has weights in the memory of"
             " gradients when a step begins"
         )
+    if getattr(options, "dataloader_type", None) == "external":
+        yield from filter(None, (_of_own_loader(options),))
     if getattr(options, "moe_token_dispatcher_type", None) == "flex":
         yield from filter(None, (_of_expert_buffers(options),))
 
@@ -211,6 +203,16 @@ def of_version(version: str) -> str:
         return ""
     tested = tested_versions.words(tested_versions.ONLINE)
     return f"Megatron-LM {version} has not been tested with it; {tested} have been"
+
+
+def _of_own_loader(options: Any) -> str:
+    """Return why a data loader of the script's own begins anew in a new process; empty: it does not."""
+    own = "a data loader of the script's own (--dataloader-type external)"
+    if not getattr(options, "dataloader_save", None):
+        return f"{own} may begin anew in a new process"
+    if options.load is None:
+        return f"{own} is put to its place where --load is given alone"
+    return f"{own} may begin its evaluation anew in a new process" if options.eval_iters else ""
 
 
 def of_data(call: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ import torch
 
 from adaptor.checkpoint import shards
 from adaptor.errors import UnsupportedError
+from adaptor.frameworks import offloaded_memory
 from adaptor.replica import twin
 
 # What MindSpeed adds to a main param before the lower half is cut off: it rounds to the nearest weight.
@@ -52,6 +53,8 @@ def attach(optimizer: Any) -> Any:
         memory = ReusedMemory(optimizer)
     elif hasattr(optimizer, _SWAP):
         memory = SwappedMemory(optimizer)
+    elif type(optimizer.optimizer).__name__ == offloaded_memory.KIND:
+        memory = offloaded_memory.OffloadedMemory(optimizer)
     if not isinstance(memory, WithoutMemory):
         setattr(optimizer.optimizer, twin.STORAGE, memory)
     return memory

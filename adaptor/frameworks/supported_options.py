@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from adaptor import context, plug_ins
@@ -21,16 +22,15 @@ from adaptor.frameworks import parallel_sizes
 # (argument, the values that are protected, what to say of others)
 Values = tuple[tuple[str, tuple[Any, ...], str], ...]
 
-_WHOLE_MATRICES = "Muon's state of whole matrices, each on one rank alone,"
+WHOLE_MATRICES = "Muon's state of whole matrices, each on one rank alone,"
 
 ALLOWED_VALUES: Values = (
     ("use_megatron_fsdp", (False,), "Megatron FSDP"),
     ("use_custom_fsdp", (False,), "Megatron FSDP"),  # its name up to 0.13
     ("use_torch_fsdp2", (False,), "torch FSDP2"),
-    ("optimizer_cpu_offload", (False,), "optimizer offload"),
     ("fp4", (None,), "fp4"),
     ("optimizer", ("adam", "sgd", "muon"), "an optimizer other than adam, sgd and muon"),
-    ("use_layer_wise_distributed_optimizer", (False,), _WHOLE_MATRICES),
+    ("use_layer_wise_distributed_optimizer", (False,), WHOLE_MATRICES),
     ("non_persistent_save_interval", (None,), "non-persistent checkpoints"),
     ("inprocess_restart", (False, None), "a second start of training in the same process"),
     ("perform_rl_step", (False, None), "reinforcement learning, which moves weights between two steps,"),
@@ -39,7 +39,6 @@ ALLOWED_VALUES: Values = (
     ("optimizer_cuda_graph", (False, None), "an update from a CUDA graph, which passes no hook,"),
     ("gtp_weight_remat_size", (1,), "weights in --tensor-parallel-num-weight-shards"),
     ("expert_gtp_weight_remat_size", (1,), "weights in --expert-tensor-parallel-num-weight-shards"),
-    ("dataloader_save", (None,), "a data loader with a state of its own"),
     ("encoder_pipeline_model_parallel_size", (0, None), "an encoder with stages of its own"),
     ("enable_hetero", (False,), "a job whose pipeline stages have parallel sizes of their own"),  # FlagScale
     ("yaml_cfg", (None,), "a job whose arguments are in a file, which it reads later,"),
@@ -173,6 +172,8 @@ def checks(*configs: Any) -> Iterator[Callable[[], None]]:
     yield from checks_of_values(ALLOWED_VALUES, *configs)
     for config in configs:
         yield partial(_require_whole_muon, config)
+        yield partial(_require_loader_folder, config)
+        yield partial(_require_whole_offload, config)
         yield partial(_require_fp8, config)
         yield partial(_require_precision_aware, config)
         yield partial(_require_formats, config)
@@ -183,13 +184,45 @@ def _require_whole_muon(config: Any) -> None:
         return
     if getattr(config, "use_distributed_optimizer", False):
         raise UnsupportedError(
-            f"--use-distributed-optimizer is True with --optimizer muon: {_WHOLE_MATRICES} cannot be"
+            f"--use-distributed-optimizer is True with --optimizer muon: {WHOLE_MATRICES} cannot be"
             " protected yet; leave it out, or set ENABLE_TTP=False"
         )
     if getattr(config, "tensor_model_parallel_size", 1) > 1 and config.muon_tp_mode != "blockwise":
         raise UnsupportedError(
             f"--muon-tp-mode is {config.muon_tp_mode}: an update that asks other tensor-parallel ranks cannot"
             " be protected; use blockwise, or set ENABLE_TTP=False"
+        )
+
+
+def _require_whole_offload(config: Any) -> None:
+    """Refuse optimizers on the host beside which not all of their state could be brought back."""
+    if not getattr(config, "optimizer_cpu_offload", False):
+        return
+    settings = context.get().settings
+    for holds, beside in (
+        (not config.use_distributed_optimizer, "without --use-distributed-optimizer"),
+        (config.optimizer != "adam", f"with --optimizer {config.optimizer}"),
+        (config.optimizer_offload_fraction != 1, "with another --optimizer-offload-fraction than 1.0"),
+        (
+            not config.use_precision_aware_optimizer,
+            "without --use-precision-aware-optimizer, with which alone the framework loads what it has saved",
+        ),
+        (settings.local_copy, "with a local copy (TTP_LOCAL_COPY)"),
+        (settings.reshape is not None, "with TTP_RESHAPE"),
+    ):
+        if holds:
+            raise UnsupportedError(
+                f"--optimizer-cpu-offload is True: it cannot be protected {beside}; change that, or set"
+                " ENABLE_TTP=False"
+            )
+
+
+def _require_loader_folder(config: Any) -> None:
+    folder = getattr(config, "dataloader_save", None)
+    if isinstance(folder, str) and Path(folder).resolve() == Path(config.save).resolve():
+        raise UnsupportedError(
+            f"--dataloader-save is {folder}, which is the --save folder, where a checkpoint appears as a"
+            " whole: use a folder of its own, which may be below --save, or set ENABLE_TTP=False"
         )
 
 
@@ -220,6 +253,8 @@ def _require_fp8(config: Any) -> None:
 
 def _require_precision_aware(config: Any) -> None:
     if not getattr(config, "use_precision_aware_optimizer", False):
+        return
+    if getattr(config, "optimizer_cpu_offload", False):  # which has main params and moments in float32
         return
     mains = _type_name(config, "main_params_dtype")
     if mains not in ("fp32", "float32") or _recipe(config) not in _STATELESS_RECIPES:

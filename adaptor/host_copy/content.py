@@ -84,11 +84,13 @@ def most_bytes(trainee: MegatronTrainee) -> int:
     """
     state = trainee.state
     schedule = None if state.scheduler is None else dict(state.scheduler.state_dict())
-    record = (trainee.random.take(), state.buffers.take(), step_record.take_groups(state.optimizer), schedule)
+    taken = (trainee.random.take(), trainee.loaders.take(), state.buffers.take())
+    record = (*taken, step_record.take_groups(state.optimizer), schedule)
     size = _SLACK + 2 * len(packing.pack(record)) + 2 * len(take_extra(trainee))
     for _, optimizer in own_shards(trainee.state.optimizer):
         params = twin.params(optimizer)
-        size += sum(param.numel() * (param.element_size() + _MOMENTS) for param in params)
+        # Main params in float32 may be elsewhere (`optimizer_state.Storage`).
+        size += sum(param.numel() * (max(4, param.element_size()) + _MOMENTS) for param in params)
         size += len(params) * (_OF_A_PARAM + 3 * _ALIGNMENT)
     weights = frozen(trainee.state.model)
     return size + sum(weight.numel() * weight.element_size() + _ALIGNMENT for weight in weights)

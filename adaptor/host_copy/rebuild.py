@@ -272,8 +272,11 @@ def _put_back(optimizer: Any) -> Iterator[None]:
             _fill(inner_optimizer, tensors)
             inner_optimizer.state.clear()
             inner_optimizer.state.update(state)
-            for group, scalars in zip(inner_optimizer.param_groups, groups, strict=True):
-                for key in group.keys() - scalars.keys() - {"params"}:
+            current_groups = twin.scalars(inner_optimizer)
+            for group, current, scalars in zip(
+                inner_optimizer.param_groups, current_groups, groups, strict=True
+            ):
+                for key in current.keys() - scalars.keys():
                     del group[key]
                 group.update(scalars)
 

@@ -340,6 +340,7 @@ class Rejoin:
         state.restore(trainee, record)
         loop.gather_weights()
         trainee.random.put_back(record.rng)
+        trainee.loaders.put_back(record.loaders)
         optimizers = inner(trainee.state.optimizer)
         measures = answer.measures if answer is not None else None
         if answer is not None and not answer.is_copied:

@@ -18,10 +18,13 @@ class Replay(Iterator[Any]):
 
     Args:
         source: where the data comes from.
+
+    Attributes:
+        source: see above
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
-        self._source = source
+        self.source = source
         self._again: deque[Any] = deque()
         self._is_reading = False  # or an exception has ended it
         self._step = 0
@@ -33,7 +36,7 @@ class Replay(Iterator[Any]):
     def __next__(self) -> Any:
         self._is_reading = True
         try:
-            item = self._again.popleft() if self._again else next(self._source)
+            item = self._again.popleft() if self._again else next(self.source)
         except StopIteration:
             self._is_reading = False  # nothing is left out at the end of the data
             raise
@@ -79,8 +82,8 @@ class Replay(Iterator[Any]):
         the death is not visible here: then the read from the dead process fails.
         """
         # A process whose data have come to an end may end, and is not expected to live.
-        processes = getattr(self._source, "_workers", None)
-        expected = getattr(self._source, "_workers_status", None)
+        processes = getattr(self.source, "_workers", None)
+        expected = getattr(self.source, "_workers_status", None)
         if not isinstance(processes, list) or not isinstance(expected, list):
             return False
         return any(

@@ -24,6 +24,7 @@ from adaptor.replica import optimizer_state, twin
 from adaptor.replica.optimizer_state import (
     StateEntry,
     entries_of,
+    gradient_of,
     make_state,
     storage_of,
     tensors_of,
@@ -109,11 +110,12 @@ class Mirror:
         door.
         """
         own_params = twin.params(self._owner)
-        present = bytes(param.grad is not None for param in own_params)
+        gradients = [gradient_of(param) for param in own_params]
+        present = bytes(gradient is not None for gradient in gradients)
         update = _encoded(_Update(twin.scalars(self._owner), present))
         own_grads = (
-            (torch.zeros_like(param) if param.grad is None else param.grad).to(self._inbox.device)
-            for param in own_params
+            (torch.zeros_like(param) if gradient is None else gradient).to(self._inbox.device, torch.float32)
+            for param, gradient in zip(own_params, gradients, strict=True)
         )
         taken = self._ring.swap_bytes(update, own_grads, self._inbox)
         theirs: _Update = optimizer_state.decode(taken, _Update)
@@ -160,7 +162,8 @@ class Mirror:
 def _described(owner: torch.optim.Optimizer, pieces_of_owner: Sequence[ParamPiece]) -> _ShardDescription:
     params = twin.params(owner)
     for param in params:
-        if param.dtype != torch.float32 or param.dim() != 1:
+        is_main = storage_of(owner) is None
+        if (is_main and param.dtype != torch.float32) or param.dim() != 1:
             raise UnsupportedError(
                 f"{type(owner).__name__} updates a tensor of {param.dtype} and shape {tuple(param.shape)}: "
                 "mirror replicas need flat float32 main params; set TTP_REPLICA=split or none"

@@ -69,12 +69,18 @@ def state_values(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> Mappi
     return optimizer.state.get(param, {}) if storage is None else storage.state(param)
 
 
+def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a param, which Megatron-core gives to some optimizers beside torch's own."""
+    decoupled: torch.Tensor | None = getattr(param, "decoupled_grad", None)
+    return param.grad if decoupled is None else decoupled
+
+
 def to_be_filled(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer to fill with another state, for a later `keep`."""
     if storage_of(optimizer) is None:
         return optimizer
     params = [
-        [torch.empty_like(param, device="cpu") for param in group["params"]]
+        [torch.empty_like(param, dtype=torch.float32, device="cpu") for param in group["params"]]
         for group in optimizer.param_groups
     ]
     return twin.make(optimizer, params, twin.scalars(optimizer))
@@ -119,7 +125,7 @@ def entries_of(optimizer: torch.optim.Optimizer) -> list[list[StateEntry]]:
             )
             if isinstance(value, torch.Tensor)
             else StateEntry(key, value=value)
-            for key, value in optimizer.state.get(param, {}).items()
+            for key, value in state_values(optimizer, param).items()
         ]
         for param in twin.params(optimizer)
     ]

@@ -44,7 +44,8 @@ def params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def scalars(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the entries of each param group besides its params."""
+    """Return the entries of each param group besides its params, and besides classes, which never change."""
     return [
-        {key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+        {key: value for key, value in group.items() if key != "params" and not isinstance(value, type)}
+        for group in optimizer.param_groups
     ]

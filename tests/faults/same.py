@@ -14,7 +14,16 @@ from tests.faults import sharded
 from tests.faults.pickles import load
 
 # What a run with other folders and another interval, or with the adaptor, says of itself in its arguments.
-OWN_ARGUMENTS = frozenset({"save", "save_interval", "data_cache_path", "num_distributed_optimizer_instances"})
+OWN_ARGUMENTS = frozenset(
+    {
+        "save",
+        "save_interval",
+        "load",
+        "dataloader_save",
+        "data_cache_path",
+        "num_distributed_optimizer_instances",
+    }
+)
 
 
 def files(folder: Path) -> set[str]:

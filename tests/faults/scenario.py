@@ -101,9 +101,11 @@ def first_of_each(layouts: Sequence[Layout]) -> list[bool]:
 
 def goes_on(job: Job, baseline: Baseline, step: int) -> None:
     """The unmodified framework resumes from what `job` has left and trains as if nothing had happened."""
-    # Of the environment on a CPU only where packages are: the rest is for the adaptor.
+    # Of the environment on a CPU only where packages are, and what torch reads: the rest is for the adaptor.
     environment = {
-        name: value for name, value in job.environment.items() if job.device != "cpu" or name == "PYTHONPATH"
+        name: value
+        for name, value in job.environment.items()
+        if job.device != "cpu" or name == "PYTHONPATH" or name.startswith("TORCH_")
     }
     resumed = harness.run(
         Job(
@@ -114,6 +116,7 @@ def goes_on(job: Job, baseline: Baseline, step: int) -> None:
             framework=job.framework,
             device=job.device,
             environment=environment,
+            program=job.program,
         )
     )
     assert resumed.code == 0, resumed.log[-3000:]

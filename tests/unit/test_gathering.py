@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from adaptor.errors import UnsupportedError
 from adaptor.patches import megatron_core
 from adaptor.worker import runtime
 
@@ -44,3 +45,15 @@ def test_what_is_put_off_is_done_at_the_end(
             megatron_core.parameters_are_gathered_at_the_end(gather, part, (), kwargs)
         assert [kwargs for _, kwargs in done] == gathered
         done.clear()
+
+
+class LayerWiseDistributedOptimizer(SimpleNamespace):
+    """Megatron-core's, by its name."""
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_whole_matrices_on_one_rank_alone_are_refused(is_nested: bool) -> None:
+    layer_wise = LayerWiseDistributedOptimizer(chained_optimizers=[])
+    optimizer = SimpleNamespace(chained_optimizers=[layer_wise]) if is_nested else layer_wise
+    with pytest.raises(UnsupportedError, match="Muon's state of whole matrices, each on one rank alone"):
+        megatron_core.let_pass_the_door(optimizer)

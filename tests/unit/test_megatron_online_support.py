@@ -58,6 +58,11 @@ def test_data_that_cannot_be_read_once_more() -> None:
         assert of_data(call).endswith("is a list_iterator, which cannot be read once more")
 
 
+EXTERNAL = "a data loader of the script's own (--dataloader-type external)"
+# Its place is saved, and nothing is evaluated.
+OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "load": "run", "eval_iters": 0}
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -106,8 +111,17 @@ def test_data_that_cannot_be_read_once_more() -> None:
         ({"dataloader_type": "cyclic", "moe_router_force_biased": None, "logits_load_dir": None}, ""),
         (
             {"dataloader_type": "external"},
-            "a data loader of the script's own (--dataloader-type external) may begin anew in a new process",
+            f"{EXTERNAL} may begin anew in a new process",
         ),
+        (
+            {**OWN_LOADER, "load": None},
+            f"{EXTERNAL} is put to its place where --load is given alone",
+        ),
+        (
+            {**OWN_LOADER, "eval_iters": 10},
+            f"{EXTERNAL} may begin its evaluation anew in a new process",
+        ),
+        (OWN_LOADER, ""),
         ({"moe_router_force_biased": 0.5}, "--moe-router-force-biased draws numbers once for each process"),
         (
             {"moe_enable_routing_replay": True},

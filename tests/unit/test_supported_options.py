@@ -48,7 +48,6 @@ REFUSED = [
     ("use_megatron_fsdp", True),
     ("use_custom_fsdp", True),
     ("use_torch_fsdp2", True),
-    ("optimizer_cpu_offload", True),
     ("fp4", "e2m1"),
     ("optimizer", "soap"),
     ("use_layer_wise_distributed_optimizer", True),
@@ -61,11 +60,18 @@ REFUSED = [
     ("optimizer_cuda_graph", True),
     ("gtp_weight_remat_size", 2),
     ("expert_gtp_weight_remat_size", 2),
-    ("dataloader_save", "dataloader"),
     ("encoder_pipeline_model_parallel_size", 1),
     ("enable_hetero", True),
     ("yaml_cfg", "gpt.yaml"),
 ]
+
+# An optimizer on the host as it can be protected.
+OFFLOADED = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 1.0,
+    "use_distributed_optimizer": True,
+    "use_precision_aware_optimizer": True,
+}
 
 
 def args(**changed: Any) -> SimpleNamespace:
@@ -128,6 +134,21 @@ def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) 
 @pytest.mark.parametrize(
     ("changed", "line"),
     [
+        (OFFLOADED, ""),
+        ({**OFFLOADED, "fp8": "e4m3", "fp8_recipe": "blockwise", "exp_avg_dtype": "fp8"}, ""),
+        (
+            {**OFFLOADED, "use_precision_aware_optimizer": False},
+            "--optimizer-cpu-offload is True: it cannot be protected without --use-precision-aware-optimizer",
+        ),
+        (
+            {**OFFLOADED, "optimizer_offload_fraction": 0.5},
+            "--optimizer-cpu-offload is True: it cannot be protected with another --optimizer-offload-fr",
+        ),
+        (
+            {"dataloader_save": "run", "save": "./run"},
+            "--dataloader-save is run, which is the --save folder",
+        ),
+        ({"dataloader_save": "run/loaders", "save": "run"}, ""),
         ({"optimizer": "muon", "muon_tp_mode": "duplicated"}, ""),
         (
             {"optimizer": "muon", "muon_tp_mode": "duplicated", "tensor_model_parallel_size": 2},
@@ -184,9 +205,9 @@ def test_the_distributed_checkpoints_of_an_older_framework_are_refused() -> None
 
 
 def test_one_of_several_configs_is_enough_to_refuse() -> None:
-    supported_options.require_protected(args(), SimpleNamespace(optimizer_cpu_offload=False))
-    with pytest.raises(UnsupportedError, match="--optimizer-cpu-offload is True"):
-        supported_options.require_protected(args(), SimpleNamespace(optimizer_cpu_offload=True))
+    supported_options.require_protected(args(), SimpleNamespace(use_torch_fsdp2=False))
+    with pytest.raises(UnsupportedError, match="--use-torch-fsdp2 is True"):
+        supported_options.require_protected(args(), SimpleNamespace(use_torch_fsdp2=True))
 
 
 def test_an_asynchronous_save_needs_a_format_that_has_it() -> None:

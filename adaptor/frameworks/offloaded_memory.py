@@ -1,0 +1,107 @@
+"""The state of an optimizer that Megatron-core updates on the host (--optimizer-cpu-offload).
+
+Its `HybridDeviceOptimizer` has float32 main params and moments in memory of the host, updated by an optimizer
+of torch for each. Its own params are the weights of this rank's shard, to which an update copies main params.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from adaptor.errors import UnsupportedError
+from adaptor.replica import twin
+
+KIND = "HybridDeviceOptimizer"
+# The key under which it has the main param in the state of a weight, too.
+_MAIN = "master_param"
+
+
+class OffloadedMemory:
+    """The main params and moments of a distributed optimizer whose updates the host makes.
+
+    Raises:
+        UnsupportedError: a second optimizer updates a part of the params on the device.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._hybrid = optimizer.optimizer
+        if self._hybrid.gpu_optimizer is not None or not hasattr(optimizer, "buffers"):
+            raise UnsupportedError(
+                "--optimizer-cpu-offload is True: only a distributed optimizer that is on the host as a whole"
+                " can be protected; use --use-distributed-optimizer and --optimizer-offload-fraction 1.0, or"
+                " set ENABLE_TTP=False"
+            )
+        # Checkpoints name them in param groups, and torch since 2.6 loads no class that it is not told of.
+        classes = (self._hybrid.cpu_optimizer_cls, self._hybrid.gpu_optimizer_cls)
+        torch.serialization.add_safe_globals(list(classes))
+
+    def before_update(self) -> None:
+        """Do nothing: the update itself brings gradients to the host."""
+
+    def after_update(self) -> None:
+        """Let what follows on the device wait for the copies of main params into weights."""
+        torch.cuda.current_stream().wait_stream(self._hybrid._h2d_stream)
+
+    def param(self, param: torch.Tensor) -> torch.Tensor:
+        main: torch.Tensor = self._hybrid.param_to_inner_param[param]
+        return main
+
+    def state(self, param: torch.Tensor) -> Mapping[str, Any]:
+        return {key: value for key, value in self._hybrid.state.get(param, {}).items() if key != _MAIN}
+
+    @torch.no_grad()
+    def store(self, values: torch.optim.Optimizer) -> None:
+        owners = {main: part for part in self._hybrid.sub_optimizers for main in twin.params(part)}
+        for param, value in zip(twin.params(self._hybrid), twin.params(values), strict=True):
+            main = self.param(param)
+            main.copy_(value)
+            owners[main].state.pop(main, None)
+            if entries := values.state.get(value):
+                owners[main].state[main] = {
+                    key: entry.clone() if isinstance(entry, torch.Tensor) else entry
+                    for key, entry in entries.items()
+                }
+        self._hybrid._sync_sub_optimizers_state_to_hdo()
+
+    @torch.no_grad()
+    def make_weights(self) -> None:
+        for param in twin.params(self._hybrid):
+            param.data.copy_(self.param(param))
+
+    def cast(self, main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return main.to(dtype)
+
+    def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
+        return world
+
+    def place_of_twins(self, device: torch.device) -> torch.device:
+        return torch.device("cpu")
+
+    def make_twin(
+        self, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
+    ) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = self._hybrid.cpu_optimizer_cls(
+            [{**scalars, "params": tensors} for tensors, scalars in zip(params, groups, strict=True)]
+        )
+        added = {key: value for key, value in made.defaults.items() if key not in groups[0]}
+        vars(made)["step"] = partial(_update, made, added)
+        _take_away(made, added)
+        return made
+
+
+def _update(made: torch.optim.Optimizer, added: Mapping[str, Any]) -> None:
+    """Make an update of a twin; in between its param groups have the entries of its owner alone."""
+    for group in made.param_groups:
+        group.update(added)
+    type(made).step(made)
+    _take_away(made, added)
+
+
+def _take_away(made: torch.optim.Optimizer, added: Mapping[str, Any]) -> None:
+    for group in made.param_groups:
+        for key in added:
+            del group[key]
