@@ -56,6 +56,7 @@ __all__ = [
     "is_newcomer",
     "is_restart",
     "merge_layouts",
+    "node_folder",
     "protect",
     "ranks_needed",
     "report",
@@ -296,6 +297,23 @@ def is_newcomer() -> bool:
     from adaptor.online import rejoin
 
     return rejoin.is_newcomer()
+
+
+def node_folder() -> Path | None:
+    """Return a folder on a local disk of this node, for what the workers of this node need after a restart.
+
+    Every start of the workers of a job, and every newcomer, has the same folder on the same node; ttprun
+    removes the folder at its end.
+
+    Returns:
+        None outside of ttprun, and with ENABLE_TTP=False.
+    """
+    if not _enabled:
+        return None
+    from adaptor import context
+    from adaptor.protocol.environment import Scratch
+
+    return context.part(Scratch).path
 
 
 def _count_as_enabled() -> None:

@@ -292,7 +292,7 @@ def protect(
         )
     # A rank that trains nothing has an empty chain of optimizers, which has no config.
     supported_options.require_protected(
-        getattr(optimizer, "config", None), model[0].config, model[0].ddp_config
+        getattr(optimizer, "config", None), model[0].config, model[0].ddp_config, format=format
     )
     if model[0].config.num_moe_experts is not None:
         supported_options.require_folders_for_experts(

@@ -37,15 +37,15 @@ SECTION = "What becomes of published recipes"
 # Frameworks whose training loop is patched: they call `megatron.training.pretrain`, or are MindSpeed-LLM, or
 # have an adapter.
 REACHED = frozenset({"megatron-lm", "mindspeed-llm", "pai", "flagscale", "ms-swift"})
-OTHER_LOOP, UNREADABLE = "a loop that nothing here patches", "arguments that nothing parses"
+OTHER_LOOP, UNREADABLE = "no loop, or one that nothing here patches", "arguments that nothing parses"
 REFUSED = "refused before the first step"
+TRAINS_NOTHING = frozenset({"swift infer", "megatron export"})
 # If the host has the memory; else exceptions alone are survived.
 COPIES = f"copies in host memory: a death restarts all, up to {tolerance.MOST_STEPS} steps lost"
 ONE_RANK, ONE_HOLDER = f"{COPIES} (one data-parallel rank)", f"{COPIES} (experts on one rank alone)"
-NO_COPIES = "survive exceptions only: a shard on one rank alone, in a loop that does not load copies"
 RESTART = "a second copy of everything, every fault restarts all"
 ONLINE = "a second copy of everything, and online recovery"
-CLASSES = (REFUSED, NO_COPIES, ONE_RANK, ONE_HOLDER, RESTART, ONLINE)
+CLASSES = (REFUSED, ONE_RANK, ONE_HOLDER, RESTART, ONLINE)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def verdicts(recipes: Sequence[Mapping[str, Any]]) -> list[Verdict]:
 
 
 def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
-    if recipe["framework"] not in REACHED:
+    if recipe["framework"] not in REACHED or recipe["entry"] in TRAINS_NOTHING:
         return Verdict(OTHER_LOOP)
     from adaptor import preflight
     from adaptor.adapters import ms_swift
@@ -89,14 +89,12 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     if findings.error:
         return Verdict(UNREADABLE, (findings.error,))
     refusals = [*findings.refusals, *(ms_swift.refused(_parsed(arguments)) if is_swift else ())]
-    if is_swift and recipe["entry"] not in ("megatron pt", "megatron sft"):
+    if is_swift and recipe["entry"] not in ("megatron pt", "megatron sft", "megatron rlhf"):
         refusals.append(f"{recipe['entry']} is not protected")
     if refusals:
         return Verdict(REFUSED, tuple(sorted({line.partition(" is ")[0] for line in refusals})))
     assert findings.layout is not None
     if 1 in (findings.layout.data_parallel, findings.layout.experts):
-        if is_swift:  # its adapter does not call `write_host_copies`
-            return Verdict(NO_COPIES)
         return Verdict(ONE_RANK if findings.layout.data_parallel == 1 else ONE_HOLDER)
     reasons = (*_of_the_framework(recipe), *(findings.not_online or ()))
     return Verdict(RESTART if reasons else ONLINE, reasons)

@@ -1,4 +1,4 @@
-"""ms-swift (`megatron pt`, `megatron sft`): its trainer makes a step by one method, which is called again.
+"""ms-swift (`megatron pt`, `sft`, `rlhf`): its trainer makes a step by one method, which is called again.
 
 A checkpoint of ms-swift is a folder `checkpoint-N` with a tracker of its own and `iter_N` in `torch_dist`.
 Last words are in such a folder, `last_words`, and a restart loads the newest of all.
@@ -6,6 +6,7 @@ Last words are in such a folder, `last_words`, and a restart loads the newest of
 
 from __future__ import annotations
 
+import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,12 @@ swift = patching.Unit("ms-swift", framework="ms-swift", tested=">=4.6,<4.7")
 
 TRACKER = "latest_checkpointed_iteration.txt"
 LAST_WORDS = "last_words"
+NOTE = "ms-swift-output"
+LORA = "lora"
+_OF_OTHER_MODELS = {
+    "grpo": "its data come from a rollout engine, which no checkpoint has and no rank can start anew",
+    "gkd": "its data come from a teacher and a rollout engine, which no checkpoint has",
+}
 
 
 @swift.patch(
@@ -35,17 +42,47 @@ def options_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 def refused(options: Any) -> Iterator[str]:
     """Yield what cannot be protected."""
-    if getattr(options, "tuner_type", "full") != "full":
-        yield f"--tuner_type is {options.tuner_type}: only --tuner_type full is protected"
-    if getattr(options, "rlhf_type", None):
-        yield f"--rlhf_type is {options.rlhf_type}: only pt and sft are protected"
-    for name in ("use_megatron_fsdp", "data_parallel_random_init", "fp8_param_gather"):
+    if getattr(options, "tuner_type", "full") not in ("full", LORA):
+        yield f"--tuner_type is {options.tuner_type}: ms-swift's own checkpoints of it lack the adapters"
+    if (kind := getattr(options, "rlhf_type", None)) in _OF_OTHER_MODELS:
+        yield f"--rlhf_type is {kind}: {_OF_OTHER_MODELS[kind]}"
+    for name in ("use_megatron_fsdp", "data_parallel_random_init"):
         if getattr(options, name, False):
             yield f"--{name} is set: training with it is not protected"
-    if getattr(options, "add_version", False):
-        yield "--add_version is true: each start has a folder of its own, and a restart finds nothing there"
     if getattr(options, "streaming", False):
         yield "--streaming is true: its place in the data is not in last words"
+
+
+@swift.patch(
+    "swift.megatron.arguments.sft_args:MegatronSftArguments._init_output_dir",
+    why="with --add_version each start has a folder of its own, and a restart would find nothing there",
+    accepts="()",
+)
+def all_starts_have_one_output_folder(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """The name is noted on each node. A node that has come later learns the name from the others."""
+    adaptor.enable()
+    folder = adaptor.node_folder()
+    if folder is None or not instance.add_version:
+        wrapped()
+        return
+    import torch.distributed as dist
+    from swift.megatron.arguments import sft_args
+
+    instance.add_version = False
+    wrapped()  # makes the process groups
+    instance.add_version = True
+    note = folder / NOTE
+    noted = note.read_text() if note.exists() else ""
+    if not noted and adaptor.is_newcomer():
+        raise adaptor.StartError("--add_version is true, and this node does not know the output folder")
+    gathered = [""] * dist.get_world_size()
+    dist.all_gather_object(gathered, noted)
+    name = next(filter(None, gathered), "") or sft_args.add_version_to_work_dir(instance.output_dir)
+    instance.output_dir = name
+    Path(name).mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{NOTE}-{os.getpid()}"
+    partial.write_text(name)
+    partial.rename(note)  # ranks of the node write the same
 
 
 @swift.patch(
@@ -57,10 +94,13 @@ def a_restart_loads_the_newest(wrapped: Any, instance: Any, args: Any, kwargs: A
     if adaptor.is_newcomer():
         return None
     options = instance.args
+    adaptor.write_host_copies(**_state_of(instance))
     is_whole = not getattr(options, "no_save_optim", False)
     if adaptor.is_restart() and (newest := _newest(Path(options.output_dir), is_whole)) is not None:
-        options.mcore_model, options.finetune = str(newest), False
-        options.no_load_optim = options.no_load_rng = False
+        # Of LoRA a checkpoint has the adapters alone; the model is loaded as at the first start.
+        name = "mcore_adapter" if options.tuner_type == LORA else "mcore_model"
+        setattr(options, name, str(newest))
+        options.finetune = options.no_load_optim = options.no_load_rng = False
     return wrapped(*args, **kwargs)
 
 
@@ -84,14 +124,7 @@ def steps_are_made_by_run_steps(wrapped: Any, instance: Any, args: Any, kwargs: 
     trainer, options = instance, instance.args
     data = list(trainer.setup_training(*args, **kwargs))
     protection = adaptor.protect(
-        model=trainer.wrapped_models,
-        optimizer=trainer.optimizer,
-        scheduler=trainer.opt_param_scheduler,
-        save=Path(options.output_dir) / LAST_WORDS,
-        step=trainer.state.iteration,
-        samples_per_step=options.global_batch_size,
-        format="torch_dist",
-        contents=_contents(trainer),
+        **_state_of(trainer), step=trainer.state.iteration, samples_per_step=options.global_batch_size
     )
     save, evaluate = trainer.save_checkpoint, trainer.evaluate
 
@@ -135,6 +168,18 @@ def _read_again(trainer: Any, train_dataset: Any, val_dataset: Any) -> Any:
     return pairs[0] if chunks is None else tuple(map(list, zip(*pairs, strict=True)))
 
 
+def _state_of(trainer: Any) -> dict[str, Any]:
+    """Return the arguments that `protect` and `write_host_copies` have in common."""
+    return {
+        "model": trainer.wrapped_models,
+        "optimizer": trainer.optimizer,
+        "scheduler": trainer.opt_param_scheduler,
+        "save": Path(trainer.args.output_dir) / LAST_WORDS,
+        "format": "torch_dist",
+        "contents": _contents(trainer),
+    }
+
+
 def _contents(trainer: Any) -> adaptor.CheckpointContents:
     """Return what ms-swift's checkpoints contain besides model, optimizer and scheduler."""
     from swift.megatron.utils import megatron_lm_utils
@@ -148,8 +193,14 @@ def _contents(trainer: Any) -> adaptor.CheckpointContents:
         consumed = step * options.global_batch_size
         return {"args": Namespace(**{**saved, "consumed_train_samples": consumed})}
 
+    def is_of_adapters(name: str) -> bool:
+        tree: dict[str, Any] = {"model": {name: None}}
+        megatron_lm_utils._filter_adapter_state_dict(tree, True)
+        return bool(tree["model"])
+
     return adaptor.CheckpointContents(
         entries_of=entries_of,
         metadata=megatron_lm_utils.get_sharded_sd_metadata(options),
         random=megatron_lm_utils._get_rng_state(),
+        keeps=is_of_adapters if options.tuner_type == LORA else None,
     )

@@ -82,6 +82,7 @@ class CheckpointContents:
             checkpoint is published
         metadata: for `torch_dist`: the framework's argument for all `sharded_state_dict`
         random: for `torch_dist`: the saved ShardedObject of random states
+        keeps: whether an entry of the model is saved, by name; None: all are
     """
 
     counters: Callable[[], Mapping[str, int | float]] = dict
@@ -91,6 +92,7 @@ class CheckpointContents:
     trackers: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, Any] | None = None
     random: Any = None
+    keeps: Callable[[str], bool] | None = None
 
 
 class FormatFactory(Protocol):

@@ -85,6 +85,7 @@ def training_state(
         folder=folder_of_rank(),
         extra=extra or {},
         stored=place.stored,
+        keeps=contents.keeps,
         contents=contents,
         writes_common=place.first == 0,
     )

@@ -154,27 +154,28 @@ def require_one_profiler(args: Any) -> None:
     context.part(Recorder).require_ranks(args.world_size)
 
 
-def require_protected(*configs: Any) -> None:
+def require_protected(*configs: Any, format: str = "") -> None:
     """Refuse options with only partial protection.
 
     Args:
         configs: Megatron-LM's parsed arguments, or Megatron-core's configs, which use the same names.
+        format: of last words, where the configs do not name it.
 
     Raises:
         UnsupportedError: names the argument, its value and the protected values.
     """
-    for check in checks(*configs):
+    for check in checks(*configs, format=format):
         check()
 
 
-def checks(*configs: Any) -> Iterator[Callable[[], None]]:
+def checks(*configs: Any, format: str = "") -> Iterator[Callable[[], None]]:
     """The parts of `require_protected`: each raises UnsupportedError for one reason."""
     yield from checks_of_values(ALLOWED_VALUES, *configs)
     for config in configs:
         yield partial(_require_whole_muon, config)
         yield partial(_require_loader_folder, config)
         yield partial(_require_whole_offload, config)
-        yield partial(_require_fp8, config)
+        yield partial(_require_fp8, config, format)
         yield partial(_require_precision_aware, config)
         yield partial(_require_formats, config)
 
@@ -235,7 +236,7 @@ def _recipes() -> str:
     return f"{', '.join(_STATELESS_RECIPES[:-1])} or {_STATELESS_RECIPES[-1]}"
 
 
-def _require_fp8(config: Any) -> None:
+def _require_fp8(config: Any, format: str) -> None:
     recipe = _recipe(config)
     if getattr(config, "fp8", None) and recipe not in _STATELESS_RECIPES:
         raise UnsupportedError(
@@ -243,7 +244,8 @@ def _require_fp8(config: Any) -> None:
             f" this history within a step, so it cannot be protected yet; use {_recipes()}, or set"
             " ENABLE_TTP=False"
         )
-    if getattr(config, "fp8_param_gather", False) and not writes_torch_dist(config):
+    is_torch_dist = format == "torch_dist" if format else writes_torch_dist(config)
+    if getattr(config, "fp8_param_gather", False) and not is_torch_dist:
         raise UnsupportedError(
             "--fp8-param-gather is True: last words in the format torch would have other scales than the"
             " framework's own; use --ckpt-format torch_dist (Megatron-core 0.13 or later), or set"

@@ -99,8 +99,14 @@ class Stream:
         return tokens
 
 
-def build(args: argparse.Namespace) -> tuple[DistributedDataParallel, TransformerConfig]:
-    """The model, its gradients reduced into shards for `args.instances` copies of the optimizer state."""
+def build(
+    args: argparse.Namespace, change: Callable[[torch.nn.Module], None] | None = None
+) -> tuple[DistributedDataParallel, TransformerConfig]:
+    """The model, its gradients reduced into shards for `args.instances` copies of the optimizer state.
+
+    Args:
+        change: changes the model before it is wrapped.
+    """
     config = TransformerConfig(
         num_layers=2,
         hidden_size=64,
@@ -126,6 +132,8 @@ def build(args: argparse.Namespace) -> tuple[DistributedDataParallel, Transforme
     model = GPTModel(config, spec, VOCABULARY, LENGTH, **ends).cuda().bfloat16()
     if args.freeze:
         model.embedding.requires_grad_(False)
+    if change is not None:
+        change(model)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=not args.whole,
         num_distributed_optimizer_instances=args.instances,

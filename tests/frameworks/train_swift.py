@@ -10,9 +10,29 @@ import torch
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from record import Recorder
+from swift.megatron.arguments.sft_args import MegatronSftArguments
 from swift.megatron.trainers.base import BaseMegatronTrainer
 from swift.megatron.utils.megatron_lm_utils import initialize_megatron
 from train_core import batch, build, drawn
+
+
+def adapt(model: torch.nn.Module) -> None:
+    """Freeze the model, and give each first layer of an MLP an adapter, as LoRA does."""
+    model.requires_grad_(False)
+    for layer in [module for name, module in model.named_modules() if name.endswith("linear_fc1")]:
+        down, up = (
+            torch.nn.Linear(*sizes, bias=False).cuda().bfloat16()
+            for sizes in ((layer.input_size, 4), (4, layer.output_size))
+        )
+        torch.nn.init.normal_(down.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.zeros_(up.weight)
+        layer.lora_A, layer.lora_B = (torch.nn.ModuleDict({"default": part}) for part in (down, up))
+        layer.register_forward_hook(
+            lambda layer, inputs, output: (
+                output[0] + layer.lora_B["default"](layer.lora_A["default"](inputs[0])),
+                output[1],
+            )
+        )
 
 
 def main() -> None:
@@ -21,17 +41,21 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=1, help="copies of the optimizer state")
     parser.add_argument("--global-batch-size", type=int, default=2)
     parser.add_argument("--save-interval", type=int, default=2)
+    parser.add_argument("--tuner-type", default="full", choices=("full", "lora"))
     parser.add_argument("--mcore-model")
+    parser.add_argument("--mcore-adapter")
     parser.add_argument("--finetune", action="store_true")
     parser.add_argument("--record", type=Path, required=True)
     parser.add_argument("--output-dir", required=True)
-    args = parser.parse_args()
+    parser.add_argument("--add-version", action="store_true")
+    args = parser.parse_args(namespace=MegatronSftArguments())
+    args._init_output_dir()
     args.virtual_pipeline_model_parallel_size = None
     initialize_megatron(args)
     shape = argparse.Namespace(
         instances=args.instances, stages=1, experts=1, context=1, tensor=1, freeze=False, whole=False
     )
-    model, _ = build(shape)
+    model, _ = build(shape, adapt if args.tuner_type == "lora" else None)
     options = OptimizerConfig(
         lr=1e-3, min_lr=1e-5, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
     )

@@ -7,6 +7,8 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from torch.distributed.checkpoint import FileSystemReader
+
 from tests.faults import harness, library, outcome
 from tests.faults.harness import DP2, ITERATIONS, Job
 from tests.frameworks import prepare
@@ -69,6 +71,30 @@ def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path
     assert ended.code == 0, ended.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in ended.log
     outcome.assert_same_training(ended, undisturbed.records)
+
+
+def test_lora_of_ms_swift_is_recovered_online_and_from_copies_in_host_memory(tmp_path: Path) -> None:
+    """Rank 1 is replaced; then both ranks die, and all start again from copies of the adapters. With
+    `add_version` all of them have one output folder."""
+    job = ("--tuner-type", "lora", "--add-version", "--save-interval", "100", "--output-dir")
+    undisturbed = swift(tmp_path / "undisturbed", *job, str(tmp_path / "own"), launcher="torchrun")
+    assert undisturbed.code == 0, undisturbed.log[-3000:]
+    faults = [
+        "rank=1,step=4,phase=backward,kind=sigkill",
+        "rank=1,step=8,phase=backward,kind=sigkill,restart=-1,also=0",
+    ]
+    options = ("--ttp-host-copy", "2", "--ttp-online", "60", "--ttp-spares", "0")
+    output = tmp_path / "output"
+    ended = swift(tmp_path / "job", *job, str(output), restarts=1, faults=faults, options=options)
+    assert ended.code == 0, ended.log[-3000:]
+    assert any(" training goes on after step 3, 0 steps lost" in line for line in ended.said), ended.said
+    assert any("step 6 is written from the copies in host memory" in line for line in ended.said), ended.said
+    outcome.assert_same_training(ended, undisturbed.records)
+    (version,) = output.iterdir()
+    saved = FileSystemReader(version / "last_words/iter_0000006").read_metadata().state_dict_metadata
+    weights = [name for name in saved if name.startswith("decoder.")]
+    assert weights
+    assert all(".lora_" in name for name in weights)
 
 
 def flagscale_of(megatron: Path, root: Path) -> Path:

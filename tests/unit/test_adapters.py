@@ -78,16 +78,23 @@ def test_a_report_imports_no_framework_that_a_script_does_not_use(monkeypatch: p
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tuner_type": "lora"}, "--tuner_type is lora"),
-        ({"rlhf_type": "dpo"}, "--rlhf_type is dpo"),
+        ({"tuner_type": "lora_llm"}, "--tuner_type is lora_llm"),
+        ({"rlhf_type": "grpo"}, "--rlhf_type is grpo"),
+        ({"rlhf_type": "gkd", "tuner_type": "lora"}, "--rlhf_type is gkd"),
         ({"use_megatron_fsdp": True}, "--use_megatron_fsdp is set"),
-        ({"add_version": True}, "--add_version is true"),
         ({"streaming": True}, "--streaming is true"),
     ],
 )
 def test_ms_swift_refuses(options: dict[str, Any], words: str) -> None:
     (refusal,) = ms_swift.refused(SimpleNamespace(**{"tuner_type": "full", **options}))
     assert refusal.startswith(words)
+
+
+@pytest.mark.parametrize("kind", [None, "dpo", "kto", "rm"])
+@pytest.mark.parametrize("tuner", ["full", "lora"])
+def test_ms_swift_protects_fine_tuning(kind: str | None, tuner: str) -> None:
+    options = SimpleNamespace(tuner_type=tuner, rlhf_type=kind, fp8_param_gather=True)
+    assert list(ms_swift.refused(options)) == []
 
 
 def test_ms_swift_loads_the_newest_of_its_own_saves_and_last_words(tmp_path: Path) -> None:

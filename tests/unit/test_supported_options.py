@@ -117,6 +117,13 @@ def test_what_is_protected_is_accepted() -> None:
     supported_options.require_protected(args(pipeline_model_parallel_size=2, sequence_parallel=True))
 
 
+def test_a_config_that_names_no_format_is_judged_by_that_of_last_words() -> None:
+    config = SimpleNamespace(fp8_param_gather=True)
+    supported_options.require_protected(config, format="torch_dist")
+    with pytest.raises(UnsupportedError, match="--fp8-param-gather is True"):
+        supported_options.require_protected(config, format="torch")
+
+
 def test_an_argument_that_this_version_does_not_have_is_no_obstacle() -> None:
     supported_options.require_protected(SimpleNamespace())
 

@@ -27,8 +27,9 @@ class BaseMegatronTrainer:
         self._load_checkpoint()
 
     def _load_checkpoint(self) -> None:
-        if self.args.mcore_model is not None:
-            load_mcore_checkpoint(self, Path(self.args.mcore_model))
+        for name in ("mcore_model", "mcore_adapter"):
+            if getattr(self.args, name) is not None:
+                load_mcore_checkpoint(self, Path(getattr(self.args, name)))
         self.state.consumed_train_samples = getattr(self.args, "consumed_train_samples", 0)
 
     def _prepare_data_iterator(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from argparse import Namespace
 from pathlib import Path
@@ -17,8 +16,6 @@ from swift.utils import check_json_format
 
 
 def initialize_megatron(args: Namespace) -> None:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=args.instances)
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
@@ -43,6 +40,13 @@ def _get_rng_state(fsdp_dtensor: bool = False, data_parallel_random_init: bool =
     return ShardedObject("rng_state", [states], (1, 1), (0, 0), replica_id=rank)
 
 
+def _filter_adapter_state_dict(state_dict: dict[str, Any], peft_format: bool) -> None:
+    if peft_format:
+        names = (".lora_A.default.", ".lora_B.default.")
+        kept = {name: value for name, value in state_dict["model"].items() if any(n in name for n in names)}
+        state_dict["model"] = kept
+
+
 def _state_dict(trainer: Any, is_loading: bool) -> dict[str, Any]:
     metadata = get_sharded_sd_metadata(trainer.args)
     body = {
@@ -55,6 +59,7 @@ def _state_dict(trainer: Any, is_loading: bool) -> dict[str, Any]:
     body["optimizer"] = optimizer
     body["opt_param_scheduler"] = trainer.opt_param_scheduler.state_dict()
     body["rng_state"] = _get_rng_state()
+    _filter_adapter_state_dict(body, trainer.args.tuner_type == "lora")
     return body
 
 
@@ -71,7 +76,7 @@ def save_mcore_checkpoint(trainer: Any, output_dir: Path) -> None:
 def load_mcore_checkpoint(trainer: Any, load: Path) -> None:
     step = int((load / "latest_checkpointed_iteration.txt").read_text())
     body = dist_checkpointing.load(_state_dict(trainer, True), str(load / f"iter_{step:07d}"))
-    trainer.wrapped_models[0].module.load_state_dict(body["model"])
+    trainer.wrapped_models[0].module.load_state_dict(body["model"], strict=trainer.args.tuner_type == "full")
     trainer.optimizer.load_state_dict(body["optimizer"])
     trainer.opt_param_scheduler.load_state_dict(body["opt_param_scheduler"])
     (states,) = body["rng_state"]
