@@ -17,6 +17,7 @@ import platform
 import re
 import threading
 import time
+from collections.abc import Collection
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeVar
@@ -118,12 +119,88 @@ class LeaseContent(Owner, frozen=True):
 
     Attributes:
         generation: of the workers whose rank 0 has written the lease; "" if the agent has
+        excluded: the agents of the generation without which the job goes on
+        store: HOST:PORT of the rendezvous store, if the job has lost the store of its flags; otherwise ""
     """
 
     device: int = 0
     inode: int = 0
     leaving: bool = False
     generation: str = ""
+    excluded: tuple[str, ...] = ()
+    store: str = ""
+
+
+def go_on_without(
+    root: Path,
+    owner: Owner,
+    generation: str,
+    members: Collection[str],
+    lost: Collection[str],
+    *,
+    has_lease: bool,
+    store: str = "",
+) -> None:
+    """Note in the lease that the job goes on with `members` and without `lost`; `owner` gets the lease.
+
+    Both sides of a cut network may want to go on without the other side. Invariant: of the agents of one
+    generation that share the folder, at most one side goes on. A side with an excluded member does not go on,
+    nor does a side that finds the lease of a later generation: the other side has started workers.
+
+    Args:
+        root: the save folder.
+        owner: the agent that runs the controller.
+        generation: of the workers.
+        members: the agents that go on.
+        lost: the agents that count as lost.
+        has_lease: whether `owner` took the lease for the generation. Another agent gets the lease only if the
+            lease shows that its node shares the folder.
+        store: the new rendezvous store; "": it stays.
+
+    Raises:
+        CheckpointError: the other side goes on, or the node does not share the folder.
+        OSError: the disk refuses.
+    """
+    with locked(root, patience_s=LOCK_PATIENCE_S):
+        seen_lease = _look(root)
+        written = decode(seen_lease.text, LeaseContent) if seen_lease is not None else None
+        if written is None or written.generation != generation:
+            if has_lease and (written is None or seen_lease is None or seen_lease.owner == owner):
+                return  # the lease could not be written, so no other node can take the lease over
+            raise CheckpointError(
+                f"{root / naming.LEASE} is not of this start of the workers: nodes do not share the folder,"
+                " or the other side of a cut network goes on"
+            )
+        excluded = sorted(set(members) & set(written.excluded))
+        if excluded:
+            raise CheckpointError(f"the other side of a cut network goes on without {' and '.join(excluded)}")
+        all_excluded = tuple(sorted({*written.excluded, *lost}))
+        _write(root, owner, generation, all_excluded, store or written.store)
+
+
+class StoreOfJob:
+    """Finds the rendezvous store of a job that saves in `root`, lives, and has lost its first store."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._seen: _Seen | None = None
+
+    def find(self, stale_s: float = STALE_S) -> str:
+        """Return the store, "" without one; watch the lease of another machine for `stale_s` seconds."""
+        store = self._read()
+        return store if store and self._seen and _is_there(self._root, self._seen, stale_s) else ""
+
+    def look(self) -> str:
+        """Return the store if the lease has changed since the last call, because its job lives; else ""."""
+        seen_before, store = self._seen, self._read()
+        return store if seen_before not in (None, self._seen) else ""
+
+    def _read(self) -> str:
+        with contextlib.suppress(OSError):
+            self._seen = _look(self._root)
+            written = decode(self._seen.text, LeaseContent) if self._seen is not None else None
+            return written.store if written is not None else ""
+        return ""
 
 
 class _Seen(msgspec.Struct, frozen=True):
@@ -161,6 +238,28 @@ def decode(text: bytes, kind: type[_Owner]) -> _Owner | None:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return None
+
+
+def _write(
+    root: Path,
+    owner: Owner,
+    generation: str,
+    excluded: tuple[str, ...] = (),
+    store: str = "",
+    *,
+    leaving: bool = False,
+) -> None:
+    status = root.stat()
+    written = LeaseContent(
+        **{name: getattr(owner, name) for name in Owner.__struct_fields__},
+        device=status.st_dev,
+        inode=status.st_ino,
+        leaving=leaving,
+        generation=generation,
+        excluded=excluded,
+        store=store,
+    )
+    disk.replace(root, naming.LEASE, msgspec.json.encode(written))
 
 
 def _look(root: Path) -> _Seen | None:
@@ -223,18 +322,8 @@ class Lease:
                 raise ConfigError(self._refusal(seen_now))  # another job was quicker
             if path.is_dir() and not path.is_symlink():  # a file cannot replace a folder
                 disk.remove(path)
-            self._write()
-
-    def _write(self, *, leaving: bool = False) -> None:
-        status = self._root.stat()
-        written = LeaseContent(
-            **msgspec.structs.asdict(self._owner),
-            device=status.st_dev,
-            inode=status.st_ino,
-            leaving=leaving,
-            generation=self._generation,
-        )
-        disk.replace(self._root, naming.LEASE, msgspec.json.encode(written))
+            written = decode(seen_now.text, LeaseContent) if seen_now is not None and is_own else None
+            _write(self._root, self._owner, self._generation, (), written.store if written else "")
 
     def _after_who_is_leaving(self, stale_s: float, patience_s: float) -> _Seen | None:
         """Return the lease once no leaving job has it, or after `patience_s`."""
@@ -269,11 +358,12 @@ class Lease:
         with contextlib.suppress(OSError, CheckpointError):
             seen_lease = _look(self._root)
             if seen_lease is not None and seen_lease.owner == self._owner and not self._released.is_set():
-                written = decode(seen_lease.text, LeaseContent)
+                written = decode(seen_lease.text, LeaseContent) or LeaseContent("", 0, 0, "", "", "")
                 # The generation of the workers, which save for the last time: by it nodes see that they share
                 # the folder.
-                self._generation = self._generation or (written.generation if written is not None else "")
-                self._write(leaving=True)
+                self._generation = self._generation or written.generation
+                kept = written.excluded, written.store
+                _write(self._root, self._owner, self._generation, *kept, leaving=True)
 
     def keep(self) -> None:
         """Touch the lease from now on, in a thread; without a thread the lease holds on this machine

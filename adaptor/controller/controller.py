@@ -39,6 +39,7 @@ from adaptor.protocol.messages import (
     Corruption,
     Died,
     Dying,
+    Endpoint,
     Exit,
     Frozen,
     Hello,
@@ -100,14 +101,23 @@ class Controller:
         self._stalled = StalledNodes()
         self.incident: Incident | None = None
         self.verdict: Verdict | None = None
+        self._rendezvous_store: Endpoint | None = None
 
-    def succeed(self, standby_state: Iterable[StandbyState], nodes: Iterable[int], time_now: float) -> None:
+    def succeed(
+        self,
+        standby_state: Iterable[StandbyState],
+        nodes: Iterable[int],
+        time_now: float,
+        rendezvous_store: Endpoint | None = None,
+    ) -> None:
         """Take the place of a lost controller; the loss of its node is reported afterwards as ever.
 
         Args:
             standby_state: the messages that the lost controller had passed on.
             nodes: the nodes that still have to repeat their reports, the node of this controller included.
+            rendezvous_store: takes the place of the store that was lost with node 0; None: no store does.
         """
+        self._rendezvous_store = rendezvous_store
         for message in standby_state:
             if isinstance(message, Layout):
                 self.membership.layouts[message.rank] = message
@@ -378,7 +388,10 @@ class Controller:
 
     def _conclude(self) -> Orders:
         assert self.incident is not None
-        self.verdict = self._recurrence.judge(verdict_of(self.incident, self._failures, self.membership))
+        verdict = verdict_of(self.incident, self._failures, self.membership)
+        if 0 in verdict.lost:
+            verdict = msgspec.structs.replace(verdict, store=self._rendezvous_store)
+        self.verdict = self._recurrence.judge(verdict)
         return self._broadcast_verdict(self.incident.number)
 
     def give_up(self, reason: str) -> Orders:

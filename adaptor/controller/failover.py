@@ -19,7 +19,7 @@ stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from adaptor.protocol.messages import (
     AgentHello,
@@ -53,6 +53,20 @@ STANDBYS = 3
 def stands_by(node: int) -> bool:
     """Return True if `node` stands by for a controller on node 0."""
     return 0 < node <= STANDBYS
+
+
+def may_go_on(nodes: int, lost: Collection[int]) -> bool:
+    """Return True if the nodes that are left may go on without node 0: at least half of `nodes` are left.
+
+    A node that is cut off from all others must not keep them from going on. Of two sides the first that says
+    so in the save folder goes on (`lease.go_on_without`), and the other side ends.
+    """
+    return 2 * (nodes - len(set(lost))) >= nodes
+
+
+def empty_places_after(lost: Iterable[int], successor: int) -> tuple[int, ...]:
+    """Return the empty places of a job whose lost nodes include node 0: that of `successor` is among them."""
+    return tuple(sorted({*lost, successor} - {0}))
 
 
 class StandbyReplicator:

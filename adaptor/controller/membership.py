@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 from adaptor.controller.plan import Groups, groups_of
 from adaptor.protocol.messages import AgentHello, BoardRecord, Layout, Share
@@ -28,6 +28,7 @@ class Membership:
         pids: the processes of connected ranks
         hosts: the machines of nodes
         agent_pids: the processes of agents, by node
+        owners: by node, the owner of the place; "" for a node that has its place from the beginning
     """
 
     def __init__(self, world_size: int) -> None:
@@ -48,6 +49,7 @@ class Membership:
         self.pids: dict[int, int] = {}
         self.hosts: dict[int, str] = {}
         self.agent_pids: dict[int, int] = {}
+        self.owners: dict[int, str] = {}
         self._told = 0
         self._groups: Groups = {}
 
@@ -56,6 +58,7 @@ class Membership:
         self.node_of.update(dict.fromkeys(hello.ranks, hello.node))
         self.hosts[hello.node] = hello.host
         self.agent_pids[hello.node] = hello.pid
+        self.owners[hello.node] = hello.owner
 
     def lose(self, node: int) -> list[int]:
         """Note the loss of the agent of `node`; return its ranks that are not dead."""
@@ -103,6 +106,10 @@ class Membership:
             self._told = len(self.layouts)
             self._groups = groups_of({rank: layout.shares for rank, layout in self.layouts.items()})
         return self._groups
+
+    def agents_of(self, nodes: Iterable[int]) -> list[str]:
+        """Return names of the agents of `nodes`, which are unique in a generation."""
+        return [f"node {node}{self.owners.get(node, '') and f' ({self.owners[node]})'}" for node in nodes]
 
     def fits(self, nodes: int) -> bool:
         """Return True if the job could train on `nodes` nodes, as far as its ranks have reported."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from adaptor.protocol.messages import ChangedVariable, Message
+from adaptor.protocol.messages import ChangedVariable, Endpoint, Message
 from adaptor.protocol.wire import Decoder
 
 
@@ -76,6 +76,18 @@ class SpareHello(Message, frozen=True):
     pid: int
 
 
+class Gate(msgspec.Struct, frozen=True):
+    """The gate of a node.
+
+    Attributes:
+        address: of the node
+        invitation: to the gate, encoded
+    """
+
+    address: str
+    invitation: str
+
+
 class MemberHello(Message, frozen=True):
     """node of the job -> node 0: the only message; its connection ends with its `ttprun`.
 
@@ -86,6 +98,7 @@ class MemberHello(Message, frozen=True):
         ranks: of its workers
         host, pid: the machine and the process of its `ttprun`
         owner: of its place, as in `TakePlace`; "": the place is its own from the beginning
+        gate: its own gate, to which spares go if node 0 is lost; None: it has none
     """
 
     node: int
@@ -93,6 +106,7 @@ class MemberHello(Message, frozen=True):
     host: str
     pid: int
     owner: str = ""
+    gate: Gate | None = None
 
 
 class SpareAccepted(Message, frozen=True):
@@ -122,6 +136,7 @@ class TakePlace(Message, frozen=True):
         generations: the number of starts of the workers before the first start with this node
         owner: a random name, by which the place is the spare's from now on
         incident: the incident in which its workers join the training; 0: all workers are started again
+        store: the rendezvous store, if the job has lost the store of its first node 0
     """
 
     node: int
@@ -129,6 +144,13 @@ class TakePlace(Message, frozen=True):
     generations: int
     owner: str
     incident: int = 0
+    store: Endpoint | None = None
+
+
+class NextGates(Message, frozen=True):
+    """node 0 -> spare: the gates to go to, one after the other, if node 0 is lost."""
+
+    gates: tuple[Gate, ...]
 
 
 class SpareImports(Message, frozen=True):
@@ -142,7 +164,7 @@ class SpareReleased(Message, frozen=True):
 
 
 FromSpareNode = SpareHello | SpareReady | MemberHello
-ToSpareNode = SpareAccepted | SpareRefused | SpareAsked | SpareImports | TakePlace | SpareReleased
+ToSpareNode = SpareAccepted | SpareRefused | SpareAsked | SpareImports | NextGates | TakePlace | SpareReleased
 
 from_spare_node: Decoder[FromSpareNode] = Decoder(msgspec.msgpack.Decoder(FromSpareNode))
 to_spare_node: Decoder[ToSpareNode] = Decoder(msgspec.msgpack.Decoder(ToSpareNode))

@@ -47,6 +47,7 @@ from adaptor.protocol.messages import (
     FromAgent,
     Layout,
     Modules,
+    PlacesFilled,
     Prepare,
     Publish,
     Raised,
@@ -79,7 +80,7 @@ class AgentControl:
 
     Attributes:
         records: the files of the job for operators.
-        gate: where spare nodes wait; None on other nodes than node 0.
+        gate: where spare nodes wait; None on nodes that neither are node 0 nor stand by for it.
         keeper: gives host copies to another node; None without host copies or other nodes.
         makes_copies: workers of this node have begun to make host copies.
         client: the connection to the controller; None while no generation is open.
@@ -366,13 +367,21 @@ class AgentControl:
     async def _fill_places(self, order: FillPlaces) -> None:
         """Give the places of lost nodes to spare nodes, whose agents then connect to the controller."""
         assert self.controller_host is not None
-        filled = await fill_online(
-            self.gate,
-            self.controller_host.controller.membership,
-            order,
-            self._counts,
-            self._wants_replacements,
-        )
+        members = self.controller_host.controller.membership
+        refusal = ""
+        if self.gate is not None and self.gate.waiting:
+            refusal = await self._folder_tasks.in_thread(
+                self.lease.go_on_without,
+                members.save,
+                self.generation,
+                members.agents_of(members.agents),
+                members.agents_of(order.nodes),
+                is_first=True,
+            )
+        gate = None if refusal else self.gate
+        filled = await fill_online(gate, members, order, self._counts, self._wants_replacements)
+        if refusal:
+            filled = PlacesFilled(0, order.incident, order.nodes, {}, refusal)
         if filled.owners:
             self.given.put(filled.owners)
         self._forward(filled)

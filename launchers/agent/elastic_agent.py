@@ -23,6 +23,7 @@ from adaptor.controller.verdict import EXIT_NO_PROGRESS
 from adaptor.launchers.agent import elastic_events
 from adaptor.launchers.agent.elastic_events import ElasticEvents
 from adaptor.launchers.agent.generation_state import StartCounts
+from adaptor.launchers.agent.move import Move
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.cli.last_line import RunRecord
 from adaptor.launchers.control import invitation
@@ -75,7 +76,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._handler: Rendezvous = handler  # made by our registry
         nodes = self._handler.nodes
         self._agreement = Agreement(self._handler, record.facts)
-        self._node = Node(self._config, job, spec.max_restarts, nodes)
+        self._node = Node(self._config, job, spec.max_restarts, nodes, self._handler.open_store)
         self._control = self._node.control
         self._control.records.name_script(record.script)
         self._later_nodes = (
@@ -84,6 +85,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._generations = place.generations if place else 0
         self._remaining_restarts -= place.restarts if place else 0
         self._places: Places | None = None
+        self._knows_gate = False
         self._interrupted = False
         self._end_requests = EndRequests()
         self._ends = False  # by a verdict
@@ -168,7 +170,7 @@ class SurvivorsAgent(LocalElasticAgent):
         )
         if self._later_nodes is not None:
             self._later_nodes.begin()
-        self._open_gate(worker_group)
+        self._come_to_gate(worker_group)
         self._node.meet()
         started: dict[int, Any] = (
             self._start_newcomers(worker_group) if place is not None else super()._start_workers(worker_group)
@@ -255,18 +257,15 @@ class SurvivorsAgent(LocalElasticAgent):
             wait_for(lambda: store.get(invitation.KEY), lambda: "the controller, on node 0")
             self._places.require_own()
 
-    def _open_gate(self, worker_group: Any) -> None:
-        """Open the gate for spare nodes on node 0 at the first start; connect to the gate on other nodes."""
-        if self._places is None or self._record.has_started:
+    def _come_to_gate(self, worker_group: Any) -> None:
+        """Open or reach the gate for spare nodes, once for each node 0."""
+        if self._places is None or self._knows_gate:
             return
-        if worker_group.group_rank == 0:
-            assert self._record.common is not None
-            self._places.announce(self._node.open_gate(self._record.common, worker_group.master_addr))
-        elif gate := self._places.gate():
-            ranks = tuple(worker.global_rank for worker in worker_group.workers)
-            self._node.stay_at_gate(
-                gate, worker_group.master_addr, worker_group.group_rank, ranks, self._record.taken
-            )
+        self._knows_gate = True
+        assert self._record.common is not None
+        ranks = tuple(worker.global_rank for worker in worker_group.workers)
+        taken = None if self._record.has_started else self._record.taken
+        self._node.come_to_gate(self._places, self._record.common, worker_group.master_addr, ranks, taken)
 
     # while workers run
 
@@ -369,22 +368,36 @@ class SurvivorsAgent(LocalElasticAgent):
         """Return True if enough nodes remain for a restart, or others may join."""
         if verdict.stop:
             return False
-        if verdict.lost and worker_group.spec.rdzv_handler.get_backend() == "static":
+        is_fixed, nodes = self._handler.get_backend() == "static", worker_group.group_world_size
+        fewest = int(getattr(getattr(self._handler, "settings", None), "min_nodes", nodes))
+        leaves = set(verdict.leaves) - set(verdict.lost)
+        if 0 in verdict.lost and self._handler.ends_with_node_0:
+            nodes_left = nodes - len({*verdict.leaves, *verdict.lost})
+            is_enough = not leaves if is_fixed else nodes_left >= fewest
+            return is_enough and self._remaining_restarts > 0 and self._move(verdict, worker_group)
+        if verdict.lost and is_fixed:
             return self._fill(verdict, worker_group)
-        settings = getattr(worker_group.spec.rdzv_handler, "settings", None)
-        fewest = int(getattr(settings, "min_nodes", worker_group.group_world_size))
-        nodes_left = worker_group.group_world_size - len(verdict.leaves)
-        return 0 not in verdict.leaves and nodes_left >= fewest  # node 0 has the rendezvous store
+        return 0 not in leaves and nodes - len(leaves) >= fewest
 
     def _fill(self, verdict: Verdict, worker_group: Any) -> bool:
         """Return True if spare nodes take the places of all lost nodes; node 0 decides for all nodes."""
-        if self._places is None or self._remaining_restarts <= 0 or verdict.leaves or 0 in verdict.lost:
-            return False  # the rendezvous store is on node 0
-        generation = self._generations
+        if self._places is None or self._remaining_restarts <= 0 or verdict.leaves:
+            return False
         if worker_group.group_rank == 0:
-            counts = StartCounts(self._account.begun + 1, generation)
-            self._places.settle(generation, self._node.fill(verdict.lost, counts))
-        return self._places.are_filled(generation)
+            counts = StartCounts(self._account.begun + 1, self._generations)
+            self._places.settle(self._generations, self._node.fill(verdict.lost, counts))
+        return self._places.are_filled(self._generations)
+
+    def _move(self, verdict: Verdict, worker_group: Any) -> bool:
+        """Return True if the nodes that are left go on without node 0, at another rendezvous store."""
+        counts = StartCounts(self._account.begun + 1, self._generations)
+        places, reason = Move(self._handler, self._node, verdict, worker_group, counts).decide()
+        if places is None:
+            self._record.stopped = f"; not started again: {reason}"
+            return False
+        if self._places is not None:
+            self._places, self._knows_gate = places, False
+        return True
 
     def _may_have_copies(self, verdict: Verdict) -> bool:
         """Return True if nothing was saved, and restarted workers may have host copies to write.

@@ -14,13 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torch.distributed import Store
 
 from adaptor import output, text
 from adaptor.config import Config
+from adaptor.controller.failover import stands_by
 from adaptor.controller.verdict import Recurrence
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.launchers.agent import control_thread
@@ -36,7 +37,7 @@ from adaptor.launchers.records.log import Log
 from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.spares import spare_node
 from adaptor.launchers.spares.replacements import Starter
-from adaptor.launchers.spares.slot_filling import fill_for_restart
+from adaptor.launchers.spares.slot_filling import MOVES_S, Places, fill_for_restart
 from adaptor.launchers.spares.spare_gate import SpareGate
 from adaptor.launchers.spares.spare_node import Taken
 from adaptor.operations.job_folder import name_of
@@ -54,8 +55,8 @@ from adaptor.protocol.environment import (
     ONLY_COPIES,
     SCRATCH,
 )
-from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, NodesWaiting
-from adaptor.protocol.spare_messages import MemberHello, SpareHello, TakePlace
+from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, Endpoint, NodesWaiting
+from adaptor.protocol.spare_messages import Gate, MemberHello, SpareHello, TakePlace
 
 # The key of a node's keeper of host copies in the rendezvous store.
 _KEEPER = "ttp/copies/{}"
@@ -67,14 +68,23 @@ class Node:
     Args:
         job: the job id given by the user; '' without one.
         nodes: MIN:MAX, where the number of nodes may change between two starts; '' for a fixed number.
+        open_store: as in `ControllerClient`.
 
     Attributes:
         control: the work of the agent on its control thread.
         only_writes_copies: the next workers write the copies in host memory, and do not train.
     """
 
-    def __init__(self, config: Config, job: str = "", max_restarts: int = 0, nodes: str = "") -> None:
+    def __init__(
+        self,
+        config: Config,
+        job: str = "",
+        max_restarts: int = 0,
+        nodes: str = "",
+        open_store: Callable[[str], Endpoint | None] = lambda address: None,
+    ) -> None:
         self._config = config
+        self._open_store = open_store
         self._nodes = nodes
         self._nodes_before = 0
         self._tls = tls.load(config)
@@ -135,6 +145,7 @@ class Node:
             obey=control.obey,
             on_controller_unreachable=lambda: control.judge("the controller's node is lost"),
             recurrence=self._recurrence,
+            open_store=self._take_over,
         )
         control.connect(client)
         wait = control.thread.wait_for
@@ -204,30 +215,85 @@ class Node:
                 raise ConfigError(f"TTP_SERVE is {text.say(error)}") from None
             output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(error)}")
 
-    def open_gate(self, common: SpareHello, host: str) -> bytes:
-        """Open the gate for spare nodes; return the invitation for the rendezvous store.
+    def _take_over(self, address: str) -> Endpoint | None:
+        """Prepare to run the controller in the place of node 0; called on the control thread.
+
+        Args:
+            address: of this node.
+
+        Returns:
+            The new rendezvous store; None if no store was lost, or none can be opened.
+        """
+        store = self._open_store(address)
+        if self.control.gate is not None:
+            self.control.gate.begin_turn(store)
+        return store
+
+    def open_gate(self, common: SpareHello, host: str, *, is_first: bool) -> Gate:
+        """Open the gate for spare nodes, unless it is open.
 
         Args:
             common: the facts that spare nodes must share with this node.
             host: the address of this node.
+            is_first: whether this node is node 0, whose gate serves spare nodes from now on.
         """
-        gate = self.control.gate = SpareGate(
-            invitation.kind_of(self._config), self._config.port, self._tls, common, self.control.lose_absent
-        )
-        return self.control.thread.wait_for(gate.open(host)).encode()
+        if self.control.gate is None:
+            gate = self.control.gate = SpareGate(
+                invitation.kind_of(self._config),
+                self._config.port,
+                self._tls,
+                common,
+                self.control.lose_absent,
+            )
+            self._gate = self.control.thread.wait_for(gate.open(host))
+        if is_first:
+            self.control.thread.loop.call_soon_threadsafe(self.control.gate.begin_turn)
+        return Gate(host, self._gate.encode().decode())
+
+    def come_to_gate(
+        self, places: Places, common: SpareHello, host: str, ranks: tuple[int, ...], taken: Taken | None
+    ) -> None:
+        """Open a gate on node 0 and on nodes that stand by; connect other nodes than node 0 to its gate.
+
+        Args:
+            places: tell other nodes of the gate of node 0.
+            common: as in `open_gate`.
+            host: the address of node 0.
+            ranks: of this node.
+            taken: as in `stay_at_gate`.
+        """
+        node, own_gate = self.control.node, None
+        if node == 0 or stands_by(node):
+            assert self.control.client is not None
+            address = self.control.client.address if node else host
+            own_gate = self.open_gate(common, address, is_first=node == 0)
+        if node == 0 and own_gate is not None:
+            places.announce(own_gate.invitation.encode())
+        elif gate := places.gate():
+            self.stay_at_gate(gate, host, node, ranks, taken, own_gate)
 
     def stay_at_gate(
-        self, gate: bytes, host: str, node: int, ranks: tuple[int, ...], taken: Taken | None = None
+        self,
+        gate: bytes,
+        host: str,
+        node: int,
+        ranks: tuple[int, ...],
+        taken: Taken | None = None,
+        own_gate: Gate | None = None,
     ) -> None:
         """Keep a connection to the gate of node 0 for the life of this process; its loss means that the
         node is lost.
 
         Args:
             taken: the place that this spare node has taken, with its connection; None for other nodes.
+            own_gate: the gate of this node; None: it has none.
         """
+        if self._at_gate is not None:  # of a lost node 0
+            self.control.thread.wait_for(self._at_gate.end())
+            self._at_gate.close()
         gate_invitation = Invitation.decode(gate, invitation.kind_of(self._config))
         owner = taken.place.owner if taken is not None else ""
-        me = MemberHello(node, ranks, socket.gethostname(), os.getpid(), owner)
+        me = MemberHello(node, ranks, socket.gethostname(), os.getpid(), owner, own_gate)
         self._at_gate = spare_node.Member(
             lambda: spare_node.stay_at_gate(gate_invitation, host, self._tls, me),
             taken.connection if taken is not None else None,
@@ -243,6 +309,14 @@ class Node:
         assert host is not None
         work = fill_for_restart(self.control.gate, host.controller.membership, lost, counts, host.until)
         return self.control.thread.wait_for(work)
+
+    def has_spares(self, count: int) -> bool:
+        """Wait for `count` spare nodes, which have lost node 0; return whether they wait here."""
+        gate = self.control.gate
+        if gate is None:
+            return False
+        self.control.thread.wait_for(gate.await_spares(count, MOVES_S))
+        return gate.waiting >= count
 
     def meet(self) -> None:
         """Wait for the addresses of the standby nodes."""

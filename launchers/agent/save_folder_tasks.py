@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -21,7 +21,7 @@ import msgspec
 
 from adaptor import text
 from adaptor.checkpoint import disk, lease_claim, left_overs, publish, tracker
-from adaptor.checkpoint.lease import Lease, Owner
+from adaptor.checkpoint.lease import Lease, Owner, go_on_without
 from adaptor.errors import CheckpointError
 from adaptor.launchers.agent.control_thread import call_in_thread
 from adaptor.protocol import naming
@@ -83,7 +83,7 @@ class SaveFolderTasks:
                     publish.prepare, root, order.step, order.term, order.number, generation, first=order.first
                 )
                 try:
-                    folder = await self._in_thread(self._below, root, make)
+                    folder = await self.in_thread(self._below, root, make)
                 except Exception as error:
                     return Prepared(node, order.incident, "", _line(error), order.number)
                 return Prepared(node, order.incident, str(folder), "", order.number)
@@ -92,7 +92,7 @@ class SaveFolderTasks:
             case Find():
                 act = functools.partial(publish.find, root, order.step, generation)
         try:
-            step = await self._in_thread(self._below, root, act)
+            step = await self.in_thread(self._below, root, act)
             path = str(root / naming.final_name(step))
             return Published(node, order.incident, step, path, order.number)
         except Exception as error:
@@ -120,9 +120,9 @@ class SaveFolderTasks:
         """Call `left_overs.clean`, and wait at most CLEAN_S: the disk may hang. `saves` is passed on."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with deadline(CLEAN_S):
-                await self._in_thread(left_overs.clean, root, term, generation, saves=saves)
+                await self.in_thread(left_overs.clean, root, term, generation, saves=saves)
 
-    async def _in_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def in_thread(self, act: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run `act` in a thread that is never joined; the thread counts as running until its end."""
         job = functools.partial(act, *args, **kwargs)
 
@@ -171,6 +171,35 @@ class JobLease:
         if self._lease is None:
             self._lease = Lease(save, self._owner)
             self._lease.keep()
+
+    def go_on_without(
+        self,
+        save: str,
+        generation: str,
+        members: Collection[str],
+        lost: Collection[str],
+        *,
+        is_first: bool,
+        store: str = "",
+    ) -> str:
+        """Note that the job goes on without lost agents (`lease.go_on_without`); return why not, or "".
+
+        Blocks while the disk does.
+
+        Args:
+            save: the save folder; "": the job has none.
+            is_first: whether this agent was node 0 of the generation.
+            store: as in `lease.go_on_without`.
+        """
+        if not save:
+            return "" if is_first else "the job has no save folder, by which two sides could be kept apart"
+        try:
+            go_on_without(Path(save), self._owner, generation, members, lost, has_lease=is_first, store=store)
+        except (CheckpointError, OSError) as error:
+            return _line(error)
+        if not is_first:
+            self.keep(Path(save))
+        return ""
 
     def mark_leaving(self) -> None:
         """Let the next job wait: the job ends, and may save until then."""

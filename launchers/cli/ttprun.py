@@ -243,7 +243,8 @@ def _run_with_survivors(
     from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
     from adaptor.launchers.agent.tee import Tee
     from adaptor.launchers.records.operator_summary import conclude
-    from adaptor.launchers.rendezvous import waiting
+    from adaptor.launchers.rendezvous import moved_job, waiting
+    from adaptor.launchers.rendezvous.rendezvous_errors import MovedError
     from adaptor.launchers.rendezvous.rendezvous_handler import Registry
     from adaptor.launchers.store.store_resume import StoreResume
 
@@ -256,6 +257,7 @@ def _run_with_survivors(
         record.common = spare_node.about_this_node(parsed, record.facts)
     _insert_program(parsed, WORKER)
     _keep_ignoring_hangups(parsed)
+    job = moved_job.MovedJob(parsed)
     if engine.has_own_agent:
         resume = None
         if load is not None:
@@ -264,21 +266,25 @@ def _run_with_survivors(
         # torch makes its agent by this name.
         api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), resume, record)  # type: ignore[misc, assignment]
         # torch makes its rendezvous by this name.
-        api.rdzv_registry = Registry(api.rdzv_registry)  # type: ignore[assignment]
+        api.rdzv_registry = Registry(api.rdzv_registry, job.look)  # type: ignore[assignment]
     code, at_once = 1, False
     try:
+        if engine.has_own_agent:
+            job.find()
         if parsed.ttp_spare:
             assert record.common is not None
-            record.taken = spare_node.wait(parsed, settings, record.common)
+            record.taken = spare_node.wait(parsed, settings, record.common, job.look)
             if record.place is None:
                 output.tell("[ttp] the job is over; this spare node was not needed")
                 return 0
             parsed.node_rank = record.place.node
+            if record.place.store is not None:
+                moved_job.go_to_store(parsed, record.place.store)
         code = last_line.run_to_the_last_line(parsed, engine, record)
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
         code = last_line.USAGE_EXIT_CODE
-    except StartError as error:
+    except (StartError, MovedError) as error:
         output.tell(f"[ttp] {error}")
     except waiting.Interrupted as error:
         verdict = record.verdict
@@ -294,7 +300,7 @@ def _run_with_survivors(
         try:
             waiting.hear_signals()
             # After an error of the control thread its tasks would print warnings at the interpreter's end.
-            at_once = record.end_agent() or at_once
+            at_once = record.end_agent() or at_once or waiting.is_abandoned()
             waiting.ignore_signals()
         except SignalException:  # another signal: end at once
             at_once = True

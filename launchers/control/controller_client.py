@@ -163,6 +163,8 @@ class ControllerClient:
         obey: is called with each order.
         on_controller_unreachable: is called when no controller is left.
         recurrence: the faults of earlier generations; each verdict is added.
+        open_store: is called with the address of this node before its controller takes over; returns the
+            address of the rendezvous store in the place of the store of node 0.
     """
 
     def __init__(
@@ -177,7 +179,9 @@ class ControllerClient:
         obey: Callable[[ControllerToAgent], None],
         on_controller_unreachable: Callable[[], None],
         recurrence: Recurrence,
+        open_store: Callable[[str], Endpoint | None],
     ) -> None:
+        self._open_store = open_store
         self._node = node
         self._nodes = nodes
         self._world_size = world_size
@@ -345,7 +349,7 @@ class ControllerClient:
             self.listener.begin_turn(None, self._succession.verdict)
             return
         controller_host = self._run_controller()
-        controller_host.take_over(self._succession.standby_state)
+        controller_host.take_over(self._succession.standby_state, self._open_store(self._address))
         self._report_again()
         for node in range(self._node):
             controller_host.lose(node)

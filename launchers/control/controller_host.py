@@ -32,6 +32,7 @@ from adaptor.protocol.messages import (
     AgentLost,
     ControllerToAgent,
     Dismissed,
+    Endpoint,
     FromAgent,
     Frozen,
     StandbyState,
@@ -111,15 +112,16 @@ class ControllerHost:
             self._deliver(self.controller.give_up(text.describe(error)))
             tell_error("an error in the controller's clock", error)
 
-    def take_over(self, standby_state: Iterable[StandbyState]) -> None:
+    def take_over(self, standby_state: Iterable[StandbyState], store: Endpoint | None) -> None:
         """Take over from the controllers of earlier terms.
 
         Args:
             standby_state: the state that they have passed on.
+            store: as `rendezvous_store` of `Controller.succeed`.
         """
         known_messages = list(standby_state)
         self._registry.succeed(known_messages)
-        self.controller.succeed(known_messages, range(self.term, self.nodes), time.monotonic())
+        self.controller.succeed(known_messages, range(self.term, self.nodes), time.monotonic(), store)
         self._record(functools.partial(self._incident_report.record_takeover, self.term))
 
     def lose(self, node: int) -> None:

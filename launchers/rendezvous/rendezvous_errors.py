@@ -26,6 +26,10 @@ class NotTakenInError(RendezvousError):
     """The job for which the node waited has ended."""
 
 
+class MovedError(NotTakenInError):
+    """The job has gone on at another rendezvous store while the node waited at the store of its flags."""
+
+
 class HostUnknownError(RendezvousConnectionError):
     """The host of the rendezvous has no address on the node."""
 

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import Store
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -20,20 +19,20 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from adaptor import output
 from adaptor.launchers.rendezvous import c10d_store, dynamic_nodes
-from adaptor.launchers.rendezvous.rendezvous_errors import NotTakenInError, plain_node
+from adaptor.launchers.rendezvous.fixed_nodes import FixedNodes
+from adaptor.launchers.rendezvous.next_store import NextStore
+from adaptor.launchers.rendezvous.rendezvous_errors import NotTakenInError
 from adaptor.launchers.rendezvous.waiting import AGAIN_S, FIRST_S, Interrupted, wait_for
+from adaptor.protocol.messages import Endpoint
 
-# Seconds between two checks of node 0: the store's own wait writes two warnings at each time-out.
-_LOOK_S = 0.1
 # Seconds between two checks of the agent with the store whether the others have left, which takes
 # milliseconds; and the limit: another agent may be lost, and on a busy machine an agent takes seconds to
 # end.
 _LOOK_FOR_END_S = 0.02
 _OTHERS_LEAVE_S = 10.0
 _LEFT, _ALL_LEFT = "ttp/left", "ttp/all have left"
-# The most nodes that are named in a line.
-_NAMED = 4
-_ALL = "all are here"
+# The key in a store of c10d that is in the process of an agent, which is node 0 (`dynamic_nodes.py`).
+_OF_AN_AGENT = "ttp/store of an agent"
 _OWN_STORE = "the rendezvous store of this node"
 # Backends whose store is in the process of an agent.
 _STORE_OF_AN_AGENT = ("static", "c10d")
@@ -42,10 +41,15 @@ _STORE_OF_AN_AGENT = ("static", "c10d")
 class Registry:
     """Wraps torch's registry of rendezvous handlers, whose constructors connect to the store and may
     wait.
+
+    Args:
+        look: raises MovedError if the job has gone on elsewhere; called while this node waits for its first
+            meeting.
     """
 
-    def __init__(self, registry: Any) -> None:
+    def __init__(self, registry: Any, look: Callable[[], None] = lambda: None) -> None:
         self._registry = registry
+        self._look = look
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._registry, name)
@@ -62,7 +66,15 @@ class Registry:
 
         def connect() -> Rendezvous:
             handler, has_store = c10d_store.connect(self._registry, params, note)
-            rendezvous = Rendezvous(handler, params.endpoint, params.max_nodes, has_store=has_store)
+            next_store = NextStore(self._registry, params)
+            rendezvous = Rendezvous(
+                handler,
+                params.endpoint,
+                params.max_nodes,
+                has_store=has_store,
+                next_store=next_store,
+                look=self._look,
+            )
             if params.backend != "static":
                 dynamic_nodes.put_in_order(handler, has_store=has_store)
             return rendezvous
@@ -72,6 +84,7 @@ class Registry:
             lambda: _with(trouble, rendezvous_name),
             limit=lambda: c10d_store.limit(params),
             first_s=AGAIN_S if is_alone else FIRST_S,
+            look=self._look,
         )
 
 
@@ -82,17 +95,32 @@ class Rendezvous:
         endpoint: the meeting address of the nodes.
         most_nodes: the largest number of nodes.
         has_store: whether the store ends with this agent; a static rendezvous has the store on node 0.
+        next_store: takes the place of a store that is lost with node 0; None: no store does.
+        look: as in `Registry`.
     """
 
     def __init__(
-        self, handler: Any, endpoint: str = "", most_nodes: int = 1, *, has_store: bool = False
+        self,
+        handler: Any,
+        endpoint: str = "",
+        most_nodes: int = 1,
+        *,
+        has_store: bool = False,
+        next_store: NextStore | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self._handler = handler
+        self._look = look
+        self._next_store = next_store
         self._where = endpoint
         self._most = most_nodes
-        self._static = _Static(handler) if handler.get_backend() == "static" else None
+        self._static = FixedNodes(handler) if handler.get_backend() == "static" else None
         self._signs = dynamic_nodes.watch(handler)
         self._has_store = self._static.is_host if self._static is not None else has_store
+        # The loss of node 0 ends the store; with another backend than static known after a meeting.
+        self._ends_with_node_0 = self._static is not None
+        if has_store and handler.get_backend() == "c10d":
+            handler._store.set(_OF_AN_AGENT, "")
         self._tell_of_end: Callable[[], None] | None = None
         self._interrupted = False
         self._has_met = False
@@ -136,11 +164,47 @@ class Rendezvous:
             return 0
         return waiting + (self._signs.nodes_that_meet if self._signs is not None else 0)
 
+    # after the loss of node 0
+
+    @property
+    def ends_with_node_0(self) -> bool:
+        """Return whether the store is in the process of node 0."""
+        return self._ends_with_node_0
+
+    def open_store(self, address: str) -> Endpoint | None:
+        """Open a store in the place of the store of node 0, which is lost; None if that cannot be.
+
+        Args:
+            address: of this node.
+        """
+        return self._next_store.open(address) if self._next_store and self._ends_with_node_0 else None
+
+    def store_at(self, endpoint: Endpoint) -> Store:
+        """Return the store that another node, or this node, has opened in the place of that of node 0."""
+        assert self._next_store is not None
+        return self._next_store.connect(endpoint)
+
+    def move(self, endpoint: Endpoint, number: int) -> None:
+        """Let the next meeting be at the store at `endpoint`.
+
+        Args:
+            number: the number of this node from now on, with fixed numbers; 0: of the node with the store.
+        """
+        assert self._next_store is not None
+        self._where = f"{endpoint.address}:{endpoint.port}"
+        self._has_store = number == 0
+        if self._static is not None:
+            self._static.move(self._handler, self._next_store.store_of_agents, endpoint, number)
+        else:
+            self._handler = self._next_store.handler(self._handler, endpoint, has_store=self._has_store)
+            self._signs = dynamic_nodes.watch(self._handler)
+
     def meet(self, work: Callable[[], None]) -> None:
         """Run `work`, which meets the other nodes. Raises Interrupted: a signal came first."""
         try:
             first_s = AGAIN_S if self._most == 1 else FIRST_S
-            wait_for(work, lambda: self.missing, limit=lambda: self.limit, first_s=first_s)
+            look = (lambda: None) if self._has_met else self._look
+            wait_for(work, lambda: self.missing, limit=lambda: self.limit, first_s=first_s, look=look)
         except Interrupted:
             self._interrupted = True
             raise
@@ -193,6 +257,8 @@ class Rendezvous:
             try:
                 info = self._handler.next_rendezvous()
                 self._has_met = True
+                if self.store_of_all_rounds is not None:
+                    self._ends_with_node_0 = bool(self.store_of_all_rounds.check([_OF_AN_AGENT]))
                 if self._signs is not None:
                     self._signs.enter(int(info.rank))
                 return info
@@ -306,97 +372,8 @@ class LaterNodes:
             )
 
 
-class _Static:
-    """The first meeting of nodes with fixed numbers (--node-rank), over the store on node 0.
-
-    Attributes:
-        is_host: the node has the store
-        met: all nodes have come
-        missing: the awaited nodes, in words
-        trouble: why the address of node 0 cannot be reached, in words; '' if unknown
-    """
-
-    def __init__(self, handler: Any) -> None:
-        self._node, self._nodes = int(handler.rank), int(handler.world_size)
-        self._run_id = str(handler.run_id)
-        self.is_host = self._node == 0
-        self._timeout = handler.timeout
-        self._address, self._port = str(handler.master_addr), int(handler.master_port)
-        self.met = False
-        self.missing = self.trouble = ""
-        self._name_missing([0] if self._node else range(1, self._nodes))
-
-    def meet(self) -> TCPStore:
-        """Return the store, after all nodes have come to it.
-
-        Raises:
-            RendezvousConnectionError: the store on node 0 has not answered within torch's limit.
-            RendezvousTimeoutError: some nodes have not come within torch's limit.
-        """
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        if self._node:
-            c10d_store.wait_until_it_answers(self._address, self._port, deadline, self._note)
-        else:
-            c10d_store.wait_until_it_resolves(self._address, deadline, self._note)
-        store = TCPStore(
-            self._address,
-            self._port,
-            self._nodes,
-            self.is_host,
-            self._timeout,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
-        keys = PrefixStore(f"{self._run_id}/ttp/met", store)
-        keys.set(_here(self._node), "")
-        if self._node == 0:
-            self._wait_for_all(keys, PrefixStore(self._run_id, store), deadline)
-            keys.set(_ALL, "")
-        else:
-            self.missing = f"the other nodes of {self._nodes}"
-            try:
-                keys.wait([_ALL], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-            except RuntimeError:  # raised by a lost store, and after the limit
-                if time.monotonic() < deadline:
-                    raise
-                raise RendezvousTimeoutError(self.missing) from None
-        self.met, self.missing = True, ""
-        return store
-
-    def _note(self, trouble: str) -> None:
-        self.trouble = trouble
-
-    def _wait_for_all(self, keys: PrefixStore, torchs: PrefixStore, deadline: float) -> None:
-        awaited = list(range(1, self._nodes))
-        while awaited:
-            if not keys.check([_here(awaited[0])]):
-                self._require_ours(awaited[0], keys, torchs)
-                if time.monotonic() >= deadline:
-                    raise RendezvousTimeoutError(self.missing)
-                time.sleep(_LOOK_S)
-                continue
-            awaited = [node for node in awaited if not keys.check([_here(node)])]
-            self._name_missing(awaited)
-
-    def _require_ours(self, node: int, keys: PrefixStore, torchs: PrefixStore) -> None:
-        """Refuse a node that is in torch's rendezvous without having announced itself before."""
-        if torchs.check([f"torchelastic/role_info/{node}"]) and not keys.check([_here(node)]):
-            raise plain_node(f"node {self._node}", f"node {node}")
-
-    def _name_missing(self, nodes: Sequence[int]) -> None:
-        named = ", ".join(map(str, nodes[:_NAMED]))
-        omitted = f" and {len(nodes) - _NAMED} more" if len(nodes) > _NAMED else ""
-        self.missing = (
-            f"node{'s' if len(nodes) > 1 else ''} {named}{omitted} of {self._nodes}" if nodes else ""
-        )
-
-
 def _with(trouble: str, what: str) -> str:
     return f"{what} ({trouble})" if trouble else what
-
-
-def _here(node: int) -> str:
-    return f"here/{node}"
 
 
 def _missing_of(handler: Any) -> str:

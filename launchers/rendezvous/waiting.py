@@ -28,6 +28,8 @@ from adaptor.protocol.environment import BY_HAND, ending_signals
 FIRST_S = 1.5
 # Seconds between two lines.
 AGAIN_S = 10.0
+# The name of a thread whose wait was ended by `look`.
+_ABANDONED = "ttp-abandoned"
 
 T = TypeVar("T")
 
@@ -51,6 +53,7 @@ def wait_for(
     quiet: bool = False,
     limit: Callable[[], str] = lambda: "",
     first_s: float = FIRST_S,
+    look: Callable[[], None] = lambda: None,
 ) -> T:
     """Run `work` in a thread and return its result; call on the main thread.
 
@@ -60,6 +63,7 @@ def wait_for(
         quiet: print no lines.
         limit: returns the longest wait and its setting; empty: unknown or unlimited.
         first_s: seconds before the first line.
+        look: is called before each line; an exception of it ends the wait, as a signal does.
 
     Raises:
         Interrupted: SIGINT, SIGTERM or another signal handled by torch came first. `work` goes on until the
@@ -80,9 +84,15 @@ def wait_for(
     with _signals_raise():
         try:
             # Inside the `try`: a signal during the start of the thread counts as a signal during the wait.
-            threading.Thread(target=run, name="ttp-waiting", daemon=True).start()
+            thread = threading.Thread(target=run, name="ttp-waiting", daemon=True)
+            thread.start()
             wait_s = first_s
             while not finished.wait(wait_s):
+                try:
+                    look()
+                except Exception:
+                    thread.name = _ABANDONED
+                    raise
                 if not quiet:
                     _say(awaited_text(), limit())
                 wait_s = AGAIN_S
@@ -95,6 +105,11 @@ def wait_for(
     if raised:
         raise raised[0]
     return returned[0]
+
+
+def is_abandoned() -> bool:
+    """Return whether the thread of an ended wait still waits: it would abort the interpreter at its end."""
+    return any(thread.name == _ABANDONED for thread in threading.enumerate())
 
 
 def ignore_signals() -> None:

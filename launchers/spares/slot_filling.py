@@ -4,7 +4,8 @@ Node 0 decides on its control thread (the gate: `spare_gate.py`) and writes the 
 store; the other nodes wait for the entries. A place is filled either for the restart after a verdict, or
 online, while the other nodes keep their workers. Online, the spare node belongs to the job at once: if a
 verdict comes before its agent has connected, node 0 waits for the agent, which gets the verdict and starts
-again with all others. A job whose store is lost fills no place.
+again with all others. After the loss of node 0 the node that has taken the controller over decides, and
+writes into its new store.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from adaptor.protocol.spare_messages import TakePlace
 # The time for the agent of a new owner to connect to the controller: the agent starts torch elastic, which
 # takes seconds. The other nodes wait longer (`DECIDED_S`).
 COMES_S = 20.0
+# The time for spare nodes to come to the gate of the node that has taken over: they notice the loss of node 0
+# by themselves, as this node has, and the save has taken time, too.
+MOVES_S = 5.0
 _NONE_WAITS = "no spare node waits"
 
 
@@ -131,10 +135,16 @@ class Places:
             self._store.set(f"owner/{node}", owner)
             self._store.set(f"taken/{owner}", "")
 
-    def settle(self, generation: int, owners: Mapping[int, str]) -> None:
-        """Write the owners of the places lost in `generation`, on node 0; empty: no owners."""
+    def settle(self, generation: int, owners: Mapping[int, str], *, is_filled: bool | None = None) -> None:
+        """Write the owners of the places lost in `generation`, on node 0.
+
+        Args:
+            owners: empty: no owners.
+            is_filled: whether the job goes on; None: if the places have owners.
+        """
         self.give(owners)
-        self._store.set(f"filled/{generation}", _FILLED if owners else _LEFT)
+        goes_on = bool(owners) if is_filled is None else is_filled
+        self._store.set(f"filled/{generation}", _FILLED if goes_on else _LEFT)
 
     def are_filled(self, generation: int) -> bool:
         """Return whether node 0 has a spare for each place lost in `generation`."""
@@ -147,4 +157,4 @@ class Places:
             except RuntimeError:  # node 0 is also lost, or does not answer
                 return False
 
-        return wait_for(decided, lambda: "node 0, which asks for spare nodes")
+        return wait_for(decided, lambda: "node 0, which decides whether the job goes on")

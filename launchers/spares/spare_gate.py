@@ -1,5 +1,8 @@
 """The gate at which spare nodes wait, in the agent of node 0, for the life of the agent.
 
+The nodes that stand by for the controller have gates, too. Spares get the addresses from node 0; such a gate
+serves spares once its node has taken the controller over.
+
 Invariants: a waiting spare has no place in the rendezvous and no worker; a place is given only to spares
 that have just answered, and only if each lost node gets a spare; the new owner is written before any worker
 starts again, so an agent that was taken for lost cannot return to its place.
@@ -14,6 +17,7 @@ the end of its newest connection counts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
@@ -27,10 +31,12 @@ from adaptor.launchers.control.invitation import Invitation
 from adaptor.launchers.control.tls import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
-from adaptor.protocol.messages import AgentHello
+from adaptor.protocol.messages import AgentHello, Endpoint
 from adaptor.protocol.spare_messages import (
+    Gate,
     Import,
     MemberHello,
+    NextGates,
     SpareAccepted,
     SpareAsked,
     SpareHello,
@@ -97,6 +103,27 @@ class SpareGate:
         self._on_gone = on_gone
         self._imports: Import | None = None
         self.gone: dict[int, AgentHello] = {}
+        self._store: Endpoint | None = None
+        self._turn = asyncio.Event()
+        self._arrived = asyncio.Event()
+        self._next_gates: dict[int, Gate] = {}  # by node
+
+    def begin_turn(self, store: Endpoint | None = None) -> None:
+        """Serve spares from now on: the node is node 0, or has taken the controller over.
+
+        Args:
+            store: the rendezvous store, in the place of the store that was lost with node 0.
+        """
+        self._store = store
+        self._turn.set()
+
+    async def await_spares(self, count: int, limit_s: float) -> None:
+        """Wait until `count` spares are there, at most `limit_s` seconds."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with deadline(limit_s):
+                while self.waiting < count:
+                    self._arrived.clear()
+                    await self._arrived.wait()
 
     async def open(self, address: str) -> Invitation:
         """Listen from now on; return the invitation.
@@ -138,7 +165,7 @@ class SpareGate:
             self._owners[node] = owners[node]
             self._newest[node] = spare.reader
             self.gone.pop(node, None)
-            place = TakePlace(node, counts.restarts, counts.generations, owners[node], incident)
+            place = TakePlace(node, counts.restarts, counts.generations, owners[node], incident, self._store)
             spare.writer.write(wire.frame(place))
             output.tell(f"[ttp] {spare.where} takes the place of node {node}; {self._left_text}")
         return owners
@@ -173,6 +200,7 @@ class SpareGate:
         if isinstance(hello, MemberHello):
             await self._outlive(hello, reader, writer)
             return
+        await self._turn.wait()
         if reason := _difference(hello, self._mine):
             writer.write(wire.frame(SpareRefused(reason)))
             output.tell(f"[ttp] the spare node {hello.host} (pid {hello.pid}) is refused: {reason}")
@@ -184,7 +212,10 @@ class SpareGate:
             return
         spare = _Waiting(hello, reader, writer)
         self._waiting.append(spare)
+        self._arrived.set()
         writer.write(wire.frame(SpareAccepted()))
+        if self._next_gates:
+            writer.write(wire.frame(self._next_gates_message))
         if self._imports is not None:
             writer.write(wire.frame(SpareImports(self._imports)))
         output.tell(f"[ttp] {spare.where} waits; {self._left_text}")
@@ -199,6 +230,10 @@ class SpareGate:
             elif spare.agent is not None:
                 self._end(spare.agent, reader)
 
+    @property
+    def _next_gates_message(self) -> NextGates:
+        return NextGates(tuple(gate for _, gate in sorted(self._next_gates.items())))
+
     async def _outlive(
         self, member: MemberHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
@@ -206,6 +241,10 @@ class SpareGate:
         if member.owner == self._owners.get(member.node, ""):  # otherwise a spare owns the place
             self._newest[member.node] = reader
             self.gone.pop(member.node, None)
+            if member.gate is not None:
+                self._next_gates[member.node] = member.gate
+                for spare in self._waiting:
+                    spare.writer.write(wire.frame(self._next_gates_message))
         writer.write(wire.frame(SpareAccepted()))
         try:
             while True:
@@ -216,6 +255,7 @@ class SpareGate:
     def _end(self, agent: AgentHello, reader: asyncio.StreamReader) -> None:
         """Count `agent` as lost after the end of its newest connection."""
         if self._newest.get(agent.node) is reader:
+            self._next_gates.pop(agent.node, None)
             self.gone[agent.node] = agent
             self._on_gone()
 

@@ -35,8 +35,10 @@ from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.environment import AGENT
 from adaptor.protocol.spare_messages import (
+    Gate,
     Import,
     MemberHello,
+    NextGates,
     Ready,
     SpareAsked,
     SpareHello,
@@ -45,6 +47,7 @@ from adaptor.protocol.spare_messages import (
     SpareRefused,
     SpareReleased,
     TakePlace,
+    ToSpareNode,
     to_spare_node,
 )
 
@@ -154,6 +157,9 @@ GATE = "gate"
 # The first and the longest pause between two attempts to connect to the gate; the pause doubles, and is
 # drawn at random: thousands of nodes may fail at the same time.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+# The time for a node to take over from a silent node 0, which it may notice some seconds later than the spare
+# (`wire`), and from the nodes that stood by before it (`failover`).
+TURN_S = 12.0
 
 
 class Taken(NamedTuple):
@@ -217,15 +223,19 @@ def about_this_node(parsed: argparse.Namespace, facts: Mapping[str, str]) -> Spa
     return SpareHello({**facts, **further_facts}, arguments, socket.gethostname(), os.getpid())
 
 
-def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) -> Taken | None:
+def wait(
+    parsed: argparse.Namespace, settings: Config, own_hello: SpareHello, look: Callable[[], None]
+) -> Taken | None:
     """Wait for a place; return None if the job ends first.
 
     The returned connection has to stay open for the life of the process.
 
     Args:
         own_hello: the facts that node 0 compares.
+        look: as in `Registry`.
 
     Raises:
+        MovedError: the job has gone on elsewhere.
         ConfigError: node 0 refuses the spare.
         StartError: node 0 is lost, or cannot be reached.
         Interrupted: a signal came first.
@@ -243,7 +253,9 @@ def wait(parsed: argparse.Namespace, settings: Config, own_hello: SpareHello) ->
         nonlocal awaited
         awaited = f"{gate_place} ({text})" if text else gate_place
 
-    gate_bytes = wait_for(lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited)
+    gate_bytes = wait_for(
+        lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited, look=look
+    )
     gate_invitation = Invitation.decode(gate_bytes, invitation.kind_of(settings))
     return wait_for(
         lambda: asyncio.run(wait_at_gate(gate_invitation, host, settings, own_hello, warm)),
@@ -315,8 +327,15 @@ class Member:
         self._coming: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
-        """Connect to the gate; after a failure, try again while the job trains."""
-        self._watch(self._connection or await self._come())
+        """Connect to the gate; after a failure, try again while the job trains.
+
+        The connection of a spare node that has taken a place is replaced: on the new connection the node says
+        where its own gate is.
+        """
+        connection, first = await self._come(), self._connection
+        if connection is not None and first is not None:
+            first.close()
+        self._watch(connection or first)
 
     async def end(self) -> None:
         """Stop connecting."""
@@ -363,32 +382,70 @@ class Member:
 async def wait_at_gate(
     gate_invitation: Invitation, host: str, settings: Config, own_hello: SpareHello, warm: WarmProcesses
 ) -> Taken | None:
-    """Wait at the gate of `gate_invitation` while `warm` imports; for the rest see `wait`."""
+    """Wait at the gate of `gate_invitation` while `warm` imports; for the rest see `wait`.
+
+    After the loss of node 0 the spare waits at the gate of the node that has taken the controller over.
+    """
+    context = tls.load(settings)
+    reader, writer = await connect(*gate_invitation.address(host), gate_invitation.secret, context)
+    writer.write(wire.frame(own_hello))
+    first: list[ToSpareNode] = []  # what was read before
     imports: list[asyncio.Task[None]] = []
-    reader, writer = await connect(*gate_invitation.address(host), gate_invitation.secret, tls.load(settings))
-    try:
-        writer.write(wire.frame(own_hello))
-        while True:
-            match await wire.read(reader, to_spare_node, wire.SLOW_S):
-                case SpareRefused(reason=reason):
-                    raise ConfigError(f"{FLAG}: node 0 refuses this spare node: {reason}")
-                case SpareImports(what=what):
-                    imports.append(asyncio.ensure_future(warm.have_import(what)))
-                case SpareAsked():
-                    writer.write(wire.frame(SpareReady()))
-                case TakePlace() as place:
-                    output.tell(f"[ttp] this spare node takes the place of node {place.node}")
-                    # Past the streams, which end with the event loop: no goodbye of TLS.
-                    taken = Taken(place, writer.get_extra_info("socket").dup(), warm)
-                    writer.transport.abort()
-                    return taken
-                case SpareReleased():
-                    return None
-                case _:  # accepted
-                    output.tell(f"[ttp] this node is a spare: it waits at {host} for a node to be lost")
-    except (EOFError, OSError, msgspec.DecodeError):
-        raise StartError(
-            f"node 0 at {host} is gone, and the rendezvous store with it: a spare node cannot take that place"
-        ) from None
-    finally:
-        writer.close()
+    while True:
+        gates: tuple[Gate, ...] = ()
+        try:
+            while True:
+                match first.pop() if first else await wire.read(reader, to_spare_node, wire.SLOW_S):
+                    case SpareRefused(reason=reason):
+                        raise ConfigError(f"{FLAG}: node 0 refuses this spare node: {reason}")
+                    case SpareImports(what=what):
+                        imports.append(asyncio.ensure_future(warm.have_import(what)))
+                    case NextGates(gates=gates):
+                        pass
+                    case SpareAsked():
+                        writer.write(wire.frame(SpareReady()))
+                    case TakePlace() as place:
+                        output.tell(f"[ttp] this spare node takes the place of node {place.node}")
+                        # Past the streams, which end with the event loop: no goodbye of TLS.
+                        taken = Taken(place, writer.get_extra_info("socket").dup(), warm)
+                        writer.transport.abort()
+                        return taken
+                    case SpareReleased():
+                        return None
+                    case _:  # accepted
+                        output.tell(f"[ttp] this node is a spare: it waits at {host} for a node to be lost")
+        except (EOFError, OSError, msgspec.DecodeError):
+            pass
+        finally:
+            writer.close()
+        next_gate = await _come_to_next_gate(gates, settings, context, own_hello)
+        if next_gate is None:
+            raise StartError(
+                f"node 0 at {host} is gone, and no other node has taken the job over: this spare node ends"
+            )
+        host, reader, writer, message = next_gate
+        first.append(message)
+
+
+async def _come_to_next_gate(
+    gates: Sequence[Gate], settings: Config, context: Tls | None, own_hello: SpareHello
+) -> tuple[str, asyncio.StreamReader, asyncio.StreamWriter, ToSpareNode] | None:
+    """Go to the first of `gates` that serves spares.
+
+    Returns:
+        The address, the connection, and its first message; None if no gate serves spares: their nodes are
+            lost, too, or still have the controller of node 0.
+    """
+    for gate in gates:
+        gate_invitation = Invitation.decode(gate.invitation.encode(), invitation.kind_of(settings))
+        reached = await try_connect(*gate_invitation.address(gate.address), gate_invitation.secret, context)
+        if reached is None:
+            continue
+        reader, writer = reached
+        try:
+            writer.write(wire.frame(own_hello))
+            async with deadline(TURN_S):
+                return gate.address, reader, writer, await wire.read(reader, to_spare_node)
+        except (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError):
+            writer.close()
+    return None

@@ -90,6 +90,8 @@ KINDS += ("agent-sigkill", "agent-sigterm", "agent-sigint", "agent-sigint-twice"
 KINDS += ("spare-sigkill", "spare-sigstop")
 # The same, once the processes of a spare node could be the workers of this one.
 KINDS += ("agent-sigkill-beside-a-spare-node",)
+# The same, once a node that was lost is back, and waits as a spare node.
+KINDS += ("agent-sigkill-beside-a-node-that-is-back",)
 # The same, once the agent of another node has a host copy of this rank.
 KINDS += ("agent-sigkill-behind-a-kept-copy",)
 # SIGTERM to the agent and to every process below it, the children of workers included.
@@ -243,6 +245,8 @@ class Injector:
             _until_it_is_stopped(fault.after)
         if fault.kind == "agent-sigkill-beside-a-spare-node":
             _until_a_spare_node_is_ready()  # before it takes the time
+        if fault.kind == "agent-sigkill-beside-a-node-that-is-back":
+            _until_a_node_is_back()
         if fault.kind == "agent-sigkill-behind-a-kept-copy":
             _until_a_copy_is_kept(self._rank)
         spare = 0
@@ -283,7 +287,7 @@ class Injector:
                 _until_it_is_known()
             case "sigsegv":
                 ctypes.string_at(0)
-            case "agent-sigkill" | "agent-sigkill-beside-a-spare-node" | "agent-sigkill-behind-a-kept-copy":
+            case kind if kind.startswith("agent-sigkill"):
                 os.kill(os.getppid(), signal.SIGKILL)
                 # The workers learn of it when the kernel has freed its memory; no step may finish until then.
                 threading.Event().wait()
@@ -436,6 +440,16 @@ def _until_all_spare_nodes_wait() -> None:
             f"{count} spare nodes wait",
             within_s=_LONG_S,
         )
+
+
+def _until_a_node_is_back() -> None:
+    """As it says itself in the log of its second start."""
+    out = Path(os.environ["TTP_LOG_PATH"]).parent
+
+    def waits() -> bool:
+        return any("this node is a spare: it waits" in log.read_text() for log in out.glob("agent*again.log"))
+
+    waiting.written(out, waits, "a node that is back waits", within_s=_LONG_S)
 
 
 def _until_a_spare_node_is_ready() -> None:

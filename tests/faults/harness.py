@@ -185,6 +185,7 @@ class Job:
     spares     how many more wait to take the place of a node that is lost, in the last namespace
     spares_die the one that takes the first place is killed when it has it (`dying_spare.py`)
     dies       the node that is killed when it is about to start its workers again (`dying_node.py`)
+    returns    the node whose command is given once more, when the job has gone on without node 0
     network    the namespaces that the nodes are in; None: they share the machine's
     script     to run in place of Megatron-LM's pretrain_gpt.py; it records by itself
     framework  the tree of Megatron-LM
@@ -215,6 +216,7 @@ class Job:
     spares: int = 0
     spares_die: bool = False
     dies: int | None = None
+    returns: int | None = None
     network: Namespaces | None = None
     script: Path | None = None
     framework: Path | None = None
@@ -299,7 +301,10 @@ def run(job: Job) -> Ended:
     logs = [job.out / f"agent{node}.log" for node in range(job.nodes + job.spares)]
     agents = []
     try:
-        for node, log in enumerate(logs):
+        for node, log in [*enumerate(logs), *_second_starts(job)]:
+            if log not in logs:
+                _wait_until_it_has_moved(job)
+                logs.append(log)
             if job.later and node == job.nodes - job.later:
                 # The others start first, and come to the step of the fault.
                 has_struck = (job.out / "stamps").exists
@@ -333,6 +338,20 @@ def run(job: Job) -> Ended:
     )
     assert len(ended.stamps) == len(job.faults), f"a fault did not strike:\n{ended.log[-3000:]}"
     return ended
+
+
+def _second_starts(job: Job) -> list[tuple[int, Path]]:
+    """The node that comes back, and its second log."""
+    return [] if job.returns is None else [(job.returns, job.out / f"agent{job.returns}-again.log")]
+
+
+def _wait_until_it_has_moved(job: Job) -> None:
+    def has_moved() -> bool:
+        return any(
+            "is node 0 from now on" in log.read_text(errors="replace") for log in job.out.glob("*.log")
+        )
+
+    waiting.written(job.out, has_moved, "another node is node 0", within_s=job.timeout_s)
 
 
 def _cold(job: Job) -> bool:
@@ -370,8 +389,10 @@ def _command(job: Job, node: int, port: int) -> list[str]:
         command += ["--nnodes", f"{job.fewest}:{job.nodes}", "--rdzv-backend", "c10d"]
         # All are on the machine of the store, and whichever was fastest would have it, and be node 0.
         command += ["--rdzv-conf", f"{QUICK},is_host={int(node == 0)}"]
-        command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"]
-        command += ["--local-addr", job.addresses[node]] if job.addresses else []
+        host = job.network.address if job.network else "localhost"
+        addresses = job.addresses or (job.network.addresses if job.network else ())
+        command += ["--rdzv-endpoint", f"{host}:{port}", "--rdzv-id", "job"]
+        command += ["--local-addr", addresses[node]] if addresses else []
     elif job.nodes > 1:
         command += ["--nnodes", str(job.nodes)]
         command += ["--node-rank", str(node)] if node < job.nodes else ["--ttp-spare"]

@@ -35,6 +35,11 @@ class Namespaces:
     ends: tuple[tuple[str, str], ...]
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """The address of each."""
+        return tuple(_address(number) for number in range(len(self.names)))
+
+    @property
     def environment(self) -> dict[str, str]:
         return {VARIABLE: " ".join("/".join(end) for end in self.ends), "GLOO_SOCKET_IFNAME": LINK}
 

@@ -155,8 +155,11 @@ def test_no_restart_is_left(tmp_path: Path, baseline_of: BaselineOf) -> None:
     outcome.assert_same_training(ended, baseline_of(TP2_DP1).records, steps=range(1, 8))
 
 
-def test_a_node_is_lost_with_the_only_holder_of_a_shard(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The agent of node 1 is killed, and its copies go along; node 0 has kept them, too. With TLS."""
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_is_lost_with_the_only_holder_of_a_shard(
+    node: int, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """The agent of a node is killed, and its copies go along; the other node has kept them, too. With TLS."""
     job = Job(
         tmp_path / "job",
         TP2_DP1,
@@ -166,7 +169,7 @@ def test_a_node_is_lost_with_the_only_holder_of_a_shard(tmp_path: Path, baseline
         restarts=1,
         options=["--ttp-host-copy", "2"],
         environment=Authority(tmp_path / "signer").settings(),
-        faults=["rank=1,step=8,phase=backward,kind=agent-sigkill-behind-a-kept-copy"],
+        faults=[f"rank={node},step=8,phase=backward,kind=agent-sigkill-behind-a-kept-copy"],
     )
     baseline = baseline_of(TP2_DP1)
     ended = harness.run(job)

@@ -98,6 +98,7 @@ def test_the_agent_with_the_controller_is_killed(tmp_path: Path, baseline_of: Ba
         .rstrip()
         .endswith(
             "[ttp] node 0 is lost; step 5 is saved, no finished step is lost; "
+            "not started again: no spare node takes the place of node 0; "
             f"the newest checkpoint in {job.save} is step 5"
         )
     )

@@ -17,7 +17,7 @@ import pytest
 from adaptor.__main__ import main
 from adaptor.checkpoint import manifest, tracker
 from adaptor.protocol import naming
-from tests.faults import harness, outcome, told, warm
+from tests.faults import harness, namespaces, outcome, told, warm
 from tests.faults.harness import ITERATIONS, Ended, Job, Layout
 from tests.faults.same import differences
 
@@ -25,8 +25,10 @@ BATCH = ("--global-batch-size", "12")
 SAMPLES = ("--train-samples", "64", "--lr-warmup-iters", "0")
 
 
-def lose_a_node(tmp_path: Path, nodes: int, *extra: str, tp: int = 1, **more: object) -> Ended:
-    """Run a job of one rank on each of `nodes`, of which the last one is lost in step 4, and return it."""
+def lose_a_node(
+    tmp_path: Path, nodes: int, *extra: str, tp: int = 1, lost: int | None = None, **more: object
+) -> Ended:
+    """Run a job of one rank on each of `nodes`, of which one is lost in step 4, by default the last one."""
     job = Job(
         tmp_path / "job",
         Layout(f"dp{nodes}", nodes, tp=tp, extra=extra),
@@ -34,7 +36,7 @@ def lose_a_node(tmp_path: Path, nodes: int, *extra: str, tp: int = 1, **more: ob
         nodes=nodes,
         fewest=nodes - 1,
         restarts=1,
-        faults=[f"rank={nodes - 1},step=4,phase=backward,kind=agent-sigkill"],
+        faults=[f"rank={nodes - 1 if lost is None else lost},step=4,phase=backward,kind=agent-sigkill"],
         **more,  # type: ignore[arg-type]
     )
     return harness.run(job)
@@ -93,6 +95,44 @@ def test_one_node_less(nodes: int, kind: str, tmp_path: Path) -> None:
     last = naming.final_name(ITERATIONS)
     found = differences(tmp_path / "save" / last, tmp_path / "other" / last)
     assert [line for line in found if "args./load: " not in line] == []
+
+
+def test_node_0_less(tmp_path: Path) -> None:
+    """Node 1 opens a rendezvous store in the place of the store that is lost with node 0."""
+    ended = lose_a_node(tmp_path, 3, *BATCH, lost=0)
+    assert sorted(ended.codes) == [0, 0, 137], ended.log[-3000:]
+    assert "[ttp] this node was node 1, and is node 0 from now on" in ended.log
+    assert "[ttp] 2 nodes of 2 to 3, 3 before: data-parallel size 2, global batch 12" in ended.log
+    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.log
+    assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
+
+
+@pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
+def test_one_side_of_a_cut_network_goes_on(tmp_path: Path) -> None:
+    """Either could go on alone, and both have saved: the lease of the save folder decides.
+
+    The side that goes on trains for longer than the other side needs to begin.
+    """
+    with namespaces.two() as network:
+        job = Job(
+            tmp_path / "job",
+            Layout("dp2", 2, extra=BATCH),
+            save=tmp_path / "save",
+            nodes=2,
+            fewest=1,
+            restarts=1,
+            network=network,
+            environment={"TTP_TLS": "plain"},
+            faults=[
+                "rank=0,step=4,phase=backward,kind=cut",
+                *(f"rank=0,step={step},phase=forward,kind=pause,restart=1" for step in (4, 5, 6)),
+            ],
+        )
+        ended = harness.run(job)
+    assert sorted(bool(code) for code in ended.codes) == [False, True], ended.log[-5000:]
+    assert ended.log.count("restart 1 of 1: from step 3, 0 steps lost") == 1
+    assert re.search(r"not started again: --save is .*: the job of process \d+ on .*, saves there", ended.log)
+    assert_same(ended, undisturbed(tmp_path, 1, 3, *BATCH), range(4, ITERATIONS + 1))
 
 
 def test_a_batch_that_the_nodes_cannot_divide_ends_the_job(tmp_path: Path) -> None:

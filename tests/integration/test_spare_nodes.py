@@ -57,3 +57,35 @@ def test_a_node_that_is_lost_between_two_starts_is_replaced_at_once(
     assert ended.logs[0].count(" takes the place of node 1; ") == 1
     assert "restart 2 of 2" in ended.logs[0]
     outcome.assert_same_training(ended, baseline_of(DP2).records)
+
+
+@pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
+def test_a_spare_comes_after_the_loss_of_node_0(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The other node becomes node 0, with a rendezvous store of its own.
+
+    The lost node comes back with its own command, waits as a spare node, and has a place when that node 0 is
+    lost.
+    """
+    with namespaces.two() as network:
+        job = Job(
+            tmp_path / "job",
+            DP2,
+            save=tmp_path / "save",
+            nodes=2,
+            spares=1,
+            returns=0,
+            network=network,
+            restarts=2,
+            environment={"TTP_TLS": "plain"},
+            faults=[
+                "rank=0,step=3,phase=backward,kind=agent-sigkill",
+                "rank=0,step=6,phase=backward,kind=agent-sigkill-beside-a-node-that-is-back,restart=1",
+            ],
+        )
+        ended = harness.run(job)
+    assert ended.codes == (137, 137, 0, 0), ended.log[-3000:]
+    assert "[ttp] this node was node 1, and is node 0 from now on" in ended.logs[1]
+    assert ": this node waits there, as a spare node" in ended.logs[3]
+    assert "[ttp] this spare node takes the place of node 1" in ended.logs[3]
+    assert "restart 2 of 2: from step 5, 0 steps lost" in ended.logs[2]
+    outcome.assert_same_training(ended, baseline_of(DP2).records)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from adaptor.controller import failover
 from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator, Succession
 from adaptor.protocol.messages import (
@@ -189,3 +190,20 @@ def test_a_node_that_is_given_up_in_the_middle_of_its_report_hears_the_verdict()
     assert job.membership.lost == {0, 2}
     told = [node for node, order in job.give_up("it is a test") if isinstance(order, Verdict)]
     assert told == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("lost", "successor", "places"),
+    [((0,), 1, (1,)), ((0, 1), 2, (1, 2)), ((0, 2), 1, (1, 2)), ((0, 3), 1, (1, 3))],
+)
+def test_the_place_of_the_next_node_0_becomes_empty(
+    lost: tuple[int, ...], successor: int, places: tuple[int, ...]
+) -> None:
+    assert failover.empty_places_after(lost, successor) == places
+
+
+def test_at_least_half_of_the_nodes_go_on_without_node_0() -> None:
+    assert failover.may_go_on(2, (0,))
+    assert failover.may_go_on(4, (0, 1))
+    assert not failover.may_go_on(3, (0, 1))
+    assert not failover.may_go_on(4, (0, 1, 2))

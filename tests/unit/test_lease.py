@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from adaptor import output
 from adaptor.checkpoint import lease, lease_claim, left_overs
 from adaptor.checkpoint.lease import Lease, Owner
-from adaptor.errors import ConfigError
+from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
 from tests import waiting
 from tests.unit.threads import LONG_S, Thread
@@ -307,3 +308,73 @@ def test_a_restart_of_a_job_takes_the_mark_away(tmp_path: Path, stack: ExitStack
     assert b'"leaving":true,"generation":"0f3a5c21"' in (tmp_path / naming.LEASE).read_bytes()
     Lease(tmp_path, owner).take()
     assert b'"leaving":false' in (tmp_path / naming.LEASE).read_bytes()
+
+
+GENERATION = "0f3a5c21"
+
+
+def _goes_on(root: Path, side: set[int], owner: Owner, *, has_lease: bool) -> bool:
+    """Whether one side of a job of four nodes may go on without the others."""
+    try:
+        lost = {0, 1, 2, 3} - side
+        lease.go_on_without(
+            root,
+            owner,
+            GENERATION,
+            [f"node {n}" for n in side],
+            [f"node {n}" for n in lost],
+            has_lease=has_lease,
+        )
+    except CheckpointError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [({0}, {1, 2, 3}), ({0, 1}, {2, 3}), ({0, 2, 3}, {1}), ({0}, {1}, {2, 3}), ({1, 2}, {3}, {0})],
+)
+def test_one_side_of_a_cut_network_goes_on(sides: tuple[set[int], ...], tmp_path: Path) -> None:
+    """The first that says so, in any order; a second loss on that side changes nothing for the others."""
+    for number, order in enumerate(itertools.permutations(sides)):
+        root = tmp_path / str(number)
+        root.mkdir()
+        Lease(root, mine(), GENERATION).take()
+        owners = {min(side): mine() if 0 in side else elsewhere(mine(), min(side)) for side in order}
+        goes_on = [_goes_on(root, side, owners[min(side)], has_lease=0 in side) for side in order]
+        assert goes_on == [True] + [False] * (len(sides) - 1)
+        assert held_by(root) == owners[min(order[0])]
+        assert _goes_on(root, order[0], owners[min(order[0])], has_lease=0 in order[0])
+        assert not _goes_on(root, order[1], owners[min(order[1])], has_lease=0 in order[1])
+
+
+def test_a_side_that_has_started_again_is_not_followed(tmp_path: Path) -> None:
+    Lease(tmp_path, mine(), GENERATION).take()
+    assert _goes_on(tmp_path, {1, 2, 3}, elsewhere(mine()), has_lease=False)
+    Lease(tmp_path, elsewhere(mine()), "the next one").take()
+    assert not _goes_on(tmp_path, {0}, mine(), has_lease=True)
+
+
+def test_a_node_that_does_not_share_the_folder_does_not_go_on(tmp_path: Path) -> None:
+    """Node 0 does: nobody can take a lease over that is not there."""
+    assert not _goes_on(tmp_path, {1, 2, 3}, mine(), has_lease=False)
+    assert _goes_on(tmp_path, {0, 2, 3}, mine(), has_lease=True)
+    Lease(tmp_path, mine(), "an earlier start of the workers").take()
+    assert _goes_on(tmp_path, {0, 2, 3}, mine(), has_lease=True)
+
+
+def test_the_store_of_a_job_that_has_moved(tmp_path: Path, stack: ExitStack) -> None:
+    """Only a job that lives has one; a restart of its workers keeps it."""
+    owner, at = Owner.of(stack.enter_context(process()).pid), "10.0.0.2:4711"
+    assert lease.StoreOfJob(tmp_path).find() == ""
+    Lease(tmp_path, mine(), GENERATION).take()
+    assert lease.StoreOfJob(tmp_path).find() == ""
+    lease.go_on_without(tmp_path, owner, GENERATION, ["node 1"], ["node 0"], has_lease=False, store=at)
+    Lease(tmp_path, owner, "the next one").take()
+    watched = lease.StoreOfJob(tmp_path)
+    assert watched.find() == at
+    assert watched.look() == ""
+    os.utime(tmp_path / naming.LEASE, (1, 1))
+    assert watched.look() == at
+    stack.close()
+    assert watched.find() == ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,8 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
-from adaptor.launchers.rendezvous import dynamic_nodes
+from adaptor.launchers.rendezvous import dynamic_nodes, waiting
+from adaptor.launchers.rendezvous.rendezvous_errors import MovedError
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
 from tests.ports import free_port
 
@@ -124,3 +126,26 @@ def test_of_agents_on_the_machine_of_the_store_the_one_that_has_it_comes_first()
 
     beside, has_it = agent(other.port, "127.0.0.1"), agent(free_port(), "127.0.0.2")
     assert sorted([beside._this_node, has_it._this_node]) == [has_it._this_node, beside._this_node]
+
+
+def test_a_node_does_not_wait_for_a_job_that_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only before its first meeting: at a restart it is one of those that move."""
+    monkeypatch.setattr("adaptor.launchers.rendezvous.rendezvous_handler.FIRST_S", 0.01)
+    over = threading.Event()
+
+    def look() -> None:
+        raise MovedError("elsewhere")
+
+    def waits(event: threading.Event, limit_s: float | None = None) -> None:
+        event.wait(limit_s)
+
+    handler = Handler(0)
+    handler.settings = None
+    meeting = Rendezvous(handler, most_nodes=2, look=look)
+    assert not waiting.is_abandoned()
+    with pytest.raises(MovedError):
+        meeting.meet(lambda: waits(over))
+    assert waiting.is_abandoned()
+    over.set()
+    meeting._has_met = True
+    meeting.meet(lambda: waits(threading.Event(), 0.1))

@@ -27,8 +27,9 @@ from adaptor.launchers.spares.slot_filling import COMES_S, Places, fill_for_rest
 from adaptor.launchers.spares.spare_gate import SpareGate
 from adaptor.launchers.spares.spare_node import WarmProcesses, stay_at_gate, wait_at_gate
 from adaptor.protocol import wire
-from adaptor.protocol.messages import AgentHello
+from adaptor.protocol.messages import AgentHello, Endpoint
 from adaptor.protocol.spare_messages import (
+    Gate,
     MemberHello,
     SpareAccepted,
     SpareAsked,
@@ -59,7 +60,9 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _gate(settings: config.Config) -> SpareGate:
-    return SpareGate(invitation.kind_of(settings), free_port(), tls.load(settings), MINE, lambda: None)
+    gate = SpareGate(invitation.kind_of(settings), free_port(), tls.load(settings), MINE, lambda: None)
+    gate.begin_turn()
+    return gate
 
 
 async def _waits(gate: SpareGate, count: int) -> None:
@@ -189,6 +192,7 @@ def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) -> None:
             MINE,
             lambda: lost.extend(hello.pid for hello in gate.gone.values()),
         )
+        gate.begin_turn()
         found = await gate.open("127.0.0.1")
 
         async def stays(pid: int, owner: str = "") -> socket.socket:
@@ -270,6 +274,39 @@ def test_a_gate_that_cannot_be_reached_stops_no_node(settings: config.Config) ->
         await gate.close()
         me = MemberHello(1, (1,), "node1", 101)
         assert await stay_at_gate(found, "127.0.0.1", tls.load(settings), me) is None
+
+    _run(work())
+
+
+def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: config.Config) -> None:
+    """The gate of node 1 has gone, that of node 2 serves spares when its node has taken over."""
+
+    async def work() -> None:
+        context, kind = tls.load(settings), invitation.kind_of(settings)
+        first, gone = _gate(settings), _gate(settings)
+        last = SpareGate(kind, free_port(), context, MINE, lambda: None)
+        found, *others = [await gate.open("127.0.0.1") for gate in (first, gone, last)]
+        members = []
+        for node, other in enumerate(others, 1):
+            me = MemberHello(node, (node,), "a", node, "", Gate("127.0.0.1", other.encode().decode()))
+            members.append(await stay_at_gate(found, "127.0.0.1", context, me))
+        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+        await _waits(first, 1)
+        await gone.close()
+        assert first._listener is not None
+        await first._listener.close()  # as the kernel does at the death of the agent: nobody is released
+        store = Endpoint("127.0.0.1", 29500)
+        last.begin_turn(store)
+        await last.await_spares(1, waiting.LONG_S)
+        (owner,) = (await last.fill({1: (0,)}, StartCounts(restarts=1, generations=1))).values()
+        taken = await spare
+        assert taken is not None
+        assert (taken.place.store, taken.place.owner) == (store, owner)
+        taken.connection.close()
+        await last.close()
+        for member in members:
+            assert member is not None
+            member.close()
 
     _run(work())
 

@@ -196,7 +196,8 @@ class Verdict(Message, frozen=True, kw_only=True):
     gone; `newest`: the newest finished step of any rank, -1 if unknown; `stop`: why the job is not started
     again, even with restarts left; `unprotected`: whether the job trained without protection, so its steps
     were not counted; `agreed`: after a corruption the newest step on which the holders agree, so copies of
-    later steps are not used.
+    later steps are not used; `store`: a new rendezvous store, for the restart of a job whose store was lost
+    with node 0; None: none is needed, or none could be opened.
     """
 
     incident: int
@@ -213,6 +214,7 @@ class Verdict(Message, frozen=True, kw_only=True):
     stop: str = ""
     unprotected: bool = False
     agreed: int | None = None
+    store: Endpoint | None = None
 
     @property
     def is_requested(self) -> bool:

@@ -1,0 +1,123 @@
+"""The move of a job to another node 0: the restart after the loss of node 0 with its rendezvous store.
+
+1. The agent whose controller has given the verdict becomes node 0. Its address in the verdict is that of the
+   new store, which it has opened when it took the controller over.
+2. With fixed numbers spare nodes take its own former place and those of the other lost nodes. All other nodes
+   keep their numbers.
+3. Before that it asks the save folder whether another side of a cut network goes on (`lease.go_on_without`).
+4. It writes into the store whether the job goes on, and all agents obey. Then they meet there.
+
+Invariant: of the agents of one generation only those with the same verdict meet at its store.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import Store
+from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
+
+from adaptor import output, text
+from adaptor.controller.failover import empty_places_after, may_go_on
+from adaptor.launchers.agent.generation_state import StartCounts
+from adaptor.launchers.agent.node import Node
+from adaptor.launchers.rendezvous.rendezvous_errors import UNMET
+from adaptor.launchers.rendezvous.rendezvous_handler import Rendezvous
+from adaptor.launchers.rendezvous.waiting import wait_for
+from adaptor.launchers.spares.slot_filling import Places
+from adaptor.protocol.messages import Verdict
+
+
+class Move:
+    """The move of one agent, on the main thread, between two generations of workers.
+
+    Args:
+        handler: of the rendezvous that was lost.
+        verdict: names node 0 among the lost nodes.
+        worker_group: torch's, of the generation that has ended.
+        counts: at the restart; `generations` does not include it.
+    """
+
+    def __init__(
+        self, handler: Rendezvous, node: Node, verdict: Verdict, worker_group: Any, counts: StartCounts
+    ) -> None:
+        self._handler = handler
+        self._node = node
+        self._verdict = verdict
+        self._group = worker_group
+        self._counts = counts
+        self._is_first = node.control.controller_host is not None
+        self._number = int(worker_group.group_rank)
+        self._is_fixed = handler.get_backend() == "static"
+
+    def decide(self) -> tuple[Places | None, str]:
+        """Move to the new store, if the job goes on.
+
+        Returns:
+            The places of nodes in the new store; None and the reason if the job ends.
+        """
+        endpoint = self._verdict.store
+        if endpoint is None:
+            return None, "no rendezvous store is left"
+        if self._number in self._verdict.lost:
+            return None, f"node {self._number} was taken for lost"
+        if not may_go_on(self._group.group_world_size, self._verdict.lost):
+            return None, "less than half of the nodes are left, without node 0"
+        number = 0 if self._is_first else self._number
+        try:
+            store = wait_for(
+                lambda: self._handler.store_at(endpoint), lambda: "the node that takes the place of node 0"
+            )
+            places = Places(store, number, None)
+            if self._is_first:
+                reason, owners = self._go_on(store, f"{endpoint.address}:{endpoint.port}")
+                if not reason:
+                    self._handler.move(endpoint, number)
+                places.settle(self._counts.generations, owners, is_filled=not reason)
+            elif places.are_filled(self._counts.generations):
+                reason = ""
+                self._handler.move(endpoint, number)
+            else:
+                reason = "the node that has taken over does not go on"
+        except (*UNMET, RuntimeError) as error:
+            return None, f"the rendezvous store of the node that has taken over is lost ({text.say(error)})"
+        if reason:
+            return None, reason
+        if self._is_fixed:
+            self._group.spec.master_addr = endpoint.address
+            self._group.spec.master_port = endpoint.port
+        return places, ""
+
+    def _go_on(self, store: Store, address: str) -> tuple[str, dict[int, str]]:
+        """Return why the job does not go on, or "", and the new owners of places."""
+        control = self._node.control
+        host = control.controller_host
+        assert host is not None
+        members = host.controller.membership
+        places = empty_places_after(self._verdict.lost, self._number) if self._is_fixed else ()
+        if places and not self._node.has_spares(len(places)):
+            return "no spare node takes the place of node 0", {}
+        refusal = wait_for(
+            lambda: control.lease.go_on_without(
+                self._verdict.save,
+                control.generation,
+                members.agents_of(members.agents),
+                members.agents_of(self._verdict.lost),
+                is_first=False,
+                store=address,
+            ),
+            lambda: f"the save folder {self._verdict.save}",
+        )
+        if refusal:
+            return refusal, {}
+        owners: dict[int, str] = {}
+        if places:
+            owners = self._node.fill(places, self._counts)
+            if not owners:
+                return "no spare node takes the place of node 0", {}
+            for number in places:  # torch waits for them, and a spare node may be lost again
+                size = self._group.spec.local_world_size
+                role = _RoleInstanceInfo(self._group.spec.role, number, size)
+                store.set(f"torchelastic/role_info/{number}", role.serialize().decode())
+        output.tell(f"[ttp] this node was node {self._number}, and is node 0 from now on")
+        return "", owners
