@@ -371,13 +371,12 @@ class SurvivorsAgent(LocalElasticAgent):
         is_fixed, nodes = self._handler.get_backend() == "static", worker_group.group_world_size
         fewest = int(getattr(getattr(self._handler, "settings", None), "min_nodes", nodes))
         leaves = set(verdict.leaves) - set(verdict.lost)
+        may_be_enough = 0 not in leaves and nodes - len(leaves) >= fewest
         if 0 in verdict.lost and self._handler.ends_with_node_0:
-            nodes_left = nodes - len({*verdict.leaves, *verdict.lost})
-            is_enough = not leaves if is_fixed else nodes_left >= fewest
-            return is_enough and self._remaining_restarts > 0 and self._move(verdict, worker_group)
+            return may_be_enough and self._remaining_restarts > 0 and self._move(verdict, worker_group)
         if verdict.lost and is_fixed:
             return self._fill(verdict, worker_group)
-        return 0 not in leaves and nodes - len(leaves) >= fewest
+        return may_be_enough
 
     def _fill(self, verdict: Verdict, worker_group: Any) -> bool:
         """Return True if spare nodes take the places of all lost nodes; node 0 decides for all nodes."""

@@ -107,6 +107,25 @@ def test_node_0_less(tmp_path: Path) -> None:
     assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
 
 
+def test_node_0_comes_back(tmp_path: Path) -> None:
+    """The other node waits for a second one at its own store, and node 0 finds that by the lease."""
+    job = Job(
+        tmp_path / "job",
+        Layout("dp2", 2, extra=BATCH),
+        save=tmp_path / "save",
+        nodes=2,
+        fewest=2,
+        returns=0,
+        restarts=1,
+        faults=["rank=0,step=4,phase=backward,kind=agent-sigkill"],
+    )
+    ended = harness.run(job)
+    assert ended.codes == (137, 0, 0), ended.log[-3000:]
+    assert ": this node asks to be taken in there" in ended.logs[2]
+    assert "restart 1 of 1: from step 3, 0 steps lost" in ended.logs[1]
+    assert_same(ended, undisturbed(tmp_path, 2, 3, *BATCH), range(4, ITERATIONS + 1))
+
+
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
 def test_one_side_of_a_cut_network_goes_on(tmp_path: Path) -> None:
     """Either could go on alone, and both have saved: the lease of the save folder decides.
