@@ -152,8 +152,6 @@ def reasons_in_options(options: Any) -> Iterator[str]:
     overlaps = getattr(options, "tp_comm_overlap", False)
     if overlaps and getattr(options, "tp_comm_bootstrap_backend", None) == "mpi":
         yield "--tp-comm-bootstrap-backend mpi makes process groups of MPI, which are not exchanged"
-    if getattr(options, "stage", None) == "dpo":
-        yield "--stage dpo has a reference model, which a new process would not load"
     if getattr(options, "reuse_grad_buf_for_mxfp8_param_ag", False) and options.overlap_param_gather:
         yield (
             "--reuse-grad-buf-for-mxfp8-param-ag with --overlap-param-gather has weights in the memory of"

@@ -219,6 +219,7 @@ CHECKS = {
     "dpo": pairs(dies("DPO", DP2, DPO, 1, 6, "norm")),
     "dpo-restart": pairs(again(dies("DPO", DP2, DPO, 0, 4, "norm"))),
     "dpo-lora-restart": pairs(again(dies("DPO, LoRA", DP2, (*DPO, *LORA[len(SFT) :]), 0, 4, "norm"))),
+    "dpo-online": pairs(online(dies("DPO", DP2, DPO, 1, 4, "norm"))),
     "dpo-alone-restart": pairs(again(dies("DPO without --ref-model", DP2, DPO_ALONE, 0, 4, "norm"))),
 }
 MEGATRON = {

@@ -135,8 +135,7 @@ OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "load
             {"enable_share_memory": True},
             "--enable-share-memory has all ranks meet once in each process",
         ),
-        ({"use_ascend_mc2": True, "use_ascend_coc": True, "schedules_method": None, "stage": "sft"}, ""),
-        ({"stage": "dpo"}, "--stage dpo has a reference model, which a new process would not load"),
+        ({"use_ascend_mc2": True, "use_ascend_coc": True, "schedules_method": None, "stage": "dpo"}, ""),
         (
             {"use_ascend_coc": True, "coc_fused_kernel": True},
             "--coc-fused-kernel has communicators of its own (LCAL), one for each process",
