@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptor import context, output
+from adaptor.context import Context
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.worker import runtime
 
@@ -87,6 +88,13 @@ def require_written(folder: str | os.PathLike[str]) -> None:
         context.part(PlannedWrites).require_written(Path(folder), check)
 
 
+class _Drills:
+    """The drills of this process, a part of its context; `is_told`: whether a failed one was printed."""
+
+    def __init__(self, context: Context) -> None:
+        self.is_told = False
+
+
 def drill(step: int) -> None:
     """Hold a drill behind `step` if one is due (TTP_DRILL_EVERY); rank 0 tells its agent. Collective.
 
@@ -106,7 +114,9 @@ def drill(step: int) -> None:
     if drilled is None:
         return
     worker.processor.say(drilled)
-    if drilled.problem:
+    drills = context.part(_Drills)
+    if drilled.problem and not drills.is_told:  # the status has the later ones
+        drills.is_told = True
         output.tell(
             f"[ttp] drill: step {step} could not be saved bit for bit without rank {drilled.lost}:"
             f" {drilled.problem}",

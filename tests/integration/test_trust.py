@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -118,9 +119,13 @@ def test_a_checkpoint_with_another_state_than_its_ranks_agreed_on_is_refused(
     baseline, name = baseline_of(DP2), "mp_rank_00/distrib_optim.pt"
     save = tmp_path / "save"
     fault = "rank=1,step=7,phase=backward,kind=sigkill"
-    job = Job(tmp_path / "first", DP2, save=save, save_interval=4, faults=[fault], environment=COMPARED)
+    environment = {**COMPARED, "TTP_DRILL_EVERY": "2"}
+    job = Job(tmp_path / "first", DP2, save=save, save_interval=4, faults=[fault], environment=environment)
     first = harness.run(job)
     assert first.code == 137
+    (status,) = (tmp_path / "first").glob("logs/*/status.json")
+    drilled = json.loads(status.read_text())
+    assert (drilled["drill_step"] in (2, 4, 6), drilled["drill_problem"]) == (True, "")
     assert_last_words(save, 6, baseline)
     earlier, lie = save / naming.final_name(4), save / naming.final_name(6)
     said = manifest.read(lie)
