@@ -106,6 +106,14 @@ class SaveCheck:
             if shards.is_sharded(optimizer) or shards.is_stub(optimizer) or not isinstance(part, dict):
                 continue
             order = [names[id(param)] for _, param, _ in state_sums.whole_params(optimizer, live)]
+            saved_mains = part.get("fp32_from_fp16_params", [])
+            if len(saved_mains) == len(weight_groups := getattr(live, "float16_groups", [])) > 0:
+                mains = sum(
+                    name_factor(names[id(weight)]) * placed_sum(main)
+                    for weights, group in zip(weight_groups, saved_mains, strict=True)
+                    for weight, main in zip(weights, group, strict=True)
+                )
+                self._require(PARAM, mains & MASK, position)
             saved = part.get("optimizer", part).get("state", {})
             for key in self.agreed.groups[self.state.folder].keys - {WEIGHT, PARAM}:
                 if saved.keys() == set(range(len(order))) and all(key in saved[n] for n in saved):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from adaptor import context, patches, patching
 from adaptor.checkpoint import manifest, publish, state_writer, tracker
 from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import CheckpointError
 from adaptor.frameworks import compared_save
 from adaptor.frameworks.regular_save import RegularSaves
@@ -257,6 +258,36 @@ def test_an_archive_of_another_step_is_refused(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="weight of mp_rank_00 was to be written with other bits"):
             torch.save({"iteration": STEP, "model": stale}, folder / "a.pt")
         _saves().tracker(str(tmp_path / naming.TRACKER))
+
+
+@pytest.mark.parametrize("lie", [_true, _stale_moment, _nan, _one_bit, _another_step])
+def test_the_state_of_an_optimizer_without_shards_is_compared(lie: Lie) -> None:
+    model = torch.nn.Linear(3, 4, bias=False, dtype=torch.bfloat16)
+    main = torch.nn.Parameter(model.weight.detach().float().reshape(-1))
+    inner = torch.optim.AdamW([main])
+    main.grad = torch.ones_like(main)
+    inner.step()
+    optimizer = SimpleNamespace(
+        optimizer=inner, float16_groups=[[model.weight]], fp32_from_float16_groups=[[main]]
+    )
+    with torch.no_grad():
+        model.weight.copy_(main.view(4, 3))
+    state = TrainingState(model=[model], optimizer=optimizer, scheduler=None, folder="mp_rank_00")
+    held = state_sums.held_by(state, (), _shares(0, 1))
+    assert held.problem == ""
+    check = SaveCheck(STEP, state, agree(STEP, [held, held]))
+    tensors = {"param": main.detach(), **inner.state[main]}
+    lie(tensors, {key: value + 1 for key, value in tensors.items()})
+    saved = {
+        "optimizer": {"state": {0: {key: value for key, value in tensors.items() if key != "param"}}},
+        "fp32_from_fp16_params": [[tensors["param"]]],
+    }
+    content = {"iteration": STEP, "model": model.state_dict(), "optimizer": saved}
+    if lie is _true:
+        check.require_archive(content)
+        return
+    with pytest.raises(CheckpointError, match="was to be written with other bits than"):
+        check.require_archive(content)
 
 
 def test_a_plan_that_keeps_tensors_of_an_earlier_save_is_refused(tmp_path: Path) -> None:
