@@ -112,7 +112,7 @@ def judge(ended: Ended, flips: list[Flip]) -> dict[Flip, str]:
     for path in ended.job.out.glob("logs/*/incidents/*.json"):
         incident = json.loads(path.read_text())
         text = incident["reason"].partition(";")[0]
-        step = int(text.rpartition("step ")[2].split()[0])
+        (step,) = map(int, re.findall(r" step (\d+)", text)[-1:] or [-1])
         found[step] = incident["cause"]["kind"] == "corruption", "suspects" in text, incident["failed"]
     verdicts = {}
     for flip in flips:

@@ -9,10 +9,12 @@ before gradients are reduced: all holders apply a wrong gradient alike.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import msgspec
 import torch
@@ -22,6 +24,7 @@ from adaptor import context, output
 from adaptor.checkpoint import shards, step_record
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import UnsupportedError
+from adaptor.protocol.environment import Scratch
 from adaptor.protocol.messages import Corruption
 from adaptor.replica import group
 from adaptor.verification import verdict
@@ -33,13 +36,15 @@ from adaptor.verification.checksums import (
 )
 from adaptor.verification.verdict import Finding, Report, ShardRecord
 
-# In the first verified steps of a job a difference is a property of the layout: its holders do not compute
-# the same bits, so the check is of no use.
+# Until a start of the workers has verified so many steps, a difference is a property of the layout: its
+# holders do not compute the same bits, so the check is of no use.
 SELF_TEST = 20
 # With TTP_VERIFY_EVERY=auto: the part of a step's time that the sums take on average. A step gets longer by
 # up to twice as much, because the sums displace the model from the cache.
 SHARE_OF_TIME = 0.0025
 _NEVER = 1 << 62
+# What a start of the workers leaves to the next one, in the scratch folder of the agent.
+_PROVEN, _OFF = "proven", "off"
 
 
 class TwinCheck:
@@ -60,12 +65,17 @@ class TwinCheck:
         self._on_corruption = on_corruption
         self._rank = rank
         self._tell = tell
-        self._first = _NEVER  # the first verified step of the job
+        self._first = _NEVER  # the first verified step since the last start of all workers
         self._agreed = -1  # the newest step on which all holders have agreed
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
         self._sums_s: list[float] = []  # of each verified step
         self._steps_s: list[float] = []
-        self._door_at = 0.0
+        scratch = context.part(Scratch).path
+        # What an earlier start has found out about the layout.
+        self._memo = None if scratch is None else scratch / f"twin-check{rank}"
+        self._layout = _read(self._memo)
+        if self._layout == _OFF:
+            self._every = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -85,9 +95,10 @@ class TwinCheck:
     def begin(self, trainee: MegatronTrainee) -> None:
         self._forget()
         # A new process knows nothing, and some ranks may have met a fault before they changed the interval.
-        is_on, longest, chooses, self._first, agreed = _smallest(
-            self._every > 0, -self._every, self._chooses, self._first, -self._agreed
+        is_on, longest, chooses, is_proven, self._first, agreed = _smallest(
+            self._every > 0, -self._every, self._chooses, self._layout == _PROVEN, self._first, -self._agreed
         )
+        self._layout = _PROVEN if is_proven else ""
         self._every, self._chooses, self._agreed = -longest if is_on else 0, bool(chooses), -agreed
         labels, self._holders = verdict.holders_of(trainee.shares_by_rank)
         self._labels = labels[self._rank]
@@ -139,6 +150,8 @@ class TwinCheck:
         number = verdict.contribution(report, self._rank, self._holders, self._models)
         if group.total(everyone, number) == 0:
             self._agreed = self._step
+            if self._layout != _PROVEN and self._count >= SELF_TEST:
+                self._learn(_PROVEN)
             self._choose_interval()
             return True
         reports = [
@@ -146,7 +159,15 @@ class TwinCheck:
             for data in group.gather_bytes(everyone, msgspec.msgpack.encode(report))
         ]
         finding = verdict.decide(reports, self._step, self._holders, self._models)
-        return self._act_on(finding, is_self_test=self._count <= SELF_TEST)
+        is_self_test = self._layout != _PROVEN and self._count <= SELF_TEST
+        return self._act_on(finding, is_self_test=is_self_test)
+
+    def _learn(self, layout: str) -> None:
+        """Note for the next start of the workers whether the layout computes the same bits on all holders."""
+        self._layout = layout
+        if self._memo is not None:
+            with contextlib.suppress(OSError):  # then the next start tests the layout again
+                self._memo.write_text(layout)
 
     def _report(self, trainee: MegatronTrainee, after: Mapping[int, PendingSums]) -> Report:
         began = time.perf_counter()
@@ -190,6 +211,7 @@ class TwinCheck:
             return True
         if is_self_test:
             self._every = 0
+            self._learn(_OFF)
             self._print(
                 f"no step is verified (TTP_VERIFY_EVERY): {finding.text}, in the first {SELF_TEST} verified"
                 " steps, so this layout may not compute the same bits on all holders"
@@ -219,6 +241,13 @@ class TwinCheck:
     def _print(self, line: str) -> None:
         if self._rank == 0:
             output.tell(f"[ttp] {line}")
+
+
+def _read(memo: Path | None) -> str:
+    try:
+        return "" if memo is None else memo.read_text()
+    except OSError:
+        return ""
 
 
 def _everyone() -> dist.ProcessGroup:

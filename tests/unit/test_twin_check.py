@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,9 +90,13 @@ def _others_say(monkeypatch: pytest.MonkeyPatch, *others: Sequence[int]) -> None
 @pytest.mark.parametrize(
     ("every", "other", "expected"),
     [
-        (None, (True, -16, False, 1, -40), 16),  # a new process, with an interval that others have chosen
-        (7, (True, -7, False, 7, -40), 7),
-        (None, (False, -1, False, 1, -40), 0),  # they have turned the check off
+        (
+            None,
+            (True, -16, False, False, 1, -40),
+            16,
+        ),  # a new process, with an interval that others have chosen
+        (7, (True, -7, False, True, 7, -40), 7),
+        (None, (False, -1, False, False, 1, -40), 0),  # they have turned the check off
     ],
 )
 def test_a_new_process_verifies_the_steps_of_the_others(
@@ -100,7 +105,23 @@ def test_a_new_process_verifies_the_steps_of_the_others(
     _others_say(monkeypatch, other)
     check, _ = _check(every)
     check.begin(TWINS)
-    assert (check._every, check._chooses, check._first, check._agreed) == (expected, False, other[3], 40)
+    assert (check._every, check._chooses, check._first, check._agreed) == (expected, False, other[4], 40)
+
+
+def test_a_restart_does_not_test_the_layout_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(twin_check.context, "part", lambda kind: types.SimpleNamespace(path=tmp_path))
+    _check(1)[0]._learn("proven")
+    _others_say(monkeypatch, (True, -1, False, True, 1, -40))
+    check, _ = _check(1)
+    check.begin(TWINS)
+    assert (check._every, check._layout) == (1, "proven")
+    _others_say(monkeypatch, (True, -1, False, False, 1, -40))  # a rank on another node
+    check.begin(TWINS)
+    assert (check._every, check._layout) == (1, "")
+    check._learn("off")
+    check, _ = _check(1)
+    check.begin(TWINS)
+    assert check._every == 0
 
 
 def test_a_job_without_second_holders_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
