@@ -136,7 +136,9 @@ class StepVerifier(Protocol):
         """
 
     def after_update(self, trainee: Any, step: int) -> None:
-        """Compute the sums of the state behind the update of `step`, if it is a verified step."""
+        """Compute the sums of the state behind the update of `step`, or put back to `step`, if it is a
+        verified step.
+        """
 
     def begin_step(self, trainee: Any) -> None:
         """Compute the sum of the weights that a step begins with."""

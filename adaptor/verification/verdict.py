@@ -36,11 +36,14 @@ class ShardRecord(msgspec.Struct, frozen=True):
     door: Sums
 
     @property
+    def state(self) -> Sums:
+        """Return the sums behind the update, without the values of param groups: a scheduler changes these."""
+        return _state(self.after)
+
+    @property
     def changed_at_rest(self) -> list[str]:
         """Return the keys of the state that has changed between the update and the next door."""
-        return [
-            key for key in _keys_of_state(self.after, self.rest) if self.after.get(key) != self.rest.get(key)
-        ]
+        return _different([self.state, _state(self.rest)])
 
     @property
     def inputs(self) -> Sums:
@@ -48,8 +51,14 @@ class ShardRecord(msgspec.Struct, frozen=True):
         return {**self.door, **{key: value for key, value in self.rest.items() if key.startswith(_GROUP)}}
 
 
-def _keys_of_state(*all_sums: Sums) -> list[str]:
-    return sorted({key for sums in all_sums for key in sums if not key.startswith(_GROUP)})
+def _state(sums: Sums) -> Sums:
+    return {key: value for key, value in sums.items() if not key.startswith(_GROUP)}
+
+
+def _different(all_sums: Sequence[Sums]) -> list[str]:
+    """Return the keys under which sums differ."""
+    keys = sorted({key for sums in all_sums for key in sums})
+    return [key for key in keys if len({sums.get(key) for sums in all_sums}) > 1]
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -126,7 +135,7 @@ def contribution(report: Report, rank: int, shards: Holders, weights: Holders) -
     for label, record in report.shards.items():
         if record.changed_at_rest:
             total += _hash("at rest", rank, label, record.rest) | 1
-        total += _share(shards[label], rank) * _hash("shard", label, record.after, record.inputs)
+        total += _share(shards[label], rank) * _hash("shard", label, record.state, record.inputs)
     for label, (_, used) in report.weights.items():
         total += _share(weights[label], rank) * _hash("weights", label, used)
     return total & MASK
@@ -176,14 +185,14 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
         step: the step of the update behind which the first sums were computed.
         shards, weights: the holders by label.
     """
-    before = min((report.agreed for report in reports), default=-1)
+    before = min([step - 1, *(report.agreed for report in reports)])
     at_rest = {
         rank: (label, record.changed_at_rest)
         for rank, report in enumerate(reports)
         for label, record in sorted(report.shards.items(), reverse=True)
         if record.changed_at_rest
     }
-    after = _compare(shards, lambda rank, label: reports[rank].shards[label].after)
+    after = _compare(shards, lambda rank, label: reports[rank].shards[label].state)
     if at_rest:
         label, keys = at_rest[min(at_rest)]
         agreed = before if after.suspects else step
@@ -231,9 +240,7 @@ def _compare(holders: Holders, sums_of: Callable[[int, str], Sums]) -> _Differen
         if not others:
             continue
         if not first.label:
-            keys = sorted({key for rank_sums in sums.values() for key in rank_sums})
-            different = [key for key in keys if len({rank_sums.get(key) for rank_sums in sums.values()}) > 1]
-            first = _Difference(label, tuple(different))
+            first = _Difference(label, tuple(_different(list(sums.values()))))
         if 2 * count > len(ranks):
             named |= {rank for rank, own in hashes.items() if own != common}
         else:
