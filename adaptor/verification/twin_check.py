@@ -31,6 +31,7 @@ from adaptor.verification import verdict
 from adaptor.verification.checksums import (
     BitSum,
     PendingSums,
+    Sums,
     start_gradient_sums,
     start_shard_sums,
 )
@@ -67,6 +68,8 @@ class TwinCheck:
         self._tell = tell
         self._first = _NEVER  # the first verified step since the last start of all workers
         self._agreed = -1  # the newest step on which all holders have agreed
+        # The step of an update on which holders differed, and what this rank had then.
+        self._disputed: tuple[int, dict[str, Sums]] = (-1, {})
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
         self._sums_s: list[float] = []  # of each verified step
         self._steps_s: list[float] = []
@@ -150,6 +153,7 @@ class TwinCheck:
         number = verdict.contribution(report, self._rank, self._holders, self._models)
         if group.total(everyone, number) == 0:
             self._agreed = self._step
+            self._judge_disputed(report)
             if self._layout != _PROVEN and self._count >= SELF_TEST:
                 self._learn(_PROVEN)
             self._choose_interval()
@@ -160,7 +164,20 @@ class TwinCheck:
         ]
         finding = verdict.decide(reports, self._step, self._holders, self._models)
         is_self_test = self._layout != _PROVEN and self._count <= SELF_TEST
+        if finding.kind is verdict.Kind.UPDATE:
+            self._disputed = self._step, {label: record.state for label, record in report.shards.items()}
         return self._act_on(finding, is_self_test=is_self_test)
+
+    def _judge_disputed(self, report: Report) -> None:
+        """Say if the disputed update of this rank was wrong: it was made again, and all holders agree now."""
+        step, states = self._disputed
+        if step == self._step:
+            self._disputed = (-1, {})
+            if any(report.shards[label].state != state for label, state in states.items()):
+                output.tell(
+                    f"[ttp] rank {self._rank} was wrong in the update of step {step}: made again, it has"
+                    " other results, on which all holders agree"
+                )
 
     def _learn(self, layout: str) -> None:
         """Note for the next start of the workers whether the layout computes the same bits on all holders."""

@@ -37,7 +37,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> Sums:
-        """Return the sums behind the update, without the values of param groups: a scheduler changes these."""
+        """Return the sums behind the update, without values of param groups, which a scheduler changes."""
         return _state(self.after)
 
     @property

@@ -58,5 +58,7 @@ def test_with_a_local_copy_an_update_is_undone(tmp_path: Path, baseline_of: Base
     )
     (line,) = (line for line in ended.said if differs in line and "training goes on" in line)
     assert "nobody is replaced, training goes on after step 4, later steps are made again" in line
+    wrong = "[ttp] rank 1 was wrong in the update of step 5: made again, it has other results"
+    assert [line[: len(wrong)] for line in ended.said if "was wrong in" in line] == [wrong]
     assert outcome.steps_in(job.save) == [4, ITERATIONS]
     outcome.assert_same_training(ended, baseline_of(DP2).records)
