@@ -38,12 +38,45 @@ def a_restart_loads_what_was_saved(wrapped: Any, instance: Any, args: Any, kwarg
     for refusal in refused(state.cfg):
         raise adaptor.UnsupportedError(f"{refusal}; change it, or set ENABLE_TTP=False")
     adaptor.enable()  # before process groups are made
-    checkpoint = state.cfg.checkpoint
+    _load_own_saves(state.cfg.checkpoint)
+    state.cfg.optimizer.ttp_state = state  # for `copies_become_a_checkpoint`, which is not given it
+    return wrapped(*args, **kwargs)
+
+
+def _load_own_saves(checkpoint: Any) -> None:
+    """Let a restart load the newest of its saves, if there is one."""
     if adaptor.is_restart() and (Path(checkpoint.save) / TRACKER).exists():
         checkpoint.load, checkpoint.finetune, checkpoint.ckpt_step = checkpoint.save, False, None
         checkpoint.load_optim, checkpoint.load_rng = True, True
         checkpoint.load_main_params_from_ckpt = False
-    return wrapped(*args, **kwargs)
+
+
+@bridge.patch(
+    "megatron.bridge.training.optim:setup_optimizer",
+    why="copies in host memory become a checkpoint, which is loaded next",
+    accepts="(optimizer_config, scheduler_config, model, ...)",
+)
+def copies_become_a_checkpoint(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    config = args[0] if args else kwargs["optimizer_config"]
+    model = kwargs["model"] if "model" in kwargs else args[2]
+    state = config.__dict__.pop("ttp_state", None)
+    optimizer, scheduler = wrapped(*args, **kwargs)
+    if state is not None:
+        adaptor.write_host_copies(**_parts(state, model, optimizer, scheduler))
+        _load_own_saves(state.cfg.checkpoint)
+    return optimizer, scheduler
+
+
+def _parts(state: Any, model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """Return the arguments that `protect` and `write_host_copies` have in common."""
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "save": state.cfg.checkpoint.save,
+        "format": "torch_dist",
+        "contents": _contents(state, model),
+    }
 
 
 def refused(cfg: Any) -> Iterator[str]:
@@ -107,14 +140,9 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     state = call["global_state"]
     cfg, train_state = state.cfg, state.train_state
     protection = state.ttp_protection = adaptor.protect(
-        model=call["model"],
-        optimizer=call["optimizer"],
-        scheduler=call["scheduler"],
-        save=cfg.checkpoint.save,
+        **_parts(state, call["model"], call["optimizer"], call["scheduler"]),
         step=train_state.step,
         samples_per_step=lambda: _batch(cfg),
-        format="torch_dist",
-        contents=_contents(state, call["model"]),
     )
     config = call["model"][0].config
     param_sync_func = config.param_sync_func

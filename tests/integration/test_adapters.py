@@ -47,6 +47,14 @@ def test_megatron_bridge_goes_on_from_last_words_and_is_recovered_online(tmp_pat
     assert ended.code == 0, ended.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in ended.log
     outcome.assert_same_training(ended, undisturbed.records, steps)
+    # Both ranks die, and all start again from the copies in host memory.
+    options = ("--ttp-host-copy", "1", "--ttp-online", "0")
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill,also=0"]
+    job = ("--save", str(tmp_path / "copied"), "--save-interval", "100")
+    ended = bridge(tmp_path / "copies", *job, restarts=1, faults=faults, options=options)
+    assert ended.code == 0, ended.log[-3000:]
+    assert any("step 5 is written from the copies in host memory" in line for line in ended.said), ended.said
+    outcome.assert_same_training(ended, undisturbed.records)
 
 
 def test_ms_swift_goes_on_from_last_words_and_is_recovered_online(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from megatron.bridge.data.loaders import setup_data_iterators
 from megatron.bridge.training.checkpointing import checkpoint_exists, load_checkpoint
+from megatron.bridge.training.optim import setup_optimizer
 from megatron.bridge.training.state import GlobalState
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.num_microbatches_calculator import init_num_microbatches_calculator
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer import OptimizerConfig
 
 
 def setup(
@@ -35,11 +35,10 @@ def setup(
         False,
     )
     model, config = build()
-    optimizer = get_megatron_optimizer(cfg.optimizer, [model])
-    config.grad_scale_func = optimizer.scale_loss
-    scheduler = OptimizerParamScheduler(
-        optimizer, 0.0, 1e-3, 1e-5, 8, 100, "cosine", 0.0, 0.0, 100, "constant"
+    optimizer, scheduler = setup_optimizer(
+        optimizer_config=cfg.optimizer, scheduler_config=None, model=[model]
     )
+    config.grad_scale_func = optimizer.scale_loss
     if cfg.checkpoint.load and checkpoint_exists(cfg.checkpoint.load):
         load_checkpoint(state, [model], optimizer, scheduler)
     train_data_iterator, valid_data_iterator, _ = setup_data_iterators(
