@@ -115,11 +115,9 @@ def arm(*, provide_mindio: bool = False) -> bool:
         return True
     if not _is_wanted():
         return False
-    from adaptor import _start, context
+    from adaptor import _start
 
-    if provide_mindio or context.get().settings.provide_mindio:
-        _start.provide_mindio()
-    else:
+    if not _start.provide_interface("mindio" if provide_mindio else ""):
         _start.arm_patches()
     _enabled = True
     return True
@@ -332,7 +330,7 @@ def disable() -> None:
     if not _enabled:
         _enabled = False
         return
-    from adaptor import context, mindio, patching
+    from adaptor import context, hooks, patching
     from adaptor.errors import StartError
     from adaptor.worker import runtime
     from adaptor.worker.unprotected import UnprotectedTraining
@@ -343,7 +341,8 @@ def disable() -> None:
     patching.disarm("ttp")
     context.part(UnprotectedTraining).disarm()
     context.part(Watchdogs).restore()
-    mindio.withdraw()
+    for part in hooks.of_worker():
+        part.withdraw()
     _enabled = False
 
 

@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 import wrapt
 
 import adaptor.patches as patches
-from adaptor import context, distributions, mindio, patching
+from adaptor import context, distributions, hooks, patching
 from adaptor.errors import StartError
 from adaptor.protocol.environment import NOT_BY_TTPRUN
 from adaptor.worker import runtime
@@ -67,17 +67,34 @@ def _root(module_name: str) -> str:
     return module_name.partition(".")[0]
 
 
-def provide_mindio() -> None:
-    """Let `import mindio_ttp` find the adaptor's, and the framework alone.
+def provide_interface(name: str) -> bool:
+    """Provide the interface of another system, for a script that was adapted to that system by hand.
 
-    Raises ConfigError if another package is installed, StartError without ttprun.
+    The framework is then patched by nothing.
+
+    Args:
+        name: of the interface; "": the interface that a setting asks for.
+
+    Returns:
+        False if neither names one.
+
+    Raises:
+        ConfigError: the other system itself is installed.
+        StartError: ttprun is missing, or the part of the adaptor with the interface.
     """
+    parts = [part for part in hooks.of_worker() if (part.interface == name if name else part.is_wanted)]
+    if name and not parts:
+        raise StartError(f"the interface {name} is no part of this installation; leave out provide_mindio")
+    if not parts:
+        return False
     if "TTP_AGENT" not in os.environ:
         raise StartError(NOT_BY_TTPRUN)
-    mindio.provide()
+    for part in parts:
+        part.provide()
     context.part(Watchdogs).switch_off()  # the script was adapted to be protected
     context.part(UnprotectedTraining).disarm()
     patching.disarm("ttp")  # ttprun may have armed them, before the script said what it is
+    return True
 
 
 def _importers(module_name: str) -> list[str]:

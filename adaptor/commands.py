@@ -19,13 +19,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from adaptor import _script, context, devices, distributions, engines, misspelt
+from adaptor import _script, context, devices, distributions, engines, misspelt, plug_ins
 from adaptor.errors import AdaptorError, DriftError, StartError
-from adaptor.transform import command as transform
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from adaptor.preflight import Findings
 
 _MORE = (
@@ -45,10 +46,9 @@ def run(arguments: list[str] | None) -> int:
         protected, or where an error prevents an answer, 2 for bad usage.
     """
     parsed = _parser().parse_args(arguments)
-    if parsed.command == "transform":
-        return transform.main(parsed)
-    if parsed.command == "layout":
-        return transform.main_layout(parsed)
+    if parsed.command != "report":
+        code: int = parsed.answer(parsed)
+        return code
     script = parsed.script[1:] if parsed.script[:1] == ["--"] else parsed.script
     if script:
         if not Path(script[0]).is_file():
@@ -108,8 +108,8 @@ def _parser() -> argparse.ArgumentParser:
         "--rack", dest="racks", action="append", default=[], help="of each node, in their order, for --json"
     )
     report.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
-    transform.add_to(commands)
-    transform.add_layout(commands)
+    for add in plug_ins.load_all(plug_ins.MODULE_COMMANDS):
+        cast("Callable[[Any], None]", add)(commands)
     return parser
 
 

@@ -1,4 +1,4 @@
-"""The settings of the adaptor: a table, read once into one frozen `Config`.
+"""The settings of the core, and those of optional parts and plug-ins; read once into one frozen `Config`.
 
 Every setting is an environment variable and a `ttprun` flag; the flag wins. `ttprun` writes its flags into
 the environment of the workers, so all processes read the same values.
@@ -8,39 +8,35 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar, cast
 
-from adaptor import endpoints
-from adaptor.diagnostics import requests
+from adaptor import plug_ins
 from adaptor.errors import ConfigError
 from adaptor.setting_values import (
     NotShownError,
-    Pull,
-    Reshape,
     Setting,
     auto_or,
-    endpoint,
     folder,
-    folders,
     new_file,
-    notice_target,
     number,
     one_of,
     path,
-    pulls,
-    rate,
     require_one_kind_of_connection,
-    reshape,
-    store_url,
     truth,
     zero_or,
 )
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Config:
-    """The user's settings. Times are seconds."""
+    """The user's settings. Times are seconds.
+
+    Attributes:
+        parts: the settings of optional parts and plug-ins, by field
+    """
 
     enabled: bool
     timeout_s: float
@@ -65,27 +61,21 @@ class Config:
     verify_every: int | None  # None: auto
     corruption: str
     require_protection: bool
-    provide_mindio: bool
     platform: str
-    store: str
-    store_every: int
-    store_keep: int
-    store_rate: int
-    store_also: tuple[str, ...]
-    store_endpoint: str
-    pull: tuple[Pull, ...]
     log_path: str
     log_level: str
     log_stdout: bool
-    serve: endpoints.HostPort | None
-    serve_token: str
-    notify: endpoints.NoticeTarget | None
-    notify_secret: str
-    profile: requests.Profile | None
-    dump: requests.DumpRequest | None
     layout_only: str
     batch: str
-    reshape: Reshape | None
+    parts: Mapping[str, object] = field(default_factory=dict)
+
+    def of(self, kind: type[T]) -> T:
+        """Return the settings of an optional part: `kind` is a dataclass with some of its fields."""
+        return kind(**{field.name: self.parts[field.name] for field in fields(cast(Any, kind))})
+
+    def value(self, setting: Setting) -> object:
+        """Return the value of `setting`."""
+        return self.parts[setting.field] if setting.field in self.parts else getattr(self, setting.field)
 
 
 _PEM = "the path of a PEM file"
@@ -256,6 +246,7 @@ SETTINGS = (
         " all holders of a shard are lost, the next start goes on from the newest copy; auto: where a shard"
         " has one holder alone, at least every 50 steps; 0: never",
         same_on_all_nodes=True,
+        needs_agent=True,
     ),
     Setting(
         "verify_every",
@@ -288,16 +279,6 @@ SETTINGS = (
         same_on_all_nodes=True,
     ),
     Setting(
-        "provide_mindio",
-        "TTP_PROVIDE_MINDIO",
-        "False",
-        "True, 1, False or 0",
-        truth,
-        "True: for a script that was adapted to MindIO TTP by hand; importing mindio_ttp, which is not "
-        "installed, finds the adaptor's, and no framework is patched",
-        same_on_all_nodes=True,
-    ),
-    Setting(
         "platform",
         "TTP_PLATFORM",
         "auto",
@@ -305,71 +286,6 @@ SETTINGS = (
         one_of("auto", "none", "modelarts", "ascend", "volcano", "ranktable", "slurm", "openmpi"),
         "where ttprun reads the number of nodes, the rank of this node, the processes per node and the "
         "rendezvous address, unless flags give them; auto: from the platform that started it; none: nowhere",
-    ),
-    Setting(
-        "store",
-        "TTP_STORE",
-        "",
-        "the URL of an object store, like s3://bucket/run7",
-        store_url,
-        "the checkpoints that are saved are also sent to this object store (s3://bucket/run7, obs://, gs://, "
-        "az://, file://), beside the training",
-        same_on_all_nodes=True,
-    ),
-    Setting(
-        "store_every",
-        "TTP_STORE_EVERY",
-        "1",
-        "a number of steps from 1 to 1000000000",
-        number(1, 10**9, int),
-        "the smallest number of steps between two checkpoints that are sent to TTP_STORE; last words, and the"
-        " newest one at the end of the job, are always sent",
-        same_on_all_nodes=True,
-    ),
-    Setting(
-        "store_keep",
-        "TTP_STORE_KEEP",
-        "0",
-        "a number from 0 to 1000000",
-        number(0, 10**6, int),
-        "how many checkpoints stay in TTP_STORE: older ones are removed; 0: all",
-        same_on_all_nodes=True,
-    ),
-    Setting(
-        "store_rate",
-        "TTP_STORE_RATE",
-        "0",
-        "0, or bytes in a second, like 200M",
-        rate,
-        "how many bytes in a second a node sends to TTP_STORE while the job trains, like 200M; 0: no limit",
-    ),
-    Setting(
-        "store_also",
-        "TTP_STORE_ALSO",
-        "",
-        "a folder; several have line breaks between them",
-        folders,
-        "a folder with logs or other outputs of this node, whose files are also sent to TTP_STORE, while the"
-        " job trains and at its end; may be given several times",
-        repeats=True,
-    ),
-    Setting(
-        "store_endpoint",
-        "TTP_STORE_ENDPOINT",
-        "",
-        "a URL like https://storage.example.com, without a user",
-        endpoint,
-        "where an object store (s3://, obs://, gs://, az://) answers, unless it is that of its provider",
-    ),
-    Setting(
-        "pull",
-        "TTP_PULL",
-        "",
-        "URL=DIR, like s3://bucket/data=/cache/data; several have white space between them",
-        pulls,
-        "URL=DIR, like s3://bucket/data=/cache/data: before anything starts each node brings the objects"
-        " below the URL to the folder DIR, but those that are there unchanged; may be given several times",
-        repeats=True,
     ),
     Setting(
         "log_path",
@@ -388,59 +304,6 @@ SETTINGS = (
         "the least severe messages that are written to the log file",
     ),
     Setting("log_stdout", "TTP_LOG_STDOUT", "0", "True, 1, False or 0", truth, "the log goes to stdout, too"),
-    Setting(
-        "serve",
-        "TTP_SERVE",
-        "",
-        "[HOST:]PORT",
-        endpoints.address,
-        "the node with the controller serves the page, metrics and files of the job at [HOST:]PORT, "
-        "read-only; without HOST on 127.0.0.1. Another HOST needs TTP_SERVE_TOKEN, TTP_TLS_CERT and "
-        "TTP_TLS_KEY",
-    ),
-    Setting(
-        "serve_token",
-        "TTP_SERVE_TOKEN",
-        "",
-        "the path of a file",
-        path,
-        "a file with the word that clients of TTP_SERVE must send, which its owner alone can read",
-    ),
-    Setting(
-        "notify",
-        "TTP_NOTIFY",
-        "",
-        endpoints.TARGETS,
-        notice_target,
-        "where notices of incidents, of training that goes on, and of the end are sent: JSON to an URL, a"
-        " message to Slack, JSON on the stdin of a command, or several of these, one in each line of a file",
-    ),
-    Setting(
-        "notify_secret",
-        "TTP_NOTIFY_SECRET",
-        "",
-        "the path of a file",
-        path,
-        "a file with a word, which its owner alone can read: it signs notices of JSON (HMAC-SHA256)",
-    ),
-    Setting(
-        "profile",
-        "TTP_PROFILE",
-        "",
-        "like steps=10-12,ranks=0",
-        requests.profile,
-        "like steps=10-12,ranks=0: a trace of these steps by torch.profiler, on these ranks (0 by default), "
-        "in the log folder",
-    ),
-    Setting(
-        "dump",
-        "TTP_DUMP",
-        "",
-        "a JSON file",
-        requests.dump,
-        "a JSON file (steps, ranks, modules, stats or tensors, limit): values of what modules compute in "
-        "these steps, and of gradients, in the log folder",
-    ),
     Setting(
         "layout_only",
         "TTP_LAYOUT_ONLY",
@@ -462,18 +325,13 @@ SETTINGS = (
         " --train-samples)",
         same_on_all_nodes=True,
     ),
-    Setting(
-        "reshape",
-        "TTP_RESHAPE",
-        "no",
-        "no, auto or sizes like tp=2,pp=1",
-        reshape,
-        "a checkpoint in --save that has other tensor, pipeline or expert parallel sizes than this start is"
-        " transformed first; with --nnodes MIN:MAX a model that does not fit the nodes that are there gets"
-        " these sizes; auto: sizes with which a rank holds about as much as before",
-        same_on_all_nodes=True,
-    ),
 )
+
+
+def settings() -> tuple[Setting, ...]:
+    """Return all settings: those of the core, then those of optional parts and plug-ins."""
+    added = [cast("tuple[Setting, ...]", settings) for settings in plug_ins.load_all(plug_ins.SETTINGS)]
+    return SETTINGS + tuple(setting for part in added for setting in part)
 
 
 def load(environ: Mapping[str, str] | None = None) -> Config:
@@ -481,10 +339,11 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
 
     Raises:
         ConfigError: a value makes no sense; the message names the variable, the value and the allowed values.
+        StartError: a plug-in that adds settings cannot be loaded.
     """
     source = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    for setting in SETTINGS:
+    for setting in settings():
         text = source.get(setting.variable, setting.default)
         try:
             values[setting.field] = setting.parse(text)
@@ -494,25 +353,15 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
             ) from None
         except ValueError:
             raise ConfigError(f"{setting.variable} is {text!r}: it must be {setting.allowed}") from None
-    settings = Config(**values)
+    own = {setting.field: values.pop(setting.field) for setting in SETTINGS}
+    config = Config(**own, parts=values)
     require_one_kind_of_connection(
-        settings.tls,
-        {"TTP_TLS_CERT": settings.tls_cert, "TTP_TLS_KEY": settings.tls_key, "TTP_TLS_CA": settings.tls_ca},
+        config.tls,
+        {"TTP_TLS_CERT": config.tls_cert, "TTP_TLS_KEY": config.tls_key, "TTP_TLS_CA": config.tls_ca},
     )
-    for name, value in {
-        "PROFILE": settings.profile,
-        "DUMP": settings.dump,
-        "HOST_COPY": settings.host_copy,
-        "VERIFY_EVERY": settings.verify_every != 0,
-    }.items():
-        if settings.provide_mindio and value:
-            raise ConfigError(
-                f"TTP_{name} is set, and TTP_PROVIDE_MINDIO is True: a script that was adapted to MindIO TTP"
-                " by hand has no recordings, copies in host memory or comparisons; leave out one of them"
-            )
-    if settings.verify_every != 0 and settings.engine != "builtin":
+    if config.verify_every != 0 and config.engine != "builtin":
         raise ConfigError(
-            f"TTP_VERIFY_EVERY is set, and TTP_ENGINE is {settings.engine}: only the engine builtin compares"
+            f"TTP_VERIFY_EVERY is set, and TTP_ENGINE is {config.engine}: only the engine builtin compares"
             " the holders of the state; leave out one of them"
         )
-    return settings
+    return config

@@ -260,13 +260,12 @@ def protect(
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.package_info import __version__
 
-    from adaptor import context, patching
+    from adaptor import context, hooks, patching
     from adaptor.checkpoint import folder, lease_claim, left_overs, step_record
     from adaptor.checkpoint.placement import place_of
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
     from adaptor.checkpoint.training_state import CheckpointContents
-    from adaptor.diagnostics.recorder import Recorder
     from adaptor.frameworks import kernel_timeout, library_state, optimizer_instances, supported_options
     from adaptor.frameworks.library_loop import OwnLoopRecovery
     from adaptor.host_copy import start
@@ -278,7 +277,6 @@ def protect(
 
     patching.check("ttp")
     supported_options.require_no_layout_only()
-    supported_options.require_no_reshape()
     step = _whole_number(step)
     contents = contents or CheckpointContents()
     increment = samples_per_step if callable(samples_per_step) else lambda: samples_per_step
@@ -300,7 +298,8 @@ def protect(
             parallel_state.get_expert_tensor_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
         )
-    context.part(Recorder).require_ranks(torch.distributed.get_world_size())
+    for hook in hooks.of_worker():
+        hook.require_other_loop(torch.distributed.get_world_size())
     worker = rejoin.of_this_process()
     comes_new = worker is not None and worker.newcomer  # this job is in the middle of its training
     if not comes_new:
@@ -357,7 +356,8 @@ def protect(
     if not comes_new:
         trainee = describe(is_repeated=False)
         trainee = start.reserve(session, trainee)
-        context.part(Recorder).watch(trainee.state.model)
+        for hook in hooks.of_worker():
+            hook.watch(trainee.state.model)
         session.begin_training(trainee, step_record.inner(optimizer), step)
     return Protection(session, step, recovery)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 
-from adaptor.config import SETTINGS
+from adaptor import config
 from adaptor.errors import ConfigError
 
 # The least similarity, of 1, of a misspelt variable. Variables of MindIO's SDK, internal variables of the
@@ -22,7 +22,7 @@ def refuse(environ: Mapping[str, str]) -> None:
     Raises:
         ConfigError: `environ` has such a variable; the message names the variable and the setting.
     """
-    variables = [setting.variable for setting in SETTINGS]
+    variables = [setting.variable for setting in config.settings()]
     for name in sorted(environ):
         if "TTP" not in name.upper().split("_") or name in variables:
             continue

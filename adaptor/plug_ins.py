@@ -1,14 +1,17 @@
-"""Plug-ins: extensions of the adaptor by installed distributions, by entry points (docs/plug_ins.md).
+"""Plug-ins: parts that installed distributions add to the adaptor, found through entry points.
 
-The adaptor's own devices, engines and checkpoint formats are declared in the same way, in its pyproject.toml.
-The search imports nothing of a plug-in.
+The devices, engines and checkpoint formats of the adaptor itself are declared in its pyproject.toml, as those
+of a plug-in are (docs/plug_ins.md). `OPTIONAL_PARTS` declares the optional parts of the adaptor by the same
+groups: the core imports none of them, and works without them. Finding a plug-in imports nothing of it.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, distributions
+from importlib.util import find_spec
 
 from adaptor.errors import ConfigError, StartError
 
@@ -22,6 +25,45 @@ ENGINES = "ttp_adaptor.engines"
 # (`adaptor.checkpoint.training_state.FormatFactory`).
 FORMATS = "ttp_adaptor.formats"
 
+# Tuples of `adaptor.setting_values.Setting`.
+SETTINGS = "ttp_adaptor.settings"
+# Functions that add commands to `ttp` (`adaptor.terminal.Add`).
+COMMANDS = "ttp_adaptor.commands"
+# Classes of `adaptor.hooks.AgentHooks`: what is done in each ttprun.
+AGENT_HOOKS = "ttp_adaptor.agent_hooks"
+# Classes of `adaptor.hooks.WorkerHooks`: what is done in each worker.
+WORKER_HOOKS = "ttp_adaptor.worker_hooks"
+# Functions that add commands to `python -m adaptor`, as subparsers with the default `answer`.
+MODULE_COMMANDS = "ttp_adaptor.module_commands"
+
+# The parts of the adaptor that a job can do without; a part that is not installed adds nothing.
+OPTIONAL_PARTS = {
+    SETTINGS: {
+        "operations": "adaptor.operations.settings:SETTINGS",
+        "store": "adaptor.store.settings:SETTINGS",
+        "diagnostics": "adaptor.diagnostics.requests:SETTINGS",
+        "transform": "adaptor.transform.sizes:SETTINGS",
+        "mindio": "adaptor.mindio:SETTINGS",
+    },
+    COMMANDS: {
+        "operations": "adaptor.operations.cli:add",
+        "doctor": "adaptor.launchers.doctor.doctor_command:add",
+        "store": "adaptor.store.command:add",
+    },
+    AGENT_HOOKS: {
+        "doctor": "adaptor.launchers.doctor.doctor_command:DoctorHooks",
+        "operations": "adaptor.launchers.operations.hooks:OperationsHooks",
+        "store": "adaptor.launchers.store.hooks:StoreHooks",
+        "mindio": "adaptor.mindio:MindioHooks",
+    },
+    WORKER_HOOKS: {
+        "mindio": "adaptor.mindio:MindioWorkerHooks",
+        "transform": "adaptor.frameworks.reshape_sizes:ReshapeHooks",
+        "mindspeed": "adaptor.frameworks.mindspeed_wrappers:MindspeedHooks",
+        "diagnostics": "adaptor.diagnostics.recorder:Recorder",
+    },
+    MODULE_COMMANDS: {"transform": "adaptor.transform.command:add"},
+}
 _OWN = "ttp-adaptor"
 
 
@@ -32,7 +74,27 @@ def declared(group: str) -> tuple[EntryPoint, ...]:
     first of several distributions with the same name, which may be a build's left-over in the working
     directory.
     """
-    return tuple(entry_point for entry_point in _installed(tuple(sys.path)) if entry_point.group == group)
+    installed = _installed(tuple(sys.path))
+    return _optional_parts(group) + tuple(part for part in installed if part.group == group)
+
+
+@functools.lru_cache
+def _optional_parts(group: str) -> tuple[EntryPoint, ...]:
+    parts = (EntryPoint(name, value, group) for name, value in OPTIONAL_PARTS.get(group, {}).items())
+    return tuple(part for part in parts if is_installed(part.module))
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module can be found, without importing it."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # of its package
+        return False
+
+
+def load_all(group: str) -> Iterator[object]:
+    """Import all entry points of a group. Raises StartError where one cannot be imported."""
+    return map(load, declared(group))
 
 
 @functools.lru_cache

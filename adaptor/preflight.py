@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 from adaptor import _script, context, patching
 from adaptor.context import Context
 from adaptor.errors import AdaptorError
-from adaptor.operations.records import Plan
 from adaptor.protection_plan import ModelSize, Sharing, plan
+from adaptor.protocol.records import Plan
 from adaptor.replica import tolerance
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker.unprotected import UnprotectedTraining

@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adaptor.operations.records import Plan, Replicas
 from adaptor.protocol.messages import Share
+from adaptor.protocol.records import Plan, Replicas
 from adaptor.replica import tolerance
 
 # Main params and two moments of a parameter, in an optimizer and in a checkpoint.

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from adaptor import endpoints
 from adaptor.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A row of `config.SETTINGS`: the variable behind a field of `Config`, and its allowed values.
+    """A setting: the variable behind a field of `Config`, and its allowed values.
 
     Attributes:
         repeats: the flag may be given several times; the variable has its values with line breaks between
         same_on_all_nodes: the value holds for the whole job: nodes with different values are refused before
             workers start (launchers/rendezvous/agreement.py)
+        needs_agent: it needs the adaptor's own agent and controller (TTP_ENGINE=builtin)
+        group: the title in `ttprun --help`, for a setting of an optional part
+        inline: returns the text that workers get in place of the user's
     """
 
     field: str
@@ -29,6 +30,9 @@ class Setting:
     help: str
     repeats: bool = False
     same_on_all_nodes: bool = False
+    needs_agent: bool = False
+    group: str = ""
+    inline: Callable[[str], str] | None = None
 
     @property
     def flag(self) -> str:
@@ -93,70 +97,8 @@ def new_file(text: str) -> str:
     return text
 
 
-def store_url(text: str) -> str:
-    """Refuse credentials in the URL: messages show the URL. The rest is checked when the store is opened."""
-    if "@" in text:
-        raise NotShownError
-    return text
-
-
-@dataclass(frozen=True)
-class Pull:
-    """The objects below a URL, and their local folder."""
-
-    url: str
-    folder: str
-
-
-def pulls(text: str) -> tuple[Pull, ...]:
-    """Return the pulls of a text such as `s3://bucket/data=/cache/data`, separated by white space.
-
-    The folder follows the last `=`: prefixes such as `date=2026` contain further ones.
-    """
-    parts = re.split(r"\s+(?=[^\s/=]*://)", text.strip()) if text.strip() else []
-    if any("@" in re.sub("^[^/]*://", "", word).partition("/")[0] for word in parts):
-        raise NotShownError
-    pulls_found = []
-    for word in parts:
-        url, _, folder = word.rpartition("=")
-        if "://" not in url or not folder or "://" in folder or not word.isprintable():
-            raise ValueError
-        pulls_found.append(Pull(url, folder))
-    return tuple(pulls_found)
-
-
-def rate(text: str) -> int:
-    """Return the bytes per second of a text such as 200M."""
-    match = re.fullmatch(r"([0-9]{1,12})([kKMG]?)", text.strip())
-    if match is None:
-        raise ValueError
-    return int(match[1]) * {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9}[match[2]]
-
-
-def endpoint(text: str) -> str:
-    """Refuse credentials in the URL: messages show the URL."""
-    if "@" in text:
-        raise NotShownError
-    if text and not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text):
-        raise ValueError
-    return text.rstrip("/")
-
-
 class NotShownError(ValueError):
     """A value makes no sense, and may be a secret."""
-
-
-def notice_target(text: str) -> endpoints.NoticeTarget | None:
-    """Do not print a text that is no target: an URL of Slack is a secret."""
-    try:
-        return endpoints.target(text)
-    except ValueError:
-        raise (NotShownError if "/" in text else ValueError) from None
-
-
-def folders(text: str) -> tuple[str, ...]:
-    """Return the folders of a text, one folder in each line."""
-    return tuple(line.strip() for line in text.splitlines() if line.strip())
 
 
 def folder(text: str) -> str:
@@ -164,31 +106,6 @@ def folder(text: str) -> str:
     if not text:
         raise ValueError
     return text
-
-
-@dataclass(frozen=True)
-class Reshape:
-    """The tensor and pipeline parallel sizes of a model if the sizes of the arguments do not fit.
-
-    Attributes:
-        tp, pp: 0 and 0: chosen by the adaptor (`auto`)
-    """
-
-    tp: int = 0
-    pp: int = 0
-
-    def __str__(self) -> str:
-        return f"tp={self.tp},pp={self.pp}" if self.tp else "auto"
-
-
-def reshape(text: str) -> Reshape | None:
-    """Return the value of `no`, `auto` or `tp=2,pp=1`."""
-    if text in ("no", "auto"):
-        return Reshape() if text == "auto" else None
-    match = re.fullmatch(r"tp=([1-9][0-9]{0,4}),pp=([1-9][0-9]{0,4})", text)
-    if match is None:
-        raise ValueError
-    return Reshape(int(match[1]), int(match[2]))
 
 
 def require_one_kind_of_connection(tls: str, files: Mapping[str, str]) -> None:

@@ -57,3 +57,27 @@ def exit_code(code: int) -> int:
     """
     fits = -(1 << 63) <= code < 1 << 63
     return code & _HIGHEST_CODE if fits else _HIGHEST_CODE
+
+
+def shown(raw_text: str) -> str:
+    """Return text from a file as a line that any terminal can show."""
+    return encodable(raw_text.replace("\n", " ").replace("\x1b", "?"))
+
+
+def duration(seconds: float) -> str:
+    """Return a number of seconds in a fitting unit."""
+    if 0 < seconds < 0.001:
+        return "below 1 ms"
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in a fitting unit."""
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"

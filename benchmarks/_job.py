@@ -19,7 +19,7 @@ from typing import Any
 import _bench  # puts the root on the path
 import psutil
 
-from adaptor.operations.records import unix
+from adaptor.protocol.records import unix
 from demo.runs import end_tree
 from tests.faults import inject
 from tests.faults.fault import Fault

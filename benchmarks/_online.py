@@ -12,7 +12,7 @@ from _job import Job
 from _layouts import CUTS, Cut
 from _schedule import CHOICE, HANGS, LEARNT, ON_RANK_0, SAVE_INTERVAL
 
-from adaptor.operations.records import unix
+from adaptor.protocol.records import unix
 from tests.faults import harness
 from tests.faults.fault import NEWCOMERS, ONCE, Fault
 

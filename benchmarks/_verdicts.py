@@ -18,8 +18,8 @@ from _schedule import CHOICE, IN_AN_INCIDENT, KINDS, SECOND, Planned
 from adaptor.checkpoint import manifest
 from adaptor.checkpoint.tracker import tracked_step
 from adaptor.launchers.agent.worker_watch import EXIT_GRACE_S, SHUTDOWN_GRACE_S
-from adaptor.operations.records import unix
 from adaptor.protocol import naming
+from adaptor.protocol.records import unix
 from tests.faults.fault import PHASES, Fault
 
 # An agent tidies up when every worker is gone.

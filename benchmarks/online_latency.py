@@ -19,7 +19,7 @@ from typing import Any
 from _bench import Benchmark, spread, table
 from _job import RANKS, Job, JobError, new_folder, run
 
-from adaptor.operations.records import unix
+from adaptor.protocol.records import unix
 from tests.faults.fault import ONCE, Fault
 
 PHASES = ("data", "forward", "backward", "reduction", "norm", "door-before", "update", "gather")

@@ -20,8 +20,18 @@ from pathlib import Path
 import msgspec
 from _bench import Benchmark, table
 
-from adaptor.operations.job_folder import EVENTS_FILE, INCIDENTS, STATUS_FILE
-from adaptor.operations.records import Cause, Event, Incident, Phases, Status, Versions, utc
+from adaptor.protocol.records import (
+    EVENTS_FILE,
+    INCIDENTS,
+    STATUS_FILE,
+    Cause,
+    Event,
+    Incident,
+    Phases,
+    Status,
+    Versions,
+    utc,
+)
 
 AGENTS, PER_AGENT, EVENTS, INCIDENTS_OF_THE_JOB, TIMES = 1000, 8, 100_000, 100, 50
 PATHS = ("/metrics", "/", "/readyz", "/api/v1/status", "/api/v1/incidents", "/api/v1/events?limit=100")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adaptor.operations.records import unix
+from adaptor.protocol.records import unix
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jinja2
 
 from adaptor.operations import incident_section, job_folder, page
 from adaptor.operations.incident_section import Section, section
-from adaptor.operations.records import Incident
+from adaptor.protocol.records import Incident
 from demo.findings import ONLINE, Findings, Survival
 from demo.losses import curve, difference
 from demo.runs import Run

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from adaptor.config import SETTINGS
+from adaptor.config import settings
 
 ROOT = Path(__file__).resolve().parents[1]
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#\s]+)(#[^)\s]*)?\)")
@@ -47,7 +47,7 @@ def _settings() -> str:
 
     rows = [
         f"| `{one.variable}` | `{one.flag}` | {cell(one.default)} | {cell(one.allowed)} | {cell(one.help)} |"
-        for one in SETTINGS
+        for one in settings()
     ]
     head = ["", "", "## What each allows", "", "From the table in `adaptor/config.py`.", ""]
     return "\n".join(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adaptor import context, patching, preflight
+from adaptor import context, hooks, patching, preflight
 from adaptor.checkpoint import folder, lease_claim, left_overs
-from adaptor.diagnostics.recorder import Recorder
-from adaptor.frameworks import local_copy_flag, megatron_restart, supported_options
+from adaptor.frameworks import local_copy_flag, megatron_restart
 from adaptor.patches._versions import MODELLINK
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
@@ -58,7 +58,8 @@ def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     from adaptor.frameworks import ascendspeed
 
     yield from ascendspeed.checks(parsed)
-    yield lambda: supported_options.require_one_profiler(parsed)
+    for hook in hooks.of_worker():
+        yield partial(hook.require_other_loop, parsed.world_size, parsed)
     yield lambda: local_copy_flag.take_local_copy(parsed)
     yield lambda: context.part(ReplicaChoice).decide(
         parsed.use_distributed_optimizer, ascendspeed.data_parallel_size(parsed)
@@ -123,7 +124,8 @@ def _begin(args: Any, kwargs: Any) -> None:
         call_arguments["model"], call_arguments["optimizer"], call_arguments["lr_scheduler"]
     )
     context.part(Watchdogs).warn_if_on()
-    context.part(Recorder).watch(trainee.state.model)
+    for hook in hooks.of_worker():
+        hook.watch(trainee.state.model)
     runtime.get().session.begin_training(
         trainee, [call_arguments["optimizer"].optimizer], get_args().iteration
     )

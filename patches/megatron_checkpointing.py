@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from adaptor import context, patching
+from adaptor import context, hooks, patching
 from adaptor.checkpoint import resume_check
 from adaptor.checkpoint.divided_reading import CheckedFiles
 from adaptor.frameworks import adapter_base, compared_save, loaded_state, megatron_restart
@@ -156,7 +156,8 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     else:
         check()
     if load_arg == "load" and megatron_args.load:
-        _require_sizes(megatron_args)
+        for hook in hooks.of_worker():
+            hook.before_load(megatron_args)
     load = getattr(megatron_args, load_arg)
     is_filtered = adapter_base.is_filtered(megatron_args)
     if is_filtered:
@@ -188,21 +189,6 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
 def the_chosen_step_is_loaded_whole(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     step = context.part(ChosenStep).instead_of(args[0] if args else kwargs["tracker_filename"])
     return wrapped(*args, **kwargs) if step is None else (step, False)
-
-
-def _require_sizes(megatron_args: Any) -> None:
-    """Transform a checkpoint saved in other parallel sizes, or refuse the checkpoint."""
-    from adaptor.frameworks import reshape_sizes
-
-    if context.get().settings.reshape is not None:
-        from megatron.core import mpu
-
-        from adaptor.frameworks import reshape  # torch, which is for the script to import
-
-        tensor, pipeline = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
-        reshape.bring_to_sizes(megatron_args, (tensor, pipeline, mpu.get_expert_model_parallel_rank()))
-    elif megatron_args.rank == 0:
-        reshape_sizes.require_sizes_of_checkpoint(megatron_args)
 
 
 def _require_intact(load_arg: str, optimizer: Any, refused: Mapping[int, str] | None = None) -> None:

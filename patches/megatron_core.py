@@ -6,12 +6,12 @@ Both in one unit: replicas without the door, or the door without replicas, would
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from adaptor import context, patching
+from adaptor import context, hooks, patching
 from adaptor.context import Context
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import optimizer_instances, supported_options
@@ -231,7 +231,7 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
                 f"{supported_options.WHOLE_MATRICES} cannot be protected yet; give every rank the whole"
                 " optimizer, or set ENABLE_TTP=False"
             )
-    from adaptor.frameworks import mindspeed_memory  # torch, which is for the script to import
+    from adaptor.frameworks import offloaded_memory  # torch, which is for the script to import
 
     if len(chain) > 1:
         require_one_gathering()
@@ -239,21 +239,24 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
         # Only for timing, it would be a barrier of all ranks inside the update window.
         part.config.barrier_with_L1_time = False
     for part in chain:
-        memory = mindspeed_memory.attach(part)
+        places = [offloaded_memory.attach(part), *(hook.memory_of(part) for hook in hooks.of_worker())]
+        memories = [memory for memory in places if memory is not None]
         for inner in inner_optimizers(part):
             if not hasattr(inner, _PASSES_THE_DOOR):  # Muon's chain has optimizers of another chain
                 setattr(inner, _PASSES_THE_DOOR, True)
-                inner.register_step_pre_hook(partial(_before_update, memory))
-                inner.register_step_post_hook(partial(_after_update, memory))
+                inner.register_step_pre_hook(partial(_before_update, memories))
+                inner.register_step_post_hook(partial(_after_update, memories))
 
 
-def _before_update(memory: Any, inner: Any, *_: Any) -> None:
+def _before_update(memories: Sequence[Any], inner: Any, *_: Any) -> None:
     runtime.get().session.before_update(inner)
-    memory.before_update()
+    for memory in memories:
+        memory.before_update()
 
 
-def _after_update(memory: Any, inner: Any, *_: Any) -> None:
-    memory.after_update()
+def _after_update(memories: Sequence[Any], inner: Any, *_: Any) -> None:
+    for memory in memories:
+        memory.after_update()
     runtime.get().session.after_update(inner)
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from adaptor import context, patching, preflight
+from adaptor import context, hooks, patching, preflight
 from adaptor.checkpoint import folder, lease_claim, left_overs
-from adaptor.diagnostics.recorder import Recorder
 from adaptor.frameworks import (
     compared_save,
     fine_tuning,
@@ -19,7 +18,6 @@ from adaptor.frameworks import (
     megatron_sizes,
     optimizer_instances,
     parallel_sizes,
-    reshape_sizes,
     script_loop,
     supported_options,
 )
@@ -76,15 +74,12 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 def _checks(parsed: Any) -> Iterator[Callable[[], None]]:
     """Return the checks before anything is built; each raises an AdaptorError."""
-    from adaptor.frameworks import mindspeed_wrappers
-
     yield lambda: local_copy_flag.take_local_copy(parsed)
     yield lambda: supported_options.require_alone(parsed)
     yield lambda: supported_options.require_cpu_options(parsed)
-    yield lambda: supported_options.require_one_profiler(parsed)
-    yield lambda: reshape_sizes.require_transformable(parsed)
     yield from supported_options.checks(parsed)
-    yield from mindspeed_wrappers.checks(parsed)
+    for hook in hooks.of_worker():
+        yield from hook.checks(parsed, begins=False)
     yield from fine_tuning.checks(parsed)
     yield lambda: supported_options.require_folders(parsed)
     choice = context.part(ReplicaChoice)
@@ -130,10 +125,9 @@ def examine(parsed: Any) -> None:
 
 
 def _require_protected(parsed: Any) -> None:
-    from adaptor.frameworks import mindspeed_wrappers
-
     supported_options.require_protected(parsed)
-    for check in (*mindspeed_wrappers.checks(parsed), *fine_tuning.checks(parsed)):
+    checks = [check for hook in hooks.of_worker() for check in hook.checks(parsed, begins=True)]
+    for check in (*checks, *fine_tuning.checks(parsed)):
         check()
 
 
@@ -227,7 +221,8 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
         layout_beside.write_alone(Path(path), trainee.barrier)
     trainee = start.reserve(runtime.get().session, trainee)
     context.part(Watchdogs).warn_if_on()
-    context.part(Recorder).watch(trainee.state.model)
+    for hook in hooks.of_worker():
+        hook.watch(trainee.state.model)
     runtime.get().session.begin_training(
         trainee, inner_optimizers(call_arguments["optimizer"]), get_args().iteration
     )

@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from adaptor import output, text
 from adaptor.context import Context
 from adaptor.diagnostics import requests
+from adaptor.diagnostics.requests import RecordingSettings
 from adaptor.errors import ConfigError
+from adaptor.hooks import WorkerHooks
 from adaptor.protocol.environment import Generation, Scratch, WorkerPlace
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 # The time for writing at the end of the script, enough for a working disk.
 _END_S = 30.0
+# Of Megatron-LM, MindSpeed and ModelLink.
+_PROFILERS = ("profile", "use_pytorch_profiler")
 
 
 class Recording(Protocol):
@@ -39,23 +43,33 @@ class Recording(Protocol):
         """No further step will come; a second call does nothing."""
 
 
-class Recorder:
+class Recorder(WorkerHooks):
     """The recordings of this process, a part of its context; without a request it does nothing."""
 
     def __init__(self, context: Context) -> None:
-        self._settings = context.settings
-        self._rank = context.part(WorkerPlace).rank
-        self._generation = context.part(Generation)
-        self._scratch = context.part(Scratch).path
-        self._log_path = Path(self._settings.log_path).resolve()
+        super().__init__(context)
+        self._own = context.settings.of(RecordingSettings)
+        self._context = context
+        self._rank = -1  # known in `watch`: the process may be a spare, which has no rank yet
+        self._log_path = Path(self.settings.log_path).resolve()
         self._models: Sequence[torch.nn.Module] = ()
         self._running: dict[str, Recording] = {}
         self._step = -1
         self._has_begun = False  # a step of the present recordings
         self._writer = output.Writer("ttp-recorder")
 
-    def require_ranks(self, world_size: int) -> None:
-        """Refuse ranks outside of the job. Raises ConfigError."""
+    def checks(self, args: Any, *, begins: bool) -> Iterator[Callable[[], None]]:
+        if not begins:
+            yield lambda: self.require_other_loop(args.world_size, args)
+
+    def require_other_loop(self, world_size: int, args: Any = None) -> None:
+        """Refuse TTP_PROFILE beside a profiler of the framework, and ranks outside of the job."""
+        for name in _PROFILERS if self._own.profile is not None else ():
+            if getattr(args, name, False):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is given, and TTP_PROFILE is set: two profilers cannot"
+                    " record the same process; leave out one of them"
+                )
         for variable, request in self._requests():
             if request is not None and request.ranks.last >= world_size:
                 raise ConfigError(
@@ -73,7 +87,9 @@ class Recorder:
         self._running.clear()  # without a step nothing is open
         self._has_begun = False
         self._models = models
-        folder = self._log_path / "-".join(filter(None, ("record", self._generation.name[:8])))
+        self._rank = self._context.part(WorkerPlace).rank
+        generation = self._context.part(Generation).name
+        folder = self._log_path / "-".join(filter(None, ("record", generation[:8])))
         for variable, request in self._requests():
             if request is None or self._rank not in request.ranks:
                 continue
@@ -111,7 +127,7 @@ class Recorder:
         self._writer.drain(_END_S)
 
     def _requests(self) -> tuple[tuple[str, requests.Profile | requests.DumpRequest | None], ...]:
-        return (("TTP_PROFILE", self._settings.profile), ("TTP_DUMP", self._settings.dump))
+        return (("TTP_PROFILE", self._own.profile), ("TTP_DUMP", self._own.dump))
 
     def _make(self, request: requests.Profile | requests.DumpRequest, folder: Path) -> Recording:
         # Imported here: the script imports torch.
@@ -119,7 +135,7 @@ class Recorder:
         from adaptor.diagnostics.tensor_dump import TensorDump
 
         if isinstance(request, requests.Profile):
-            return Profiler(request, self._rank, folder, self._writer, self._scratch)
+            return Profiler(request, self._rank, folder, self._writer, self._context.part(Scratch).path)
         return TensorDump(request, self._rank, folder, self._writer, self._models)
 
     def _each(self, act: Callable[[Recording], None]) -> None:

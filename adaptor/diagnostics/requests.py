@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor.errors import ConfigError
+from adaptor.setting_values import Setting
 
 # The statistics of a tensor, in the order of computation and output.
 STATISTICS = ("min", "max", "mean", "norm", "nan", "inf")
@@ -226,3 +227,36 @@ def _refusal(variable: str, text: str, reason: str) -> ConfigError:
     shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
     reason = " ".join(reason.splitlines())
     return ConfigError(f"{variable} is {shown!r}: {reason if len(reason) < 400 else reason[:400] + '...'}")
+
+
+@dataclass(frozen=True)
+class RecordingSettings:
+    """The settings of recordings (`Config.of`)."""
+
+    profile: Profile | None
+    dump: DumpRequest | None
+
+
+SETTINGS = (
+    Setting(
+        "profile",
+        "TTP_PROFILE",
+        "",
+        "like steps=10-12,ranks=0",
+        profile,
+        "like steps=10-12,ranks=0: a trace of these steps by torch.profiler, on these ranks (0 by default), "
+        "in the log folder",
+        group="Logs and recordings",
+    ),
+    Setting(
+        "dump",
+        "TTP_DUMP",
+        "",
+        "a JSON file",
+        dump,
+        "a JSON file (steps, ranks, modules, stats or tensors, limit): values of what modules compute in "
+        "these steps, and of gradients, in the log folder",
+        group="Logs and recordings",
+        inline=inline,
+    ),
+)

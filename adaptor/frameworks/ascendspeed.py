@@ -52,7 +52,6 @@ def checks(args: Any) -> Iterator[Callable[[], None]]:
     yield supported_options.require_no_layout_only
     yield supported_options.require_no_host_copy
     yield supported_options.require_no_comparison
-    yield supported_options.require_no_reshape
     yield lambda: _require_shards_to_copy(args)
 
 

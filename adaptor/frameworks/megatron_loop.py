@@ -91,6 +91,10 @@ class MegatronLoop(TrainingLoop):
             self.set_args({**self._start, "curr_iteration": self.args().iteration - 1})
             self._is_set = False
 
+    def missing_operations(self) -> float:
+        """Return, once, the floating-point operations that the loop forgets when it is called again."""
+        return 0
+
     def settle(self, step: int) -> None:
         for replay in self._train:
             replay.rewind(step)

@@ -8,16 +8,13 @@ samples, which the framework reads from the checkpoint (`consumed_train_samples`
 from __future__ import annotations
 
 import copy
-import shlex
 from typing import Any
 
-from adaptor import context, output
+from adaptor import context, hooks, output
 from adaptor.context import Context
 from adaptor.errors import ConfigError, UnsupportedError
-from adaptor.frameworks import reshape_sizes
 from adaptor.frameworks.parallel_sizes import (
     NEAREST,
-    chunks_of,
     counts_samples,
     data_parallel_size,
     divides,
@@ -59,10 +56,8 @@ def fit(args: Any) -> None:
     if not nodes.fewest:
         return
     _require_independent(args, f"--nnodes {nodes.fewest}:{nodes.most}")
-    fitted_args, reshape = copy.copy(args), context.get().settings.reshape
-    if reshape is not None and not holds_whole_models(args, args.world_size):
-        reshape_sizes.require_transformable(args)
-        reshape_sizes.take(args, reshape)
+    fitted_args = copy.copy(args)
+    _resize(args)
     _require_whole_replicas(args, nodes)
     unit = args.micro_batch_size * data_parallel_size(args)
     global_batch_size = args.global_batch_size
@@ -75,6 +70,13 @@ def fit(args: Any) -> None:
         count for count in range(nodes.fewest, nodes.most + 1) if _fits(fitted_args, nodes, count)
     )
     _say(args, nodes, fitted_args)
+
+
+def _resize(args: Any) -> None:
+    """Set other parallel sizes if the model does not fit the ranks. Raises UnsupportedError."""
+    for hook in hooks.of_worker():
+        if not holds_whole_models(args, args.world_size):
+            hook.resize(args)
 
 
 def count_iterations(args: Any) -> None:
@@ -135,38 +137,8 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
     local = args.world_size // nodes.here
     fitting = [str(count) for count in range(nodes.fewest, nodes.most + 1) if count * local % size == 0]
     with_nodes = f"start {' or '.join(fitting)} nodes" if fitting else "start another number of nodes"
-    target = reshape_sizes.other_sizes(args)
-    if target is not None:
-        return f"{with_nodes}, or {_other_command(args, *target)}"
-    expert_size = reshape_sizes.expert_size_that_fits(args)
-    if expert_size is not None:
-        command = _other_command(args, expert_size.tensor, expert_size.pipeline, expert_size.expert)
-        return f"{with_nodes}, or {command} ({expert_size.why})"
-    return f"{with_nodes}, or with other parallel sizes"
-
-
-def _other_command(args: Any, tensor: int, pipeline: int, expert: int = 0) -> str:
-    """Return how the job begins in other parallel sizes; `expert`: 0, or another than the arguments say."""
-    chunks = chunks_of(args, pipeline)
-    further_sizes = "".join(
-        f" --{name} {value}"
-        for name, value, usual in (
-            ("ep", expert, 0),
-            ("vpp", chunks, 1),
-            ("format", getattr(args, "ckpt_format", "torch"), "torch"),
-        )
-        if value != usual
-    )
-    ending = f"-ep{expert}" if expert else ""
-    folder = f"{str(args.save).rstrip('/')}-tp{tensor}-pp{pipeline}{ending}"
-    source, transformed_folder = shlex.quote(str(args.save)), shlex.quote(folder)
-    sizes = f"--tp {tensor} --pp {pipeline}{further_sizes}"
-    experts = f" --expert-model-parallel-size {expert}" if expert else ""
-    return (
-        f"run `python -m adaptor transform {source} {transformed_folder} {sizes}`"
-        f" and start with --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
-        f"{experts} --load {transformed_folder} --save {transformed_folder}"
-    )
+    advice = next(filter(None, (hook.advise_sizes(args) for hook in hooks.of_worker())), "")
+    return f"{with_nodes}, or {advice or 'with other parallel sizes'}"
 
 
 def _fits(args: Any, nodes: Nodes, count: int) -> bool:
@@ -180,11 +152,10 @@ def _fits(args: Any, nodes: Nodes, count: int) -> bool:
     settings = context.get().settings
     args_there = copy.copy(args)
     args_there.world_size = args.world_size // nodes.here * count
-    if not holds_whole_models(args_there, args_there.world_size) and settings.reshape is not None:
-        try:
-            reshape_sizes.take(args_there, settings.reshape)
-        except UnsupportedError:
-            return False
+    try:
+        _resize(args_there)
+    except UnsupportedError:
+        return False
     if not holds_whole_models(args_there, args_there.world_size):
         return False
     size = data_parallel_size(args_there)

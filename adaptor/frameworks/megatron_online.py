@@ -14,7 +14,6 @@ from adaptor.frameworks import loop_recovery
 from adaptor.frameworks.loop_recovery import Recovery
 from adaptor.frameworks.megatron_loop import FlagscaleLoop, MegatronLoop, call_of_train
 from adaptor.frameworks.megatron_online_support import why_not
-from adaptor.frameworks.mindspeed_loop import MindspeedLoop
 from adaptor.frameworks.training_loop import set_args
 from adaptor.online import rejoin
 
@@ -50,7 +49,7 @@ def train(
 def missing_operations() -> float:
     """Return, once, the floating-point operations that the loop has lost by being called again."""
     loop = context.part(Recovery).loop
-    return loop.missing_operations() if isinstance(loop, MindspeedLoop) else 0
+    return loop.missing_operations() if isinstance(loop, MegatronLoop) else 0
 
 
 def take_place(args: Any) -> None:

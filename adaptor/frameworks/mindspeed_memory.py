@@ -21,7 +21,6 @@ import torch
 
 from adaptor.checkpoint import shards
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import offloaded_memory
 from adaptor.replica import twin
 
 # What MindSpeed adds to a main param before the lower half is cut off: it rounds to the nearest weight.
@@ -30,32 +29,23 @@ _JOIN, _PART = "fp16_tensor_convert_to_fp32_tensor", "fp32_tensor_convert_to_fp1
 _SWAP = "param_to_cpu_states_map"
 
 
-class WithoutMemory:
-    """Nothing is done around an update: the tensors of the optimizer have its state."""
-
-    def before_update(self) -> None:
-        """Behind the door, before an update."""
-
-    def after_update(self) -> None:
-        """Behind an update, before the update window closes."""
-
-
 def attach(optimizer: Any) -> Any:
     """Locate the state of an optimizer of Megatron's chain, and return the actions around its updates.
+
+    Returns:
+        An object with `before_update` and `after_update`; None: the tensors of the optimizer have its state.
 
     Raises:
         UnsupportedError: this version of MindSpeed has an unknown place for the state.
     """
     if getattr(optimizer, "optimizer", None) is None:
-        return WithoutMemory()
-    memory: Any = WithoutMemory()
+        return None
+    memory: Any = None
     if hasattr(optimizer, _JOIN):
         memory = ReusedMemory(optimizer)
     elif hasattr(optimizer, _SWAP):
         memory = SwappedMemory(optimizer)
-    elif type(optimizer.optimizer).__name__ == offloaded_memory.KIND:
-        memory = offloaded_memory.OffloadedMemory(optimizer)
-    if not isinstance(memory, WithoutMemory):
+    if memory is not None:
         setattr(optimizer.optimizer, twin.STORAGE, memory)
     return memory
 

@@ -17,6 +17,7 @@ from typing import Any
 from adaptor import context, patching
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import supported_options
+from adaptor.hooks import WorkerHooks
 
 # As `supported_options` has them for Megatron-LM.
 ALLOWED_VALUES: supported_options.Values = (
@@ -39,12 +40,19 @@ _MEMORY_OPTIONS = ("reuse_fp32_param", "swap_optimizer")
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def checks(args: Any) -> Iterator[Callable[[], None]]:
-    """Return what must hold of MindSpeed's options; each raises UnsupportedError."""
-    yield from supported_options.checks_of_values(ALLOWED_VALUES, args)
-    for name in _MEMORY_OPTIONS:
-        if getattr(args, name, False):
-            yield partial(_require_restorable, args, f"--{name.replace('_', '-')} is True")
+class MindspeedHooks(WorkerHooks):
+    """The options of MindSpeed, and the optimizer state that it keeps elsewhere."""
+
+    def checks(self, args: Any, *, begins: bool) -> Iterator[Callable[[], None]]:
+        yield from supported_options.checks_of_values(ALLOWED_VALUES, args)
+        for name in _MEMORY_OPTIONS:
+            if getattr(args, name, False):
+                yield partial(_require_restorable, args, f"--{name.replace('_', '-')} is True")
+
+    def memory_of(self, optimizer: Any) -> Any:
+        from adaptor.frameworks import mindspeed_memory  # torch, which is for the script to import
+
+        return mindspeed_memory.attach(optimizer)
 
 
 def _require_restorable(args: Any, given: str) -> None:
@@ -61,7 +69,7 @@ def _require_restorable(args: Any, given: str) -> None:
             "with --npu-deterministic, which keeps a bit of each main param in the sign of a moment",
         ),
         (settings.local_copy, "with a local copy (TTP_LOCAL_COPY, --local-copy-os)"),
-        (settings.reshape is not None, "with TTP_RESHAPE"),
+        (settings.parts.get("reshape") is not None, "with TTP_RESHAPE"),
     ]
     for holds, beside in wrong:
         if holds:

@@ -20,6 +20,20 @@ KIND = "HybridDeviceOptimizer"
 _MAIN = "master_param"
 
 
+def attach(optimizer: Any) -> Any:
+    """Locate the state of an optimizer of Megatron's chain that the host updates; else None.
+
+    Raises:
+        UnsupportedError: a second optimizer updates a part of the params on the device.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if type(inner).__name__ != KIND:
+        return None
+    memory = OffloadedMemory(optimizer)
+    setattr(inner, twin.STORAGE, memory)
+    return memory
+
+
 class OffloadedMemory:
     """The main params and moments of a distributed optimizer whose updates the host makes.
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from adaptor import context, output, text
+from adaptor import output, text
 from adaptor.checkpoint import disk, left_overs, manifest, reshaped, tracker
 from adaptor.errors import AdaptorError, CheckpointError, ResumeError
 from adaptor.protocol import naming
@@ -56,7 +56,7 @@ def bring_to_sizes(args: Any, place: tuple[int, int, int]) -> None:
     Raises:
         ResumeError: the checkpoint has other sizes and cannot be transformed; the same on all ranks.
     """
-    if context.get().settings.reshape is None or not args.load:
+    if not args.load:
         return
     save, wanted_sizes = Path(args.save), Sizes.of(args)
     order = _from_first(lambda: _begin(Path(args.load), save, _chosen(args), wanted_sizes, _format(args)))

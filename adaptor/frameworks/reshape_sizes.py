@@ -7,7 +7,8 @@ checkpoint in other sizes is refused.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import shlex
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +27,59 @@ from adaptor.frameworks.parallel_sizes import (
     holds_whole_models,
     model_size,
 )
+from adaptor.hooks import WorkerHooks
 from adaptor.protocol import naming
-from adaptor.setting_values import Reshape
 from adaptor.transform import arguments, opening
-from adaptor.transform.sizes import Sizes
+from adaptor.transform.sizes import Reshape, ReshapeSettings, Sizes
 
 # Formats that `adaptor transform` writes.
 _FORMATS = ("torch", "torch_dist")
+
+
+class ReshapeHooks(WorkerHooks):
+    """TTP_RESHAPE: checkpoints in other parallel sizes than those of the job."""
+
+    def checks(self, args: Any, *, begins: bool) -> Iterator[Callable[[], None]]:
+        if not begins:
+            yield lambda: require_transformable(args)
+
+    def require_other_loop(self, world_size: int, args: Any = None) -> None:
+        if self._requested is not None:
+            raise UnsupportedError(
+                "TTP_RESHAPE is set: only jobs that load with Megatron-LM's own load_checkpoint have their"
+                " checkpoints transformed; leave it out"
+            )
+
+    def resize(self, args: Any) -> None:
+        if self._requested is not None:
+            require_transformable(args)
+            take(args, self._requested)
+
+    def advise_sizes(self, args: Any) -> str:
+        target = other_sizes(args)
+        if target is not None:
+            return _other_command(args, *target)
+        expert_size = expert_size_that_fits(args)
+        if expert_size is None:
+            return ""
+        command = _other_command(args, expert_size.tensor, expert_size.pipeline, expert_size.expert)
+        return f"{command} ({expert_size.why})"
+
+    def before_load(self, args: Any) -> None:
+        """Have a checkpoint in other parallel sizes transformed, or refuse the checkpoint."""
+        if self._requested is not None:
+            from megatron.core import mpu
+
+            from adaptor.frameworks import reshape  # torch, which is for the script to import
+
+            tensor, pipeline = mpu.get_tensor_model_parallel_rank(), mpu.get_pipeline_model_parallel_rank()
+            reshape.bring_to_sizes(args, (tensor, pipeline, mpu.get_expert_model_parallel_rank()))
+        elif args.rank == 0:
+            require_sizes_of_checkpoint(args)
+
+    @property
+    def _requested(self) -> Reshape | None:
+        return self.settings.of(ReshapeSettings).reshape
 
 
 def require_transformable(args: Any) -> None:
@@ -44,7 +91,7 @@ def require_transformable(args: Any) -> None:
     Raises:
         UnsupportedError: names the option.
     """
-    requested_sizes = context.get().settings.reshape
+    requested_sizes = context.get().settings.of(ReshapeSettings).reshape
     reason = None if requested_sizes is None else _untransformable(args)
     if reason:
         raise UnsupportedError(
@@ -264,3 +311,27 @@ def require_sizes_of_checkpoint(args: Any) -> None:
             f" transforms it first, or start with --tensor-model-parallel-size {sizes_of_step.tp}"
             f" --pipeline-model-parallel-size {sizes_of_step.pp}"
         )
+
+
+def _other_command(args: Any, tensor: int, pipeline: int, expert: int = 0) -> str:
+    """Return how the job begins in other parallel sizes; `expert`: 0, or another than the arguments say."""
+    chunks = chunks_of(args, pipeline)
+    further_sizes = "".join(
+        f" --{name} {value}"
+        for name, value, usual in (
+            ("ep", expert, 0),
+            ("vpp", chunks, 1),
+            ("format", getattr(args, "ckpt_format", "torch"), "torch"),
+        )
+        if value != usual
+    )
+    ending = f"-ep{expert}" if expert else ""
+    folder = f"{str(args.save).rstrip('/')}-tp{tensor}-pp{pipeline}{ending}"
+    source, transformed_folder = shlex.quote(str(args.save)), shlex.quote(folder)
+    sizes = f"--tp {tensor} --pp {pipeline}{further_sizes}"
+    experts = f" --expert-model-parallel-size {expert}" if expert else ""
+    return (
+        f"run `python -m adaptor transform {source} {transformed_folder} {sizes}`"
+        f" and start with --tensor-model-parallel-size {tensor} --pipeline-model-parallel-size {pipeline}"
+        f"{experts} --load {transformed_folder} --save {transformed_folder}"
+    )

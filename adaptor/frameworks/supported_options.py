@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, plug_ins
-from adaptor.diagnostics.recorder import Recorder
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.frameworks import parallel_sizes
 
@@ -59,8 +58,6 @@ _CPU_FLAGS = (
     "--transformer-impl local --no-masked-softmax-fusion --no-gradient-accumulation-fusion"
     " --no-rope-fusion --no-persist-layer-norm"
 )
-# Of Megatron-LM, MindSpeed and ModelLink.
-_PROFILERS = ("profile", "use_pytorch_profiler")
 
 
 def require_cpu_options(args: Any) -> None:
@@ -113,15 +110,6 @@ def require_no_comparison() -> None:
         )
 
 
-def require_no_reshape() -> None:
-    """Refuse TTP_RESHAPE where Megatron-LM's own function does not load. Raises UnsupportedError."""
-    if context.get().settings.reshape is not None:
-        raise UnsupportedError(
-            "TTP_RESHAPE is set: only jobs that load with Megatron-LM's own load_checkpoint have their"
-            " checkpoints transformed; leave it out"
-        )
-
-
 def require_alone(args: Any) -> None:
     """Refuse a job that a second system would save, too: both systems would hold the processes and write the
     files.
@@ -136,22 +124,6 @@ def require_alone(args: Any) -> None:
                 f"--{name.replace('_', '-')} is given{also}: two systems cannot save the same job; "
                 "leave it out, or set ENABLE_TTP=False"
             )
-
-
-def require_one_profiler(args: Any) -> None:
-    """Refuse TTP_PROFILE beside a profiler of the framework, and ranks outside of the job.
-
-    Raises:
-        ConfigError: names the option, or the ranks.
-    """
-    if context.get().settings.profile is not None:
-        for name in _PROFILERS:
-            if getattr(args, name, False):
-                raise ConfigError(
-                    f"--{name.replace('_', '-')} is given, and TTP_PROFILE is set: two profilers cannot "
-                    "record the same process; leave out one of them"
-                )
-    context.part(Recorder).require_ranks(args.world_size)
 
 
 def require_protected(*configs: Any, format: str = "") -> None:
@@ -209,7 +181,7 @@ def _require_whole_offload(config: Any) -> None:
             "without --use-precision-aware-optimizer, with which alone the framework loads what it has saved",
         ),
         (settings.local_copy, "with a local copy (TTP_LOCAL_COPY)"),
-        (settings.reshape is not None, "with TTP_RESHAPE"),
+        (settings.parts.get("reshape") is not None, "with TTP_RESHAPE"),
     ):
         if holds:
             raise UnsupportedError(

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor.errors import ConfigError
+from adaptor.hooks import AgentHooks, WorkerHooks
+from adaptor.setting_values import Setting, truth
 
 NAME = "mindio_ttp"
 _FOLDER = str(Path(__file__).with_name("provided"))
@@ -41,3 +44,59 @@ def withdraw() -> None:
     sys.path.remove(_FOLDER)
     for name in [name for name in sys.modules if name.partition(".")[0] == NAME]:
         del sys.modules[name]
+
+
+@dataclass(frozen=True)
+class MindioSettings:
+    """The setting of the interface of MindIO TTP (`Config.of`)."""
+
+    provide_mindio: bool
+
+
+SETTINGS = (
+    Setting(
+        "provide_mindio",
+        "TTP_PROVIDE_MINDIO",
+        "False",
+        "True, 1, False or 0",
+        truth,
+        "True: for a script that was adapted to MindIO TTP by hand; importing mindio_ttp, which is not "
+        "installed, finds the adaptor's, and no framework is patched",
+        same_on_all_nodes=True,
+        group="Devices and interfaces",
+    ),
+)
+
+
+class MindioHooks(AgentHooks):
+    """TTP_PROVIDE_MINDIO."""
+
+    def require(self) -> None:
+        values: dict[str, object] = {
+            "HOST_COPY": self.settings.host_copy,
+            "VERIFY_EVERY": self.settings.verify_every != 0,
+        }
+        values |= {name.upper(): self.settings.parts.get(name) for name in ("profile", "dump")}
+        for name, value in values.items():
+            if self.settings.of(MindioSettings).provide_mindio and value:
+                raise ConfigError(
+                    f"TTP_{name} is set, and TTP_PROVIDE_MINDIO is True: a script that was adapted to MindIO"
+                    " TTP by hand has no recordings, copies in host memory or comparisons; leave out one of"
+                    " them"
+                )
+
+
+class MindioWorkerHooks(WorkerHooks):
+    """`import mindio_ttp` finds the adaptor's package."""
+
+    interface = "mindio"
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.settings.of(MindioSettings).provide_mindio
+
+    def provide(self) -> None:
+        provide()
+
+    def withdraw(self) -> None:
+        withdraw()

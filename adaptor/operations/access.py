@@ -11,8 +11,8 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from adaptor.endpoints import HostPort
 from adaptor.errors import AdaptorError
+from adaptor.operations.settings import HostPort
 
 _BACKLOG = 64
 _SHORTEST_WORD = 16

@@ -9,76 +9,35 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import time
-from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 
 import msgspec
 
-from adaptor import config, distributions, output
-from adaptor.endpoints import HostPort
-from adaptor.errors import AdaptorError
-from adaptor.operations import access, job_folder, job_reader, records, verify
+from adaptor import config, distributions
+from adaptor.operations import access, job_folder, job_reader, verify
 from adaptor.operations.goodput import Goodput
-from adaptor.operations.job_reader import JobReader
-from adaptor.operations.records import Incident, Phases, Status, unix
-from adaptor.operations.terminal import CtrlC, exit_code_of, show
+from adaptor.operations.job_reader import JobReader, first_step_again, protection
+from adaptor.operations.settings import HostPort
 from adaptor.operations.trace import chrome_trace
-from adaptor.operations.words import FINDING, OK, USAGE, duration, first_step_again, protection, shown
+from adaptor.protocol import records
+from adaptor.protocol.records import Incident, Phases, Status, unix
+from adaptor.terminal import FINDING, OK, Add, CtrlC, show
+from adaptor.text import duration, shown
 
 PORT = 9470
 _WATCH_S = 1.0
 
-Answer = Callable[[argparse.Namespace], int]
-# Adds a command: its name, the function that answers, and its help text.
-Add = Callable[[str, Answer, str], argparse.ArgumentParser]
 
-
-def main(arguments: Sequence[str] | None = None, add_commands: Callable[[Add], None] | None = None) -> int:
-    """Answer one question; return the exit code.
-
-    Args:
-        arguments: of the command line; by default this process's.
-        add_commands: adds commands of other packages.
-    """
-    parsed = parser_of(add_commands).parse_args(arguments)
-    answer: Answer = parsed.answer
-    try:
-        return exit_code_of(lambda: answer(parsed), "ttp")
-    except AdaptorError as error:
-        print(f"ttp: error: {error}", file=sys.stderr)
-        return USAGE
-    except KeyboardInterrupt:
-        return 130
-    finally:
-        output.finish()
-
-
-def parser_of(add_commands: Callable[[Add], None] | None) -> argparse.ArgumentParser:
-    """Return the parser of `ttp`; `add_commands` adds commands."""
-    parser = argparse.ArgumentParser(
-        prog="ttp",
-        allow_abbrev=False,
-        description="What ttprun has written about its jobs, and whether a node is fit for one.",
-        epilog="exit codes: 0, all is well; 1, a finding; 2, bad usage, or nothing to read",
+def add(add_command: Add) -> None:
+    """Add the commands about a job to `ttp`."""
+    status = add_command(
+        "status", _status, "what a job does now; exit code 1 if it is not protected, or silent"
     )
-    parser.add_argument("--version", action="version", version=f"ttp {metadata.version('ttp-adaptor')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    def add(name: str, answer: Answer, help_text: str) -> argparse.ArgumentParser:
-        command = commands.add_parser(name, allow_abbrev=False, help=help_text, description=help_text)
-        command.set_defaults(answer=answer)
-        return command
-
-    if add_commands is not None:
-        add_commands(add)
-    status = add("status", _status, "what a job does now; exit code 1 if it is not protected, or silent")
     status.add_argument("--watch", action="store_true", help="again each second, until Ctrl-C")
-    incidents = add("incidents", _incidents, "what has failed in a job, and what each incident cost")
-    spent = add("goodput", _goodput, "how a job has spent its time; its goodput")
-    serve = add("serve", _serve, "metrics and files of a job over HTTP, read-only, until Ctrl-C")
+    incidents = add_command("incidents", _incidents, "what has failed in a job, and what each incident cost")
+    spent = add_command("goodput", _goodput, "how a job has spent its time; its goodput")
+    serve = add_command("serve", _serve, "metrics and files of a job over HTTP, read-only, until Ctrl-C")
     serve.add_argument("--host", default="127.0.0.1", help="the address to serve on (default 127.0.0.1)")
     serve.add_argument("--port", type=_port, default=PORT, help=f"the port (default {PORT}); 0: any")
     serve.add_argument(
@@ -86,7 +45,9 @@ def parser_of(add_commands: Callable[[Add], None] | None) -> argparse.ArgumentPa
     )
     serve.add_argument("--tls-cert", type=Path, help="a PEM file: the certificate of this address")
     serve.add_argument("--tls-key", type=Path, help="a PEM file: its key")
-    report = add("report", _report, "write one HTML page about a job: its state, incidents and goodput")
+    report = add_command(
+        "report", _report, "write one HTML page about a job: its state, incidents and goodput"
+    )
     report.add_argument(
         "--trace",
         nargs="?",
@@ -95,7 +56,9 @@ def parser_of(add_commands: Callable[[Add], None] | None) -> argparse.ArgumentPa
         help="a trace of one incident, by default the newest, for ui.perfetto.dev in place of the page",
     )
     report.add_argument("-o", "--out", type=Path, help="the file (default report.html, or trace.json)")
-    otel = add("otel", _otel, "send the incidents of a job to an OpenTelemetry collector, each as one trace")
+    otel = add_command(
+        "otel", _otel, "send the incidents of a job to an OpenTelemetry collector, each as one trace"
+    )
     otel.add_argument("--follow", action="store_true", help="wait for more, until the job has ended")
     for command in (status, incidents, spent, serve, report, otel):
         command.add_argument(
@@ -104,13 +67,12 @@ def parser_of(add_commands: Callable[[Add], None] | None) -> argparse.ArgumentPa
             type=Path,
             help="a log folder, for its newest job, or the folder of a job in it (default TTP_LOG_PATH)",
         )
-    verify.add_arguments(add("verify", verify.answer, verify.WORDS))
+    verify.add_arguments(add_command("verify", verify.answer, verify.WORDS))
     for command in (status, incidents, spent, serve, report):
         command.add_argument("--json", action="store_true", help="print JSON")
     otel.add_argument("--json", action="store_true", help="print JSON, a line for each incident")
-    schema = add("schema", _schema, "print the JSON Schema of a file")
+    schema = add_command("schema", _schema, "print the JSON Schema of a file")
     schema.add_argument("name", choices=sorted(records.SCHEMAS))
-    return parser
 
 
 def _job_folder(parsed: argparse.Namespace) -> Path:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from adaptor.operations.records import LOAD, STILL, Event, Incident, IncidentSummary, unix
+from adaptor.protocol.records import LOAD, STILL, Event, Incident, IncidentSummary, unix
 
 # By the state before an event and the event's type: the state afterwards. Other events change no state.
 _NEXT = {

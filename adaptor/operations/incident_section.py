@@ -14,9 +14,10 @@ import jinja2
 from markupsafe import Markup
 
 from adaptor.operations import charts, timeline
-from adaptor.operations.records import Event, Incident, unix
+from adaptor.operations.job_reader import first_step_again
 from adaptor.operations.timeline import Lane, Span
-from adaptor.operations.words import duration, first_step_again
+from adaptor.protocol.records import Event, Incident, unix
+from adaptor.text import duration
 
 # The page has the stacks of so many ranks, and so many bytes of each: thousands would stall a browser.
 MOST_FILES = 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from pathlib import Path
 from typing import TypeVar
@@ -10,18 +9,10 @@ from typing import TypeVar
 import msgspec
 
 from adaptor.errors import AdaptorError
-from adaptor.operations.records import Incident, IncidentSummary, Status, unix
+from adaptor.protocol.records import INCIDENTS, STALE_S, STATUS_FILE, Incident, IncidentSummary, Status, unix
 
-STATUS_FILE = "status.json"
-EVENTS_FILE = "events.jsonl"
-INCIDENTS = "incidents"
-# Characters that are replaced in names of folders.
-_UNUSUAL = re.compile(r"[^\w.@+=,-]+")
 # The largest file that is read: the report of 100,000 ranks has 200 MiB.
 MOST_BYTES = 1 << 30
-# A status is replaced each second. An older status means that ttprun is gone, hangs or cannot write; a loaded
-# machine and a slow file system take some seconds.
-STALE_S = 15.0
 _ADVICE = "call ttp in the folder in which ttprun was started, or name the job's TTP_LOG_PATH"
 
 T = TypeVar("T", Status, Incident, IncidentSummary)
@@ -29,11 +20,6 @@ T = TypeVar("T", Status, Incident, IncidentSummary)
 
 class JobFolderError(AdaptorError):
     """The files of a job cannot be read."""
-
-
-def name_of(job: str) -> str:
-    """Return the name of the folder of a job, from the user's id of the job."""
-    return _UNUSUAL.sub("_", job).strip(".") or "_"
 
 
 def jobs(log_path: Path) -> list[Path]:

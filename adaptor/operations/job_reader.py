@@ -18,9 +18,9 @@ from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import AdaptorError
 from adaptor.operations import job_folder
 from adaptor.operations.goodput import COUNTED_USES, Goodput, TimeSpent
-from adaptor.operations.job_folder import EVENTS_FILE, JobFolderError, Summaries
-from adaptor.operations.records import Event, IncidentSummary, Status, unix
+from adaptor.operations.job_folder import JobFolderError, Summaries
 from adaptor.protocol import naming
+from adaptor.protocol.records import EVENTS_FILE, Event, Incident, IncidentSummary, Status, unix
 
 _BLOCK = 1 << 16
 
@@ -224,3 +224,21 @@ class NewestCheckpoint:
             self.looked.set()
             if self._closed.wait(REFRESH_S):
                 return
+
+
+def protection(status: Status) -> str:
+    """Return whether a job is protected, and why not; of an ended job, whether it was protected."""
+    if status.protected is None:
+        return "never protected" if status.state == "ended" else "not yet protected"
+    if status.state == "ended" and status.protected:
+        return "it was protected to its end"
+    return "protected" if status.protected else f"NOT PROTECTED: {status.why_not}"
+
+
+def first_step_again(incident: Incident, fault_at: float) -> float | None:
+    """Return the seconds from `fault_at`, in Unix seconds, to the next first step; None: none yet."""
+    phases = incident.phases
+    if phases.first_step is None:
+        return None
+    spent = max(0.0, unix(incident.ended) - fault_at)
+    return spent + (phases.restart or 0.0) + (phases.load or 0.0) + phases.first_step

@@ -23,7 +23,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from adaptor.operations.job_reader import CheckpointSummary, JobReader
-from adaptor.operations.records import IncidentSummary, Phases, Status, StepTimes, unix
+from adaptor.protocol.records import IncidentSummary, Phases, Status, StepTimes, unix
 
 # From the milliseconds of the notice of a death to the minutes of a restart of a large job.
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)

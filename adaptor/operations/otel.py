@@ -27,10 +27,11 @@ from opentelemetry.trace.status import Status, StatusCode
 
 from adaptor.operations import job_folder
 from adaptor.operations.job_folder import JobFolderError, Summaries
-from adaptor.operations.records import Incident, IncidentSummary, unix
-from adaptor.operations.terminal import CtrlC
 from adaptor.operations.trace import parts
-from adaptor.operations.words import FINDING, OK, shown
+from adaptor.protocol import records
+from adaptor.protocol.records import Incident, IncidentSummary, unix
+from adaptor.terminal import FINDING, OK, CtrlC
+from adaptor.text import shown
 
 _VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
@@ -93,7 +94,7 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
                     ):
                         continue
                     sent_ids.add(summary.id)
-                    incident = job_folder.read(job / job_folder.INCIDENTS / f"{summary.id}.json", Incident)
+                    incident = job_folder.read(job / records.INCIDENTS / f"{summary.id}.json", Incident)
                     taken = exporter.export(spans(incident, resource)) is SpanExportResult.SUCCESS
                     refused += not taken
                     if as_json:

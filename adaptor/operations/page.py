@@ -18,9 +18,10 @@ from markupsafe import Markup
 
 from adaptor.operations import charts, incident_section, job_folder, timeline
 from adaptor.operations.incident_section import Section, section
-from adaptor.operations.job_reader import CheckpointSummary, JobReader
-from adaptor.operations.records import Incident, Status, unix
-from adaptor.operations.words import duration, protection, size
+from adaptor.operations.job_reader import CheckpointSummary, JobReader, protection
+from adaptor.protocol import records
+from adaptor.protocol.records import Incident, Status, unix
+from adaptor.text import duration, size
 
 
 def _text(name: str) -> str:
@@ -134,7 +135,7 @@ class Pages:
         """Return the sections of the newest incidents, the newest first."""
         entries_by_path: dict[str, tuple[tuple[int, int], Section]] = {}
         # By their names, which begin with the time; incidents of the same second have no order.
-        for path in sorted((job / job_folder.INCIDENTS).glob("*.json"))[-2 * MOST_INCIDENTS :]:
+        for path in sorted((job / records.INCIDENTS).glob("*.json"))[-2 * MOST_INCIDENTS :]:
             mark = job_folder.mark_of(path)
             if mark is not None:
                 known_entry = self._sections.get(str(path))

@@ -29,13 +29,14 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from adaptor.endpoints import HostPort
 from adaptor.operations import job_folder, metrics, page
 from adaptor.operations.access import Clients
 from adaptor.operations.job_folder import JobFolderError
 from adaptor.operations.job_reader import JobReader, NewestCheckpoint, newest_events
-from adaptor.operations.records import Incident
+from adaptor.operations.settings import HostPort
 from adaptor.operations.trace import chrome_trace
+from adaptor.protocol import records
+from adaptor.protocol.records import Incident
 
 # The time limit of a client: a scrape takes 10 s at most.
 _CLIENT_S = 10.0
@@ -267,7 +268,7 @@ def _json(body: object) -> tuple[HTTPStatus, str, bytes]:
 
 def _incident(job: Path, name: str) -> Incident | None:
     """Return the incident of this name; None without such an incident."""
-    path = job / job_folder.INCIDENTS / f"{name}.json"
+    path = job / records.INCIDENTS / f"{name}.json"
     return job_folder.read(path, Incident) if _INCIDENT_ID.fullmatch(name) and path.is_file() else None
 
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from adaptor.operations.records import Event, Incident, unix
+from adaptor.protocol.records import Event, Incident, unix
 
 # The largest number of lanes; ranks with a part in the incident come first.
 MOST_LANES = 10

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from adaptor.operations.records import Event, Incident, unix
+from adaptor.protocol.records import Event, Incident, unix
 
 Entry = dict[str, object]
 

@@ -15,10 +15,10 @@ import msgspec
 from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError
 from adaptor.operations import job_folder
-from adaptor.operations.terminal import show
-from adaptor.operations.words import FINDING, OK, USAGE, shown
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+from adaptor.terminal import FINDING, OK, USAGE, show
+from adaptor.text import shown
 from adaptor.verification import agreed_state
 
 WORDS = "compare the checkpoints in a save folder with their manifests"

@@ -18,13 +18,14 @@ import msgspec
 from adaptor import config, output
 from adaptor.checkpoint import tracker
 from adaptor.errors import StoreError
-from adaptor.operations.cli import Add
-from adaptor.operations.words import FINDING, OK, shown, size
 from adaptor.protocol import naming
 from adaptor.store import catalog, store_requests
 from adaptor.store.client import DamagedError, Store
 from adaptor.store.opening import open_store, open_waiting
+from adaptor.store.settings import StoreSettings
 from adaptor.store.store_requests import Retrying
+from adaptor.terminal import FINDING, OK, Add
+from adaptor.text import shown, size
 
 _AT_ONCE = 8  # checkpoints whose state is asked for at the same time
 
@@ -93,12 +94,12 @@ def _answer(parsed: argparse.Namespace) -> int:
 
 
 def _open(parsed: argparse.Namespace) -> Store:
-    return open_waiting(parsed.url, config.load().store_endpoint, _say)
+    return open_waiting(parsed.url, config.load().of(StoreSettings).store_endpoint, _say)
 
 
 def _list(parsed: argparse.Namespace) -> int:
     store = open_store(
-        parsed.url, config.load().store_endpoint
+        parsed.url, config.load().of(StoreSettings).store_endpoint
     )  # without waiting: a user waits for the answer
     calls = [partial(_rows, store, step) for step in catalog.steps(store)]
     with contextlib.closing(store_requests.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
@@ -175,7 +176,9 @@ def _push(parsed: argparse.Namespace) -> int:
             else "there is no such checkpoint"
         )
         raise StoreError(f"{shown(str(folder))}: {summary}")
-    store = open_store(parsed.url, config.load().store_endpoint, make=True, retrying=Retrying(_say))
+    store = open_store(
+        parsed.url, config.load().of(StoreSettings).store_endpoint, make=True, retrying=Retrying(_say)
+    )
     pushed = push(store, root, step, tell=_say)
     if parsed.json:
         print(msgspec.json.encode({"store": str(store), "step": step, **_fields(pushed)}).decode())

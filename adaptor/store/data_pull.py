@@ -20,10 +20,10 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 
 from adaptor.errors import StoreError
-from adaptor.operations.words import duration, size
 from adaptor.store import store_requests
 from adaptor.store.client import PIECE, DamagedError, Part, Store, Stored
 from adaptor.store.data_folder import DataFolder, is_own
+from adaptor.text import duration, size
 
 TELL_S = 5.0  # between two lines about the progress
 

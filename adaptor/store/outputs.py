@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor.errors import StoreError
-from adaptor.operations.words import size
 from adaptor.protocol import naming
 from adaptor.store.client import PIECE, Store
 from adaptor.store.opening import open_store
 from adaptor.store.upload_order import OutputSettings
+from adaptor.text import size
 
 # Seconds between two looks at the folders. Each request to a store costs money.
 LOOK_S = 60.0

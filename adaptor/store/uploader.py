@@ -19,7 +19,6 @@ from pathlib import Path
 
 from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError, StoreError
-from adaptor.operations.words import duration, size
 from adaptor.protocol import naming
 from adaptor.store import catalog, completeness, joint, layout, prune, push, seen_checkpoints
 from adaptor.store.client import Store, Stored
@@ -28,6 +27,7 @@ from adaptor.store.opening import open_store
 from adaptor.store.seen_checkpoints import Saved, SeenCheckpoints
 from adaptor.store.store_requests import Backoff
 from adaptor.store.upload_order import UploadSettings
+from adaptor.text import duration, size
 
 LOOK_S = 1.0
 # Between two attempts after a store has not answered for the minute in which the client repeats requests.

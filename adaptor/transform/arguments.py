@@ -8,6 +8,7 @@ from typing import Any
 
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
+from adaptor.protocol.start_options import UNEVEN
 from adaptor.transform.sizes import Sizes
 
 # The arguments that are read, with their largest values. No model has larger numbers, which would only take
@@ -56,14 +57,6 @@ _REFUSED = {
     "moe_grouped_gemm": "--moe-grouped-gemm",
     "heterogeneous_layers_config_path": "--heterogeneous-layers-config-path",
     "is_hybrid_model": "--is-hybrid-model",
-}
-# Arguments that move layers between stages. A layout file describes the result, no rule does.
-UNEVEN = {
-    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
-    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
-    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
 }
 
 

@@ -14,13 +14,15 @@ from adaptor.transform.sizes import Rank
 from adaptor.transform.target import TargetCheckpoint
 
 
-def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `transform` to the commands of `python -m adaptor`."""
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands `transform` and `layout` to `python -m adaptor`."""
+    _add_layout(commands)
     parser = commands.add_parser(
         "transform",
         allow_abbrev=False,
         help="write a checkpoint of Megatron-LM in other parallel sizes",
     )
+    parser.set_defaults(answer=main)
     parser.add_argument("source", metavar="SRC", type=Path, help="the folder with iter_* and the tracker")
     parser.add_argument("target", metavar="DST", type=Path, help="the folder to write to; empty or not there")
     for name, description in (
@@ -76,9 +78,9 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     )
 
 
-def add_layout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command `layout` to the commands of `python -m adaptor`."""
+def _add_layout(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser("layout", allow_abbrev=False, help="layout files of checkpoints")
+    parser.set_defaults(answer=main_layout)
     actions = parser.add_subparsers(dest="action", required=True)
     merge = actions.add_parser(
         "merge", allow_abbrev=False, help="join layout files of some ranks each, as of pipeline stages"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from adaptor.errors import UnsupportedError
 from adaptor.protocol import naming
+from adaptor.setting_values import Setting
 
 
 @dataclass(frozen=True, order=True)
@@ -146,3 +148,51 @@ class Sizes:
                 last=place == self.pp * self.vpp - 1,
                 layers=range(place * layers_per_chunk, (place + 1) * layers_per_chunk),
             )
+
+
+@dataclass(frozen=True)
+class Reshape:
+    """The tensor and pipeline parallel sizes of a model if the sizes of the arguments do not fit.
+
+    Attributes:
+        tp, pp: 0 and 0: chosen by the adaptor (`auto`)
+    """
+
+    tp: int = 0
+    pp: int = 0
+
+    def __str__(self) -> str:
+        return f"tp={self.tp},pp={self.pp}" if self.tp else "auto"
+
+
+def reshape(text: str) -> Reshape | None:
+    """Return the value of `no`, `auto` or `tp=2,pp=1`."""
+    if text in ("no", "auto"):
+        return Reshape() if text == "auto" else None
+    match = re.fullmatch(r"tp=([1-9][0-9]{0,4}),pp=([1-9][0-9]{0,4})", text)
+    if match is None:
+        raise ValueError
+    return Reshape(int(match[1]), int(match[2]))
+
+
+@dataclass(frozen=True)
+class ReshapeSettings:
+    """The setting of reshaping (`Config.of`)."""
+
+    reshape: Reshape | None
+
+
+SETTINGS = (
+    Setting(
+        "reshape",
+        "TTP_RESHAPE",
+        "no",
+        "no, auto or sizes like tp=2,pp=1",
+        reshape,
+        "a checkpoint in --save that has other tensor, pipeline or expert parallel sizes than this start is"
+        " transformed first; with --nnodes MIN:MAX a model that does not fit the nodes that are there gets"
+        " these sizes; auto: sizes with which a rank holds about as much as before",
+        same_on_all_nodes=True,
+        group="Several nodes",
+    ),
+)

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from adaptor.checkpoint import integrity
 from adaptor.checkpoint.layout_file import JobLayout
 from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.protocol.start_options import UNEVEN
 from adaptor.transform import described, rules, sharded_names
-from adaptor.transform.arguments import UNEVEN
 from adaptor.transform.contents import STATES
 from adaptor.transform.model import Buffer, Group, Slot, View, resized
 from adaptor.transform.records import SIZES, NewTensor

@@ -10,9 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from adaptor import context, engines, output, text
+from adaptor import context, engines, hooks, output, text
 from adaptor.config import Config
-from adaptor.diagnostics.recorder import Recorder
 from adaptor.errors import AdaptorError, StartError, StepError, UnsupportedError
 from adaptor.protocol import stack_files
 from adaptor.protocol.board import Board
@@ -83,7 +82,7 @@ class Runtime:
             self._send_layout,
             self._send_broken_barrier,
             self._print_protected,
-            context.part(Recorder),
+            hooks.of_worker(),
         )
         # The reason, for the user, why this rank is not recovered online; empty: the rank is recovered.
         self.online = "its training loop cannot be called again" if settings.online_s else OFF
@@ -136,7 +135,8 @@ class Runtime:
         self.session.board.end()
         if self.session.script_may_end.is_set():
             self.processor.tell_end_of_script()
-        context.part(Recorder).close()
+        for hook in hooks.of_worker():
+            hook.close()
         leftover_threads.end_after(self._timeout_s, self.rank)
 
     def not_protected(self, reason: str) -> None:

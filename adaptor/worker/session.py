@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from adaptor.diagnostics.recorder import Recorder
+from adaptor.hooks import WorkerHooks
 from adaptor.protocol.board import Board
 from adaptor.protocol.state_provider import StateCopier, Trainee
 from adaptor.worker import step_checks
@@ -35,7 +35,7 @@ class Session:
         send_layout: Callable[[Trainee, int], None],
         report_broken_barrier: Callable[[str], None],
         on_protected: Callable[[Trainee, int], None] = lambda trainee, step: None,
-        recorder: Recorder | None = None,
+        hooks: Sequence[WorkerHooks] = (),
         window: UpdateWindow | None = None,
     ) -> None:
         """Make the session.
@@ -45,11 +45,11 @@ class Session:
             send_layout: tells the agent this rank's shards and the step from which training goes on.
             report_broken_barrier: tells the agent that the barrier broke.
             on_protected: is called once, at the first finished step.
-            recorder: is told of each step.
+            hooks: of optional parts; they are told of each step.
             window: another than ours, where something else than the door stops a rank.
         """
         self.board = board
-        self._recorder = recorder
+        self._hooks = hooks
         self.window = window or UpdateWindow(board, report_broken_barrier)
         self.door = self.window.door
         self.script_may_end = threading.Event()  # although an incident is open: its state is not needed
@@ -176,8 +176,8 @@ class Session:
         self.end_step()
         self.is_training = False
         self.pace.rest()
-        if self._recorder is not None:
-            self._recorder.close()
+        for hook in self._hooks:
+            hook.close()
 
     def require_next(self, step: int) -> None:
         """Check the number of the next step, in a loop that numbers steps by itself.
@@ -227,8 +227,8 @@ class Session:
             self._end_is_told = False  # by an optimizer of the framework without a report
             self.pace.end_step()
         self._ends_with_update = ends_with_update
-        if self._recorder is not None:
-            self._recorder.begin_step(step)
+        for hook in self._hooks:
+            hook.begin_step(step)
         if ends_with_update:
             self._loop.begin()
         if watched or (ends_with_update and self._end_is_told):
@@ -270,8 +270,8 @@ class Session:
         The duration of a step without a made or skipped update, for example a step left by `break`, is not
         used as a measure.
         """
-        if self._recorder is not None:
-            self._recorder.end_step()
+        for hook in self._hooks:
+            hook.end_step()
         if self.board.finished < self.board.inside:
             self.pace.abandon_step()
         else:
@@ -318,8 +318,8 @@ class Session:
             return
         if not self.window.is_copying:
             step_checks.require_first_update(self._step, self.board.finished)
-        if self._recorder is not None:
-            self._recorder.before_update()
+        for hook in self._hooks:
+            hook.before_update()
         if self.copier is not None:
             self.copier.wait()
         self.window.open(self.trainee, self._step)
@@ -385,8 +385,8 @@ class Session:
             self._refuse_update(inner)
         self.board.grad_norm = float(grad_norm or 0.0)
         if not updated and self.board.finished < self._step:
-            if self._recorder is not None:
-                self._recorder.before_update()
+            for hook in self._hooks:
+                hook.before_update()
             self.window.skip(self.trainee, self._step)
         if self._ends_with_update:
             self.end_step()

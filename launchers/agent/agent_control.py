@@ -14,10 +14,11 @@ import threading
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 
-from adaptor import text
+from adaptor import hooks, text
 from adaptor.config import Config
 from adaptor.descriptors import Descriptors
 from adaptor.errors import CheckpointError
+from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.control_thread import ControlThread
 from adaptor.launchers.agent.copy_files import CopyFiles
@@ -31,7 +32,6 @@ from adaptor.launchers.records.job_records import JobRecords
 from adaptor.launchers.spares.replacements import Replacements, Starter
 from adaptor.launchers.spares.slot_filling import fill_online
 from adaptor.launchers.spares.spare_gate import SpareGate
-from adaptor.launchers.store.job_uploads import JobUploads, OutputUploads
 from adaptor.protocol import stack_files
 from adaptor.protocol.messages import (
     Addressed,
@@ -77,6 +77,7 @@ class AgentControl:
         job: the job id given by the user; '' without one.
         scratch: a folder of this agent.
         copies: the copies in host memory.
+        parts: the hooks of optional parts.
 
     Attributes:
         records: the files of the job for operators.
@@ -93,13 +94,22 @@ class AgentControl:
         settled: after a verdict: no known work in the save folder is left.
     """
 
-    def __init__(self, config: Config, job: str, max_restarts: int, scratch: Path, copies: CopyFiles) -> None:
+    def __init__(
+        self,
+        config: Config,
+        job: str,
+        max_restarts: int,
+        scratch: Path,
+        copies: CopyFiles,
+        parts: Sequence[AgentHooks] = (),
+    ) -> None:
         self._config = config
         self._scratch = scratch
         self.thread = ControlThread(self._on_failure, self._on_broken_off)
         self.workers = Workers(self.thread.loop, self._hear)
         self._copies = copies
-        self.records = JobRecords(config, job, max_restarts, self.workers, self._newest_copy)
+        self.hooks = parts
+        self.records = JobRecords(config, job, max_restarts, self.workers, self._newest_copy, parts)
         self.gate: SpareGate | None = None
         self.keeper: CopyKeeper | None = None
         self.makes_copies = False
@@ -111,8 +121,6 @@ class AgentControl:
         self._replacements = Replacements(self.workers, config.spares if config.online_s else 0)
         self._descriptors = Descriptors(0)
         self.lease = JobLease(scratch, config.timeout_s)
-        self._checkpoint_uploads, self._output_uploads = JobUploads(config), OutputUploads(config)
-        self.uploads = self._checkpoint_uploads, self._output_uploads  # in the order of their importance
         self._forwarding = Forwarding.IGNORED
         self.verdict: Verdict | None = None
         self.dismissed = False
@@ -139,9 +147,7 @@ class AgentControl:
         """Open a generation; `connect` follows. The arguments are those of `Node.begin`."""
         self.node = node
         self._may_restart, self._counts, self._joins = may_restart, counts, joins
-        for uploads in self.uploads:
-            uploads.place(node, nodes)
-        self._output_uploads.begin_outputs()
+        hooks.each(self.hooks, lambda hook: hook.begins(node, nodes))
         if node != 0:
             self.lease.release()  # rank 0, which takes the lease, is now on another node
         self.generations_begun += 1
@@ -167,8 +173,7 @@ class AgentControl:
         self._descriptors.release()
         self.lease.release()
         self.records.close()
-        for uploads in self.uploads:
-            uploads.close()
+        hooks.each(self.hooks, lambda hook: hook.close())
 
     @property
     def controller_host(self) -> ControllerHost | None:
@@ -256,7 +261,7 @@ class AgentControl:
                     self._folder_tasks.saves.add(save)
                     if self.node == 0:
                         self.lease.keep(Path(save))
-                    self._checkpoint_uploads.begin(Path(save))
+                    hooks.each(self.hooks, lambda hook: hook.saves_to(Path(save)))
             case Copied():
                 if self.keeper is not None:
                     self.keeper.copied()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 from adaptor.checkpoint import page_cache
 from adaptor.config import Config
 from adaptor.controller.verdict import EXIT_NO_PROGRESS
+from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import elastic_events
 from adaptor.launchers.agent.elastic_events import ElasticEvents
 from adaptor.launchers.agent.generation_state import StartCounts
@@ -33,7 +35,6 @@ from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvo
 from adaptor.launchers.rendezvous.waiting import EndRequests, wait_for
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.slot_filling import Places
-from adaptor.launchers.store.store_resume import StoreResume
 from adaptor.protocol import naming
 from adaptor.protocol.messages import NODES_JOIN, Verdict
 from adaptor.protocol.spare_messages import TakePlace
@@ -47,7 +48,7 @@ class SurvivorsAgent(LocalElasticAgent):
 
     Args:
         job: the job id given by the user; '' without one.
-        resume: brings the checkpoint of an object store to each node before workers start.
+        parts: the hooks of optional parts.
         record: notes for the last line of `ttprun`.
         spec: torch's, of the workers; further arguments are torch's, too.
     """
@@ -56,7 +57,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self,
         settings: Config,
         job: str,
-        resume: StoreResume | None,
+        parts: Sequence[AgentHooks],
         record: RunRecord,
         spec: WorkerSpec,
         *args: Any,
@@ -64,7 +65,7 @@ class SurvivorsAgent(LocalElasticAgent):
     ) -> None:
         super().__init__(spec, *args, **kwargs)
         self._config = settings
-        self._resume = resume
+        self._hooks = parts
         self._record = record
         place = record.place
         self._account = record.account = Account(spec.max_restarts, place.restarts if place else 0)
@@ -76,7 +77,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._handler: Rendezvous = handler  # made by our registry
         nodes = self._handler.nodes
         self._agreement = Agreement(self._handler, record.facts)
-        self._node = Node(self._config, job, spec.max_restarts, nodes, self._handler.open_store)
+        self._node = Node(self._config, job, spec.max_restarts, nodes, self._handler.open_store, parts)
         self._control = self._node.control
         self._control.records.name_script(record.script)
         self._later_nodes = (
@@ -146,8 +147,8 @@ class SurvivorsAgent(LocalElasticAgent):
             self._agreement.require(worker_group.group_rank, worker_group.group_world_size, store)
         self._keep_place(worker_group, joins=place is not None)
         self._share_restarts(worker_group.group_rank, store)
-        if self._resume is not None and place is None:  # newcomers get their state from other ranks
-            self._resume.prepare(
+        for hook in self._hooks if place is None else ():  # newcomers get their state from other ranks
+            hook.before_workers(
                 worker_group.group_rank,
                 worker_group.group_world_size,
                 store,

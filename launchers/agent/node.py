@@ -19,11 +19,11 @@ from pathlib import Path
 
 from torch.distributed import Store
 
-from adaptor import output, text
+from adaptor import hooks
 from adaptor.config import Config
 from adaptor.controller.failover import stands_by
 from adaptor.controller.verdict import Recurrence
-from adaptor.errors import AdaptorError, ConfigError
+from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import control_thread
 from adaptor.launchers.agent.agent_control import AgentControl
 from adaptor.launchers.agent.control_thread import ControlThreadError
@@ -40,7 +40,6 @@ from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.slot_filling import MOVES_S, Places, fill_for_restart
 from adaptor.launchers.spares.spare_gate import SpareGate
 from adaptor.launchers.spares.spare_node import Taken
-from adaptor.operations.job_folder import name_of
 from adaptor.protocol.environment import (
     AGENT,
     BOARD,
@@ -56,6 +55,7 @@ from adaptor.protocol.environment import (
     SCRATCH,
 )
 from adaptor.protocol.messages import AgentHello, AgentTerminationRequested, Endpoint, NodesWaiting
+from adaptor.protocol.records import name_of
 from adaptor.protocol.spare_messages import Gate, MemberHello, SpareHello, TakePlace
 
 # The key of a node's keeper of host copies in the rendezvous store.
@@ -69,6 +69,7 @@ class Node:
         job: the job id given by the user; '' without one.
         nodes: MIN:MAX, where the number of nodes may change between two starts; '' for a fixed number.
         open_store: as in `ControllerClient`.
+        parts: the hooks of optional parts.
 
     Attributes:
         control: the work of the agent on its control thread.
@@ -82,6 +83,7 @@ class Node:
         max_restarts: int = 0,
         nodes: str = "",
         open_store: Callable[[str], Endpoint | None] = lambda address: None,
+        parts: Sequence[AgentHooks] = (),
     ) -> None:
         self._config = config
         self._open_store = open_store
@@ -95,7 +97,7 @@ class Node:
         self._at_gate: spare_node.Member | None = None
         self._is_told_to_end = False
         self.only_writes_copies = False
-        self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name), self._copies)
+        self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name), self._copies, parts)
         self.control.thread.start()
         self.control.thread.wait_for(self.control.workers.serve())
 
@@ -150,7 +152,8 @@ class Node:
         control.connect(client)
         wait = control.thread.wait_for
         if node == 0:
-            self._serve()
+            for hook in control.hooks:
+                hook.has_controller(control.records.files.folder, took_over=False)
             own_invitation: Invitation = wait(
                 client.host(
                     host,
@@ -205,15 +208,6 @@ class Node:
         with contextlib.suppress(OSError):  # a cleaner may have removed the folder; workers can do without
             Path(self._scratch.name).mkdir(mode=0o700, exist_ok=True)
         os.environ.update(self.control.lease.environment())
-
-    def _serve(self) -> None:
-        """Serve the files of the job from this node; before the first workers a failure ends ttprun."""
-        try:
-            self.control.records.server.start()
-        except (AdaptorError, OSError, RuntimeError) as error:
-            if self.control.generations_begun == 1:
-                raise ConfigError(f"TTP_SERVE is {text.say(error)}") from None
-            output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(error)}")
 
     def _take_over(self, address: str) -> Endpoint | None:
         """Prepare to run the controller in the place of node 0; called on the control thread.
@@ -380,8 +374,7 @@ class Node:
         """
         until = time.monotonic() + grace_s
         self._is_told_to_end = True
-        for uploads in self.control.uploads:
-            uploads.leave(grace_s)
+        hooks.each(self.control.hooks, lambda hook: hook.leave(grace_s))
         if self.is_needed:
             with contextlib.suppress(ControlThreadError):
                 request = AgentTerminationRequested(self.control.node, signal)

@@ -14,7 +14,7 @@ WORKER = _LAUNCHERS / "agent" / "worker_main.py"
 # Waits to become a worker.
 SPARE = _LAUNCHERS / "spares" / "spare_main.py"
 # Serves the files of a job.
-SERVE = _LAUNCHERS / "records" / "serve_main.py"
+SERVE = _LAUNCHERS / "operations" / "serve_main.py"
 # Works with object stores.
 STORE = _LAUNCHERS / "store" / "store_main.py"
 

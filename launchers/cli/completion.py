@@ -8,15 +8,14 @@ from collections.abc import Callable
 from adaptor import distributions
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import flags
-from adaptor.operations import cli
-from adaptor.operations.words import OK
+from adaptor.terminal import OK, Add
 
 # The ends of the names of arguments for which a folder, or a file, is completed.
 _FOLDERS = ("log_path", "log_dir", "save", "where")
 _FILES = ("_file", "_cert", "_key", "_ca", "_token", "_secret", "out", "training_script", "dump")
 
 
-def add(add_command: cli.Add, ttp: Callable[[], argparse.ArgumentParser]) -> None:
+def add(add_command: Add, ttp: Callable[[], argparse.ArgumentParser]) -> None:
     """Add the command to `ttp`.
 
     Args:

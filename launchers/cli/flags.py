@@ -17,8 +17,9 @@ from typing import NoReturn, TypeVar
 
 from adaptor import config, misspelt
 from adaptor.errors import ConfigError
-from adaptor.operations.terminal import exit_code_of
+from adaptor.terminal import exit_code_of
 
+# The core's settings; a setting of an optional part names its group itself.
 GROUPS: Mapping[str, Sequence[str]] = {
     "After a fault": (
         "TTP_ONLINE",
@@ -48,20 +49,10 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_PORT",
         "TTP_PLATFORM",
         "TTP_BATCH",
-        "TTP_RESHAPE",
     ),
-    "For operators": ("TTP_LOG_PATH", "TTP_SERVE", "TTP_SERVE_TOKEN", "TTP_NOTIFY", "TTP_NOTIFY_SECRET"),
-    "Object storage": (
-        "TTP_STORE",
-        "TTP_STORE_EVERY",
-        "TTP_STORE_KEEP",
-        "TTP_STORE_RATE",
-        "TTP_STORE_ALSO",
-        "TTP_STORE_ENDPOINT",
-        "TTP_PULL",
-    ),
-    "Logs and recordings": ("TTP_LOG_LEVEL", "TTP_LOG_STDOUT", "TTP_PROFILE", "TTP_DUMP", "TTP_LAYOUT_ONLY"),
-    "Devices and interfaces": ("TTP_DEVICE", "TTP_ENGINE", "TTP_PROVIDE_MINDIO"),
+    "For operators": ("TTP_LOG_PATH",),
+    "Logs and recordings": ("TTP_LOG_LEVEL", "TTP_LOG_STDOUT", "TTP_LAYOUT_ONLY"),
+    "Devices and interfaces": ("TTP_DEVICE", "TTP_ENGINE"),
 }
 # The torchrun flags that most jobs need.
 TORCHS = (
@@ -128,9 +119,13 @@ def short(torchs: argparse.ArgumentParser) -> str:
         torchs: torch's parser, for the help of its flags.
     """
     width = min(100, shutil.get_terminal_size((100, 24)).columns)
-    settings = {setting.variable: setting for setting in config.SETTINGS}
+    settings = {setting.variable: setting for setting in config.settings()}
+    groups = {title: list(names) for title, names in GROUPS.items()}
+    for variable, setting in settings.items():
+        if setting.group:
+            groups.setdefault(setting.group, []).append(variable)
     parts = [_EXAMPLES]
-    for title, names in GROUPS.items():
+    for title, names in groups.items():
         rows = []
         for setting in (settings[name] for name in names):
             default = f" (default {setting.default})" if setting.default else ""
@@ -356,7 +351,7 @@ def _ours() -> argparse.ArgumentParser:
         usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False, exit_on_error=False
     )
     group = parser.add_argument_group("ttp", "fault tolerance; each flag wins over its environment variable")
-    for setting in config.SETTINGS:
+    for setting in config.settings():
         group.add_argument(
             setting.flag,
             action="append" if setting.repeats else "store",
@@ -392,7 +387,7 @@ def _comes_before_the_script(arguments_before: list[str], torchs: argparse.Argum
 
 
 def _require_known(own_arguments: list[str]) -> None:
-    known_flags = [setting.flag for setting in config.SETTINGS]
+    known_flags = [setting.flag for setting in config.settings()]
     for argument in own_arguments:
         if argument.startswith(_PREFIX) and argument.partition("=")[0] not in known_flags:
             raise _no_flag(argument)
@@ -406,3 +401,11 @@ def _no_flag(argument: str) -> ConfigError:
     ]
     meant = misspelt.flag_meant(flag, known_flags)
     return ConfigError(f"there is no flag {flag}: " + (f"{meant} is one" if meant else _ALL_FLAGS))
+
+
+def may_have_spares(parsed: argparse.Namespace) -> bool:
+    """Return whether the job may have spare nodes: several nodes with fixed numbers."""
+    from torch.distributed import run
+
+    fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    return bool(parsed.rdzv_backend == "static" and not parsed.standalone and fewest == most_nodes > 1)

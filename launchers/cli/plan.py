@@ -14,11 +14,11 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import text
+from adaptor import terminal, text
 from adaptor.errors import ConfigError
-from adaptor.operations import cli, terminal
-from adaptor.operations.records import Plan, Replicas
-from adaptor.operations.words import FINDING, OK, USAGE, duration
+from adaptor.protocol.records import Plan, Replicas
+from adaptor.terminal import FINDING, OK, USAGE, Add
+from adaptor.text import duration
 
 # The default bandwidth of all writers together into a save folder, in bytes per second.
 BANDWIDTH = 1e9
@@ -39,7 +39,7 @@ class PlanReport(msgspec.Struct):
     plan: Plan | None
 
 
-def add(add_command: cli.Add) -> None:
+def add(add_command: Add) -> None:
     """Add the command to `ttp`."""
     parser = add_command("plan", _answer, "what protection of a job would take and give; nothing is trained")
     parser.add_argument("--nnodes", type=COUNT, default=1, help="nodes of the job (default 1)")

@@ -38,13 +38,8 @@ def require_working_directory() -> None:
 
 def needs_own_agent(settings: config.Config) -> str:
     """Return a setting that needs the adaptor's own agent and controller; '' if none is set."""
-    torchelastic_values = {
-        "TTP_SERVE": settings.serve,
-        "TTP_NOTIFY": settings.notify,
-        "TTP_STORE": settings.store or None,
-        "TTP_HOST_COPY": settings.host_copy or None,
-    }
-    return next((name for name, value in torchelastic_values.items() if value is not None), "")
+    needing = (setting for setting in config.settings() if setting.needs_agent and settings.value(setting))
+    return next((setting.variable for setting in needing), "")
 
 
 def require_script(parsed: argparse.Namespace, settings: config.Config) -> None:

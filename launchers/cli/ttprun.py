@@ -10,23 +10,21 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from adaptor import _script, config, devices, distributions, engines, misspelt, output
-from adaptor.diagnostics import requests
+from adaptor import _script, config, devices, distributions, engines, hooks, misspelt, output
 from adaptor.errors import ConfigError, StartError
+from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent.programs import WORKER
 from adaptor.launchers.cli import flags, last_line, plan, start_checks
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.reading import this_machine
-from adaptor.launchers.records import job_server, notifier
 from adaptor.launchers.rendezvous import agreement
 from adaptor.launchers.spares import spare_node
-from adaptor.launchers.store import job_uploads, store_load
-from adaptor.operations.terminal import exit_code_of
+from adaptor.terminal import exit_code_of
 
 # torch's own default of --rdzv-id.
 _NO_ID = "none"
@@ -43,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         start_checks.require_working_directory()
         return _main(sys.argv[1:] if argv is None else argv)
-    except ConfigError as error:
+    except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")
         return last_line.USAGE_EXIT_CODE
     finally:
@@ -103,8 +101,10 @@ def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None
         raise ConfigError(f"{flags.DRY_RUN}: give ttprun the path of a Python script")
     start_checks.require_script(parsed, settings)
     devices.require(settings.device)
-    store_load.require_pulls(settings)
-    _check(parsed, settings)
+    parts = hooks.of_agent(settings)
+    for part in parts:
+        part.require()
+    _check(parsed, settings, parts)
     _, nodes = run.parse_min_max_nnodes(parsed.nnodes)
     ranks = run.determine_local_world_size(parsed.nproc_per_node)
     racks = plan.racks_of(Path(hosts), nodes) if hosts is not None else {}
@@ -113,33 +113,23 @@ def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None
 
 
 def _check(
-    parsed: argparse.Namespace, settings: config.Config
-) -> tuple[engines.Engine, store_load.Load | None]:
-    """Check everything that needs no writing; return the engine, and the checkpoint that the job pulls
-    first.
-    """
+    parsed: argparse.Namespace, settings: config.Config, parts: Sequence[AgentHooks]
+) -> engines.Engine:
+    """Check everything that needs no writing; return the engine."""
     engine = engines.find(settings.engine)
     engine.require(settings)
     misspelt.refuse(os.environ)
     flags.require_sense(parsed)
     start_checks.require_safe_connections(parsed, settings)
-    load = store_load.take(parsed)
-    if engine.has_own_agent:
-        job_server.require(settings)
-        notifier.targets(settings)
-        notifier.secret(settings)
-    elif name := start_checks.needs_own_agent(settings):
+    for part in parts:
+        part.check(parsed, "" if engine.has_own_agent else settings.engine)
+    if not engine.has_own_agent and (name := start_checks.needs_own_agent(settings)):
         raise ConfigError(
             f"{name} is set: with TTP_ENGINE={settings.engine} the adaptor's controller does not run;"
             f" leave out {name}"
         )
-    elif load is not None:
-        raise ConfigError(
-            f"--load is {load.url}: with TTP_ENGINE={settings.engine} nothing is pulled: use ttp store pull,"
-            " and its folder"
-        )
     start_checks.require_interfaces(os.environ.get(start_checks.INTERFACES, ""))
-    return engine, load
+    return engine
 
 
 def _run(
@@ -150,11 +140,12 @@ def _run(
     Args:
         ends: is called with the exit code if the process ends without returning it.
     """
-    if _is_doctor(parsed):
-        from adaptor.launchers.cli import ttp
-        from adaptor.launchers.doctor import doctor_command
+    parts = hooks.of_agent(settings)
+    for part in parts:
+        if arguments := part.ttp_command(parsed):
+            from adaptor.launchers.cli import ttp
 
-        return ttp.main(doctor_command.arguments_of_job(parsed))
+            return ttp.main(arguments)
     try:
         if settings.enabled or settings.device:
             start_checks.require_script(parsed, settings)
@@ -166,8 +157,9 @@ def _run(
                 "TTP_LAYOUT_ONLY is set and ENABLE_TTP is False: without the adaptor the job would train;"
                 " leave out one of them"
             )
-        store_load.require_pulls(settings)
-        engine, load = _check(parsed, settings) if settings.enabled else (None, None)
+        for part in parts:
+            part.require()
+        engine = _check(parsed, settings, parts) if settings.enabled else None
         if engine is not None:
             if conflict := distributions.conflict():
                 output.tell(f"[ttp] {conflict}")
@@ -176,28 +168,20 @@ def _run(
             start_checks.require_folder(settings.log_path)
             if engine.has_own_agent and start_checks.trusts_the_network(parsed, settings):
                 output.tell(TRUSTED)
-            if settings.dump is not None:  # inline, so that restarted workers need no file
-                os.environ["TTP_DUMP"] = requests.inline(os.environ["TTP_DUMP"])
+            for setting in config.settings():  # so that restarted workers need no file
+                if setting.inline is not None and setting.variable in os.environ:
+                    os.environ[setting.variable] = setting.inline(os.environ[setting.variable])
             if not engine.has_own_agent:
                 os.environ.update(engine.prepare(settings))
-            job_uploads.require(settings)
-        if code := store_load.pull_data(settings):
-            return code
+        for part in parts:
+            if code := part.prepare():
+                return code
     except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")
         return last_line.USAGE_EXIT_CODE
     if engine is not None:
-        return _run_with_survivors(parsed, engine, settings, load, ends)
+        return _run_with_survivors(parsed, engine, settings, parts, ends)
     return _run_plain(parsed, settings.device)
-
-
-def _is_doctor(parsed: argparse.Namespace) -> bool:
-    """Return whether the job is `ttp doctor`, which runs in this process, because workers may be unable
-    to start.
-    """
-    script = parsed.training_script
-    is_ttp = script == "adaptor.launchers.cli.ttp" if parsed.module else Path(script).name == "ttp"
-    return is_ttp and list(parsed.training_script_args[:1]) == ["doctor"]
 
 
 def _run_plain(parsed: argparse.Namespace, device: str) -> int:
@@ -233,7 +217,7 @@ def _run_with_survivors(
     parsed: argparse.Namespace,
     engine: engines.Engine,
     settings: config.Config,
-    load: store_load.Load | None,
+    parts: Sequence[AgentHooks],
     ends: Callable[[int], None],
 ) -> int:
     from torch.distributed.elastic.multiprocessing import api as processes
@@ -246,25 +230,20 @@ def _run_with_survivors(
     from adaptor.launchers.rendezvous import moved_job, waiting
     from adaptor.launchers.rendezvous.rendezvous_errors import MovedError
     from adaptor.launchers.rendezvous.rendezvous_handler import Registry
-    from adaptor.launchers.store.store_resume import StoreResume
 
     # A pipe without a reader must not block a restart: divert torch's log, and its copies of worker output.
     output.divert_logging()
     processes.TailLog = Tee  # type: ignore[misc]
     facts = agreement.facts_of_this_node(parsed, settings)
     record = last_line.RunRecord(script=parsed.training_script, facts=facts)
-    if _may_have_spares(parsed):
+    if flags.may_have_spares(parsed):
         record.common = spare_node.about_this_node(parsed, record.facts)
     _insert_program(parsed, WORKER)
     _keep_ignoring_hangups(parsed)
     job = moved_job.MovedJob(parsed)
     if engine.has_own_agent:
-        resume = None
-        if load is not None:
-            keeps = _may_have_spares(parsed)  # then nodes have numbers
-            resume = StoreResume(load, settings.store_endpoint, keeps_ranks=keeps)
         # torch makes its agent by this name.
-        api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), resume, record)  # type: ignore[misc, assignment]
+        api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), parts, record)  # type: ignore[misc, assignment]
         # torch makes its rendezvous by this name.
         api.rdzv_registry = Registry(api.rdzv_registry, job.look)  # type: ignore[assignment]
     code, at_once = 1, False
@@ -308,14 +287,6 @@ def _run_with_survivors(
             ends(code)
             output.leave(code)
     return code
-
-
-def _may_have_spares(parsed: argparse.Namespace) -> bool:
-    """Return whether the job may have spare nodes: several nodes with fixed numbers."""
-    from torch.distributed import run
-
-    fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
-    return bool(parsed.rdzv_backend == "static" and not parsed.standalone and fewest == most_nodes > 1)
 
 
 def _job(parsed: argparse.Namespace) -> str:

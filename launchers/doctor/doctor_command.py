@@ -15,20 +15,19 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import config, engines, misspelt, text
+from adaptor import config, engines, hooks, misspelt, text
 from adaptor.errors import AdaptorError, ConfigError
+from adaptor.hooks import AgentHooks
 from adaptor.launchers.cli import plan
 from adaptor.launchers.doctor import doctor_machine, doctor_nodes
 from adaptor.launchers.doctor.doctor_job import Finding, PlannedJob
-from adaptor.operations import cli
-from adaptor.operations.terminal import show
-from adaptor.operations.words import FINDING, OK
+from adaptor.terminal import FINDING, OK, Add, show
 
 # Of torchrun's rendezvous c10d.
 RENDEZVOUS_PORT = 29400
 
 
-def add(add_command: cli.Add) -> None:
+def add(add_command: Add) -> None:
     """Add the command to `ttp`."""
     parser = add_command(
         "doctor", _answer, "whether a job could be protected on this node; nothing is trained"
@@ -71,6 +70,16 @@ def add(add_command: cli.Add) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
+
+
+class DoctorHooks(AgentHooks):
+    """`ttprun FLAGS -m adaptor.launchers.cli.ttp doctor` starts no worker: workers may be unable to start."""
+
+    def ttp_command(self, parsed: argparse.Namespace) -> list[str]:
+        script = parsed.training_script
+        is_ttp = script == "adaptor.launchers.cli.ttp" if parsed.module else Path(script).name == "ttp"
+        is_doctor = is_ttp and list(parsed.training_script_args[:1]) == ["doctor"]
+        return arguments_of_job(parsed) if is_doctor else []
 
 
 def arguments_of_job(parsed: argparse.Namespace) -> list[str]:
@@ -138,6 +147,8 @@ def findings(
         settings = config.load()
         misspelt.refuse(os.environ)
         engines.find(settings.engine).require(settings)
+        for hook in hooks.of_agent(settings):
+            hook.require()
     except AdaptorError as error:
         yield Finding("settings", "FAIL", str(error))
         return

@@ -18,8 +18,8 @@ from adaptor import host_memory
 from adaptor.config import Config
 from adaptor.launchers.cli import plan
 from adaptor.operations import job_reader
-from adaptor.operations.records import Plan, Replicas
-from adaptor.operations.words import duration, size
+from adaptor.protocol.records import Plan, Replicas
+from adaptor.text import duration, size
 
 # A save is not always as fast as the trial, and tensors do not get all memory that is free before a job.
 _MARGIN = 1.25

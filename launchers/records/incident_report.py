@@ -7,16 +7,21 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 
 from adaptor.controller.incident_state import Orders
-from adaptor.launchers.records.incident_record import GoneOn, IncidentFile, incident_of
+from adaptor.launchers.records.incident_record import (
+    GoneOn,
+    IncidentFile,
+    incident_of,
+    notice_of_end,
+    notice_of_save,
+)
 from adaptor.launchers.records.incident_timeline import ORDERS, Happened, Seen, Timeline
 from adaptor.launchers.records.job_files import JobFiles
-from adaptor.launchers.records.notifier import Notifier
 from adaptor.launchers.records.operator_summary import TrackerReading
-from adaptor.operations import notices, records
+from adaptor.protocol import records
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -77,12 +82,15 @@ class IncidentReport:
     """Collects messages and orders with wall-clock times; writes events, and a file for each incident.
 
     Args:
-        notifier: sends notices of incidents; None: no targets.
+        notify: takes the function that makes a notice, calls the function later in another thread, and never
+            waits.
     """
 
-    def __init__(self, files: JobFiles, notifier: Notifier | None = None) -> None:
+    def __init__(
+        self, files: JobFiles, notify: Callable[[Callable[[], records.Notice]], None] = lambda make: None
+    ) -> None:
         self._files = files
-        self._notifier = notifier or Notifier()
+        self._notify = notify
         self._generation = 0
         self._records = False  # whether the controller is, or was last, on this node
         self._happened: list[Happened | Seen] = []
@@ -202,7 +210,7 @@ class IncidentReport:
         # One notice per series: an operator has to act once.
         if (failed == 0) == bool(reason):
             job, time_ = self._files.job, records.utc(now)
-            self._notifier.submit(partial(notices.of_save, job, step, reason, time_))
+            self._notify(partial(notice_of_save, job, step, reason, time_))
 
     def record_takeover(self, node: int) -> None:
         """Record that the controller runs on this `node` from now on; no workers are started."""
@@ -284,7 +292,7 @@ class IncidentReport:
             time_now = time.time()
             last.gone_on = GoneOn(last.ended, self._started, self._trained, time_now, self._origin)
             self._files.write_incident(last.again)
-            self._notifier.submit(partial(last.notice, time_now, last.gone_on))
+            self._notify(partial(last.notice, time_now, last.gone_on))
             self._tell("gone-on", time_now, step=finished)
 
     def record_training(self, load_s: float) -> None:
@@ -315,11 +323,8 @@ class IncidentReport:
         if self._records:
             time_now = time.time()
             self._tell("ended", time_now)
-            self._notifier.submit(
-                partial(notices.of_end, self._files.job, self.incidents, records.utc(time_now))
-            )
+            self._notify(partial(notice_of_end, self._files.job, self.incidents, records.utc(time_now)))
         self._files.close()
-        self._notifier.close()
 
     def _reset(self) -> None:
         self._happened, self._ended, self._noticed = [], False, set()
@@ -398,7 +403,7 @@ class IncidentReport:
         make = partial(incident_of, end, timeline, self.last_id, time_now)
         self._last = IncidentFile(make, time_now, self._generation, online=isinstance(end, Recovered))
         self._files.write_incident(self._last.again)
-        self._notifier.submit(partial(self._last.notice, time_now, None))
+        self._notify(partial(self._last.notice, time_now, None))
 
 
 def _start_of(save: str, loaded: int) -> int | None:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from adaptor.operations import records
-from adaptor.operations.records import Event
+from adaptor.protocol import records
 from adaptor.protocol.messages import (
     Dump,
     EndScript,
@@ -24,6 +23,7 @@ from adaptor.protocol.messages import (
     Rename,
     Replace,
 )
+from adaptor.protocol.records import Event
 
 NOTICED = "fault-noticed"
 

@@ -18,8 +18,16 @@ import msgspec
 from adaptor import output, text
 from adaptor.checkpoint import disk
 from adaptor.launchers.records.time_uses import JobUses
-from adaptor.operations.job_folder import EVENTS_FILE, INCIDENTS, STALE_S, STATUS_FILE, name_of
-from adaptor.operations.records import Event, Incident, Status
+from adaptor.protocol.records import (
+    EVENTS_FILE,
+    INCIDENTS,
+    STALE_S,
+    STATUS_FILE,
+    Event,
+    Incident,
+    Status,
+    name_of,
+)
 
 # The most incidents whose files are written later, when the disk has room again.
 _MOST_LATE = 16

@@ -1,4 +1,4 @@
-"""Writes the files of a job for operators on the node with the controller, and serves the files.
+"""Writes the files of a job for operators on the node with the controller.
 
 `JobRecords` is the entry; `JobStatus` makes `status.json`, the current state of the job.
 """
@@ -14,20 +14,20 @@ from typing import Literal
 
 import msgspec
 
+from adaptor import hooks
 from adaptor.config import Config
 from adaptor.controller.controller import Controller
 from adaptor.controller.membership import Membership
 from adaptor.controller.plan import groups_of
+from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.control.controller_host import ControllerHost
-from adaptor.launchers.records import notifier
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
-from adaptor.launchers.records.job_server import JobServer
 from adaptor.launchers.records.log import tell_error
 from adaptor.launchers.records.time_uses import StepTimer, TimeUses
-from adaptor.operations.records import Status, utc
 from adaptor.protocol.messages import BoardRecord, Share
+from adaptor.protocol.records import Notice, Status, utc
 
 
 class JobRecords:
@@ -38,9 +38,7 @@ class JobRecords:
     Args:
         job: the job id given by the user; '' without one.
         newest_copy: returns the newest safe step in host memory; None without one.
-
-    Attributes:
-        server: serves the files (TTP_SERVE).
+        parts: the hooks of optional parts.
     """
 
     def __init__(
@@ -50,12 +48,16 @@ class JobRecords:
         max_restarts: int,
         workers: Workers,
         newest_copy: Callable[[], int | None],
+        parts: Sequence[AgentHooks],
     ) -> None:
         self._workers = workers
+        self._hooks = parts
         self.files = JobFiles(config.log_path, job)
-        self.report = IncidentReport(self.files, notifier.of_job(config))
-        self.server = JobServer(config, lambda: self.files.folder)
+        self.report = IncidentReport(self.files, self._notify)
         self._status = JobStatus(self.files, self.report, max_restarts, newest_copy)
+
+    def _notify(self, make: Callable[[], Notice]) -> None:
+        hooks.each(self._hooks, lambda hook: hook.notify(make))
 
     def name_script(self, script: str) -> None:
         """Name the script of the job in the status from now on."""
@@ -83,7 +85,8 @@ class JobRecords:
         """
         try:
             if node:
-                self.server.take_over()
+                folder = self.files.folder
+                hooks.each(self._hooks, lambda hook: hook.has_controller(folder, took_over=True))
             self._look_at_uses()
             self._status.look(boards, host.controller, node, host.nodes, generation, spare_nodes)
             self.report.record_progress(max((board.finished for board in boards), default=-1))
@@ -113,10 +116,9 @@ class JobRecords:
             self._status.look_at_uses(reading)
 
     def close(self) -> None:
-        """Write the last status, and close all parts."""
+        """Write the last status."""
         self._status.end()
         self.report.close()
-        self.server.close()
 
 
 # Seconds between two replacements of the file.

@@ -10,10 +10,10 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from adaptor.operations import job_folder
-from adaptor.operations.job_folder import JobFolderError
-from adaptor.operations.records import StepTimes
+import msgspec
+
 from adaptor.protocol.board import USES
+from adaptor.protocol.records import STATUS_FILE, Status, StepTimes
 
 # The event `training` reports a load, because it distinguishes starts from recoveries.
 _LOAD = USES.index("load")
@@ -75,8 +75,9 @@ class JobUses:
         if generation != self._generation:
             self._generation = generation
             uses_before: Mapping[str, float] = {}
-            with contextlib.suppress(JobFolderError):  # the first status of a job
-                status = job_folder.status(job)
+            # The first status of a job, or the status of another version.
+            with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+                status = msgspec.json.decode((job / STATUS_FILE).read_bytes(), type=Status)
                 uses_before = status.spent
                 self._divided.look(None, status.step)
             self._before = {

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from adaptor.config import SETTINGS, Config
+from adaptor import config
+from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.launchers.control import invitation
 
@@ -59,9 +60,9 @@ def facts_of_this_node(parsed: argparse.Namespace, settings: Config) -> dict[str
     }
     if version := _megatron_core_version(parsed):
         facts["the version of Megatron-core"] = version
-    for setting in SETTINGS:
+    for setting in config.settings():
         if setting.same_on_all_nodes:
-            value = getattr(settings, setting.field)
+            value = settings.value(setting)
             facts[f"{setting.variable} ({setting.flag})"] = (
                 f"{value:g}" if isinstance(value, float) else str(value)
             )

@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from adaptor import output, text
-from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.launchers.agent.programs import STORE
 from adaptor.protocol.environment import ending_signals
+from adaptor.store.settings import StoreSettings
 from adaptor.store.upload_order import End, OutputSettings, UploadSettings
 
 # The first and the longest wait before another start; the wait doubles.
@@ -30,7 +30,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 _LAST_LINE_S = 5.0
 
 
-def require(config: Config) -> None:
+def require(config: StoreSettings) -> None:
     """Refuse a store that cannot be written.
 
     Raises:
@@ -65,7 +65,7 @@ class JobUploads:
     _command = "send"
     _noun = "checkpoint"
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: StoreSettings) -> None:
         self._config = config
         self._lock = threading.Lock()  # guards the attributes below
         self._thread: threading.Thread | None = None

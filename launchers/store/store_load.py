@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adaptor import output
-from adaptor.config import Config
 from adaptor.errors import ConfigError, StoreError
 from adaptor.launchers.agent import programs
 from adaptor.launchers.cli import flags
 from adaptor.protocol.start_options import START_ONLY
 from adaptor.store import address
+from adaptor.store.settings import StoreSettings
 
 # Options with which a run begins a new count of steps from a checkpoint. The pulled checkpoint comes to the
 # save folder, where a restart would go on from its step, and a saved step with a smaller number would never
@@ -106,7 +106,7 @@ def _replaced(arguments: Sequence[str], name: str, value: str) -> list[str]:
 _LEAVING_S = 15.0
 
 
-def require_pulls(config: Config) -> None:
+def require_pulls(config: StoreSettings) -> None:
     """Refuse URLs that name no store, and impossible folders, without asking a store.
 
     Raises:
@@ -130,7 +130,7 @@ def require_pulls(config: Config) -> None:
         folders.add(folder)
 
 
-def pull_data(config: Config) -> int:
+def pull_data(config: StoreSettings) -> int:
     """Download all data, in another process; call on the main thread.
 
     Returns:

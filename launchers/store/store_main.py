@@ -39,8 +39,8 @@ def main() -> None:
     import traceback
 
     from adaptor.errors import AdaptorError
-    from adaptor.operations.words import shown
     from adaptor.protocol.environment import ending_signals
+    from adaptor.text import shown
 
     # A signal to all processes of a job, as from Slurm, is for ttprun, which saves first; the save is sent.
     for number in (signal.SIGHUP, *ending_signals()):
@@ -67,8 +67,8 @@ def main() -> None:
 
 def _probe(url: str, endpoint: str) -> None:
     from adaptor import output
-    from adaptor.operations.words import shown
     from adaptor.store import opening
+    from adaptor.text import shown
 
     _end_with_ttprun()
     opening.probe(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))
@@ -83,10 +83,10 @@ def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
     import msgspec
 
     from adaptor import output
-    from adaptor.operations.words import shown, size
     from adaptor.store import pull
     from adaptor.store.opening import open_waiting
     from adaptor.store.pull import NodeRanks
+    from adaptor.text import shown, size
 
     _end_with_ttprun()
     store = open_waiting(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))
@@ -119,9 +119,9 @@ def _data(endpoint: str, *pairs: str) -> None:
     from pathlib import Path
 
     from adaptor import output
-    from adaptor.operations.words import shown
     from adaptor.store import data_pull
     from adaptor.store.opening import open_waiting
+    from adaptor.text import shown
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(1)  # removes the incomplete file

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from adaptor.checkpoint import left_overs
-from adaptor.operations.records import unix
+from adaptor.protocol.records import unix
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
 from tests.faults.fault import AFTER_THE_VERDICTS

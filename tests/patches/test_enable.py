@@ -44,9 +44,10 @@ import adaptor
 adaptor.enable()
 ours = ("adaptor", "wrapt", "fake", "megatron")
 new = {name for name in set(sys.modules) - before if name.startswith(ours)}
-parts = ("config", "setting_values", "diagnostics", "diagnostics.requests", "endpoints")
-settings = {f"adaptor.{name}" for name in parts}
-assert new == {"adaptor", "adaptor.context", "adaptor.errors", *settings}, new
+settings = set("config context errors hooks plug_ins setting_values protocol protocol.naming".split())
+settings |= set("diagnostics diagnostics.requests mindio operations operations.settings".split())
+settings |= set("store store.settings transform transform.sizes".split())
+assert new == {"adaptor", *(f"adaptor.{name}" for name in settings)}, new
 assert sys.meta_path == finders
 """,
         ENABLE_TTP="False",

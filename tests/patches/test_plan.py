@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from adaptor.launchers.cli import flags, plan, ttp, ttprun
-from adaptor.operations.records import Replicas
 from adaptor.protection_plan import _groups
+from adaptor.protocol.records import Replicas
 from tests.frameworks import prepare
 from tests.frameworks.args import environment, tiny_gpt
 from tests.patches.conftest import Run

@@ -209,6 +209,6 @@ def start_two(
 @pytest.fixture
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ttprun writes into the environment is undone."""
-    for setting in config.SETTINGS:
+    for setting in config.settings():
         monkeypatch.setenv(setting.variable, "")
         monkeypatch.delenv(setting.variable)

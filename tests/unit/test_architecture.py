@@ -15,23 +15,18 @@ from tests.unit import source_tree
 # From the bottom to the top; a module belongs to the longest of these names that it begins with. It imports
 # modules of its own layer and of those below it. docs/architecture.md says what each is for.
 LAYERS = (
-    ("adaptor.text", "adaptor.output", "adaptor.threads", "adaptor.descriptors", "adaptor.errors"),
     (
-        *(
-            "adaptor.config",
-            "adaptor.misspelt",
-            "adaptor.setting_values",
-            "adaptor.context",
-            "adaptor.distributions",
-            "adaptor.endpoints",
-            "adaptor.host_memory",
-            "adaptor._script",
-        ),
-        *("adaptor.diagnostics.requests", "adaptor.patching"),
+        *("adaptor.text", "adaptor.output", "adaptor.threads", "adaptor.descriptors", "adaptor.errors"),
+        *("adaptor.terminal", "adaptor.plug_ins"),
     ),
-    ("adaptor.plug_ins", "adaptor.engines", "adaptor.waits"),
+    (
+        *("adaptor.config", "adaptor.misspelt", "adaptor.setting_values", "adaptor.context"),
+        *("adaptor.distributions", "adaptor.host_memory", "adaptor._script", "adaptor.patching"),
+    ),
+    ("adaptor.engines", "adaptor.waits"),
     ("adaptor.devices",),
     ("adaptor.protocol",),
+    ("adaptor.hooks",),
     ("adaptor.controller", "adaptor.replica"),
     ("adaptor.checkpoint", "adaptor.diagnostics", "adaptor.verification"),
     ("adaptor.operations", "adaptor.transform"),
@@ -45,6 +40,25 @@ LAYERS = (
     ("adaptor", "adaptor.library", "adaptor._start", "adaptor.commands", "adaptor.__main__"),
     ("adaptor.launchers",),
 )
+# The parts that a job can do without, by the beginnings of their modules' names. All else is the core, which
+# imports none of them: parts register by hooks (`adaptor.plug_ins`).
+OPTIONAL = {
+    "operations": ("adaptor.operations", "adaptor.launchers.operations"),
+    "doctor": ("adaptor.launchers.doctor",),
+    "store": ("adaptor.store", "adaptor.launchers.store"),
+    "transform": ("adaptor.transform", "adaptor.frameworks.reshape"),
+    "recordings": ("adaptor.diagnostics",),
+    "mindio": ("adaptor.mindio", "adaptor.frameworks.mindio_"),
+    "mindspeed": ("adaptor.frameworks.mindspeed_", "adaptor.patches.mindspeed"),
+    "modellink": (
+        *("adaptor.frameworks.ascendspeed", "adaptor.patches.ascendspeed_"),
+        "adaptor.patches.modellink_training",
+    ),
+    "adapters": ("adaptor.adapters",),
+    "cpu stand-ins": ("adaptor.devices.cpu", "adaptor.patches.cpu_megatron"),
+}
+# The public functions that `adaptor` names, and imports when a script asks for them.
+PUBLIC = {("adaptor", "adaptor.transform.functions")}
 # The launcher starts processes that train, it is none: what only those need is not for it.
 WORKERS_ONLY = (
     "adaptor.worker",
@@ -133,6 +147,22 @@ def test_no_import_goes_upwards(graph: dict[str, set[str]]) -> None:
         if _layer(other) > _layer(module)
     ]
     assert upwards == []
+
+
+def part_of(module: str) -> str | None:
+    """Return the optional part that a module belongs to; None: the core."""
+    return next((part for part, names in OPTIONAL.items() if module.startswith(names)), None)
+
+
+def test_the_core_imports_no_optional_part(graph: dict[str, set[str]]) -> None:
+    assert {part_of(module) for module in graph} == {None, *OPTIONAL}
+    imports = [
+        f"{module} imports {other} of {part_of(other)}"
+        for module, others in sorted(graph.items())
+        for other in sorted(others)
+        if part_of(module) is None and part_of(other) is not None and (module, other) not in PUBLIC
+    ]
+    assert imports == []
 
 
 def test_there_is_no_circle(graph: dict[str, set[str]]) -> None:

@@ -50,9 +50,7 @@ def test_what_cannot_be_protected_is_refused(given: dict[str, Any], line: str) -
         _require_protected(_args(**given))
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"), [("TTP_RESHAPE", "auto"), ("TTP_HOST_COPY", "5"), ("TTP_LAYOUT_ONLY", "layout")]
-)
+@pytest.mark.parametrize(("variable", "value"), [("TTP_HOST_COPY", "5"), ("TTP_LAYOUT_ONLY", "layout")])
 def test_settings_of_megatron_lm_alone(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing would come of them, so they are refused."""
     monkeypatch.setenv(variable, value)

@@ -12,7 +12,6 @@ import pytest
 from adaptor import config
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import completion, flags, ttp
-from adaptor.operations import cli
 
 OFFERS = """
 source "$1"; shift
@@ -26,7 +25,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("shtab", reason="it is in the extra ops")
     path = tmp_path_factory.mktemp("completion") / "bash"
-    path.write_text(completion.script("bash", cli.parser_of(ttp._add)))
+    path.write_text(completion.script("bash", ttp.parser()))
     return path
 
 
@@ -46,7 +45,7 @@ def test_commands_and_their_flags(script: Path, tmp_path: Path) -> None:
 
 
 def test_flags_of_ours_and_of_torchrun(script: Path, tmp_path: Path) -> None:
-    ours = {setting.flag for setting in config.SETTINGS} | {flags.SPARE}
+    ours = {setting.flag for setting in config.settings()} | {flags.SPARE}
     assert offered(script, "ttprun", "--ttp-", folder=tmp_path) == ours
     assert offered(script, "ttprun", "--max-r", folder=tmp_path) == {"--max-restarts"}
     assert offered(script, "ttprun", "--dry", folder=tmp_path) == {flags.DRY_RUN}
@@ -64,11 +63,11 @@ def test_files_and_folders(script: Path, tmp_path: Path) -> None:
 def test_zsh_takes_it(tmp_path: Path) -> None:
     pytest.importorskip("shtab", reason="it is in the extra ops")
     path = tmp_path / "zsh"
-    path.write_text(completion.script("zsh", cli.parser_of(ttp._add)))
+    path.write_text(completion.script("zsh", ttp.parser()))
     subprocess.run(["zsh", "-n", str(path)], check=True)
 
 
 def test_shtab_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[ops\]'"):
-        completion.script("bash", cli.parser_of(ttp._add))
+        completion.script("bash", ttp.parser())

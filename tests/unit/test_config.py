@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adaptor import config, misspelt
-from adaptor.config import SETTINGS, Config
-from adaptor.endpoints import HostPort, NoticeTarget
+from adaptor.config import Config
 from adaptor.errors import ConfigError
-from adaptor.setting_values import Pull, Setting
+from adaptor.operations.settings import HostPort, NoticeTarget
+from adaptor.setting_values import Setting
+from adaptor.store.settings import Pull
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "settings.md"
+SETTINGS = config.settings()
 DEFAULTS = Config(
     enabled=True,
     timeout_s=120.0,
@@ -39,29 +41,31 @@ DEFAULTS = Config(
     local_copy=False,
     host_copy=None,
     require_protection=False,
-    provide_mindio=False,
     platform="auto",
-    store="",
-    store_every=1,
-    store_keep=0,
-    store_rate=0,
-    store_also=(),
-    store_endpoint="",
-    pull=(),
     log_path="logs",
     log_level="INFO",
     log_stdout=False,
-    serve=None,
-    serve_token="",
-    notify=None,
-    notify_secret="",
-    profile=None,
-    dump=None,
     layout_only="",
     verify_every=0,
     corruption="replace",
     batch="keep",
-    reshape=None,
+    parts={
+        "provide_mindio": False,
+        "store": "",
+        "store_every": 1,
+        "store_keep": 0,
+        "store_rate": 0,
+        "store_also": (),
+        "store_endpoint": "",
+        "pull": (),
+        "serve": None,
+        "serve_token": "",
+        "notify": None,
+        "notify_secret": "",
+        "profile": None,
+        "dump": None,
+        "reshape": None,
+    },
 )
 
 GOOD: list[tuple[str, str, str, Any]] = [
@@ -190,18 +194,20 @@ BAD = [
 ]
 
 
+def _values(loaded: Config) -> dict[str, Any]:
+    return {setting.field: loaded.value(setting) for setting in SETTINGS}
+
+
 def test_defaults() -> None:
     assert config.load({}) == DEFAULTS
-    assert {setting.field for setting in SETTINGS} == set(Config.__dataclass_fields__)
+    assert {setting.field for setting in config.SETTINGS} | {"parts"} == set(Config.__dataclass_fields__)
 
 
 @pytest.mark.parametrize(("variable", "text", "field", "value"), GOOD)
 def test_a_variable_sets_its_field_alone(variable: str, text: str, field: str, value: Any) -> None:
-    loaded = config.load({variable: text})
-    assert getattr(loaded, field) == value
-    assert {
-        name for name in Config.__dataclass_fields__ if getattr(loaded, name) != getattr(DEFAULTS, name)
-    } <= {field}
+    loaded, defaults = _values(config.load({variable: text})), _values(DEFAULTS)
+    assert loaded[field] == value
+    assert {name for name in loaded if loaded[name] != defaults[name]} <= {field}
 
 
 @pytest.mark.parametrize(("variable", "text"), BAD)
@@ -370,7 +376,7 @@ def test_the_page_has_every_setting_with_its_flag_and_default() -> None:
         for line in PAGE.read_text().splitlines()
         if line.startswith("| `")
     ]
-    assert sorted(rows) == sorted([one.variable, one.flag, one.default] for one in config.SETTINGS)
+    assert sorted(rows) == sorted([one.variable, one.flag, one.default] for one in SETTINGS)
 
 
 def test_the_page_has_the_settings_that_must_be_the_same_on_all_nodes() -> None:
@@ -382,7 +388,7 @@ def test_settings_that_may_differ_between_nodes() -> None:
     """A setting that decides what ranks do together is compared: nodes with other values would wait."""
     own = (
         "ENABLE_TTP TTP_GRACE TTP_SPARES TTP_PORT TTP_TLS TTP_TLS_CERT TTP_TLS_KEY TTP_TLS_CA TTP_PLATFORM"
-        " TTP_STORE_RATE TTP_STORE_ALSO TTP_STORE_ENDPOINT TTP_PULL TTP_LOG_PATH TTP_LOG_LEVEL TTP_LOG_STDOUT"
-        " TTP_SERVE TTP_SERVE_TOKEN TTP_NOTIFY TTP_NOTIFY_SECRET TTP_PROFILE TTP_DUMP"
+        " TTP_LOG_PATH TTP_LOG_LEVEL TTP_LOG_STDOUT TTP_SERVE TTP_SERVE_TOKEN TTP_NOTIFY TTP_NOTIFY_SECRET"
+        " TTP_STORE_RATE TTP_STORE_ALSO TTP_STORE_ENDPOINT TTP_PULL TTP_PROFILE TTP_DUMP"
     )
     assert [s.variable for s in SETTINGS if not s.same_on_all_nodes] == own.split()

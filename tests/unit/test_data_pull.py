@@ -23,6 +23,7 @@ from adaptor.launchers.store import store_load as before_start
 from adaptor.store import data_folder, data_pull
 from adaptor.store.client import PIECE, Part, Store
 from adaptor.store.opening import open_store
+from adaptor.store.settings import StoreSettings
 from adaptor.store.store_requests import Retrying
 from tests import waiting
 from tests.unit import object_store
@@ -400,7 +401,7 @@ def test_nodes_that_share_a_folder_pull_once(
 )
 def test_what_is_refused_before_a_store_is_asked(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
-        before_start.require_pulls(config.load({"TTP_PULL": text}))
+        before_start.require_pulls(config.load({"TTP_PULL": text}).of(StoreSettings))
 
 
 def _job(launcher: Launcher, *options: str, **environment: str) -> int:

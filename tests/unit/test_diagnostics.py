@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from adaptor.diagnostics import requests
 from adaptor.diagnostics.recorder import Recorder
 from adaptor.diagnostics.tensor_dump import statistics
 from adaptor.errors import ConfigError
-from adaptor.frameworks import supported_options
 
 STEPS = 4
 
@@ -348,24 +348,18 @@ def test_workers_are_given_the_content_of_the_file(tmp_path: Path) -> None:
     assert requests.inline(text) == text
 
 
-class _Parsed:
-    world_size = 2
-    profile = False
-
-
 def test_ranks_that_the_job_does_not_have_are_refused() -> None:
     context.begin({"TTP_PROFILE": "steps=1,ranks=0-2"})
     with pytest.raises(ConfigError, match=r"TTP_PROFILE has the ranks 0-2: this job has the ranks 0 to 1"):
-        supported_options.require_one_profiler(_Parsed())
+        context.part(Recorder).require_other_loop(2)
 
 
 @pytest.mark.parametrize("name", ["profile", "use_pytorch_profiler"])
 def test_a_second_profiler_is_refused(name: str) -> None:
-    parsed = _Parsed()
-    setattr(parsed, name, True)
+    parsed = SimpleNamespace(**{name: True})
     context.begin({})
-    supported_options.require_one_profiler(parsed)
+    context.part(Recorder).require_other_loop(2, parsed)
     context.begin({"TTP_PROFILE": "steps=1"})
     flag = "--" + name.replace("_", "-")
     with pytest.raises(ConfigError, match=f"{flag} is given, and TTP_PROFILE is set: two profilers cannot"):
-        supported_options.require_one_profiler(parsed)
+        context.part(Recorder).require_other_loop(2, parsed)

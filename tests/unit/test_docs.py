@@ -96,7 +96,7 @@ def _commands() -> list[tuple[dict[str, str], list[str]]]:
 def test_the_commands_of_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     commands = _commands()
     for node, (variables, arguments) in enumerate(commands):
-        for setting in config.SETTINGS:
+        for setting in config.settings():
             monkeypatch.setenv(setting.variable, "")
             monkeypatch.delenv(setting.variable)
         arguments, is_spare = flags.without(flags.SPARE, arguments)

@@ -18,9 +18,9 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.launchers.cli import ttp
 from adaptor.launchers.doctor import doctor_job
 from adaptor.launchers.doctor.doctor_job import Save, Speed
-from adaptor.operations.records import Plan, Replicas
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.records import Plan, Replicas
 from tests import certificates
 
 

@@ -60,7 +60,7 @@ def _parsed(
     arguments: list[str], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[argparse.Namespace, config.Config]:
     """What ttprun makes of it; our flags go into the environment that `monkeypatch` brings back."""
-    for name in [*(setting.variable for setting in config.SETTINGS), *PODS]:
+    for name in [*(setting.variable for setting in config.settings()), *PODS]:
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     for name, value in environ.items():

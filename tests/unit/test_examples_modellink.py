@@ -54,7 +54,7 @@ def _parsed(
 ) -> tuple[argparse.Namespace, argparse.Namespace, config.Config]:
     """What ttprun makes of it, what ModelLink makes of the rest, and the settings."""
     arguments, environ = given
-    for setting in config.SETTINGS:  # our flags go into the environment: monkeypatch brings it back
+    for setting in config.settings():  # our flags go into the environment: monkeypatch brings it back
         monkeypatch.setenv(setting.variable, environ.get(setting.variable, setting.default))
     launched = flags.parse(arguments)
     parser = argparse.ArgumentParser(allow_abbrev=False)

@@ -11,7 +11,6 @@ import pytest
 from adaptor import output
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
-from adaptor.operations.records import unix
 from adaptor.protocol.messages import (
     BoardRecord,
     Died,
@@ -29,6 +28,7 @@ from adaptor.protocol.messages import (
     Replace,
     Verdict,
 )
+from adaptor.protocol.records import unix
 from tests.unit.threads import LONG_S
 
 

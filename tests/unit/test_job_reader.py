@@ -7,10 +7,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from adaptor.operations import job_folder, job_reader
+from adaptor.operations import job_reader
 from adaptor.operations.goodput import Goodput
-from adaptor.operations.job_folder import EVENTS_FILE, JobFolderError
+from adaptor.operations.job_folder import JobFolderError
 from adaptor.operations.job_reader import JobReader, newest_events
+from adaptor.protocol.records import EVENTS_FILE, STATUS_FILE
 from tests.unit.test_serve import EVENTS, event, incident, job  # noqa: F401
 
 LINES = [msgspec.json.encode(one) + b"\n" for one in EVENTS]
@@ -30,7 +31,7 @@ def spent_of(folder: Path) -> Goodput:
 def test_events_that_come_bit_by_bit(bytes_at_once: int, job: Path) -> None:  # noqa: F811
     path = job / EVENTS_FILE
     path.write_bytes(b"")
-    fixed = msgspec.json.decode((job / job_folder.STATUS_FILE).read_bytes())
+    fixed = msgspec.json.decode((job / STATUS_FILE).read_bytes())
     reader, data = JobReader(job), b"".join(LINES)
     for place in range(0, len(data), bytes_at_once):
         append(path, data[place : place + bytes_at_once])

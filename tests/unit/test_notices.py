@@ -21,33 +21,32 @@ from typing import Any
 import pytest
 
 from adaptor import config, output
-from adaptor.endpoints import NoticeTarget
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import ttprun
-from adaptor.launchers.records import job_server, notifier
-from adaptor.launchers.records.notifier import Notifier
-from adaptor.operations import notices
-from adaptor.operations.notices import NotDeliveredError
+from adaptor.launchers.operations import job_server, notifier
+from adaptor.launchers.operations.notifier import NotDeliveredError, Notifier
+from adaptor.launchers.records.incident_record import notice_of_end
+from adaptor.operations.settings import NoticeTarget, OperationsSettings
 from tests import operator_files, waiting
 from tests.unit.launching import Launcher, launcher, zygote  # noqa: F401
 from tests.unit.test_operations import SAVED, Recorded
 from tests.unit.threads import LONG_S
 
 SECRET = "a-word-that-nobody-guesses"
-NOTICE = notices.of_end("gpt", 2, "2026-01-31T12:00:00+00:00")
+NOTICE = notice_of_end("gpt", 2, "2026-01-31T12:00:00+00:00")
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What answers, or ends, may do so slowly, beside much other work."""
-    monkeypatch.setattr(notices, "LIMIT_S", LONG_S)
+    monkeypatch.setattr(notifier, "LIMIT_S", LONG_S)
     monkeypatch.setattr(output, "DRAIN_S", LONG_S)
 
 
 @pytest.fixture
 def _hasty(_patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For what hangs."""
-    monkeypatch.setattr(notices, "LIMIT_S", 2.0)
+    monkeypatch.setattr(notifier, "LIMIT_S", 2.0)
     monkeypatch.setattr(output, "DRAIN_S", 2.0)
 
 
@@ -115,8 +114,8 @@ def command(text: str) -> NoticeTarget:
 
 def test_json_is_signed() -> None:
     with receives() as server:
-        notices.deliver(NoticeTarget("json", server.url), NOTICE, SECRET)
-        notices.deliver(NoticeTarget("json", server.url), NOTICE)
+        notifier.deliver(NoticeTarget("json", server.url), NOTICE, SECRET)
+        notifier.deliver(NoticeTarget("json", server.url), NOTICE)
         body, headers = server.got.get_nowait()
         assert "X-TTP-Signature" not in server.got.get_nowait()[1]
     operator_files.assert_notice(json.loads(body))
@@ -127,7 +126,7 @@ def test_json_is_signed() -> None:
 
 def test_slack_gets_a_text() -> None:
     with receives() as server:
-        notices.deliver(NoticeTarget("slack", server.url), NOTICE, SECRET)
+        notifier.deliver(NoticeTarget("slack", server.url), NOTICE, SECRET)
         body, headers = server.got.get_nowait()
     assert json.loads(body) == {"text": "gpt: ttprun has ended, 2 incidents"}
     assert "X-TTP-Signature" not in headers
@@ -136,30 +135,30 @@ def test_slack_gets_a_text() -> None:
 @pytest.mark.parametrize("code", [500, 404, 302, 307])
 def test_another_answer_is_a_failure(code: int) -> None:
     with receives(code) as server, pytest.raises(NotDeliveredError, match=f"it answered {code}"):
-        notices.deliver(NoticeTarget("json", server.url), NOTICE)
+        notifier.deliver(NoticeTarget("json", server.url), NOTICE)
 
 
 def test_nobody_listens() -> None:
     with hangs() as url:
         pass
     with pytest.raises(NotDeliveredError, match="Connection refused"):
-        notices.deliver(NoticeTarget("json", url), NOTICE)
+        notifier.deliver(NoticeTarget("json", url), NOTICE)
 
 
 @pytest.mark.usefixtures("_hasty")
 def test_no_answer() -> None:
     with hangs() as url, pytest.raises(NotDeliveredError, match="timed out"):
-        notices.deliver(NoticeTarget("json", url), NOTICE)
+        notifier.deliver(NoticeTarget("json", url), NOTICE)
 
 
 def test_a_command_has_the_notice_on_its_stdin(tmp_path: Path) -> None:
     out = tmp_path / "it's here"
-    notices.deliver(command(f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"), NOTICE)
+    notifier.deliver(command(f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"), NOTICE)
     operator_files.assert_notice(json.loads(out.read_text()))
     with pytest.raises(NotDeliveredError, match="it ended with status 3"):
-        notices.deliver(command("raise SystemExit(3)"), NOTICE)
+        notifier.deliver(command("raise SystemExit(3)"), NOTICE)
     with pytest.raises(NotDeliveredError, match="it cannot be started"):
-        notices.deliver(NoticeTarget("exec", str(tmp_path / "absent")), NOTICE)
+        notifier.deliver(NoticeTarget("exec", str(tmp_path / "absent")), NOTICE)
 
 
 @pytest.mark.usefixtures("_hasty")
@@ -177,7 +176,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(
     hook.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {pids}\nwait\n")
     hook.chmod(0o755)
     with pytest.raises(NotDeliveredError, match="it had not ended after 2 s"):
-        notices.deliver(NoticeTarget("exec", str(hook)), NOTICE)
+        notifier.deliver(NoticeTarget("exec", str(hook)), NOTICE)
     waiting.ended(map(int, pids.read_text().split()))
 
 
@@ -212,7 +211,7 @@ def test_a_command_that_fails_is_shown_without_its_arguments(capfd: pytest.Captu
 def test_a_secret_in_the_place_of_its_path_is_not_shown() -> None:
     word = "a-secret-word/of-somebody"
     with pytest.raises(ConfigError, match="it must be the path of a file") as refused:
-        notifier.secret(config.load({"TTP_NOTIFY_SECRET": word}))
+        notifier.secret(config.load({"TTP_NOTIFY_SECRET": word}).of(OperationsSettings))
     assert word not in str(refused.value)
     with pytest.raises(ConfigError, match="it must be the path of a file") as refused:
         job_server.require(config.load({"TTP_SERVE": "8000", "TTP_SERVE_TOKEN": word}))
@@ -221,7 +220,7 @@ def test_a_secret_in_the_place_of_its_path_is_not_shown() -> None:
 
 def test_an_incident_and_how_it_goes_on(tmp_path: Path) -> None:
     with receives() as server:
-        job = Recorded(tmp_path, Notifier([NoticeTarget("json", server.url)]))
+        job = Recorded(tmp_path, Notifier([NoticeTarget("json", server.url)]).submit)
         job.rank_1_is_killed(100.0)
         told = server.notice()
         assert (told["type"], told["job"], told["incident"]["verdict"]) == ("incident", "job_7", "saved")
@@ -243,7 +242,7 @@ def test_targets_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "targets"
     path.write_text("# of our group\nslack:https://hooks.example/a\n\nexec:true\n")
     path.chmod(0o600)
-    settings = config.load({"TTP_NOTIFY": f"file:{path}"})
+    settings = config.load({"TTP_NOTIFY": f"file:{path}"}).of(OperationsSettings)
     assert notifier.targets(settings) == [
         NoticeTarget("slack", "https://hooks.example/a"),
         NoticeTarget("exec", "true"),

@@ -16,20 +16,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from adaptor import output
+from adaptor import output, terminal
 from adaptor.checkpoint import hashing, manifest
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
+from adaptor.launchers.cli import ttp
 from adaptor.launchers.records import operator_summary
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.launchers.records.job_records import JobStatus
-from adaptor.launchers.records.notifier import Notifier
 from adaptor.launchers.records.time_uses import LIMITS_S, StepTimer
-from adaptor.operations import cli, records
-from adaptor.operations.records import Notice, Status, StepTimes
-from adaptor.protocol import naming
+from adaptor.operations import job_folder
+from adaptor.protocol import naming, records
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     AgentHello,
@@ -59,6 +58,7 @@ from adaptor.protocol.messages import (
     Unprotected,
     Verdict,
 )
+from adaptor.protocol.records import Notice, Status, StepTimes
 from adaptor.verification.agreed_state import AgreedGroup, AgreedShard, AgreedState
 from tests import operator_files
 from tests.unit.threads import LONG_S
@@ -76,11 +76,10 @@ SAVED = Verdict(
 )
 
 
-class Notices(Notifier):
+class Notices:
     """A notifier whose notices are kept."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._makes: list[Any] = []
 
     def submit(self, make: Any) -> None:
@@ -93,10 +92,10 @@ class Notices(Notifier):
 class Recorded:
     """The files of a job of two nodes with one rank each, as its messages and orders make them."""
 
-    def __init__(self, logs: Path, notifier: Notifier | None = None) -> None:
+    def __init__(self, logs: Path, notify: Callable[[Any], None] = lambda make: None) -> None:
         self.logs = logs
         self.files = JobFiles(str(logs), "job 7")
-        self.report = IncidentReport(self.files, notifier)
+        self.report = IncidentReport(self.files, notify)
         self.report.begin(1)
         self.report.record_start()
         self.starts(0.0)
@@ -137,7 +136,7 @@ class Recorded:
 @pytest.mark.parametrize("name", sorted(records.SCHEMAS))
 def test_the_schemas_in_the_package_are_those_of_the_records(name: str) -> None:
     """After a change: `ttp schema NAME > adaptor/operations/schema/NAME.json`."""
-    path = Path(records.__file__).with_name("schema") / f"{name}.json"
+    path = Path(job_folder.__file__).with_name("schema") / f"{name}.json"
     assert json.loads(path.read_text()) == records.schema(name)
 
 
@@ -208,7 +207,7 @@ def test_the_steps_of_a_state_that_is_lost(
     if tracker is not None:
         (save / naming.TRACKER).write_text(tracker)
     notices = Notices()
-    job = Recorded(tmp_path / "logs", notices)
+    job = Recorded(tmp_path / "logs", notices.submit)
     job.report.record_progress(48 if newest < 0 else 46)
     job.rank_1_is_killed(100.0, msgspec.structs.replace(LOST, save=str(save), newest=newest))
     job.report.record_next_action("the job ends: no restart is left")
@@ -219,7 +218,7 @@ def test_the_steps_of_a_state_that_is_lost(
     assert notice.incident.steps_lost == steps
     assert f"no live holder, {steps} step{'' if steps == 1 else 's'} lost; " in notice.text
     (tmp_path / "logs/job_7/status.json").touch()
-    assert cli.main(["incidents", str(tmp_path / "logs")]) == 0
+    assert ttp.main(["incidents", str(tmp_path / "logs")]) == 0
     assert f"lost; steps lost: {steps}; the job ends" in capsys.readouterr().out
 
 
@@ -461,7 +460,7 @@ def test_the_status_of_a_job(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     status = job.look(5, 5)
     assert (status.state, status.shard_holders, status.open_incident) == ("incident", None, words)
     for command in ("status", "incidents"):
-        cli.main([command, str(tmp_path / "job")])
+        ttp.main([command, str(tmp_path / "job")])
         assert f"; one is open: {words}\n" in capsys.readouterr().out
     job.report.open_words = ""
     job.controller = Controller(
@@ -481,7 +480,7 @@ def test_the_status_says_which_saves_have_failed(tmp_path: Path, capsys: pytest.
         job.report.record_message(0, SaveEnded(0, step, "rank 1: No space left on device (/save)"))
     status = job.look(9, 9)
     assert (status.failed_saves, status.failed_save) == (2, "step 8: rank 1: No space left on device (/save)")
-    cli.main(["status", str(tmp_path / "job")])
+    ttp.main(["status", str(tmp_path / "job")])
     assert "\nfailed saves 2 one after the other; step 8: rank 1: No space" in capsys.readouterr().out
     job.report.record_message(0, SaveEnded(0, 12))
     status = job.look(12, 12)
@@ -492,12 +491,12 @@ def test_the_status_says_which_saves_have_failed(tmp_path: Path, capsys: pytest.
 
 
 def test_a_series_of_failed_saves_has_two_notices(tmp_path: Path) -> None:
-    class Notices(Notifier):
+    class Notices:
         def submit(self, make: Callable[[], Notice]) -> None:
             told.append(make())
 
     told: list[Notice] = []
-    report = IncidentReport(JobFiles(str(tmp_path), "job"), Notices())
+    report = IncidentReport(JobFiles(str(tmp_path), "job"), Notices().submit)
     for step, reason in ((2, ""), (4, "no room"), (6, "no room"), (8, ""), (10, "")):
         report.record_message(0, SaveEnded(0, step, reason))
     assert [(notice.type, notice.text) for notice in told] == [
@@ -518,7 +517,7 @@ def test_the_status_says_how_old_the_copies_in_host_memory_are(
     later = job.look(6, 6)
     assert (later.host_copy_step, later.host_copy_time) == (4, first.time)
     assert later.time > first.time
-    cli.main(["status", str(tmp_path / "job")])
+    ttp.main(["status", str(tmp_path / "job")])
     assert "\nhost copy    step 4, made " in capsys.readouterr().out
 
 
@@ -530,11 +529,11 @@ def test_the_status_says_whether_a_drill_found_the_job_recoverable(
     job.report.record_message(0, Drilled(0, 4, 1))
     first = job.look(5, 5)
     assert (first.drill_step, first.drill_problem) == (4, "")
-    cli.main(["status", str(tmp_path / "job")])
+    ttp.main(["status", str(tmp_path / "job")])
     assert "\ndrill        recoverable at step 4, found out " in capsys.readouterr().out
     job.report.record_message(0, Drilled(0, 6, 0, "shard 1 of 2 of group a has no live holder"))
     job.look(6, 6)
-    cli.main(["status", str(tmp_path / "job")])
+    ttp.main(["status", str(tmp_path / "job")])
     found = "not recoverable (without rank 0: shard 1 of 2 of group a has no live holder) at step 6"
     assert f"\ndrill        {found}" in capsys.readouterr().out
 
@@ -691,9 +690,9 @@ def test_ttp_status(
     changes: dict[str, Any], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _written(tmp_path, **changes)
-    assert cli.main(["status", str(tmp_path)]) == code
+    assert ttp.main(["status", str(tmp_path)]) == code
     assert said in capsys.readouterr().out
-    assert cli.main(["status", str(tmp_path / "job"), "--json"]) == code
+    assert ttp.main(["status", str(tmp_path / "job"), "--json"]) == code
     assert json.loads(capsys.readouterr().out)["job"] == "job"
 
 
@@ -702,7 +701,7 @@ def test_a_status_that_is_none_is_one_line(
     content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "status.json").write_bytes(content)
-    assert cli.main(["status", str(tmp_path)]) == cli.USAGE
+    assert ttp.main(["status", str(tmp_path)]) == terminal.USAGE
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"ttp: error: {tmp_path}/status.json: it was not written by ttprun")
 
@@ -712,7 +711,7 @@ def test_nothing_to_read_is_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for where in (tmp_path, tmp_path / "none"):
-        assert cli.main([command, str(where)]) == cli.USAGE
+        assert ttp.main([command, str(where)]) == terminal.USAGE
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith(f"ttp: error: {where}: ")
 
@@ -724,18 +723,18 @@ def test_ttp_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     job.incident()
     (tmp_path / "job").rename(tmp_path / "other")
     (tmp_path / "other/status.json").rename(tmp_path / "job_7/status.json")
-    assert cli.main(["incidents", str(tmp_path)]) == 0
+    assert ttp.main(["incidents", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "saved; steps lost: 0" in said
     assert "detect 20 ms, freeze 30 ms, write 100 ms, publish 30 ms" in said
-    assert cli.main(["incidents", "--json", str(tmp_path)]) == 0
+    assert ttp.main(["incidents", "--json", str(tmp_path)]) == 0
     assert [one["blamed"] for one in json.loads(capsys.readouterr().out)] == [1]
     path = Path(job.report.path)
     one = msgspec.json.decode(path.read_bytes(), type=records.Incident)
     one.began, one.ended = records.utc(100.0), records.utc(102.0)
     one.phases = records.Phases(restart=2.0, load=5.0, first_step=1.5)
     path.write_bytes(msgspec.json.encode(one))
-    assert cli.main(["incidents", str(tmp_path)]) == 0
+    assert ttp.main(["incidents", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "  first step again 10.5 s after the fault was noticed: restart 2.0 s, load 5.0 s, first " in said
 
@@ -749,7 +748,7 @@ def test_where_no_step_has_finished_none_is_lost(tmp_path: Path, capsys: pytest.
     told = msgspec.structs.replace(SAVED, outcome="nothing", step=-1, newest=-1, line=line)
     report.record_order(0, None, told)
     assert output.drain(LONG_S)
-    assert cli.main(["incidents", str(tmp_path)]) == 0
+    assert ttp.main(["incidents", str(tmp_path)]) == 0
     next_action = "the workers are started again, if a restart is left"
     shown = capsys.readouterr().out.splitlines()
     assert shown[1:] == [f"  {line}", f"  nothing; steps lost: 0; {next_action}", "1 incident"]
@@ -775,12 +774,12 @@ def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.Captur
         (folder / name).write_bytes(b"content")
         entries.append(FileEntry(name, 7, hashing.hash_file(folder / name) if name != "unhashed" else None))
     (folder / naming.MANIFEST).write_bytes(Manifest.now(5, entries, {}, 1).encode())
-    assert cli.main(["verify", str(save)]) == 0
+    assert ttp.main(["verify", str(save)]) == 0
     assert "step 5: sizes are right, 5 files" in capsys.readouterr().out
     (folder / "changed").write_bytes(b"c0ntent")
     (folder / "cut").write_bytes(b"c")
     (folder / "gone").unlink()
-    assert cli.main(["verify", str(save), "--json"]) == 1
+    assert ttp.main(["verify", str(save), "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert found["state"] == "damaged"
     assert {file["path"]: file["state"] for file in found["files"]} == {
@@ -790,14 +789,14 @@ def test_verify_says_which_files_are_wrong(tmp_path: Path, capsys: pytest.Captur
         "right": "ok",
         "unhashed": "unhashed",
     }
-    assert cli.main(["verify", str(save)]) == 1
+    assert ttp.main(["verify", str(save)]) == 1
     said = capsys.readouterr().out
     assert [line.split()[::2] for line in said.splitlines()[1:4]] == [
         ["changed", "changed"],
         ["changed", "cut"],
         ["missing", "gone"],
     ]
-    assert cli.main(["verify", str(tmp_path / "none")]) == 2
+    assert ttp.main(["verify", str(tmp_path / "none")]) == 2
     assert "there is no such folder; name a --save folder" in capsys.readouterr().err
 
 
@@ -807,7 +806,7 @@ def test_verify_cannot_tell_what_it_may_not_read(tmp_path: Path, capsys: pytest.
     (folder / "a").symlink_to("/proc/self/mem")  # to be opened, and not to be read
     entry = FileEntry("a", 0, "0" * 32)
     (folder / naming.MANIFEST).write_bytes(Manifest.now(5, [entry], {}, 1).encode())
-    assert cli.main(["verify", str(tmp_path)]) == cli.USAGE
+    assert ttp.main(["verify", str(tmp_path)]) == terminal.USAGE
     assert "step 5: unreadable" in capsys.readouterr().out
 
 
@@ -815,7 +814,7 @@ def test_ttp_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _checkpoint(tmp_path, 5)
     newest = _checkpoint(tmp_path, 10)
     (tmp_path / naming.final_name(3)).mkdir()
-    assert cli.main(["verify", str(tmp_path)]) == 0
+    assert ttp.main(["verify", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "step 10: intact (the tracker names it)" in said
     assert "step 3: not known" in said
@@ -824,20 +823,20 @@ def test_ttp_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     group = AgreedGroup("0", [AgreedShard({"param": "0"}, (0, 2)), AgreedShard({"param": "0"}, (1, 3))], 10)
     agreed = replace(saved, state=AgreedState(10, {"mp_rank_00": group}))
     (newest / naming.MANIFEST).write_bytes(agreed.encode())
-    assert cli.main(["verify", str(tmp_path), "--step", "10"]) == 0
+    assert ttp.main(["verify", str(tmp_path), "--step", "10"]) == 0
     line = "as trained: step 10, 2 shards, each agreed by 2 or more holders (ranks 0, 1, 2, 3)"
     assert f"  state       {line}" in capsys.readouterr().out
     (newest / "a").write_bytes(b"c0ntent")
-    assert cli.main(["verify", str(tmp_path), "--step", "10", "--json"]) == 1
+    assert ttp.main(["verify", str(tmp_path), "--step", "10", "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (found["state"], found["problems"]) == (
         "damaged",
         [f"{newest}/a: checksum differs from the manifest"],
     )
-    assert cli.main(["verify", str(tmp_path), "--step", "5"]) == 0
+    assert ttp.main(["verify", str(tmp_path), "--step", "5"]) == 0
     (tmp_path / naming.TRACKER).write_text("11")
     capsys.readouterr()
-    assert cli.main(["verify", str(tmp_path)]) == 1
+    assert ttp.main(["verify", str(tmp_path)]) == 1
     assert "the tracker names step 11, of which there is no folder" in capsys.readouterr().out
-    assert cli.main(["verify", str(tmp_path), "--step", "4"]) == cli.USAGE
-    assert cli.main(["verify", str(tmp_path / "none")]) == cli.USAGE
+    assert ttp.main(["verify", str(tmp_path), "--step", "4"]) == terminal.USAGE
+    assert ttp.main(["verify", str(tmp_path / "none")]) == terminal.USAGE

@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from adaptor.launchers.cli import ttp
-from adaptor.operations.records import Incident, Phases
+from adaptor.protocol.records import Incident, Phases
 from tests.unit.test_serve import BEGAN, incident, job, status  # noqa: F401
 from tests.unit.threads import LONG_S
 

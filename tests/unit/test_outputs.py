@@ -21,6 +21,7 @@ from adaptor.store import outputs
 from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
 from adaptor.store.outputs import OutputUploader
+from adaptor.store.settings import StoreSettings
 from adaptor.store.upload_order import OutputSettings
 from tests import waiting
 from tests.unit.fault_proxy import FaultProxy, faults, server, url
@@ -159,7 +160,9 @@ def test_the_process_of_a_node(
     url: str, faults: FaultProxy, logs: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It begins before a save folder is known, is started again, and sends what is left at the end."""
-    settings = dataclasses.replace(load({}), store=url, store_endpoint=faults.url, store_also=("logs",))
+    settings = dataclasses.replace(
+        load({}).of(StoreSettings), store=url, store_endpoint=faults.url, store_also=("logs",)
+    )
     uploads = OutputUploads(settings)
     uploads.place(2, 4)
     uploads.begin_outputs()
@@ -180,7 +183,7 @@ def test_the_process_of_a_node(
 
 
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
-    settings = dataclasses.replace(load({}), store_also=("logs",))
+    settings = dataclasses.replace(load({}).of(StoreSettings), store_also=("logs",))
     with pytest.raises(ConfigError, match="TTP_STORE_ALSO is logs and TTP_STORE is not set: give the URL"):
         job_uploads.require(settings)
     (tmp_path / "file").touch()

@@ -14,9 +14,10 @@ import msgspec
 import pytest
 
 from adaptor.launchers.cli import ttp
-from adaptor.operations import charts, incident_section, job_folder, page, timeline
+from adaptor.operations import charts, incident_section, page, timeline
 from adaptor.operations.job_reader import CheckpointSummary, JobReader
-from adaptor.operations.records import Phases, utc
+from adaptor.protocol import records
+from adaptor.protocol.records import Phases, utc
 from tests.unit.test_serve import BEGAN, EVENTS, event, incident, status
 
 JOB = "j"
@@ -51,8 +52,8 @@ class Text(HTMLParser):
 
 def write(folder: Path, one: object, *, state: object = None) -> Path:
     (folder / JOB / "incidents").mkdir(parents=True)
-    (folder / JOB / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(state or status()))
-    (folder / JOB / job_folder.EVENTS_FILE).write_bytes(
+    (folder / JOB / records.STATUS_FILE).write_bytes(msgspec.json.encode(state or status()))
+    (folder / JOB / records.EVENTS_FILE).write_bytes(
         b"".join(msgspec.json.encode(event) + b"\n" for event in EVENTS)
     )
     if one is not None:

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from adaptor.endpoints import HostPort
 from adaptor.operations import access, serve
-from adaptor.operations.records import Phases, utc
+from adaptor.operations.settings import HostPort
+from adaptor.protocol.records import Phases, utc
 from tests import browser
 from tests.unit.test_page import JOB, html_of, write
 from tests.unit.test_serve import BEGAN, event, incident, status

@@ -96,7 +96,7 @@ def machine(
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    for setting in config.SETTINGS:
+    for setting in config.settings():
         monkeypatch.setenv(setting.variable, "")
         monkeypatch.delenv(setting.variable)
 

@@ -14,7 +14,7 @@ import pytest
 from adaptor import context, output
 from adaptor.__main__ import main
 from adaptor.checkpoint import left_overs, linux_calls, manifest, tracker
-from adaptor.errors import ResumeError
+from adaptor.errors import ResumeError, UnsupportedError
 from adaptor.frameworks import reshape, reshape_sizes
 from adaptor.protocol import naming
 from adaptor.transform import run
@@ -81,11 +81,13 @@ def test_a_checkpoint_of_these_sizes_stays_as_it_is(save: Path) -> None:
     assert sorted(save.rglob("*")) == before
 
 
-def test_without_the_setting_nothing_is_done(save: Path, wanted: pytest.MonkeyPatch) -> None:
+def test_other_loops_are_refused(wanted: pytest.MonkeyPatch) -> None:
+    """ModelLink and a loop of a user load by other functions."""
+    with pytest.raises(UnsupportedError, match=r"^TTP_RESHAPE is set: "):
+        context.part(reshape_sizes.ReshapeHooks).require_other_loop(2)
     wanted.setenv("TTP_RESHAPE", "no")
     context.forget()
-    reshape.bring_to_sizes(job_arguments(save), FIRST)
-    assert str(sizes_at(save, STEP)) == "TP2 PP1"
+    context.part(reshape_sizes.ReshapeHooks).require_other_loop(2)
 
 
 @pytest.mark.parametrize(

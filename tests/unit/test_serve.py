@@ -22,12 +22,15 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from adaptor.endpoints import HostPort
-from adaptor.operations import access, cli, job_folder, metrics, serve
+from adaptor import terminal
+from adaptor.launchers.cli import ttp
+from adaptor.operations import access, cli, metrics, serve
 from adaptor.operations.goodput import USES, Goodput, TimeSpent
 from adaptor.operations.job_reader import CheckpointSummary, JobReader
 from adaptor.operations.metrics import exposition
-from adaptor.operations.records import (
+from adaptor.operations.settings import HostPort
+from adaptor.protocol import records
+from adaptor.protocol.records import (
     Cause,
     Event,
     Incident,
@@ -131,10 +134,10 @@ EVENTS = [
 def job(tmp_path: Path) -> Path:
     folder = tmp_path / "logs" / "j"
     (folder / "incidents").mkdir(parents=True)
-    (folder / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status()))
+    (folder / records.STATUS_FILE).write_bytes(msgspec.json.encode(status()))
     (folder / "incidents" / f"{incident().id}.json").write_bytes(msgspec.json.encode(incident()))
     lines = b"".join(msgspec.json.encode(one) + b"\n" for one in EVENTS)
-    (folder / job_folder.EVENTS_FILE).write_bytes(lines)
+    (folder / records.EVENTS_FILE).write_bytes(lines)
     return folder
 
 
@@ -246,7 +249,7 @@ def test_the_newest_checkpoint_is_among_the_metrics(job: Path, tmp_path: Path) -
     made = Manifest.now(8, [FileEntry("a", 1000, None), FileEntry("b", 24, None)], {}, 2)
     (folder / naming.MANIFEST).write_bytes(made.encode())
     (tmp_path / "save" / naming.TRACKER).write_text("8")
-    (job / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(save=str(tmp_path / "save"))))
+    (job / records.STATUS_FILE).write_bytes(msgspec.json.encode(status(save=str(tmp_path / "save"))))
     server = server_of(job)
     with served(server) as address:
         assert server.newest.looked.wait(60)
@@ -284,7 +287,7 @@ def test_a_job_is_served_until_it_has_ended(job: Path) -> None:
     (other / "incidents").mkdir(parents=True)
 
     def write(folder: Path, **changes: object) -> None:
-        (folder / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(job=folder.name, **changes)))
+        (folder / records.STATUS_FILE).write_bytes(msgspec.json.encode(status(job=folder.name, **changes)))
 
     with served(server_of(job.parent)) as address:
         assert json.loads(get(f"http://{address}/api/v1/status")[1])["job"] == "j"
@@ -317,7 +320,7 @@ def test_so_many_clients_and_no_more(job: Path) -> None:
     ],
 )
 def test_a_job_is_not_ready(job: Path, changes: dict[str, object], words: str) -> None:
-    (job / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(**changes)))
+    (job / records.STATUS_FILE).write_bytes(msgspec.json.encode(status(**changes)))
     with served(server_of(job)) as address:
         code, text = get(f"http://{address}/readyz")
     assert (code, text.startswith(words)) == (503, True)
@@ -403,7 +406,7 @@ def test_what_is_reachable_from_elsewhere_needs_a_token_and_tls(job: Path, tmp_p
 def test_a_port_that_is_taken_is_said(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with served(server_of(job)) as address:
         port = address.partition(":")[2]
-        assert cli.main(["serve", str(job), "--port", port]) == cli.USAGE
+        assert ttp.main(["serve", str(job), "--port", port]) == terminal.USAGE
     assert f"127.0.0.1:{port}: the address cannot be had" in capsys.readouterr().err
 
 
@@ -458,7 +461,7 @@ def test_the_command_says_where_it_serves(before: str, job: Path) -> None:
 @pytest.mark.parametrize("port", ["-1", "65536", "http", ""])
 def test_a_port_that_is_none(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        cli.main(["serve", "--port", port])
+        ttp.main(["serve", "--port", port])
     assert "it must be a number from 0 to 65535" in capsys.readouterr().err
 
 
@@ -623,11 +626,11 @@ def test_goodput_of_clocks_that_disagree_is_never_negative() -> None:
 
 
 def test_goodput_in_words(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (job / job_folder.EVENTS_FILE).open("ab") as file:
+    with (job / records.EVENTS_FILE).open("ab") as file:
         file.write(b'{"time": "20')  # it is being written
-    (job / job_folder.STATUS_FILE).write_bytes(msgspec.json.encode(status(time=utc(BEGAN + 100))))
-    assert cli.main(["goodput", str(job)]) == cli.OK
+    (job / records.STATUS_FILE).write_bytes(msgspec.json.encode(status(time=utc(BEGAN + 100))))
+    assert ttp.main(["goodput", str(job)]) == terminal.OK
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "goodput 73.8 % of 100.0 s; 18 steps, 2 more were lost"
-    assert cli.main(["goodput", str(job), "--json"]) == cli.OK
+    assert ttp.main(["goodput", str(job), "--json"]) == terminal.OK
     assert json.loads(capsys.readouterr().out)["steps"] == 18

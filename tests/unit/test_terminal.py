@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.operations import terminal
+from adaptor import terminal
 from tests.faults import warm
 
 LINES = [

@@ -11,8 +11,8 @@ import pytest
 
 from adaptor import output
 from adaptor.launchers.cli import ttp
-from adaptor.operations.records import Incident
 from adaptor.operations.trace import chrome_trace
+from adaptor.protocol.records import Incident
 from tests.unit.test_operations import Recorded
 from tests.unit.test_serve import get, job, served, server_of  # noqa: F401
 from tests.unit.threads import LONG_S

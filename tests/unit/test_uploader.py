@@ -29,6 +29,7 @@ from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store
 from adaptor.store.seen_checkpoints import Saved
 from adaptor.store.seen_checkpoints import choose as due
+from adaptor.store.settings import StoreSettings
 from tests import waiting
 from tests.unit import object_store
 from tests.unit.fault_proxy import Fault, FaultProxy, faults, server, url
@@ -383,7 +384,9 @@ def _held_in_the_middle(
     """Begin to send a checkpoint; return when the store holds back a request of it."""
     faults.begin(lambda number, method, path: "hold before" if "mp_rank_01" in path else "")
     save(root, 10)
-    uploads = JobUploads(dataclasses.replace(load({}), store=url, store_endpoint=faults.url))
+    uploads = JobUploads(
+        dataclasses.replace(load({}).of(StoreSettings), store=url, store_endpoint=faults.url)
+    )
     uploads.begin(root)
     assert faults.held.wait(60)
     process = uploads._process
@@ -479,7 +482,7 @@ def test_a_signal_for_the_whole_job_does_not_end_an_uploader_that_starts(
         "sys.stdin.read()\n"
     )
     monkeypatch.setattr(job_uploads, "STORE", script)
-    uploads = JobUploads(dataclasses.replace(load({}), store="s3://bucket/run7"))
+    uploads = JobUploads(dataclasses.replace(load({}).of(StoreSettings), store="s3://bucket/run7"))
     uploads.begin(root)
     waiting.until(Path(f"{script}.lived").exists, "it has begun to ignore the signal")
     uploads.stop()
@@ -489,7 +492,7 @@ def test_a_folder_whose_name_no_uploader_can_be_told_is_said(
     root: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """It is not UTF-8: nothing would be sent, and nobody would hear of it."""
-    uploads = JobUploads(dataclasses.replace(load({}), store="s3://bucket/run7"))
+    uploads = JobUploads(dataclasses.replace(load({}).of(StoreSettings), store="s3://bucket/run7"))
     uploads.begin(root / os.fsdecode(b"\xff"))
     uploads.close()
     output.drain()
@@ -507,7 +510,7 @@ def test_a_process_without_more_threads_sends_nothing_and_goes_on(
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    uploads = JobUploads(dataclasses.replace(load({}), store="s3://bucket/run7"))
+    uploads = JobUploads(dataclasses.replace(load({}).of(StoreSettings), store="s3://bucket/run7"))
     monkeypatch.setattr(threading.Thread, "start", refuses)
     uploads.begin(root)
     uploads.begin(root)
@@ -529,7 +532,7 @@ def test_a_start_that_hangs_holds_up_nobody(root: Path, monkeypatch: pytest.Monk
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", hanging)
-    uploads = JobUploads(dataclasses.replace(load({}), store="s3://bucket/run7"))
+    uploads = JobUploads(dataclasses.replace(load({}).of(StoreSettings), store="s3://bucket/run7"))
     uploads.begin(root)
     assert hangs.wait(60)
     assert uploads._lock.acquire(blocking=False)
@@ -552,7 +555,7 @@ def test_it_ends_where_another_node_takes_over(url: str, server: str, faults: Fa
 def test_a_store_that_refuses_starts_nothing(
     url: str, server: str, faults: FaultProxy, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = dataclasses.replace(load({}), store=url, store_endpoint=faults.url)
+    settings = dataclasses.replace(load({}).of(StoreSettings), store=url, store_endpoint=faults.url)
     job_uploads.require(settings)
     assert open_store(url, server).objects("") == {}, "the probe is removed"
     faults.begin(lambda number, method, path: "403")

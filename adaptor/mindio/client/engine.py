@@ -12,7 +12,7 @@ from typing import Any
 
 from adaptor.config import Config
 from adaptor.errors import ConfigError
-from adaptor.mindio import NAME
+from adaptor.mindio import NAME, MindioSettings
 from adaptor.protocol.environment import AGENT, SCRATCH
 
 FRAMEWORK = f"{NAME}.framework_ttp"
@@ -75,7 +75,7 @@ class MindioEngine:
 
     def require(self, settings: Config) -> None:
         """Refuse settings of the adaptor's own controller. Raises ConfigError."""
-        if settings.provide_mindio:
+        if settings.of(MindioSettings).provide_mindio:
             raise ConfigError(
                 "TTP_ENGINE is 'mindio', but TTP_PROVIDE_MINDIO is True: one of them is for an installed"
                 " mindio_ttp, the other for none; leave one out"

@@ -9,9 +9,8 @@ import uuid
 from collections.abc import Mapping
 from typing import NoReturn
 
-from adaptor import context, output, text
+from adaptor import context, hooks, output, text
 from adaptor.config import Config
-from adaptor.diagnostics.recorder import Recorder
 from adaptor.errors import ConfigError
 from adaptor.mindio.client import engine
 from adaptor.mindio.client.saving import SaveHandlers, replica_info, store_of_the_job
@@ -100,7 +99,8 @@ class MindioRuntime:
     def finish(self) -> None:
         """End the session after the script."""
         context.part(UnprotectedTraining).end_of_script()
-        context.part(Recorder).close()
+        for hook in hooks.of_worker():
+            hook.close()
         if not self._known:
             return
         if self.rank == 0:

@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from adaptor import context
+from adaptor import hooks
 from adaptor.devices.device import HOST
-from adaptor.diagnostics.recorder import Recorder
 from adaptor.protocol.board import Board
 from adaptor.protocol.state_provider import Trainee
 from adaptor.worker.session import Session
@@ -64,9 +63,7 @@ class MindioSession(Session):
         connect: Callable[[Trainee, int], None],
         broke: Callable[[str], NoReturn],
     ) -> None:
-        super().__init__(
-            board, connect, broke, recorder=context.part(Recorder), window=SdkWindow(board, broke)
-        )
+        super().__init__(board, connect, broke, hooks=hooks.of_worker(), window=SdkWindow(board, broke))
 
     def begin_training(self, trainee: Trainee, inner_optimizers: Iterable[object], origin: int) -> None:
         super().begin_training(trainee, inner_optimizers, origin)

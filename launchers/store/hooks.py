@@ -1,4 +1,4 @@
-"""Brings the checkpoint of a store to the nodes of a job before its workers start.
+"""The hooks of the object store: the checkpoint and data before workers start, and the processes that send.
 
 Node 0 chooses the step, downloads it to the save folder and tells the other nodes. A node that sees the step
 in its folder shares the folder; another node downloads the same step to its own folder: only the part for
@@ -12,17 +12,28 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
-from torch.distributed import DistStoreError, Store
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+import argparse
+from pathlib import Path
 
 from adaptor.checkpoint import tracker
-from adaptor.errors import ResumeError
+from adaptor.config import Config
+from adaptor.errors import ConfigError, ResumeError
+from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent.programs import STORE
-from adaptor.launchers.rendezvous.waiting import wait_for
+from adaptor.launchers.cli import flags
+from adaptor.launchers.store import job_uploads, store_load
+from adaptor.launchers.store.job_uploads import JobUploads, OutputUploads
 from adaptor.launchers.store.store_load import Load
 from adaptor.store import pull
 from adaptor.store.pull import NodeRanks
+from adaptor.store.settings import StoreSettings
 
 _KEY = "ttp/resume"  # in the store of a generation: the step, or why there is none
 _REFUSED = "!"
@@ -67,6 +78,8 @@ class StoreResume:
             if nodes > 1:
                 store.set(_KEY, json.dumps(step))
         elif self._is_first:
+            from adaptor.launchers.rendezvous.waiting import wait_for  # torch
+
             puller = f"node 0, which pulls {self._load.url}"
             start_message = wait_for(lambda: _wait_for_step(store), lambda: puller).decode()
             if start_message.startswith(_REFUSED):
@@ -87,6 +100,8 @@ class StoreResume:
 
     def _pull(self, step: int | None, needs: NodeRanks | None = None) -> int | None:
         """Download in another process; return the step, None if the store is empty."""
+        from adaptor.launchers.rendezvous.waiting import wait_for  # torch
+
         load = self._load
         description = f"the checkpoint of {load.url}, which comes to {load.save}"
         command = [
@@ -118,9 +133,64 @@ class StoreResume:
 
 def _wait_for_step(store: Store) -> bytes:
     """Wait for node 0, however long the download takes."""
+    from torch.distributed import DistStoreError
+
     while True:
         try:
             return store.get(_KEY)
         except DistStoreError as error:
             if "timeout" not in str(error).lower():
                 raise
+
+
+class StoreHooks(AgentHooks):
+    """TTP_STORE, TTP_PULL, and `--load` with the URL of a store."""
+
+    def __init__(self, settings: Config) -> None:
+        super().__init__(settings)
+        self._own = settings.of(StoreSettings)
+        self._resume: StoreResume | None = None
+        self._checkpoints, self._outputs = JobUploads(self._own), OutputUploads(self._own)
+        self._uploads = self._checkpoints, self._outputs  # in the order of their importance
+
+    def require(self) -> None:
+        store_load.require_pulls(self._own)
+
+    def check(self, parsed: argparse.Namespace, engine: str) -> None:
+        load = store_load.take(parsed)
+        if load is None:
+            return
+        if engine:
+            raise ConfigError(
+                f"--load is {load.url}: with TTP_ENGINE={engine} nothing is pulled: use ttp store pull, and"
+                " its folder"
+            )
+        keeps = flags.may_have_spares(parsed)  # then nodes have numbers
+        self._resume = StoreResume(load, self._own.store_endpoint, keeps_ranks=keeps)
+
+    def prepare(self) -> int:
+        if self.settings.enabled:
+            job_uploads.require(self._own)
+        return store_load.pull_data(self._own)
+
+    def before_workers(
+        self, node: int, nodes: int, store: Store, ranks: Sequence[int], world_size: int
+    ) -> None:
+        if self._resume is not None:
+            self._resume.prepare(node, nodes, store, ranks, world_size)
+
+    def begins(self, node: int, nodes: int) -> None:
+        for uploads in self._uploads:
+            uploads.place(node, nodes)
+        self._outputs.begin_outputs()
+
+    def saves_to(self, folder: Path) -> None:
+        self._checkpoints.begin(folder)
+
+    def leave(self, grace_s: float) -> None:
+        for uploads in self._uploads:
+            uploads.leave(grace_s)
+
+    def close(self) -> None:
+        for uploads in self._uploads:
+            uploads.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -10,7 +11,12 @@ from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 
 from adaptor import text
-from adaptor.operations.words import USAGE
+
+# The exit codes of commands: success; a finding; bad usage, or nothing to read.
+OK, FINDING, USAGE = 0, 1, 2
+Answer = Callable[[argparse.Namespace], int]
+# Adds a command to `ttp`: its name, the function that answers, and its help text.
+Add = Callable[[str, Answer, str], argparse.ArgumentParser]
 
 _CLEAR = "\x1b[H\x1b[2J"
 _CLOSED = 141  # as of a program that SIGPIPE has ended

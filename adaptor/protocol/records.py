@@ -13,10 +13,20 @@ and never changes its meaning under one name of a schema; fields may be added.
 from __future__ import annotations
 
 import datetime
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
+
+STATUS_FILE = "status.json"
+EVENTS_FILE = "events.jsonl"
+INCIDENTS = "incidents"
+# A status is replaced each second. An older status means that ttprun is gone, hangs or cannot write; a loaded
+# machine and a slow file system take some seconds.
+STALE_S = 15.0
+# Characters that are replaced in names of folders.
+_UNUSUAL = re.compile(r"[^\w.@+=,-]+")
 
 # In the data of an event `training`.
 LOAD = "load"
@@ -313,6 +323,11 @@ SCHEMAS: dict[str, type[msgspec.Struct]] = {
     "event": Event,
     "notice": Notice,
 }
+
+
+def name_of(job: str) -> str:
+    """Return the name of the folder of a job, from the user's id of the job."""
+    return _UNUSUAL.sub("_", job).strip(".") or "_"
 
 
 def schema(name: str) -> dict[str, object]:

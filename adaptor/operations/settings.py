@@ -1,12 +1,15 @@
-"""Reads from text the address at which a job is served, and the targets of notices."""
+"""The settings for operators: the address at which a job is served, and the targets of notices."""
 
 from __future__ import annotations
 
 import ipaddress
 import re
 import shlex
+from dataclasses import dataclass
 from typing import NamedTuple
 from urllib.parse import urlsplit
+
+from adaptor.setting_values import NotShownError, Setting, path
 
 _HOST = re.compile(r"[\w.-]{1,253}")
 
@@ -100,3 +103,66 @@ def target(text: str) -> NoticeTarget | None:
     if not target_place.isascii() or not target_place.isprintable() or " " in target_place:
         raise ValueError
     return NoticeTarget(kind, target_place)
+
+
+def notice_target(text: str) -> NoticeTarget | None:
+    """Do not print a text that is no target: an URL of Slack is a secret."""
+    try:
+        return target(text)
+    except ValueError:
+        raise (NotShownError if "/" in text else ValueError) from None
+
+
+@dataclass(frozen=True)
+class OperationsSettings:
+    """The settings for operators (`Config.of`)."""
+
+    serve: HostPort | None
+    serve_token: str
+    notify: NoticeTarget | None
+    notify_secret: str
+
+
+SETTINGS = (
+    Setting(
+        "serve",
+        "TTP_SERVE",
+        "",
+        "[HOST:]PORT",
+        address,
+        "the node with the controller serves the page, metrics and files of the job at [HOST:]PORT, "
+        "read-only; without HOST on 127.0.0.1. Another HOST needs TTP_SERVE_TOKEN, TTP_TLS_CERT and "
+        "TTP_TLS_KEY",
+        group="For operators",
+        needs_agent=True,
+    ),
+    Setting(
+        "serve_token",
+        "TTP_SERVE_TOKEN",
+        "",
+        "the path of a file",
+        path,
+        "a file with the word that clients of TTP_SERVE must send, which its owner alone can read",
+        group="For operators",
+    ),
+    Setting(
+        "notify",
+        "TTP_NOTIFY",
+        "",
+        TARGETS,
+        notice_target,
+        "where notices of incidents, of training that goes on, and of the end are sent: JSON to an URL, a"
+        " message to Slack, JSON on the stdin of a command, or several of these, one in each line of a file",
+        group="For operators",
+        needs_agent=True,
+    ),
+    Setting(
+        "notify_secret",
+        "TTP_NOTIFY_SECRET",
+        "",
+        "the path of a file",
+        path,
+        "a file with a word, which its owner alone can read: it signs notices of JSON (HMAC-SHA256)",
+        group="For operators",
+    ),
+)

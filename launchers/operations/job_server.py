@@ -10,16 +10,15 @@ import importlib.util
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 from adaptor import distributions, output, text
 from adaptor.config import Config
-from adaptor.endpoints import HostPort
 from adaptor.errors import ConfigError
 from adaptor.launchers.agent import programs
 from adaptor.operations import access
 from adaptor.operations.access import ServeError
+from adaptor.operations.settings import HostPort, OperationsSettings
 
 _NEEDS = ("jinja2", "prometheus_client")
 # After a take-over on one machine the server of the lost ttprun keeps the port for a moment.
@@ -34,20 +33,21 @@ def require(config: Config) -> None:
     Raises:
         ConfigError: a package, a token or a certificate is missing, or cannot be used.
     """
-    if config.serve is None:
+    own = config.of(OperationsSettings)
+    if own.serve is None:
         return
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"TTP_SERVE is {str(config.serve)!r}: {' and '.join(missing)} must be installed:"
+            f"TTP_SERVE is {str(own.serve)!r}: {' and '.join(missing)} must be installed:"
             f" {distributions.install_command('ops')}"
         )
     try:
-        clients_of(config.serve, config.serve_token, config.tls_cert, config.tls_key)
+        clients_of(own.serve, own.serve_token, config.tls_cert, config.tls_key)
     except ServeError as error:
         raise ConfigError(
-            f"TTP_SERVE is {str(config.serve)!r}, TTP_SERVE_TOKEN is"
-            f" {'set' if config.serve_token else 'not set'}, TTP_TLS_CERT is {config.tls_cert!r}: {error}"
+            f"TTP_SERVE is {str(own.serve)!r}, TTP_SERVE_TOKEN is"
+            f" {'set' if own.serve_token else 'not set'}, TTP_TLS_CERT is {config.tls_cert!r}: {error}"
         ) from None
 
 
@@ -71,36 +71,32 @@ def _speaks_tls(address: HostPort, certificate: str) -> bool:
 
 
 class JobServer:
-    """The serving process, while the controller is on the node.
+    """The serving process, while the controller is on the node."""
 
-    Args:
-        folder: returns the folder of the job.
-    """
-
-    def __init__(self, config: Config, folder: Callable[[], Path]) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
-        self._folder = folder
+        self._own = config.of(OperationsSettings)
         self._process: subprocess.Popen[bytes] | None = None
         self._ends = threading.Event()
         self._has_taken_over = False
 
-    def start(self) -> None:
-        """Start the process, unless it runs.
+    def start(self, folder: Path) -> None:
+        """Start the process that serves the job whose files are in `folder`, unless it runs.
 
         Raises:
             ServeError: the address is not available.
             OSError: no process can be started.
         """
-        config = self._config
-        if config.serve is None or (self._process is not None and self._process.poll() is None):
+        config, own = self._config, self._own
+        if own.serve is None or (self._process is not None and self._process.poll() is None):
             return
-        with access.listen(config.serve) as listening:
+        with access.listen(own.serve) as listening:
             bound = HostPort(*listening.getsockname()[:2])  # a name may mean a loopback address
             descriptor = listening.fileno()
             arguments = (
-                str(self._folder()),
+                str(folder),
                 str(descriptor),
-                config.serve_token,
+                own.serve_token,
                 config.tls_cert,
                 config.tls_key,
             )
@@ -112,18 +108,20 @@ class JobServer:
                 start_new_session=True,  # Ctrl-C is for ttprun
             )
         scheme = "https" if _speaks_tls(bound, config.tls_cert) else "http"
-        output.tell(f"[ttp] {scheme}://{config.serve}/ serves the page, /metrics and /api/v1/ of this job")
+        output.tell(f"[ttp] {scheme}://{own.serve}/ serves the page, /metrics and /api/v1/ of this job")
         watcher = threading.Thread(target=self._watch, args=(process,), name="ttp-serve", daemon=True)
         with contextlib.suppress(RuntimeError):  # no more threads: nobody reports the end of the process
             watcher.start()
 
-    def take_over(self) -> None:
+    def take_over(self, folder: Path) -> None:
         """Serve from the node that has the controller now; in a thread, and only the first time."""
-        if self._config.serve is None or self._has_taken_over:
+        if self._own.serve is None or self._has_taken_over:
             return
         self._has_taken_over = True
         try:
-            threading.Thread(target=self._start_when_free, name="ttp-serve", daemon=True).start()
+            threading.Thread(
+                target=self._start_when_free, args=(folder,), name="ttp-serve", daemon=True
+            ).start()
         except RuntimeError as error:  # no more threads for this process
             self._tell_why(error)
 
@@ -133,11 +131,11 @@ class JobServer:
         if self._process is not None:
             programs.end(self._process, _END_S)
 
-    def _start_when_free(self) -> None:
+    def _start_when_free(self, folder: Path) -> None:
         reason: Exception | None = None
         for _ in range(_RETRIES):
             try:
-                self.start()
+                self.start(folder)
                 return
             except (ServeError, OSError, RuntimeError) as error:
                 reason = error
@@ -152,6 +150,6 @@ class JobServer:
         status = process.wait()
         if not self._ends.is_set():
             output.tell(
-                f"[ttp] the process that serves this job at {self._config.serve} has ended with status"
+                f"[ttp] the process that serves this job at {self._own.serve} has ended with status"
                 f" {status}; the job goes on, and `ttp serve` shows it"
             )

@@ -27,9 +27,9 @@ def main() -> None:
     import threading
     from pathlib import Path
 
-    from adaptor.endpoints import HostPort
-    from adaptor.launchers.records.job_server import clients_of
+    from adaptor.launchers.operations.job_server import clients_of
     from adaptor.operations import serve
+    from adaptor.operations.settings import HostPort
     from adaptor.protocol.environment import ending_signals
 
     # A signal to all processes of a job, as from Slurm, is for ttprun, which saves first and is watched
