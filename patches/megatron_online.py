@@ -63,9 +63,11 @@ def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: A
     from adaptor.frameworks import megatron_online
     from adaptor.online import rejoin
 
-    result = wrapped(*args, **kwargs)
-    if rejoin.is_newcomer():
-        megatron_online.take_answers()
+    if not rejoin.is_newcomer():
+        return wrapped(*args, **kwargs)
+    with megatron_online.reads_on():
+        result = wrapped(*args, **kwargs)
+    megatron_online.take_answers()
     return result
 
 

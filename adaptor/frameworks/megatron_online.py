@@ -5,7 +5,8 @@ The loop itself is in `megatron_loop.py`; the supported jobs: `megatron_online_s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from adaptor import context
@@ -67,6 +68,21 @@ def take_place(args: Any) -> None:
         set_args(args, {"consumed_valid_samples": consumed})
         if not getattr(args, "dataloader_save", None):
             set_args(args, {"iteration": record.step - 1})
+
+
+@contextlib.contextmanager
+def reads_on() -> Iterator[None]:
+    """Let the script of a newcomer put its own data loader to its place, as if a checkpoint was loaded."""
+    from megatron.training import get_args
+
+    args = get_args()
+    load = args.load
+    if getattr(args, "dataloader_save", None) and load is None:
+        args.load = args.save
+    try:
+        yield
+    finally:
+        args.load = load
 
 
 def take_answers() -> None:

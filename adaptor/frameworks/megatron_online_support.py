@@ -208,8 +208,6 @@ def _of_own_loader(options: Any) -> str:
     own = "a data loader of the script's own (--dataloader-type external)"
     if not getattr(options, "dataloader_save", None):
         return f"{own} may begin anew in a new process"
-    if options.load is None:
-        return f"{own} is put to its place where --load is given alone"
     return f"{own} may begin its evaluation anew in a new process" if options.eval_iters else ""
 
 

@@ -35,9 +35,7 @@ baseline_of = scenario.baselines(keeping.KEPT, environment=FOUND, program=EXTERN
 
 def _job(tmp_path: Path, **given: Any) -> Job:
     fault = "rank=2,step=6,phase=backward,kind=sigkill"
-    return online(
-        tmp_path, TP2_DP2, [fault], load=tmp_path / "save", environment=FOUND, program=EXTERNAL, **given
-    )
+    return online(tmp_path, TP2_DP2, [fault], environment=FOUND, program=EXTERNAL, **given)
 
 
 def _assert_states(tmp_path: Path, *steps: int) -> None:

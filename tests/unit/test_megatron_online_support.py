@@ -60,7 +60,7 @@ def test_data_that_cannot_be_read_once_more() -> None:
 
 EXTERNAL = "a data loader of the script's own (--dataloader-type external)"
 # Its place is saved, and nothing is evaluated.
-OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "load": "run", "eval_iters": 0}
+OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "eval_iters": 0}
 
 
 @pytest.mark.parametrize(
@@ -112,10 +112,6 @@ OWN_LOADER = {"dataloader_type": "external", "dataloader_save": "loaders", "load
         (
             {"dataloader_type": "external"},
             f"{EXTERNAL} may begin anew in a new process",
-        ),
-        (
-            {**OWN_LOADER, "load": None},
-            f"{EXTERNAL} is put to its place where --load is given alone",
         ),
         (
             {**OWN_LOADER, "eval_iters": 10},
