@@ -32,7 +32,7 @@ on each node, the others start a new process. A cell is the number of incidents 
 {explained}, and of those that {failed}, if there are any."""
 
 
-def section(where: str, command: str, tables: Sequence[str], summary: Sequence[str]) -> str:
+def section(where: str, command: str, tables: Sequence[str], summary: Sequence[str], what: str = WHAT) -> str:
     """Return `tables` and `summary` as they were printed; `command` makes all of it again.
 
     Args:
@@ -40,8 +40,9 @@ def section(where: str, command: str, tables: Sequence[str], summary: Sequence[s
         command: the command line.
         tables: of the incidents.
         summary: lines.
+        what: the first paragraphs.
     """
-    what = WHAT.format(online=ONLINE, restart=RESTART, explained=EXPLAINED, failed=FAILED)
+    what = what.format(online=ONLINE, restart=RESTART, explained=EXPLAINED, failed=FAILED)
     return text_of(what, where, command, tables, summary)
 
 

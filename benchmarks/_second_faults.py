@@ -43,6 +43,24 @@ SECONDS: Sequence[tuple[str, str, tuple[str, ...]]] = (
 _LEARNT = 3
 
 
+WHAT = """\
+Jobs of three layouts train a tiny GPT, with Megatron-LM's `pretrain_gpt.py` (`dp4`) or in a loop on
+Megatron-core, under `ttprun --ttp-online 32`. Up to four first faults strike each job, one after another. A
+second fault follows each of them while the job recovers online: in the new process, in the rank that sends to
+it (its twin), in another survivor, in ttprun (stopped for some seconds), or in the spare process that waits.
+All is drawn from a seed; a second fault is drawn so that each shard keeps a holder. A draw whose second fault
+did not strike, because its phase was not reached, is not in the first table.
+
+- online: only failed ranks got a new process, and no step was lost, also where the second fault came at the
+  end of the recovery and opened another incident.
+- restart from the published step: all workers started again from the newest finished step.
+- lost: anything else.
+
+Every job had to come to its last step. Every loss and grad norm of every rank, and the checkpoint at the end
+of `dp4`, were compared bit for bit with a run of the unmodified framework without faults. Half of the jobs
+have a spare process."""
+
+
 def draw(seed: int, cuts: Sequence[str]) -> Iterator[Drawn]:
     """Jobs without end; each first fault is followed by a second one."""
     source, number = random.Random(seed), 0

@@ -41,7 +41,7 @@ from _online import (
     draw,
     incidents,
 )
-from _online_page import section, tables_of
+from _online_page import WHAT, section, tables_of
 from _pages import heading
 from _schedule import SAVE_INTERVAL
 
@@ -248,12 +248,14 @@ def main() -> None:
         )
     problems = [problem for one in done for problem in one["problems"]]
     tables, summary = tables_of(found, done)
+    what = WHAT
     if given.second_faults:
-        tables.insert(0, _second_faults.outcome_table(found))
+        tables = [_second_faults.outcome_table(found), *tables[2:]]
+        what = _second_faults.WHAT
     benchmark.finish("\n\n".join([*tables, *summary]), {"jobs": done, "problems": problems})
     if given.write:
         command = f"python benchmarks/online_campaign.py {settings} --write {given.write}"
-        text = section(benchmark.where, command, tables, summary)
+        text = section(benchmark.where, command, tables, summary, what)
         title = heading(given.kinds, ", recovered online")
         title = "Second faults in an online recovery" if given.second_faults else title
         write_section(given.write, title, text)

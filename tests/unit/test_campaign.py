@@ -126,6 +126,24 @@ def test_a_seed_draws_the_faults_of_online_jobs(online: ModuleType) -> None:
         assert [Fault.parse(str(fault)) for fault in job.faults] == job.faults
 
 
+def test_a_second_fault_leaves_a_holder_of_each_shard(online: ModuleType) -> None:
+    import _second_faults
+
+    jobs = list(itertools.islice(_second_faults.draw(1, _second_faults.CUTS), 300))
+    assert jobs == list(itertools.islice(_second_faults.draw(1, _second_faults.CUTS), 300))
+    struck = set()
+    for job in jobs:
+        for one in job.planned:
+            second = one.second
+            struck.add((_second_faults.who_is_struck(second), second.phase))
+            assert Fault.parse(str(second)) == second
+            gone = {one.fault.rank} if one.fault.kind != "exception" else set()
+            if second.phase in ("regroup", "exchange", "joined") and not second.kind.startswith("agent"):
+                gone |= {second.rank}
+            assert all(holders - gone for holders in online.ALL[job.cut].holders())
+    assert struck == {(who, phase) for who, phase, _ in _second_faults.SECONDS}
+
+
 @pytest.mark.parametrize(
     ("verdict", "reason", "outcome"),
     [
