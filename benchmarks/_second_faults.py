@@ -18,7 +18,7 @@ MOST_FIRST = 4
 # A hang takes many times as long as any other kind, so it is drawn less often.
 FIRST_KINDS = ("sigkill",) * 10 + ("os._exit",) * 2 + ("exception",) * 3 + ("deadlock",)
 FIRST_PHASES = ("data", "forward", "backward", "reduction", "norm", "door-before", "door-after", "update")
-NEWCOMER, TWIN, SURVIVOR, AGENT, SPARE = WHO = ("new process", "twin", "survivor", "agent", "spare")
+NEWCOMER, TWIN, SURVIVOR, AGENT, SPARE = WHO = ("new-process", "twin", "survivor", "ttprun", "spare")
 _DEADLY = ("sigkill",) * 4 + ("os._exit",) * 2 + ("sigstop",)
 _RAISES = ("exception", "exception", "deadlock")
 # Each line: the struck part, the phase, the kinds. A phase in the thread that obeys orders has no exception.
@@ -61,17 +61,17 @@ of `dp4`, were compared bit for bit with a run of the unmodified framework witho
 have a spare process."""
 
 
-def draw(seed: int, cuts: Sequence[str]) -> Iterator[Drawn]:
-    """Jobs without end; each first fault is followed by a second one."""
+def draw(seed: int, cuts: Sequence[str], struck: Sequence[str] = WHO) -> Iterator[Drawn]:
+    """Jobs without end; each first fault is followed by a second one, in one of the parts `struck`."""
     source, number = random.Random(seed), 0
     while True:
         name = cuts[number % len(cuts)]
-        spares = source.randint(0, 1)
-        yield Drawn(number, name, tuple(_planned(source, ALL[name], spares)), spares)
+        spares = 1 if list(struck) == [SPARE] else source.randint(0, 1)
+        yield Drawn(number, name, tuple(_planned(source, ALL[name], spares, struck)), spares)
         number += 1
 
 
-def _planned(source: random.Random, cut: Cut, spares: int) -> Iterator[Planned]:
+def _planned(source: random.Random, cut: Cut, spares: int, struck: Sequence[str]) -> Iterator[Planned]:
     step = 1
     for _ in range(MOST_FIRST):
         kind, phase = source.choice(FIRST_KINDS), source.choice(FIRST_PHASES)
@@ -80,14 +80,16 @@ def _planned(source: random.Random, cut: Cut, spares: int) -> Iterator[Planned]:
         step += source.randint(3, 5) + (_LEARNT if kind == "deadlock" else 0)
         if step > STEPS - 2:
             return
+        if not {NEWCOMER, SURVIVOR}.intersection(struck):
+            kind = "sigkill"  # an exception replaces nobody
         first = Fault(source.randrange(cut.ranks), phase, kind, step=step, restart=ONCE, code=7)
-        yield Planned(first, _second(source, cut, first, spares))
+        yield Planned(first, _second(source, cut, first, spares, struck))
 
 
-def _second(source: random.Random, cut: Cut, first: Fault, spares: int) -> Fault:
+def _second(source: random.Random, cut: Cut, first: Fault, spares: int, struck: Sequence[str]) -> Fault:
     """Return a second fault after which each shard still has a holder."""
     while True:
-        who, phase, kinds = source.choice(SECONDS)
+        who, phase, kinds = source.choice([line for line in SECONDS if line[0] in struck])
         kind = source.choice(kinds)
         # A fault that does not strike in this recovery strikes in no other one.
         where = {"since": first.step, "until": first.step + 1, "code": 7}
@@ -103,6 +105,8 @@ def _second(source: random.Random, cut: Cut, first: Fault, spares: int) -> Fault
         # Behind the barrier others may make the update, which a rank that raises there never makes.
         is_intact = first.kind == "exception" and first.phase not in ("door-after", "update")
         lost = set() if is_intact else {first.rank}
+        if who == TWIN:  # the first of the others with the same shard sends
+            others = [min(next(each for each in cut.holders() if first.rank in each) - {first.rank})]
         fit = [
             rank for rank in others if is_kept or all(holders - lost - {rank} for holders in cut.holders())
         ]

@@ -210,6 +210,13 @@ def main() -> None:
         action="store_true",
         help="each first fault is followed by a second one, in any phase of the recovery",
     )
+    parser.add_argument(
+        "--struck",
+        nargs="+",
+        choices=_second_faults.WHO,
+        default=list(_second_faults.WHO),
+        help="with --second-faults: the parts that are struck",
+    )
     parser.add_argument("--second", type=float, default=0.35, help="the share with a second fault")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the tables as a page")
     given = parser.parse_args()
@@ -219,6 +226,7 @@ def main() -> None:
     words = [f"--incidents {given.incidents} --seed {given.seed} {second}"]
     words += [f"--kinds {' '.join(given.kinds)}"] if given.kinds != usual else []
     words += [f"--layouts {' '.join(given.layouts)}"] if given.layouts != usual_layouts else []
+    words += [f"--struck {' '.join(given.struck)}"] if given.struck != list(_second_faults.WHO) else []
     settings = " ".join(words)
     benchmark = Benchmark("online_campaign", {"settings": settings})
     drawn_by = hashlib.sha256(" ".join([*words[1:], f"{given.seed} {second}"]).encode())
@@ -227,7 +235,7 @@ def main() -> None:
     found: list[Incident] = []
     jobs = draw(given.seed, given.layouts, given.second, given.kinds)
     if given.second_faults:
-        jobs = _second_faults.draw(given.seed, given.layouts)
+        jobs = _second_faults.draw(given.seed, given.layouts, given.struck)
     for drawn in itertools.islice(jobs, 10_000):
         if len(found) >= given.incidents:
             break
