@@ -142,6 +142,8 @@ def main() -> None:
     for name in given.layouts:
         layout = CUTS[name]
         at_rest = ["main", "moment", "variance", "main before the gather", "weight"]
+        if not layout.distributed_optimizer:
+            at_rest.remove("main before the gather")  # there is none
         way = "transfer" if layout.replica == "mirror" else "gradient"
         updates = ["main in the update", "moment in the update"]
         steps = _FIRST + 2 * given.flips + 2
