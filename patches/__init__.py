@@ -39,6 +39,8 @@ FILES: dict[str, tuple[str, ...]] = {
     ),
     "report": ("report_arguments",),
 }
+# Of optional parts: left out where they are not installed.
+OPTIONAL = ("modellink_", "mindspeed", "ascendspeed_", "adaptor.adapters.")
 
 
 def load(group: str) -> None:
@@ -50,7 +52,9 @@ def load(group: str) -> None:
             unprotected.
     """
     for name in FILES[group]:
-        importlib.import_module(name if "." in name else f"{__name__}.{name}")
+        module = name if "." in name else f"{__name__}.{name}"
+        if not name.startswith(OPTIONAL) or plug_ins.is_installed(module):
+            importlib.import_module(module)
     if group == "ttp":
         for plug_in in plug_ins.declared(plug_ins.PATCHES):
             plug_ins.load(plug_in)
