@@ -357,15 +357,13 @@ class Processor:
 def failed(rank: int, order: Regroup, error: Exception) -> RegroupFailed:
     """Return the answer of `rank` when `error` prevents `order`."""
     is_own = isinstance(error, CannotRejoinError)
-    # What torch, gloo and NCCL raise where a connection ends.
-    may_be_echo = isinstance(error, RuntimeError | OSError | EOFError)
     return RegroupFailed(
         rank,
         order.incident,
         order.attempt,
         text.say(error) if is_own else text.describe(error),
-        is_replaceable=isinstance(error, MainThreadHangsError) or not (is_own or may_be_echo),
-        may_be_echo=may_be_echo,
+        is_replaceable=isinstance(error, MainThreadHangsError),
+        may_be_echo=not is_own,
     )
 
 

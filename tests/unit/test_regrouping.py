@@ -13,7 +13,7 @@ from adaptor.controller.incident import Incident
 from adaptor.controller.incident_state import TRANSITIONS, Orders, Stage
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import ROUND_S, ROUNDS
-from adaptor.controller.regrouping import MOST_LIMITS
+from adaptor.controller.regrouping import ECHO_S, MOST_LIMITS
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
@@ -346,15 +346,20 @@ def test_a_new_process_that_fails_by_the_death_of_its_twin_has_not_failed_itself
     assert regrouping.is_pending
 
 
-def test_a_survivor_with_an_unexpected_exception_is_replaced() -> None:
+def test_a_survivor_that_raises_keeps_its_process_once() -> None:
+    """It may alone hold its shard; a second exception is its own."""
     job = _job()
     _kill(job, 1, step=5)
     _save(job)
     job.handle(Hello(1, 100), 1.0)
     assert job.incident is not None
     state = job.incident.state
-    failure = RegroupFailed(2, state.number, state.writing.attempt, "KeyError: 1", is_replaceable=True)
-    assert _replaced(job.handle(failure, 1.0)) == {1, 2}
+    for pid, now, replaced in ((101, 5.0, {1}), (102, 10.0, {1, 2})):
+        failure = RegroupFailed(2, state.number, state.writing.attempt, "KeyError: 1", may_be_echo=True)
+        assert _replaced(job.handle(failure, now)) == set()
+        assert _replaced(job.tick(now + ECHO_S)) == replaced
+        job.handle(Died(1, -9, 0.0, BoardRecord(1)), now + ECHO_S)
+        job.handle(Hello(1, pid), now + ECHO_S)
 
 
 def test_two_faults_in_turn_at_one_step_end_in_a_restart() -> None:

@@ -214,9 +214,9 @@ class Joined(Message, frozen=True):
 class RegroupFailed(Message, frozen=True):
     """The failure of `Regroup` on the rank; its state is unchanged since `Frozen`.
 
-    `is_replaceable`: another process may take its place, because its main thread waits without end, or an
-    unexpected exception came. `may_be_echo`: a call to another rank has failed, which may be lost; else the
-    reason is the rank's own.
+    `is_replaceable`: another process may take its place, because its main thread waits without end.
+    `may_be_echo`: an exception came, which the loss of another rank may explain; else the reason is the
+    rank's own.
     """
 
     rank: Number
