@@ -31,12 +31,16 @@ print("rank", os.environ["RANK"], os.path.dirname(adaptor.__file__))
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    folder = tmp_path / "site"
+    return installation(tmp_path / "site")
+
+
+def installation(folder: Path, *parts: str) -> Path:
+    """Copy the core, and these optional parts, into a folder for PYTHONPATH."""
     for module, path in source_tree.modules().items():
-        if part_of(module) is None:
-            parts = module.split(".")
-            name = "__init__.py" if path.name == "__init__.py" else f"{parts.pop()}.py"
-            target = folder.joinpath(*parts, name)
+        if part_of(module) in (None, *parts):
+            names = module.split(".")
+            name = "__init__.py" if path.name == "__init__.py" else f"{names.pop()}.py"
+            target = folder.joinpath(*names, name)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, target)
     (folder / "sitecustomize.py").write_text(WITHOUT_THE_CHECKOUT)

@@ -1,0 +1,29 @@
+"""Without the files of optional parts, save the stand-ins for a CPU: a rank is killed, the losses go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults import harness, library, outcome
+from tests.unit.test_core_alone import installation
+
+
+def test_a_killed_rank_without_optional_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = installation(tmp_path / "site", "cpu stand-ins")
+    with (site / "adaptor/library.py").open("a") as file:
+        file.write('print("this installation is used")\n')
+    monkeypatch.setenv(harness.COLD, "1")
+    ended = library.train(
+        tmp_path / "job",
+        *("--save", str(tmp_path / "save")),
+        restarts=1,
+        faults=("rank=2,step=6,phase=backward,kind=sigkill",),
+        options=("--ttp-online", "0"),
+        paths=[str(site)],
+    )
+    assert ended.code == 0, ended.log[-3000:]
+    assert "this installation is used" in ended.log
+    outcome.assert_saved(tmp_path / "save", 5)
+    outcome.assert_same_training(ended, library.undisturbed())
