@@ -133,8 +133,9 @@ SETTINGS = (
         "1",
         "a number from 0 to 64",
         number(0, 64, int),
-        "with TTP_ONLINE: the number of processes on each node that wait, with everything imported, to take"
-        " the place of a rank that fails; each takes the host memory of its imports",
+        "the number of processes on each node that wait, with everything imported, to take the place of a"
+        " rank that fails (TTP_ONLINE), or to be forked into all workers at a restart; each takes the host"
+        " memory of its imports",
     ),
     Setting(
         "no_progress",

@@ -1,9 +1,10 @@
 """How long from a fault to the next finished step: `python benchmarks/online_latency.py`.
 
-Four ways side by side, in turns: an online recovery with a spare process that waits, and with a cold one; an
-exception that replaces nobody; and for each fault today's way, last words and a restart of all. The faulty
-process takes the time itself, right before it dies or raises; a step is finished when every rank has.
-A second table has the parts of each online recovery, as the incident's timeline has them.
+Six ways side by side, in turns: an online recovery with a spare process that waits, and with a cold one; an
+exception that replaces nobody; and for each fault last words and a restart of all, whose workers are forks of
+a spare process or import by themselves. The faulty process takes the time itself, right before it dies or
+raises; a step is finished when every rank has. A second table has the parts of each online recovery, as the
+incident's timeline has them.
 """
 
 from __future__ import annotations
@@ -42,15 +43,16 @@ class Way:
 
     @property
     def is_online(self) -> bool:
-        return bool(self.options)
+        return "--ttp-online" in self.options
 
 
 WAYS: Mapping[str, Way] = {
     "SIGKILL, a spare waits": Way("sigkill-beside-a-spare", ("--ttp-online", "60", "--ttp-spares", "1"), 0.4),
     "SIGKILL, cold process": Way("sigkill", ("--ttp-online", "60", "--ttp-spares", "0"), 2.5),
-    "SIGKILL, restart of all": Way("sigkill", (), None),
+    "SIGKILL, restart of all, a spare waits": Way("sigkill-beside-a-spare", ("--ttp-spares", "1"), 3.0),
+    "SIGKILL, restart of all": Way("sigkill", ("--ttp-spares", "0"), None),
     "exception, step made again": Way("exception", ("--ttp-online", "60", "--ttp-spares", "0"), 0.3),
-    "exception, restart of all": Way("exception", (), None),
+    "exception, restart of all": Way("exception", ("--ttp-spares", "0"), None),
 }
 
 

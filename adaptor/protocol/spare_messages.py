@@ -1,8 +1,8 @@
 """The messages of spare processes and spare nodes.
 
-An agent and its spares talk over a unix socket, the spare's stdin: `Import`, `Become`, `Ready`. Node 0 talks
-with spare nodes (`--ttp-spare`) and with other nodes of the job after the proof of the job's secret: all
-other messages.
+An agent and its spares talk over a unix socket, the spare's stdin: `Import`, `Become`, `Ready`, `Forked`.
+Node 0 talks with spare nodes (`--ttp-spare`) and with other nodes of the job after the proof of the job's
+secret: all other messages.
 """
 
 from __future__ import annotations
@@ -45,20 +45,41 @@ class Ready(Message, frozen=True):
         unfit: why an imported module differs from a worker's; "": no difference
         stop_before: the module whose import has made the process unfit. The spare starts again, and reads
             another `Import`. "": leaving a module out would not help.
+        no_forks: why a fork of the process cannot be a worker; "": forks can
     """
 
     unfit: str = ""
     stop_before: str = ""
+    no_forks: str = ""
 
 
 class Become(Message, frozen=True):
-    """agent -> spare: be a worker, with this environment and the three streams that follow."""
+    """agent -> spare: be a worker, with this environment and the three streams that follow.
+
+    Attributes:
+        environment: of the worker
+        fork: a fork of the process becomes the worker, and the process waits on. The streams follow the
+            answer `Forked`.
+    """
 
     environment: dict[str, str]
+    fork: bool = False
+
+
+class Forked(Message, frozen=True):
+    """spare -> agent: the answer to `Become` with `fork`.
+
+    Attributes:
+        pid: of the fork, a child of the agent; 0: there is no fork
+        reason: why there is no fork
+    """
+
+    pid: int
+    reason: str = ""
 
 
 to_spare: Decoder[Import | Become] = Decoder(msgspec.msgpack.Decoder(Import | Become))
-from_spare: Decoder[Ready] = Decoder(msgspec.msgpack.Decoder(Ready))
+from_spare: Decoder[Ready | Forked] = Decoder(msgspec.msgpack.Decoder(Ready | Forked))
 
 
 class SpareHello(Message, frozen=True):

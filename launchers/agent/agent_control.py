@@ -32,6 +32,7 @@ from adaptor.launchers.records.job_records import JobRecords
 from adaptor.launchers.spares.replacements import Replacements, Starter
 from adaptor.launchers.spares.slot_filling import fill_online
 from adaptor.launchers.spares.spare_gate import SpareGate
+from adaptor.launchers.spares.spare_pool import Spares
 from adaptor.protocol import stack_files
 from adaptor.protocol.messages import (
     Addressed,
@@ -118,7 +119,7 @@ class AgentControl:
         self.generation = ""
         self.client: ControllerClient | None = None
         self._folder_tasks = SaveFolderTasks()
-        self._replacements = Replacements(self.workers, config.spares if config.online_s else 0)
+        self._replacements = Replacements(self.workers, config.spares)
         self._descriptors = Descriptors(0)
         self.lease = JobLease(scratch, config.timeout_s)
         self._forwarding = Forwarding.IGNORED
@@ -422,11 +423,20 @@ class AgentControl:
         if self.news.training_began is not None and not self.news.noticed:
             self._replacements.look(boards, self.news.training_began[0])
 
-    async def end(self) -> None:
-        """End the generation and all of its tasks."""
+    @property
+    def spares(self) -> Spares:
+        """Return the processes that wait to be workers."""
+        return self._replacements.spares
+
+    async def end(self, *, is_last: bool) -> None:
+        """End the generation and all of its tasks.
+
+        Args:
+            is_last: there is no next generation.
+        """
         self._forwarding = Forwarding.IGNORED
         await self.thread.cancel_tasks()
-        await self._replacements.end()
+        await self._replacements.end(is_last=is_last)
         self.records.look_at_last_moments(self.controller_host)
         await self.workers.end()
         client, self.client = self.client, None

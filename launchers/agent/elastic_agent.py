@@ -35,6 +35,7 @@ from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvo
 from adaptor.launchers.rendezvous.waiting import EndRequests, wait_for
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.slot_filling import Places
+from adaptor.launchers.spares.spare_pool import workers_from_spares
 from adaptor.protocol import naming
 from adaptor.protocol.messages import NODES_JOIN, Verdict
 from adaptor.protocol.spare_messages import TakePlace
@@ -173,9 +174,13 @@ class SurvivorsAgent(LocalElasticAgent):
             self._later_nodes.begin()
         self._come_to_gate(worker_group)
         self._node.meet()
-        started: dict[int, Any] = (
-            self._start_newcomers(worker_group) if place is not None else super()._start_workers(worker_group)
-        )
+        taken = self._record.taken
+        with (
+            taken.warm.become_workers(joins=place is not None)
+            if taken is not None and not self._record.has_started
+            else workers_from_spares(self._control.spares, self._control.thread.wait_for)
+        ):
+            started: dict[int, Any] = super()._start_workers(worker_group)
         self._record.has_started = True
         self._end_requests.install()  # torch has just set its own handlers
         assert isinstance(self._pcontext, SubprocessContext)
@@ -184,13 +189,6 @@ class SurvivorsAgent(LocalElasticAgent):
             {worker.global_rank: handlers[worker.local_rank].proc for worker in workers},
             Starter(self._pcontext, {worker.global_rank: worker.local_rank for worker in workers}),
         )
-        return started
-
-    def _start_newcomers(self, worker_group: Any) -> dict[int, Any]:
-        """Start the workers of this spare node, which join the training workers of other nodes."""
-        assert self._record.taken is not None
-        with self._record.taken.warm.become_workers():
-            started: dict[int, Any] = super()._start_workers(worker_group)
         return started
 
     @property
@@ -233,8 +231,6 @@ class SurvivorsAgent(LocalElasticAgent):
         Raises:
             StartError: this node was taken for lost, and a spare node has its place.
         """
-        if self._record.taken is not None and not joins:
-            self._record.taken.warm.end()  # all workers start from the beginning
         if self._record.common is None:
             return
         if self._places is None:
@@ -421,7 +417,7 @@ class SurvivorsAgent(LocalElasticAgent):
     def _stop_workers(self, worker_group: Any, *args: Any, **kwargs: Any) -> None:
         super()._stop_workers(worker_group, *args, **kwargs)
         if not self._ends:  # else `close` ends the generation, after the last line
-            self._node.end()
+            self._node.end(is_last=False)
 
     def _exit_barrier(self) -> None:
         super()._exit_barrier()  # type: ignore[no-untyped-call]  # torch has no types here

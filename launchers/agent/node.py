@@ -407,14 +407,18 @@ class Node:
         """Return the seconds after which a silent control thread counts as hanging."""
         return control_thread.HANGS_AT_END_S if self._is_told_to_end else control_thread.HANGS_S
 
-    def end(self) -> None:
-        """Close the generation: every worker is dead."""
+    def end(self, *, is_last: bool = True) -> None:
+        """Close the generation: every worker is dead.
+
+        Args:
+            is_last: there is no next generation, for which a spare may wait.
+        """
         if (
             self.control.verdict is not None
         ):  # what is removed then must not be what others have begun to write
             self.control.settled.wait()
         with contextlib.suppress(ControlThreadError):
-            self.control.thread.wait_for(self.control.end())
+            self.control.thread.wait_for(self.control.end(is_last=is_last))
         keeper, self.control.keeper = self.control.keeper, None
         if keeper is not None:
             keeper.close()

@@ -41,6 +41,12 @@ def main_thread_ticks(pid: int) -> int:
     return int(fields[_USER_TIME]) + int(fields[_SYSTEM_TIME]) if fields else 0
 
 
+def parent(pid: int) -> int:
+    """Return the parent of a process; -1 for no process or an unreadable file."""
+    fields = _stat(pid)
+    return int(fields[_PARENT]) if fields else -1
+
+
 def end_group(leader: int) -> None:
     """End every process of a worker's process group (torch elastic starts each worker in a session)."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -100,8 +100,7 @@ def run(arguments: list[str]) -> None:
         multiprocessing.current_process()._config["tempdir"] = os.environ[environment.SCRATCH]  # type: ignore
     try:
         leave = arm(worker)
-        settings = context.get().settings
-        if settings.online_s and settings.spares:
+        if context.get().settings.spares:
             context.part(ScriptImports).begin()
         _script.run(arguments)
     except (ConfigError, DriftError, UnsupportedError, ResumeError, StartError) as error:

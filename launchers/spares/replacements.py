@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import Subproc
 
 from adaptor.launchers.agent.programs import SPARE, WORKER
 from adaptor.launchers.agent.worker_processes import Workers
-from adaptor.launchers.spares.spare_pool import Spare, Spares
+from adaptor.launchers.spares.spare_pool import Spare, Spares, command_of_spare
 from adaptor.protocol.environment import NEWCOMER
 from adaptor.protocol.messages import (
     BoardRecord,
@@ -96,9 +96,7 @@ class Starter:
 
     def spare(self) -> Spare:
         """Start a spare. Raises OSError on failure."""
-        command = [
-            str(SPARE) if word == str(WORKER) else word for word in next(iter(self._commands.values()))
-        ]
+        command = command_of_spare(next(iter(self._commands.values())))
         environment = {**os.environ, **next(iter(self._context.envs.values()))}
         return Spare(
             command, {name: value for name, value in environment.items() if name not in self.of_a_rank}
@@ -129,13 +127,16 @@ class Replacements:
 
     Args:
         spares: the number of spares.
+
+    Attributes:
+        spares: the processes that wait
     """
 
     def __init__(self, workers: Workers, spares: int) -> None:
         self._workers = workers
         self._spares_alone = False
         self._not_online: set[int] = set()  # ranks without online recovery, or undecided
-        self._spares = Spares(spares)
+        self.spares = Spares(spares)
         self._starter: Starter | None = None
         # The ranks whose new processes do not train yet, with the last reported CPU time of each.
         self._newcomers: dict[int, int] = {}
@@ -151,6 +152,8 @@ class Replacements:
         self._starter = starter
         self._newcomers = dict.fromkeys(newcomers, 0)
         self._spares_alone, self._not_online = spares_alone, set()
+        if self.spares.imports is not None:  # the workers are forks of a spare
+            self.spares.begin(starter.spare, self.spares.imports)
 
     def hear_layout(self, layout: Layout) -> None:
         """Note whether a rank can be recovered online; the newest layout of a rank counts."""
@@ -159,10 +162,17 @@ class Replacements:
         else:
             self._not_online.discard(layout.rank)
 
-    async def end(self) -> None:
-        """End the generation."""
+    async def end(self, *, is_last: bool) -> None:
+        """End the generation.
+
+        Args:
+            is_last: there is no next generation.
+        """
         self._starter = None
-        await self._spares.end()
+        if is_last:
+            await self.spares.end()
+        else:
+            self.spares.end_generation()
 
     async def replace(self, order: Replace, is_wanted: Callable[[], bool]) -> RegroupFailed | None:
         """Start a process in the place of a rank's process; the new process reports by itself from then
@@ -178,7 +188,7 @@ class Replacements:
         if starter is None:  # a spare node whose first workers are being started
             reason = "the workers of its node have not been started yet"
             return RegroupFailed(order.rank, order.incident, order.attempt, reason)
-        if self._spares_alone and not self._spares.are_ready:
+        if self._spares_alone and not self.spares.are_ready:
             # Refuse before the old process has ended: nobody should wait.
             return self._without_a_spare(order)
         self._newcomers[order.rank] = 0
@@ -186,7 +196,7 @@ class Replacements:
         def start() -> subprocess.Popen[bytes] | None:
             if not is_wanted():
                 return None
-            spare = None if order.cold and not self._spares_alone else self._spares.take()
+            spare = None if order.cold and not self._spares_alone else self.spares.take()
             if spare is None and self._spares_alone:
                 raise _NoSpareError
             added = {NEWCOMER: str(order.incident)}
@@ -209,7 +219,7 @@ class Replacements:
     def end_incident(self) -> None:
         """End the incident: all ranks train again."""
         self._newcomers = {}
-        self._spares.fill()
+        self.spares.fill()
 
     def starting(self) -> list[Starting]:
         """Return the reports of new processes that have used CPU time since their last report."""
@@ -230,11 +240,11 @@ class Replacements:
         """Ask a worker for its modules after it has finished a step after `origin`: then its imports are
         complete.
 
-        A job without online recovery needs no spares.
+        A job needs no spares if it is not recovered online and cannot be started again.
         """
-        if self._starter is None or not self._spares.wanted or not self._starter.may_spare:
+        if self._starter is None or not self.spares.wanted or not self._starter.may_spare:
             return
-        if self._not_online:
+        if self._not_online and self._spares_alone:
             return
         for board in boards:
             if board.finished > origin:
@@ -245,7 +255,7 @@ class Replacements:
         """Note the modules of a worker; return the imports for processes of spare nodes, None if nobody
         needs them.
         """
-        if self._starter is None or not self._spares.wanted:
+        if self._starter is None or not self.spares.wanted:
             return None
         imports = Import(
             module_report.path,
@@ -254,7 +264,7 @@ class Replacements:
             module_report.variables,
             self._starter.of_a_rank,
         )
-        self._spares.begin(self._starter.spare, imports)
+        self.spares.begin(self._starter.spare, imports)
         return msgspec.structs.replace(
             imports,
             of_a_rank=tuple({*imports.of_a_rank, *OF_A_NODE}),

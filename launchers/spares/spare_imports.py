@@ -18,13 +18,16 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+
+import msgspec
 
 from adaptor import _script, context, text
 from adaptor.launchers.agent import worker_main
+from adaptor.launchers.spares.worker_forks import Forks, take_streams
 from adaptor.protocol import environment, wire
-from adaptor.protocol.spare_messages import Become, Import, Ready, to_spare
+from adaptor.protocol.spare_messages import Become, Forked, Import, Ready, to_spare
 from adaptor.worker import imported_names, modules, watchdogs
 from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.script_imports import ScriptImports, code_of_variable
@@ -42,7 +45,7 @@ _NOT_TO_IMPORT = frozenset({"__main__", "__mp_main__"})
 
 
 def wait_to_be_a_worker(arguments: list[str]) -> None:
-    """Return as a process that is to be a worker; end the process if the agent has ended.
+    """Return as a process that is to be a worker, maybe as a fork; end the process if the agent has ended.
 
     Args:
         arguments: `[--module] script [its arguments]`
@@ -52,37 +55,76 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
         try:
             order = wire.receive(agent, to_spare)
             assert isinstance(order, Import)
-            ready = _import_as_a_worker(order, arguments)
+            forks = Forks()
+            imports = _ImportsAsAWorker(order)
+            ready = _import_as_a_worker(order, imports, arguments)
+            if not ready.unfit:
+                ready = msgspec.structs.replace(ready, no_forks=forks.why_not())
             agent.sendall(wire.frame(ready))
             if ready.stop_before:  # a new program image; stdin, pid and parent stay
                 os.execve(sys.executable, sys.orig_argv, environment_at_start)
             name = _NAME.read_bytes().strip()
             _NAME.write_bytes(b"ttp-spare")  # for people, in ps and top
-            become = wire.receive(agent, to_spare)
+            started_with = {**environment_at_start, **order.environment}
+            new_environment, streams = _next_worker(agent, forks, imports, started_with)
             _NAME.write_bytes(name)
-            assert isinstance(become, Become)
-            _, streams, _, _ = socket.recv_fds(agent, 1, 3)
         except (EOFError, OSError):
             os._exit(0)
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
         os.close(stream)
     os.environ.clear()
-    os.environ.update(become.environment)
+    os.environ.update(new_environment)
+    for variable, value in imports.changed_variables.items():
+        if value is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = value
     for kind in (environment.WorkerPlace, environment.Generation):
         context.get().discard(kind)
 
 
-def _import_as_a_worker(order: Import, arguments: list[str]) -> Ready:
+def _next_worker(
+    agent: socket.socket, forks: Forks, imports: _ImportsAsAWorker, started_with: Mapping[str, str]
+) -> tuple[dict[str, str], list[int]]:
+    """Wait for the order to be a worker, and fork workers meanwhile.
+
+    Args:
+        started_with: the environment at the beginning of the imports.
+
+    Returns:
+        The environment and the streams of the worker that this process is: itself, or a fork.
+
+    Raises:
+        EOFError, OSError: the agent has ended.
+    """
+    while True:
+        become = wire.receive(agent, to_spare)
+        assert isinstance(become, Become)
+        if not become.fork:
+            return become.environment, take_streams(agent)
+        pid, reason = 0, imports.changed_read(started_with, become.environment)
+        if not reason:
+            pid, streams = forks.fork(agent)
+            if streams:
+                worker_main.die_with_the_agent()
+                context.part(GarbageCollection).resume()
+                return become.environment, streams
+        agent.sendall(wire.frame(Forked(pid, reason)))
+        if pid:
+            forks.wait()
+
+
+def _import_as_a_worker(order: Import, imports: _ImportsAsAWorker, arguments: list[str]) -> Ready:
     """Import the modules of the workers, up to the first module that would differ."""
     path = list(sys.path)
     # Otherwise torch's compiler starts a process per core at its import, instead of when it compiles.
     os.environ.update({**order.environment, "TORCH_WARM_POOL": "0"})
-    imports = _ImportsAsAWorker(order)
     context.part(GarbageCollection).put_off()
     with (
         contextlib.nullcontext() if order.is_alone else _standing_back(),
-        _reads_of(imports.is_unlike) as imports.reads,
+        _reads_of(imports.note_read),
+        _changes_of_variables() as imports.changed_variables,
     ):
         try:
             worker_main.arm(None)
@@ -104,11 +146,15 @@ class _ImportsAsAWorker:
 
     Attributes:
         reads: variables that were read while a worker may have had another value, with the first module to
-            read each.
+            read each
+        changed_variables: environment variables that the imports have changed, with their values; None:
+            removed
     """
 
     def __init__(self, order: Import) -> None:
         self.reads: dict[str, str] = {}
+        self.changed_variables: dict[str, str | None] = {}
+        self._read_by: dict[str, set[str]] = {}  # by module, the variables that its import has read
         self._order = order
         self._of_a_rank = frozenset(order.of_a_rank)
         places = {name: place for place, name in enumerate(order.origins)}
@@ -118,6 +164,26 @@ class _ImportsAsAWorker:
         }
         self._place = -1  # the index of the current import
         self._recorder = context.part(ScriptImports)
+
+    def note_read(self, name: str, module: str) -> None:
+        """Note that `module` reads a variable."""
+        if self.is_unlike(name):
+            self.reads.setdefault(name, module)
+        self._read_by.setdefault(module, set()).add(name)
+
+    def changed_read(self, before: Mapping[str, str], now: Mapping[str, str]) -> str:
+        """Return which variable with another value `now` than `before` an import has read; '': none.
+
+        Not counted are modules that look through all variables for some of their own, such as `tqdm`, and the
+        adaptor, which reads its variables again in each worker.
+        """
+        changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+        for module, names in self._read_by.items():
+            if module.partition(".")[0] == "adaptor" or names >= before.keys():
+                continue
+            for name in sorted(names & changed):
+                return f"{module} reads {name} while it is imported, and it has another value now"
+        return ""
 
     def is_unlike(self, name: str) -> bool:
         """Return whether a variable may have another value in a worker during the current import."""
@@ -229,22 +295,18 @@ def _let_inspect_know_the_modules() -> None:
 
 
 @contextlib.contextmanager
-def _reads_of(counts: Callable[[str], bool]) -> Iterator[dict[str, str]]:
-    """Record reads of the variables for which `counts` is true: by name, the first module that reads
-    each.
-    """
-    reads: dict[str, str] = {}
+def _reads_of(note: Callable[[str, str], None]) -> Iterator[None]:
+    """Call `note` (`_ImportsAsAWorker.note_read`) for each read of an environment variable."""
     kind = type(os.environ)
 
     class Watched(kind):  # type: ignore[valid-type, misc]
         def __getitem__(self, key: str) -> str:
-            if counts(key):
-                reads.setdefault(key, _asking_module())
+            note(key, _asking_module())
             return str(super().__getitem__(key))
 
     os.environ.__class__ = Watched
     try:
-        yield reads
+        yield
     finally:
         os.environ.__class__ = kind
 
@@ -255,6 +317,20 @@ def _asking_module() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__") in _BY:
         frame = frame.f_back
     return str(frame.f_globals.get("__name__"))
+
+
+@contextlib.contextmanager
+def _changes_of_variables() -> Iterator[dict[str, str | None]]:
+    """Record the variables that are changed meanwhile, with their values at the end; None: removed."""
+    before = dict(os.environb)
+    changed: dict[str, str | None] = {}
+    try:
+        yield changed
+    finally:
+        for key in before.keys() | os.environb.keys():
+            value = os.environb.get(key)
+            if value != before.get(key):
+                changed[os.fsdecode(key)] = None if value is None else os.fsdecode(value)
 
 
 @contextlib.contextmanager

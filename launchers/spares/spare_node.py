@@ -17,20 +17,26 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from adaptor import engines, output
 from adaptor.config import Config
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers.agent.programs import SPARE, WORKER
+from adaptor.launchers.agent.programs import WORKER
 from adaptor.launchers.cli import flags
 from adaptor.launchers.control import invitation, tls
 from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
 from adaptor.launchers.control.invitation import Invitation
 from adaptor.launchers.control.tls import Tls
-from adaptor.launchers.spares.spare_pool import Spare, partial_imports
+from adaptor.launchers.spares.spare_pool import (
+    Spare,
+    command_of_spare,
+    partial_imports,
+    start_workers_by,
+    workers_are_forks,
+)
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.environment import AGENT
@@ -51,6 +57,9 @@ from adaptor.protocol.spare_messages import (
     to_spare_node,
 )
 
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
 
 class WarmProcesses:
     """The processes of one spare node, with which its workers start as fast as a spare process.
@@ -67,9 +76,8 @@ class WarmProcesses:
         self._command = list(command)
         self._spares: list[Spare] = []
         with contextlib.suppress(OSError):  # no process, no descriptor, no memory: cold ones may start later
-            for _ in range(count):
-                command_words = [str(SPARE) if word == str(WORKER) else word for word in self._command]
-                self._spares.append(Spare(command_words, {**os.environ, AGENT: ""}))  # no agent yet
+            for _ in range(count):  # there is no agent yet
+                self._spares.append(Spare(command_of_spare(self._command), {**os.environ, AGENT: ""}))
         self._told = ""
 
     async def have_import(self, imports: Import) -> None:
@@ -90,29 +98,29 @@ class WarmProcesses:
             output.tell(f"[ttp] {partial_imports(ready) if spare.ready else without}")
 
     @contextlib.contextmanager
-    def become_workers(self) -> Iterator[None]:
-        """Let torch's agent use one spare for each worker that it starts meanwhile, or a new process
-        without a spare.
-        """
-        from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    def become_workers(self, *, joins: bool) -> Iterator[None]:
+        """Let torch's agent use the spares for the workers that it starts meanwhile, or new processes without
+        a spare.
 
-        cold = SubprocessHandler._popen
+        Args:
+            joins: the workers join training workers, so each is a spare itself. Otherwise all workers of the
+                job start, and those of this node are forks of one spare.
+        """
 
         def start(
-            handler: SubprocessHandler, command_words: tuple[str, ...], environment: dict[str, str]
-        ) -> subprocess.Popen[bytes]:
-            spare = self._take() if [str(word) for word in command_words] == self._command else None
+            handler: SubprocessHandler, command: Sequence[object], environment: dict[str, str]
+        ) -> subprocess.Popen[bytes] | None:
+            spare = self._take() if [str(word) for word in command] == self._command else None
             if spare is not None:
                 with contextlib.suppress(OSError):  # the spare has just ended
                     return spare.become(environment, handler._stdout, handler._stderr)
-            process: subprocess.Popen[bytes] = cold(handler, command_words, environment)
-            return process
+            return None
 
-        SubprocessHandler._popen = start  # type: ignore[method-assign, assignment]
+        forking = next((spare for spare in self._spares if spare.ready and not spare.no_forks), None)
         try:
-            yield
+            with start_workers_by(start) if joins else workers_are_forks(forking):
+                yield
         finally:
-            SubprocessHandler._popen = cold  # type: ignore[method-assign]
             self.end()
 
     def _take(self) -> Spare | None:
@@ -130,11 +138,9 @@ class WarmProcesses:
             spare.kill()
 
 
-def of_spare_node(parsed: argparse.Namespace, *, is_wanted: bool) -> WarmProcesses:
-    """Start the processes of the spare node, on the main thread.
-
-    Args:
-        is_wanted: whether spares are wanted (TTP_SPARES, TTP_ONLINE).
+def of_spare_node(parsed: argparse.Namespace, settings: Config) -> WarmProcesses:
+    """Start the processes of the spare node, on the main thread: one for each worker that may join training
+    workers, one in a job that is only started again.
     """
     from torch.distributed import run
     from torch.distributed.elastic.utils import macros
@@ -146,8 +152,8 @@ def of_spare_node(parsed: argparse.Namespace, *, is_wanted: bool) -> WarmProcess
     # If ranks have different arguments or processors, a spare cannot become any rank.
     is_same = str(WORKER) in command and not any(macros.local_rank in word for word in command)
     is_bound = getattr(config, "numa_options", None) is not None
-    count = config.nproc_per_node if is_wanted and is_same and not is_bound else 0
-    return WarmProcesses(command, count)
+    count = min(settings.spares, 1) * (config.nproc_per_node if settings.online_s else 1)
+    return WarmProcesses(command, count if is_same and not is_bound else 0)
 
 
 FLAG = flags.SPARE
@@ -244,7 +250,7 @@ def wait(
 
     from adaptor.launchers.rendezvous.waiting import wait_for
 
-    warm = of_spare_node(parsed, is_wanted=settings.spares > 0 and settings.online_s > 0)
+    warm = of_spare_node(parsed, settings)
     endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
     host, port = utils.parse_rendezvous_endpoint(endpoint, -1)
     gate_place = awaited = f"node 0 at {host}:{port}, as a spare node"

@@ -1,6 +1,6 @@
 """The spares of a node: processes with the imports of its workers, which wait to replace a worker.
 
-Spares belong to one generation of workers. A spare is only faster: after any failure of a spare a cold
+At a restart all workers are forks of one spare. A spare is only faster: after any failure of a spare a cold
 process can be started in its place.
 """
 
@@ -11,17 +11,22 @@ import contextlib
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Mapping
-from typing import IO
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
 from adaptor import output
 from adaptor.controller.failures import ending
 from adaptor.launchers.agent import procfs
+from adaptor.launchers.agent.programs import SPARE, WORKER
+from adaptor.launchers.spares import worker_forks
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
-from adaptor.protocol.spare_messages import Become, Import, Ready, from_spare
+from adaptor.protocol.spare_messages import Become, Forked, Import, Ready, from_spare
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 _Stream = IO[str] | IO[bytes]
 
@@ -31,6 +36,11 @@ MOST_DEATHS = 3
 END_S = 2.0
 # A waiting spare reads at once; the sockets' buffers take the whole message in any case.
 SEND_S = 1.0
+# Workers that import by themselves at the same time would take longer than the rest of a spare's imports; a
+# spare that takes minutes hangs.
+IMPORTS_S = 120.0
+# A fork takes milliseconds; on a machine that starts the workers of many jobs, seconds.
+FORK_S = 10.0
 
 
 class Spare:
@@ -43,6 +53,7 @@ class Spare:
     Attributes:
         told: the imports were sent
         ready: everything is imported
+        no_forks: why forks of the process cannot be workers; "": they can
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
@@ -62,6 +73,7 @@ class Spare:
                 raise
         self.told = False
         self.ready = False
+        self.no_forks = ""
 
     async def imports(self, order: Import) -> Ready:
         """Let the process import the modules of `order`, and wait.
@@ -81,13 +93,15 @@ class Spare:
             while True:  # each attempt imports fewer modules
                 writer.write(wire.frame(order))
                 ready = await wire.read(reader, from_spare)
+                if not isinstance(ready, Ready):
+                    raise EOFError
                 if not ready.stop_before:
                     break
                 reason = reason or ready.unfit
                 order = msgspec.structs.replace(order, stop_before=ready.stop_before)
         finally:
             writer.transport.abort()
-        self.ready = not ready.unfit
+        self.ready, self.no_forks = not ready.unfit, ready.no_forks
         return Ready(reason, order.stop_before) if self.ready else ready
 
     def become(
@@ -101,12 +115,41 @@ class Spare:
         Raises:
             OSError: the process has ended.
         """
-        streams = [0, 1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
         with self._ours:
             self._ours.settimeout(SEND_S)
             self._ours.sendall(wire.frame(Become(dict(environment))))
-            socket.send_fds(self._ours, [b"\0"], streams)
+            self._send_streams(stdout, stderr)
         return self.process
+
+    def fork(
+        self, environment: Mapping[str, str], stdout: _Stream | None, stderr: _Stream | None
+    ) -> subprocess.Popen[bytes]:
+        """Let a fork of the process be a worker; the process waits on. The arguments are those of `become`.
+
+        Raises:
+            EOFError, OSError: there is no fork, and the process is killed.
+        """
+        try:
+            self._ours.settimeout(FORK_S)
+            with worker_forks.adopting():
+                self._ours.sendall(wire.frame(Become(dict(environment), fork=True)))
+                answer = wire.receive(self._ours, from_spare)
+            if not isinstance(answer, Forked) or not answer.pid or procfs.parent(answer.pid) != os.getpid():
+                raise OSError(getattr(answer, "reason", "") or "the spare process cannot fork")
+            worker = worker_forks.ForkedWorker(self.process.args, answer.pid)
+            self._send_streams(stdout, stderr)
+        except (EOFError, OSError, msgspec.DecodeError):
+            self.kill()
+            raise
+        return worker
+
+    def _send_streams(self, stdout: _Stream | None, stderr: _Stream | None) -> None:
+        streams = [0, 1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
+        socket.send_fds(self._ours, [b"\0"], streams)
+
+    def is_of(self, command: Sequence[object]) -> bool:
+        """Return whether the process can run `command` of a worker."""
+        return command_of_spare(command) == self.process.args
 
     async def ended(self) -> None:
         """Return after the end of the process."""
@@ -134,22 +177,28 @@ class Spare:
             self.process.wait()
 
 
+def command_of_spare(command: Sequence[object]) -> list[str]:
+    """Return the command of a spare for workers that `command` starts."""
+    return [str(SPARE) if str(word) == str(WORKER) else str(word) for word in command]
+
+
 def _settle(ended_future: asyncio.Future[None]) -> None:
     if not ended_future.done():  # otherwise the waiting task has not run yet
         ended_future.set_result(None)
 
 
 class Spares:
-    """`count` spares of a node, on its agent's control thread; from `begin` to `end` in each generation."""
+    """`count` spares of a node, on its agent's control thread, from `begin` to `end`."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._start: Callable[[], Spare] | None = None
-        self._imports: Import | None = None
+        self.imports: Import | None = None
         self._waiting: list[Spare] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = 0
         self._told = ""
+        self._change = asyncio.Event()  # a spare has imported everything, or is none any more
 
     @property
     def are_ready(self) -> bool:
@@ -159,11 +208,11 @@ class Spares:
     @property
     def wanted(self) -> bool:
         """Return whether spares are wanted, and their imports are still unknown."""
-        return self._count > 0 and self._imports is None
+        return self._count > 0 and self.imports is None
 
     def begin(self, start: Callable[[], Spare], imports: Import) -> None:
         """Keep spares from now on, with `imports`."""
-        self._start, self._imports = start, imports
+        self._start, self.imports = start, imports
         self.fill()
 
     def fill(self) -> None:
@@ -187,9 +236,35 @@ class Spares:
                 return spare
         return None
 
+    def end_generation(self) -> None:
+        """Keep the spares for the next generation: no worker is left, and a spare may import meanwhile."""
+        self.fill()
+        self._start = None
+        self._deaths = 0
+
+    async def spare_to_fork(self) -> Spare | None:
+        """Return a spare of the last generation that can fork workers, when it has imported everything; the
+        spare waits on.
+
+        Returns:
+            None without such a spare. Then the next spares import what the new workers import.
+        """
+        with contextlib.suppress(asyncio.TimeoutError):
+            async with deadline(IMPORTS_S):
+                while self._waiting and not any(spare.ready for spare in self._waiting):
+                    self._change.clear()
+                    await self._change.wait()
+        for spare in self._waiting:
+            if spare.ready and not spare.no_forks:
+                return spare
+            if spare.no_forks:
+                output.tell(f"[ttp] all workers of this node import by themselves: {spare.no_forks}")
+        await self.end()
+        return None
+
     async def end(self) -> None:
-        """End the generation."""
-        self._start = self._imports = None
+        """End all spares."""
+        self._start = self.imports = None
         self._deaths, self._told = 0, ""
         for task in list(self._tasks):
             task.cancel()
@@ -199,24 +274,26 @@ class Spares:
 
     async def _keep(self, spare: Spare) -> None:
         """Watch a spare from its start to its end; replace the spare up to MOST_DEATHS times."""
-        order = self._imports
+        order = self.imports
         assert order is not None
         unfit = ""
         try:
             ready = await spare.imports(order)
+            self._change.set()
             if not spare.ready:
                 unfit = ready.unfit
             else:
                 if ready.unfit:
                     self._tell_once(partial_imports(ready))
-                if self._imports is order:  # the next spare leaves the same modules out at its first attempt
-                    self._imports = msgspec.structs.replace(order, stop_before=ready.stop_before)
+                if self.imports is order:  # the next spare leaves the same modules out at its first attempt
+                    self.imports = msgspec.structs.replace(order, stop_before=ready.stop_before)
                 await spare.ended()
         except (EOFError, OSError, msgspec.DecodeError):
             pass
         if spare not in self._waiting:  # the spare has become a worker
             return
         self._waiting.remove(spare)
+        self._change.set()
         await spare.end()
         self._deaths += 1
         if unfit:
@@ -243,7 +320,7 @@ class Spares:
             count = f"only {len(self._waiting)} of {self._count} spare processes wait"
             condition = "once they are used up, "
         self._tell_once(
-            f"{count} on this node: {reason}; {condition}a rank that fails is replaced by a new process",
+            f"{count} on this node: {reason}; {condition}new processes import by themselves",
             reason,
         )
 
@@ -251,6 +328,75 @@ class Spares:
         if self._told != (why or line):
             self._told = why or line
             output.tell(f"[ttp] {line}")
+
+
+@contextlib.contextmanager
+def start_workers_by(
+    start: Callable[[SubprocessHandler, Sequence[object], dict[str, str]], subprocess.Popen[bytes] | None],
+) -> Iterator[None]:
+    """Let torch's agent use the processes of `start` as workers meanwhile.
+
+    Args:
+        start: returns a process with the command and the environment of a worker; None: torch starts a new
+            process.
+    """
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    cold = SubprocessHandler._popen
+
+    def popen(
+        handler: SubprocessHandler, command: tuple[str, ...], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        process: subprocess.Popen[bytes] = start(handler, command, environment) or cold(
+            handler, command, environment
+        )
+        return process
+
+    SubprocessHandler._popen = popen  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        SubprocessHandler._popen = cold  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def workers_are_forks(spare: Spare | None) -> Iterator[list[str]]:
+    """Let torch's agent use forks of `spare` as workers meanwhile; None: new processes.
+
+    Yields:
+        Why forks failed, if forks failed: the further workers are new processes.
+    """
+    failures: list[str] = []
+
+    def start(
+        handler: SubprocessHandler, command: Sequence[object], environment: dict[str, str]
+    ) -> subprocess.Popen[bytes] | None:
+        if spare is None or failures or not spare.is_of(command):
+            return None
+        try:
+            return spare.fork(environment, handler._stdout, handler._stderr)
+        except (EOFError, OSError, msgspec.DecodeError) as error:
+            failures.append(str(error))
+            output.tell(f"[ttp] workers of this node import by themselves: {error}")
+            return None
+
+    with start_workers_by(start):
+        yield failures
+
+
+@contextlib.contextmanager
+def workers_from_spares(
+    spares: Spares, wait_for: Callable[[Coroutine[object, None, Any]], Any]
+) -> Iterator[None]:
+    """Let torch's agent start workers as forks of one of `spares` meanwhile; without a spare, new processes.
+
+    Args:
+        wait_for: runs work on the agent's control thread and waits for the result.
+    """
+    with workers_are_forks(wait_for(spares.spare_to_fork())) as failures:
+        yield
+    if failures:  # the next spares import what the new workers import
+        wait_for(spares.end())
 
 
 def partial_imports(ready: Ready) -> str:

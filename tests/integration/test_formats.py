@@ -48,9 +48,10 @@ def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:
         save=save,
         save_interval=4,
         restarts=1,
-        faults=["rank=1,step=7,phase=backward,kind=sigkill"],
+        faults=["rank=1,step=7,phase=backward,kind=sigkill-beside-a-spare"],
     )
-    scenario.restarts(job, baseline_of(DIST), saved={6})
+    ended = scenario.restarts(job, baseline_of(DIST), saved={6})
+    assert "import by themselves" not in ended.log  # the workers of the restart are forks of the spare
     assert outcome.steps_in(save) == [4, 6, ITERATIONS]
     written = {file.path: file for file in manifest.read(save / "iter_0000006").files}
     assert {*written} == {".metadata", "__0_0.distcp", "common.pt", "metadata.json", "ttp_layout.json.gz"}

@@ -194,13 +194,14 @@ from adaptor import context
 from adaptor.launchers.spares import spare_imports
 from adaptor.worker.script_imports import ScriptImports
 recorder = context.part(ScriptImports)
-with spare_imports._reads_of(lambda name: True) as reads:
+reads = []
+with spare_imports._reads_of(lambda name, module: reads.append(name)):
     recorder.begin()
     os.environ["SET_BY_THE_SCRIPT"] = "1"
     recorder.note_variables()
 print(reads, list(recorder.changed_variables()))
 """
-    assert run(program) == "{} ['SET_BY_THE_SCRIPT']"
+    assert run(program) == "[] ['SET_BY_THE_SCRIPT']"
 
 
 def test_a_module_that_reads_all_variables_reads_the_watchdogs_of_a_worker(tmp_path: Path) -> None:
@@ -222,8 +223,14 @@ off = ChangedVariable("first", code_of_variable(name))
 os.environ[name] = "1"
 origins = {module: f"{folder}/{module}.py" for module in ("first", "reads_all")}
 imports = spare_imports._ImportsAsAWorker(Import((), origins, {}, {name: off}, ()))
-with spare_imports._reads_of(imports.is_unlike) as imports.reads:
+with spare_imports._reads_of(imports.note_read):
     ready = imports.run()
-print(ready.unfit, sys.modules["reads_all"].watchdog)
+# At a restart it is no reader of the variables that have changed; a module that asks for one of them is.
+before = dict(os.environ)
+now = {**before, "PATH": "/other"}
+print(ready.unfit, sys.modules["reads_all"].watchdog, imports.changed_read(before, now))
+imports.note_read("PATH", "asks")
+print(imports.changed_read(before, now))
 """
-    assert run(program, tmp_path) == "0"
+    changed = "asks reads PATH while it is imported, and it has another value now"
+    assert run(program, tmp_path).split() == ["0", *changed.split()]

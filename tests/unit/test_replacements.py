@@ -163,7 +163,7 @@ class Node:
         return self.spares[-1]
 
     async def close(self) -> None:
-        await self.replacements.end()
+        await self.replacements.end(is_last=True)
         self.workers.end_the_living()
         await self.until(lambda: all(map(is_gone, self._pids)), "all have ended")
         await self.workers.end()
@@ -187,13 +187,13 @@ class Node:
         if spare is None:
             self.processes[rank] = self._popen(rank, added)
         else:
-            self.processes[rank] = spare.become(self._environment(rank, added), self.log, self.log)
+            self.processes[rank] = spare.become(self.environment(rank, added), self.log, self.log)
         return self.processes[rank]
 
     def spare(self) -> Spare:
         if self.broken or len(self.spares) >= self.room:
             raise OSError(11, "Resource temporarily unavailable")
-        environment = self._environment(0, {})
+        environment = self.environment(0, {})
         del environment["RANK"]
         self.spares.append(Spare(self._command(SPARE), environment))
         return self.spares[-1]
@@ -201,7 +201,7 @@ class Node:
     def _popen(self, rank: int, added: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             self._command(self.program),
-            env=self._environment(rank, added),
+            env=self.environment(rank, added),
             stdin=subprocess.DEVNULL,
             stdout=self.log,
             stderr=self.log,
@@ -211,7 +211,7 @@ class Node:
     def _command(self, program: Path) -> list[str]:
         return [sys.executable, "-u", str(program), str(self.script), str(self.folder)]
 
-    def _environment(self, rank: int, added: Mapping[str, str]) -> dict[str, str]:
+    def environment(self, rank: int, added: Mapping[str, str]) -> dict[str, str]:
         return {**os.environ, "RANK": str(rank), "MASTER_PORT": "0", "PYTHONPATH": str(ROOT), **added}
 
 
@@ -537,7 +537,9 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
         " early='fractions' in EARLY, known=KNOWN, pool=pool.WARM, environment=dict(os.environ))))"
     )
 
-    (tmp_path / "pool.py").write_text("import os\nWARM = os.environ.get('TORCH_WARM_POOL', '1')\n")
+    (tmp_path / "pool.py").write_text(
+        "import os\nWARM = os.environ.get('TORCH_WARM_POOL', '1')\nos.environ['BY_IMPORT'] = '1'\n"
+    )
 
     async def act(node: Node) -> None:
         node.script.write_text(
@@ -577,6 +579,126 @@ def test_a_spare_becomes_a_worker(tmp_path: Path) -> None:
     runs(tmp_path, act, spares=1, more=state)
 
 
+def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> None:
+    """Each is a child of the agent, and what a cold process would be; the spare waits on."""
+    state = (
+        "import json, numpy, random, sys; note.with_suffix('.json').write_text(json.dumps(dict("
+        " argv=sys.argv, path=sys.path, name=__name__, file=__file__, nice=os.nice(0),"
+        " collects=__import__('gc').get_threshold(), comm=Path('/proc/self/comm').read_text(),"
+        " input=os.readlink('/proc/self/fd/0'), group=os.getpgrp() == os.getsid(0) == os.getpid(),"
+        " parent=os.getppid(), descriptors=len(os.listdir('/proc/self/fd')),"
+        " own=own.VALUE, environment=dict(os.environ),"
+        " python=random.random(), numpy=numpy.random.random(), early='own' in EARLY)))"
+    )
+    (tmp_path / "own.py").write_text(
+        "import numpy, os\nVALUE = os.environ.get('MASTER_ADDR')\nos.environ['BY_IMPORT'] = VALUE or ''\n"
+    )
+
+    async def act(node: Node) -> None:
+        node.script.write_text("import sys; EARLY = set(sys.modules); import own\n" + node.script.read_text())
+        await node.begin(0, 1)
+        await node.has_run(0)
+        look(node)
+        (modules,) = await node.told(Modules)
+        node.replacements.hear(modules)
+        spare = await node.waits()
+        cold = json.loads((tmp_path / f"0-{node.processes[0].pid}.json").read_text())
+        descriptors = len(list(Path("/proc/self/fd").iterdir()))
+        for generation in (1, 2):
+            node.workers.end_the_living()
+            await node.told(Died, 2 * generation)
+            await node.replacements.end(is_last=False)
+            await node.workers.end()
+            boards = node.workers.begin((0, 1))
+            # The new generation has other boards and another port, which no import has read.
+            os.environ.update({BOARD: boards.path, BOARD_RANKS: boards.slots})
+            assert await node.replacements.spares.spare_to_fork() is spare
+            for rank in (0, 1):
+                node.processes[rank] = spare.fork(
+                    node.environment(rank, {"MASTER_PORT": str(generation)}), node.log, node.log
+                )
+            node.workers.watch(node.processes, tmp_path, tmp_path)
+            node.replacements.begin(node)
+            await node.told(Layout, 2 + 2 * generation)
+            await node.has_run(0)
+            await node.has_run(1)
+            warm = [
+                json.loads((tmp_path / f"{rank}-{node.processes[rank].pid}.json").read_text())
+                for rank in (0, 1)
+            ]
+            for drawn in ("python", "numpy"):
+                assert warm[0].pop(drawn) != warm[1].pop(drawn)
+            for rank, found in enumerate(warm):
+                assert found.pop("early")
+                assert found.pop("environment") == {
+                    **cold["environment"],
+                    "MASTER_PORT": str(generation),
+                    "RANK": str(rank),
+                    BOARD: boards.path,
+                    BOARD_RANKS: boards.slots,
+                }
+                assert not found.pop("input").startswith("socket:")
+                assert found == {name: cold[name] for name in found}
+            assert node.spares == [spare]
+            assert spare.process.poll() is None
+        assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+    runs(tmp_path, act, spares=1, more=state)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        (
+            "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "a thread",
+        ),
+        ("import subprocess; CHILD = subprocess.Popen(['sleep', '600'])", "a process"),
+        ("import os; HELD = os.open('/dev/zero', os.O_RDONLY)", "opens /dev/zero"),
+        ("import random; random.seed(1)", "random numbers"),
+        ("import numpy; numpy.random.seed(1)", "random numbers"),
+    ],
+)
+def test_a_spare_that_is_not_to_be_forked_says_why(
+    tmp_path: Path, more: str, reason: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(f"{more}\n")
+
+    async def act(node: Node) -> None:
+        node.script.write_text("import own\n" + node.script.read_text())
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        (modules,) = await node.told(Modules)
+        node.replacements.hear(modules)
+        spare = await node.waits()
+        assert reason in spare.no_forks
+        await node.replacements.end(is_last=False)
+        assert await node.replacements.spares.spare_to_fork() is None
+        assert spare.process.poll() is not None
+        assert f"all workers of this node import by themselves: {spare.no_forks}" in capfd.readouterr().err
+
+    runs(tmp_path, act, spares=1)
+
+
+def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("import os\nPORT = os.environ['MASTER_PORT']\n")
+
+    async def act(node: Node) -> None:
+        node.script.write_text("import own\n" + node.script.read_text())
+        await node.begin(0)
+        await node.has_run(0)
+        look(node)
+        (modules,) = await node.told(Modules)
+        node.replacements.hear(modules)
+        spare = await node.waits()
+        with pytest.raises(OSError, match="own reads MASTER_PORT while it is imported, and it has another"):
+            spare.fork(node.environment(0, {"MASTER_PORT": "1"}), node.log, node.log)
+        await node.until(lambda: spare.process.poll() is not None, "the spare has ended")
+
+    runs(tmp_path, act, spares=1)
+
+
 def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) -> None:
     async def act(node: Node) -> None:
         await node.begin(0)
@@ -592,7 +714,9 @@ def test_no_worker_is_asked_before_it_has_finished_a_step(tmp_path: Path) -> Non
 def test_the_newest_layout_of_a_rank_decides_whether_there_are_spares(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop that calls `protection.run_steps` sends a layout before it knows that, and another one after."""
+    """A loop that calls `protection.run_steps` sends a layout before it knows that, and another one after.
+    While restarts are left, a spare is for these.
+    """
 
     async def act(node: Node) -> None:
         await node.begin(0)
@@ -600,12 +724,16 @@ def test_the_newest_layout_of_a_rank_decides_whether_there_are_spares(
         (layout,) = await node.told(Layout)
         orders: list[Any] = []
         monkeypatch.setattr(node.workers, "order", lambda rank, order: orders.append(order))
-        node.replacements.hear_layout(msgspec.structs.replace(layout, online=UNDECIDED))
-        look(node)
-        assert orders == []
-        node.replacements.hear_layout(msgspec.structs.replace(layout, online=""))
-        look(node)
-        assert orders == [ModulesProbe()]
+        for spares_alone, online, asks in (
+            (True, UNDECIDED, False),
+            (True, "", True),
+            (False, UNDECIDED, True),
+        ):
+            orders.clear()
+            node.replacements.begin(node, spares_alone=spares_alone)
+            node.replacements.hear_layout(msgspec.structs.replace(layout, online=online))
+            look(node)
+            assert orders == [ModulesProbe()] * asks
 
     runs(tmp_path, act, spares=1)
 
@@ -796,7 +924,7 @@ def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
         node.replacements.hear((await node.told(Modules))[0])
         waiting = await node.waits()
         importing = node.spares[0] if node.spares[0] is not waiting else node.spares[1]
-        await node.replacements.end()
+        await node.replacements.end(is_last=True)
         for spare in (waiting, importing):
             assert is_gone(spare.process.pid)
 

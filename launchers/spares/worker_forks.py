@@ -1,0 +1,174 @@
+"""Forks of a waiting spare, which become the workers of a node at a restart: one import serves all workers.
+
+A fork is only used if it is like a new process: the spare has one thread, no child process and no descriptor
+besides its streams, its imports have not changed the random numbers, and no variable that they have read has
+another value in the worker.
+
+The agent is the parent of each worker. So the spare forks twice, and the kernel gives the orphan to the
+agent (PR_SET_CHILD_SUBREAPER). The agent sends the streams afterwards; if the agent gives up, its socket
+ends, and the fork ends without having done anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import pickle
+import random
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
+_SPARE_STREAMS = 3
+
+
+# in the agent
+
+
+class ForkedWorker(subprocess.Popen[bytes]):
+    """A child of this process that another process has forked.
+
+    Args:
+        command: of the process, for messages.
+        pid: of the process.
+    """
+
+    def __init__(self, command: object, pid: int) -> None:
+        self._forked_pid = pid
+        super().__init__(command)  # type: ignore[call-overload]
+
+    def _execute_child(self, *_args: object) -> None:
+        self.pid = self._forked_pid
+        self._child_created = True
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Let the kernel make this process the parent of orphans of its descendants meanwhile."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    before = ctypes.c_int()
+    prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+# in the spare
+
+
+class Forks:
+    """The forks of this process, and what makes a fork unlike a new process; made before the imports."""
+
+    def __init__(self) -> None:
+        self._descriptors = _descriptors()
+        self._python_state = random.getstate()
+        self._numpy_state = b""
+        import wrapt  # ttprun, which has the other half of this module, starts without wrapt
+
+        wrapt.register_post_import_hook(self._note_numpy, "numpy.random")
+
+    def _note_numpy(self, module: ModuleType) -> None:
+        self._numpy_state = _state_of(module)
+
+    def why_not(self) -> str:
+        """Return why no fork of this process may be a worker; '': forks may."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python warns of other threads
+            child = os.fork()  # libraries that prepare for forks, such as OpenBLAS, end their threads
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        if len(os.listdir("/proc/self/task")) > 1:  # noqa: PTH208
+            return "an import starts a thread"
+        with contextlib.suppress(ChildProcessError):
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            return "an import starts a process"
+        opened = _descriptors() - self._descriptors
+        if opened:
+            return f"an import opens {min(opened)}"
+        numpy_random = sys.modules.get("numpy.random")
+        if self._python_state != random.getstate() or (
+            numpy_random is not None and self._numpy_state != _state_of(numpy_random)
+        ):
+            return "an import draws random numbers, or sets their seed"
+        return ""
+
+    def fork(self, agent: socket.socket) -> tuple[int, list[int]]:
+        """Fork a process that becomes a child of the agent.
+
+        Returns:
+            In this process the pid of the fork, 0 without a fork, and no streams; in the fork 0 and the
+            streams that the agent has sent.
+
+        Raises:
+            EOFError, OSError: in the fork, the agent does not want it any more.
+        """
+        told, tell = os.pipe()
+        try:
+            parent = os.fork()
+        except OSError:
+            os.close(told)
+            os.close(tell)
+            return 0, []
+        if parent == 0:
+            os.close(told)
+            self._fork_and_exit_parent()
+            os.setsid()
+            os.write(tell, str(os.getpid()).encode())
+            streams = take_streams(agent)
+            os.close(tell)
+            if (numpy_random := sys.modules.get("numpy.random")) is not None:
+                numpy_random.seed()  # Python's own numbers are other ones after each fork
+            return 0, streams
+        os.close(tell)
+        os.waitpid(parent, 0)
+        pid_text = os.read(told, 32)
+        self._told = told
+        return int(pid_text or b"0"), []
+
+    def wait(self) -> None:
+        """Wait until the newest fork has its streams: both read the same socket."""
+        os.read(self._told, 1)
+        os.close(self._told)
+
+    @staticmethod
+    def _fork_and_exit_parent() -> None:
+        try:
+            if os.fork() == 0:
+                return
+        except OSError:
+            pass
+        os._exit(0)
+
+
+def take_streams(agent: socket.socket) -> list[int]:
+    """Return the streams of a worker, which the agent sends.
+
+    Raises:
+        EOFError: the agent sends none.
+    """
+    _, streams, _, _ = socket.recv_fds(agent, 1, _SPARE_STREAMS)
+    if len(streams) != _SPARE_STREAMS:
+        raise EOFError
+    return streams
+
+
+def _descriptors() -> set[str]:
+    """Return what the open descriptors of this process lead to, besides the streams."""
+    targets = set()
+    for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208  (most are no paths)
+        if int(descriptor) >= _SPARE_STREAMS:
+            with contextlib.suppress(OSError):  # the descriptor of the list itself
+                targets.add(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+    return targets
+
+
+def _state_of(numpy_random: ModuleType) -> bytes:
+    return pickle.dumps(numpy_random.get_state())
