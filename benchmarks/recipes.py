@@ -68,7 +68,7 @@ def verdicts(recipes: Sequence[Mapping[str, Any]]) -> list[Verdict]:
 
 
 def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
-    if recipe["framework"] not in REACHED or recipe["entry"] in TRAINS_NOTHING:
+    if recipe["framework"] not in REACHED or recipe.get("entry") in TRAINS_NOTHING:
         return Verdict(OTHER_LOOP)
     from adaptor import preflight
     from adaptor.adapters import ms_swift

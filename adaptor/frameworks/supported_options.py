@@ -216,8 +216,10 @@ def _require_fp8(config: Any, format: str) -> None:
             f" this history within a step, so it cannot be protected yet; use {_recipes()}, or set"
             " ENABLE_TTP=False"
         )
+    if not getattr(config, "fp8_param_gather", False):
+        return
     is_torch_dist = format == "torch_dist" if format else writes_torch_dist(config)
-    if getattr(config, "fp8_param_gather", False) and not is_torch_dist:
+    if not is_torch_dist:
         raise UnsupportedError(
             "--fp8-param-gather is True: last words in the format torch would have other scales than the"
             " framework's own; use --ckpt-format torch_dist (Megatron-core 0.13 or later), or set"

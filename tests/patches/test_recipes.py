@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 COMMAND = str(ROOT / "benchmarks" / "recipes.py")
 PUBLISHED = ROOT.parent / "shared" / "recipes" / "recipes.jsonl"
 # The share of published recipes in a class, in per cent: the largest, and the smallest.
-SHARES = {"refused": (0, 10), "survive exceptions only": (0, 4), "and online recovery": (53, 100)}
+SHARES = {"refused": (0, 7), "survive exceptions only": (0, 1), "and online recovery": (60, 100)}
 
 
 def recipe(*args: str, framework: str = "megatron-lm", version: str = "0.20.0", world: int = 4) -> str:
@@ -52,7 +52,7 @@ EXPERTS = ("--num-experts", "4", "--expert-model-parallel-size", "4")
         (recipe("--stage", "sft", framework="mindspeed-llm", version="master"), ["and online recovery"]),
         (recipe(version="0.18.0"), ["every fault restarts all", "Megatron-LM 0.18.0 has not been tested"]),
         (recipe("--lr"), ["arguments that nothing parses", "argument --lr: expected one argument"]),
-        (recipe(framework="slime"), ["a loop that nothing here patches"]),
+        (recipe(framework="slime"), ["no loop, or one that nothing here patches"]),
     ],
 )
 def test_the_class_of_a_recipe(line: str, words: list[str], python: Run, tmp_path: Path) -> None:
@@ -71,8 +71,8 @@ def test_published_recipes(python: Run) -> None:
     done = python(COMMAND, str(PUBLISHED), env=environment(TTP_ONLINE="60"))
     assert done.returncode == 0, done.stderr
     for words, (smallest, largest) in SHARES.items():
-        (share,) = re.findall(rf"\| [^|]*{words}[^|]*\|[^|]*\| (\d+) % ", done.stdout)
-        assert smallest <= int(share) <= largest, done.stdout
+        rows = re.findall(rf"\| [^|]*{words}[^|]*\|[^|]*\| (\d+) % ", done.stdout)
+        assert smallest <= int(*rows) <= largest, done.stdout  # int(): 0, because an empty row is left out
 
 
 def test_a_list_that_cannot_be_read(python: Run, tmp_path: Path) -> None:
