@@ -32,7 +32,9 @@ LAYOUTS: Mapping[str, Cut] = {
 LIBRARY: Mapping[str, Cut] = {
     "core-dp4": Cut(harness.DP4, library=("--stream",)),
     "core-tp2-dp2": Cut(harness.TP2_DP2, library=("--stream",)),
-    "core-dp4-whole": Cut(harness.DP4_WHOLE, library=("--stream",)),
+    "core-dp4-whole": Cut(
+        replace(harness.DP2_WHOLE, name="dp4-whole-optimizer", processes=4), library=("--stream",)
+    ),
     "core-dp2-whole": Cut(harness.DP2_WHOLE, library=("--stream",)),
     "core-dp4-accumulates": Cut(harness.DP4, library=("--accumulate", "2")),
 }

@@ -36,11 +36,11 @@ from _blocks import Measured, paired
 from _job import Job, JobError, add_size_options, model, new_folder, run
 from step_cost import interval
 
-from adaptor import setting_values
 from adaptor.checkpoint import hashing, publish
 from adaptor.launchers.agent.programs import STORE
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
+from adaptor.store.settings import rate
 from adaptor.store.upload_order import UploadSettings
 from tests.unit import object_store
 
@@ -206,9 +206,7 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, nargs="*", choices=(1, 2), default=[1, 2])
     parser.add_argument("--pairs", type=int, default=50, help="pairs of blocks in each job (default 50)")
-    parser.add_argument(
-        "--rate", type=setting_values.rate, default=200 * 10**6, help="TTP_STORE_RATE (default 200M)"
-    )
+    parser.add_argument("--rate", type=rate, default=200 * 10**6, help="TTP_STORE_RATE (default 200M)")
     parser.add_argument("--mib", type=int, default=2048, help="size of a checkpoint (default 2048)")
     _blocks.add_options(parser)
     add_size_options(parser)

@@ -97,7 +97,6 @@ class Layout:
 
 DP4 = Layout("dp4", 4)
 DP2 = Layout("dp2", 2)
-DP4_WHOLE = Layout("dp4-whole-optimizer", 4, distributed_optimizer=False)
 DP2_WHOLE = Layout("dp2-whole-optimizer", 2, distributed_optimizer=False)
 TP2_DP2 = Layout("tp2-dp2", 4, tp=2)
 DP2_MIRROR = Layout("dp2-mirror", 2, replica="mirror")
