@@ -200,7 +200,7 @@ class PlannedWrites:
     """The tensors of `torch_dist` that this process has planned to write, by file; a part of the context.
 
     Writers are forked after `plan`, and know the plan. A persistent writer does not, and its files are not
-    compared.
+    compared. The plan of a save is kept until the save is compared: the next save may be planned before.
     """
 
     def __init__(self, context: Context) -> None:
@@ -240,7 +240,7 @@ class PlannedWrites:
             )
         if copies:
             check.not_compared.add(f"{copies} tensors that the framework copies before it plans to write")
-        self._sums = sums
+        self._sums.update(sums)  # an asynchronous save may still be pending
 
     def handed_over(self, path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, str]:
         """Return the sums of the tensors that are written to `path`, as its note has them.
