@@ -266,12 +266,17 @@ def protect(
     from adaptor.checkpoint.rng import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
     from adaptor.checkpoint.training_state import CheckpointContents
-    from adaptor.frameworks import kernel_timeout, library_state, optimizer_instances, supported_options
+    from adaptor.frameworks import (
+        compared_save,
+        kernel_timeout,
+        library_state,
+        optimizer_instances,
+        supported_options,
+    )
     from adaptor.frameworks.library_loop import OwnLoopRecovery
     from adaptor.host_copy import start
     from adaptor.online import rejoin
     from adaptor.replica import group
-    from adaptor.verification import twin_check
     from adaptor.worker import runtime
     from adaptor.worker.watchdogs import Watchdogs
 
@@ -317,9 +322,7 @@ def protect(
     if copies and isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
         start.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
     if isinstance(runtime_of_rank, runtime.Runtime):
-        runtime_of_rank.session.window.verifier = twin_check.of_this_process(
-            runtime_of_rank.rank, runtime_of_rank.processor.say
-        )
+        compared_save.attach(runtime_of_rank)
     everyone = group.of_everyone()
 
     def describe(is_repeated: bool) -> MegatronTrainee:

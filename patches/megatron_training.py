@@ -182,17 +182,15 @@ def training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 
 def attach_copier() -> None:
-    """Let this rank make copies in host memory (TTP_HOST_COPY), and compare its state with the other holders
-    (TTP_VERIFY_EVERY), if set.
+    """Let this rank make copies in host memory, compare its state with the other holders, and hold drills, if
+    set.
     """
     from adaptor.host_copy import start  # torch, which is for the script to import
-    from adaptor.verification import twin_check
 
     worker = runtime.get()
-    if isinstance(worker, runtime.Runtime):  # other engines do neither
+    if isinstance(worker, runtime.Runtime):  # other engines do none of it
         start.attach(worker.session, worker.tell_of_copy)
-        worker.session.window.verifier = twin_check.of_this_process(worker.rank, worker.processor.say)
-        worker.session.drill = compared_save.drill
+        compared_save.attach(worker)
 
 
 def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None:

@@ -88,6 +88,16 @@ def require_written(folder: str | os.PathLike[str]) -> None:
         context.part(PlannedWrites).require_written(Path(folder), check)
 
 
+def attach(worker: runtime.Runtime) -> None:
+    """Let the loop of `worker` compare its state with the other holders (TTP_VERIFY_EVERY), and hold drills
+    (TTP_DRILL_EVERY); before training begins.
+    """
+    from adaptor.verification import twin_check
+
+    worker.session.window.verifier = twin_check.of_this_process(worker.rank, worker.processor.say)
+    worker.session.drill = drill
+
+
 class _Drills:
     """The drills of this process, a part of its context; `is_told`: whether a failed one was printed."""
 

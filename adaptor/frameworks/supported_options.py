@@ -102,12 +102,14 @@ def require_no_host_copy() -> None:
 
 
 def require_no_comparison() -> None:
-    """Refuse TTP_VERIFY_EVERY in a loop that compares nothing. Raises UnsupportedError."""
-    if context.get().settings.verify_every != 0:
-        raise UnsupportedError(
-            "TTP_VERIFY_EVERY is set: only jobs of Megatron-LM and MindSpeed-LLM, and loops with"
-            " adaptor.protect, compare the holders of their state; leave it out"
-        )
+    """Refuse TTP_VERIFY_EVERY and TTP_DRILL_EVERY in a loop without comparisons. Raises UnsupportedError."""
+    settings = context.get().settings
+    for variable, every in {"VERIFY": settings.verify_every, "DRILL": settings.drill_every}.items():
+        if every != 0:
+            raise UnsupportedError(
+                f"TTP_{variable}_EVERY is set: only jobs of Megatron-LM and MindSpeed-LLM, and loops with"
+                " adaptor.protect, compare the holders of their state; leave it out"
+            )
 
 
 def require_alone(args: Any) -> None:

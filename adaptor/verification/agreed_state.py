@@ -20,7 +20,7 @@ WEIGHT, PARAM = "weight", "param"
 _TOLD = 3  # differences that are printed
 _MOST_RANKS = 8  # that are printed
 # The words for a checkpoint without an agreed state.
-NONE = "no agreed sums: nobody can tell whether it has the state that was trained"
+NONE = "no agreed sums: saved without TTP_VERIFY_SAVES, so the saved state itself cannot be checked"
 
 
 class AgreedShard(msgspec.Struct, frozen=True):

@@ -21,7 +21,9 @@ from adaptor.verification.agreed_state import HeldState
 
 
 def hold(step: int, trainee: Any, record: BoardRecord, everyone: dist.ProcessGroup) -> Drilled | None:
-    """Hold a drill behind `step`; return the result on rank 0. Collective.
+    """Hold a drill behind `step`; return the result on rank 0, or None after a step without an update.
+
+    Collective.
 
     Args:
         step: that all ranks have finished.
@@ -35,6 +37,8 @@ def hold(step: int, trainee: Any, record: BoardRecord, everyone: dist.ProcessGro
     held = state_sums.held_by(trainee.state, trainee.mirrors, trainee.shares)
     gathered = group.gather_all((record, trainee.shares, held), everyone)
     if dist.get_rank(everyone):
+        return None
+    if any(board.finished != step for board, _, _ in gathered):
         return None
     lost = random.Random(step).randrange(len(gathered))
     boards = {rank: board for rank, (board, _, _) in enumerate(gathered)}

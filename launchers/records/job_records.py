@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -202,7 +202,6 @@ class JobStatus:
         self._written = time.monotonic()
         self._save = members.save or self._save
         why_not = next(iter(members.unprotected.values()), "")
-        drilled = self._report.drilled
         copied = self._newest_copy()
         if copied != self._copy[0]:
             self._copy = (copied, time_now)
@@ -240,9 +239,7 @@ class JobStatus:
             host_copy_time=None if copied is None else utc(self._copy[1]),
             failed_saves=self._report.failed_saves,
             failed_save=self._report.failed_save,
-            drill_step=None if drilled is None else drilled[0],
-            drill_time=None if drilled is None else utc(drilled[1]),
-            drill_problem="" if drilled is None else drilled[2],
+            **self._newest_drill(),
         )
         self._files.write_status(self._last)
 
@@ -283,9 +280,17 @@ class JobStatus:
                     incidents=self._report.incidents,
                     last_incident=self._report.last_id,
                     spent=self._uses.totals(),
+                    **self._newest_drill(),
                 ),
                 always=True,
             )
+
+    def _newest_drill(self) -> dict[str, Any]:
+        """Return the fields of the status about the newest drill."""
+        if self._report.drilled is None:
+            return {}
+        step, drill_time, problem = self._report.drilled
+        return {"drill_step": step, "drill_time": utc(drill_time), "drill_problem": problem}
 
 
 def _state_of(controller: Controller) -> State:

@@ -58,18 +58,21 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path
 
 
 def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path) -> None:
-    """A spare replaces a killed rank, an exception redoes its step; nobody else is started again."""
+    """A spare replaces a killed rank, an exception redoes its step; nobody else is started again. Behind each
+    step a drill finds the job recoverable."""
     save = tmp_path / "save"
     kill = "rank=2,step=4,phase=backward,kind=sigkill-beside-a-spare"
     faults = [kill, "rank=0,step=6,phase=reduction,kind=exception"]
     job = ("--save", str(save), "--loop", "run-steps")
-    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=("--ttp-online", "60"))
+    options = ("--ttp-online", "60", "--ttp-drill-every", "1")
+    ended = train(tmp_path / "job", *job, restarts=1, faults=faults, options=options)
     assert ended.code == 0, ended.log[-3000:]
     assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
     (spare,) = [stamp["spare"] for stamp in ended.stamps if stamp["rank"] == 2]
     assert f"replaced by pid {spare}, " in ended.log
     status = job_folder.status(job_folder.find(tmp_path / "job/logs"))
     assert (status.state, status.step) == ("ended", ITERATIONS)
+    assert (status.drill_step, status.drill_problem) == (ITERATIONS - 1, "")
     assert Path(status.script).suffix == ".py"
     assert [ended.log.count(f"back behind step {step}\n") for step in (3, 5)] == [4, 4]
     assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
