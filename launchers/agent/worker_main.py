@@ -100,7 +100,7 @@ def run(arguments: list[str]) -> None:
         multiprocessing.current_process()._config["tempdir"] = os.environ[environment.SCRATCH]  # type: ignore
     try:
         leave = arm(worker)
-        if context.get().settings.spares:
+        if _may_have_spares():
             context.part(ScriptImports).begin()
         _script.run(arguments)
     except (ConfigError, DriftError, UnsupportedError, ResumeError, StartError) as error:
@@ -126,6 +126,16 @@ def run(arguments: list[str]) -> None:
     else:
         worker.finish()
         leave()
+
+
+def _may_have_spares() -> bool:
+    """Return whether spares may import the modules of this worker (`Replacements.look`)."""
+    from adaptor import context
+
+    settings, environ = context.get().settings, os.environ
+    restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "1"))
+    restarts_left = restarts - int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    return settings.spares > 0 and (settings.online_s > 0 or restarts_left > 0)
 
 
 def _speaks_for_all() -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from adaptor.launchers.agent import stack_collector
+from adaptor.launchers.agent import stack_collector, worker_main
 from adaptor.launchers.agent.programs import SPARE, WORKER
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.spares import spare_pool
@@ -736,6 +736,26 @@ def test_the_newest_layout_of_a_rank_decides_whether_there_are_spares(
             assert orders == [ModulesProbe()] * asks
 
     runs(tmp_path, act, spares=1)
+
+
+@pytest.mark.parametrize(
+    ("spares", "online_s", "restarts", "is_recorded"),
+    [
+        ("1", "0", "0", False),
+        ("1", "0", "2", False),
+        ("1", "0", "3", True),
+        ("1", "60", "0", True),
+        ("0", "60", "3", False),
+    ],
+)
+def test_a_worker_records_its_imports_where_a_spare_may_need_them(
+    spares: str, online_s: str, restarts: str, is_recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTP_SPARES", spares)
+    monkeypatch.setenv("TTP_ONLINE", online_s)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(min(int(restarts), 2)))
+    assert worker_main._may_have_spares() is is_recorded
 
 
 def test_a_cold_process_where_no_spare_is_to_be_used(tmp_path: Path) -> None:
