@@ -130,6 +130,14 @@ class LeaseContent(Owner, frozen=True):
     excluded: tuple[str, ...] = ()
     store: str = ""
 
+    @classmethod
+    def of_owner(
+        cls, owner: Owner, generation: str, excluded: tuple[str, ...] = (), store: str = ""
+    ) -> LeaseContent:
+        """Return the lease of `owner`; `_write` adds the folder."""
+        fields = msgspec.structs.asdict(owner)
+        return cls(**fields, generation=generation, excluded=excluded, store=store)
+
 
 def go_on_without(
     root: Path,
@@ -163,7 +171,7 @@ def go_on_without(
     """
     with locked(root, patience_s=LOCK_PATIENCE_S):
         seen_lease = _look(root)
-        written = decode(seen_lease.text, LeaseContent) if seen_lease is not None else None
+        written = seen_lease.content if seen_lease is not None else None
         if written is None or written.generation != generation:
             if has_lease and (written is None or seen_lease is None or seen_lease.owner == owner):
                 return  # the lease could not be written, so no other node can take the lease over
@@ -175,7 +183,7 @@ def go_on_without(
         if excluded:
             raise CheckpointError(f"the other side of a cut network goes on without {' and '.join(excluded)}")
         all_excluded = tuple(sorted({*written.excluded, *lost}))
-        _write(root, owner, generation, all_excluded, store or written.store)
+        _write(root, LeaseContent.of_owner(owner, generation, all_excluded, store or written.store))
 
 
 class StoreOfJob:
@@ -198,7 +206,7 @@ class StoreOfJob:
     def _read(self) -> str:
         with contextlib.suppress(OSError):
             self._seen = _look(self._root)
-            written = decode(self._seen.text, LeaseContent) if self._seen is not None else None
+            written = self._seen.content if self._seen is not None else None
             return written.store if written is not None else ""
         return ""
 
@@ -215,14 +223,19 @@ class _Seen(msgspec.Struct, frozen=True):
         return decode(self.text, Owner)
 
     @property
+    def content(self) -> LeaseContent | None:
+        """Return the whole content; None if the file has another content."""
+        return decode(self.text, LeaseContent)
+
+    @property
     def leaving(self) -> bool:
         """Return True if the job of the lease saves in the folder for the last time."""
-        written = decode(self.text, LeaseContent)
+        written = self.content
         return written is not None and written.leaving
 
     def is_copied(self, root: Path) -> bool:
         """Return True if the lease was written for another folder of this machine, and `root` is a copy."""
-        written = decode(self.text, LeaseContent)
+        written = self.content
         if written is None or not written.inode:
             return False
         try:
@@ -240,26 +253,10 @@ def decode(text: bytes, kind: type[_Owner]) -> _Owner | None:
         return None
 
 
-def _write(
-    root: Path,
-    owner: Owner,
-    generation: str,
-    excluded: tuple[str, ...] = (),
-    store: str = "",
-    *,
-    leaving: bool = False,
-) -> None:
+def _write(root: Path, content: LeaseContent) -> None:
     status = root.stat()
-    written = LeaseContent(
-        **{name: getattr(owner, name) for name in Owner.__struct_fields__},
-        device=status.st_dev,
-        inode=status.st_ino,
-        leaving=leaving,
-        generation=generation,
-        excluded=excluded,
-        store=store,
-    )
-    disk.replace(root, naming.LEASE, msgspec.json.encode(written))
+    content = msgspec.structs.replace(content, device=status.st_dev, inode=status.st_ino)
+    disk.replace(root, naming.LEASE, msgspec.json.encode(content))
 
 
 def _look(root: Path) -> _Seen | None:
@@ -322,8 +319,9 @@ class Lease:
                 raise ConfigError(self._refusal(seen_now))  # another job was quicker
             if path.is_dir() and not path.is_symlink():  # a file cannot replace a folder
                 disk.remove(path)
-            written = decode(seen_now.text, LeaseContent) if seen_now is not None and is_own else None
-            _write(self._root, self._owner, self._generation, (), written.store if written else "")
+            written = seen_now.content if seen_now is not None and is_own else None
+            store = written.store if written is not None else ""
+            _write(self._root, LeaseContent.of_owner(self._owner, self._generation, store=store))
 
     def _after_who_is_leaving(self, stale_s: float, patience_s: float) -> _Seen | None:
         """Return the lease once no leaving job has it, or after `patience_s`."""
@@ -358,12 +356,11 @@ class Lease:
         with contextlib.suppress(OSError, CheckpointError):
             seen_lease = _look(self._root)
             if seen_lease is not None and seen_lease.owner == self._owner and not self._released.is_set():
-                written = decode(seen_lease.text, LeaseContent) or LeaseContent("", 0, 0, "", "", "")
                 # The generation of the workers, which save for the last time: by it nodes see that they share
                 # the folder.
-                self._generation = self._generation or written.generation
-                kept = written.excluded, written.store
-                _write(self._root, self._owner, self._generation, *kept, leaving=True)
+                written = seen_lease.content or LeaseContent.of_owner(self._owner, "")
+                generation = self._generation or written.generation
+                _write(self._root, msgspec.structs.replace(written, generation=generation, leaving=True))
 
     def keep(self) -> None:
         """Touch the lease from now on, in a thread; without a thread the lease holds on this machine
