@@ -112,9 +112,10 @@ class SpareGate:
         """Serve spares from now on: the node is node 0, or has taken the controller over.
 
         Args:
-            store: the rendezvous store, in the place of the store that was lost with node 0.
+            store: the rendezvous store, in the place of the store that was lost with node 0; None: the store
+                stays. The flags of a spare that waits here may still name the lost store.
         """
-        self._store = store
+        self._store = store or self._store
         self._turn.set()
 
     async def await_spares(self, count: int, limit_s: float) -> None:

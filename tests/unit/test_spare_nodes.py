@@ -311,6 +311,28 @@ def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: config
     _run(work())
 
 
+def test_a_spare_that_stays_over_a_restart_is_sent_to_the_store_of_the_new_node_0(
+    settings: config.Config,
+) -> None:
+    """Its flags name the lost store. The new node 0 serves spares at its take-over, and at the restart."""
+
+    async def work() -> None:
+        gate, store = _gate(settings), Endpoint("127.0.0.1", 29500)
+        gate.begin_turn(store)
+        found = await gate.open("127.0.0.1")
+        spare = asyncio.ensure_future(wait_at_gate(found, "127.0.0.1", settings, MINE, WarmProcesses([], 0)))
+        await _waits(gate, 1)
+        gate.begin_turn()
+        await gate.fill({1: (0,)}, StartCounts(restarts=2, generations=2))
+        taken = await spare
+        assert taken is not None
+        assert taken.place.store == store
+        taken.connection.close()
+        await gate.close()
+
+    _run(work())
+
+
 def test_a_spare_goes_home_when_the_job_is_over(settings: config.Config) -> None:
     async def work() -> None:
         gate = _gate(settings)
