@@ -384,10 +384,10 @@ class AgentControl:
                 members.agents_of(order.nodes),
                 is_first=True,
             )
-        gate = None if refusal else self.gate
-        filled = await fill_online(gate, members, order, self._counts, self._wants_replacements)
         if refusal:
             filled = PlacesFilled(0, order.incident, order.nodes, {}, refusal)
+        else:
+            filled = await fill_online(self.gate, members, order, self._counts, self._wants_replacements)
         if filled.owners:
             self.given.put(filled.owners)
         self._forward(filled)

@@ -97,6 +97,9 @@ class Rendezvous:
         has_store: whether the store ends with this agent; a static rendezvous has the store on node 0.
         next_store: takes the place of a store that is lost with node 0; None: no store does.
         look: as in `Registry`.
+
+    Attributes:
+        ends_with_node_0: the store is in the process of node 0; with c10d known after a meeting
     """
 
     def __init__(
@@ -117,8 +120,7 @@ class Rendezvous:
         self._static = FixedNodes(handler) if handler.get_backend() == "static" else None
         self._signs = dynamic_nodes.watch(handler)
         self._has_store = self._static.is_host if self._static is not None else has_store
-        # The loss of node 0 ends the store; with another backend than static known after a meeting.
-        self._ends_with_node_0 = self._static is not None
+        self.ends_with_node_0 = self._static is not None
         if has_store and handler.get_backend() == "c10d":
             handler._store.set(_OF_AN_AGENT, "")
         self._tell_of_end: Callable[[], None] | None = None
@@ -166,18 +168,13 @@ class Rendezvous:
 
     # after the loss of node 0
 
-    @property
-    def ends_with_node_0(self) -> bool:
-        """Return whether the store is in the process of node 0."""
-        return self._ends_with_node_0
-
     def open_store(self, address: str) -> Endpoint | None:
         """Open a store in the place of the store of node 0, which is lost; None if that cannot be.
 
         Args:
             address: of this node.
         """
-        return self._next_store.open(address) if self._next_store and self._ends_with_node_0 else None
+        return self._next_store.open(address) if self._next_store and self.ends_with_node_0 else None
 
     def store_at(self, endpoint: Endpoint) -> Store:
         """Return the store that another node, or this node, has opened in the place of that of node 0."""
@@ -258,7 +255,7 @@ class Rendezvous:
                 info = self._handler.next_rendezvous()
                 self._has_met = True
                 if self.store_of_all_rounds is not None:
-                    self._ends_with_node_0 = bool(self.store_of_all_rounds.check([_OF_AN_AGENT]))
+                    self.ends_with_node_0 = bool(self.store_of_all_rounds.check([_OF_AN_AGENT]))
                 if self._signs is not None:
                     self._signs.enter(int(info.rank))
                 return info
