@@ -257,13 +257,13 @@ class Node:
             taken: as in `stay_at_gate`.
         """
         node, own_gate = self.control.node, None
-        if node == 0 or stands_by(node):
+        if node == 0:
+            places.announce(self.open_gate(common, host, is_first=True).invitation)
+            return
+        if stands_by(node):
             assert self.control.client is not None
-            address = self.control.client.address if node else host
-            own_gate = self.open_gate(common, address, is_first=node == 0)
-        if node == 0 and own_gate is not None:
-            places.announce(own_gate.invitation.encode())
-        elif gate := places.gate():
+            own_gate = self.open_gate(common, self.control.client.address, is_first=False)
+        if gate := places.gate():
             self.stay_at_gate(gate, host, node, ranks, taken, own_gate)
 
     def stay_at_gate(

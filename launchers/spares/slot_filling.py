@@ -106,9 +106,9 @@ class Places:
         self._node = node
         self._place = place
 
-    def announce(self, invitation: bytes) -> None:
+    def announce(self, invitation: str) -> None:
         """Let spare nodes find the gate."""
-        self._store.set(GATE, invitation.decode())
+        self._store.set(GATE, invitation)
 
     def gate(self) -> bytes:
         """Return the invitation to the gate, which node 0 opens with its first workers; empty without a
