@@ -107,8 +107,8 @@ class Recoveries:
 
     def why_no_more(self, cause: FirstCause, step: int, out_of_memory: Iterable[int]) -> str:
         """Return why another recovery from `step` would only meet the same fault again; "" if it may help."""
-        for rank in out_of_memory:
-            steps = step - self.out_of_memory.get(rank, step - OUT_OF_MEMORY_STEPS - 1)
+        for rank in (rank for rank in out_of_memory if rank in self.out_of_memory):
+            steps = step - self.out_of_memory[rank]
             if steps <= OUT_OF_MEMORY_STEPS:
                 later = f"{steps} step{'' if steps == 1 else 's'} later"
                 return f"the kernel has ended rank {rank} for want of memory again, {later}"

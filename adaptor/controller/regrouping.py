@@ -67,8 +67,8 @@ class Regrouping:
         self._is_told = False  # survivors have their orders, in this attempt
         # A rank that cannot join, the reason, and the time until which an unreported loss may explain it.
         self._unexplained: tuple[int, str, float] | None = None
-        # Survivors that could not join once without a known cause; -1: nobody joined, and no rank stood out.
-        self._excused: set[int] = set()
+        self._excused: set[int] = set()  # survivors that could not join once without a known cause
+        self._has_stood_still = False  # once: all ranks answered, none made progress, and no rank stood out
         self.presence = PresenceCheck(state.now, self.timeout_s)
 
     @property
@@ -395,7 +395,7 @@ class Regrouping:
             self.newcomers.count_failures(waiting)
             return self._retry(f"the new process of rank {waiting[0]} makes no progress", cold=True)
         reason = f"no progress for {self.timeout_s / 2:g} s"
-        if -1 in self._excused:
+        if self._has_stood_still:
             return self.cancel(reason)
-        self._excused.add(-1)
+        self._has_stood_still = True
         return self._retry(reason, cold=False)
