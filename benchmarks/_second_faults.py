@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from _bench import table
 from _layouts import Cut
 from _online import ALL, EXPLAINED, FAILED, ONLINE, RESTART, STEPS, Drawn, Incident, Planned
+from _schedule import LEARNT
 
 from tests.faults.fault import NEWCOMERS, ONCE, PHASES, Fault
 
@@ -39,8 +40,6 @@ SECONDS: Sequence[tuple[str, str, tuple[str, ...]]] = (
     (AGENT, "exchange", ("agent-pause",)),
     (SPARE, "freeze", ("spare-sigkill", "spare-sigstop")),
 )
-# A hang is recognised by the usual duration of steps, which is known after some.
-_LEARNT = 3
 
 
 WHAT = """\
@@ -77,7 +76,7 @@ def _planned(source: random.Random, cut: Cut, spares: int, struck: Sequence[str]
         kind, phase = source.choice(FIRST_KINDS), source.choice(FIRST_PHASES)
         if phase == "data" and cut.library is not None:
             phase = "forward"  # Megatron-core has no function that fetches a batch
-        step += source.randint(3, 5) + (_LEARNT if kind == "deadlock" else 0)
+        step += source.randint(3, 5) + (LEARNT if kind == "deadlock" else 0)
         if step > STEPS - 2:
             return
         if not {NEWCOMER, SURVIVOR}.intersection(struck):

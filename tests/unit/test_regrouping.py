@@ -217,12 +217,11 @@ def test_a_survivor_that_is_stopped_in_a_recovery_is_replaced_as_well() -> None:
     job.handle(Hello(1, 100), 1.5)
     assert _live_on(job, 2, ROUND_S * ROUNDS) == []
     orders = _live_on(job, 2, ROUND_S * (ROUNDS + 1))
-    assert {order.rank for _, order in orders if isinstance(order, Replace)} == {1, 2}
+    assert _replaced(orders) == {1, 2}
     for rank, pid in ((2, 200), (1, 101)):
         job.handle(Died(rank, -9, 0.0, BoardRecord(rank)), 20.0)
         orders = job.handle(Hello(rank, pid), 20.0)
-    told = [order for _, order in orders if isinstance(order, Addressed)]
-    assert {order.rank for order in told if isinstance(order.message, Regroup)} == set(RANKS)
+    assert _is_told(orders)
 
 
 def test_where_nobody_else_has_its_shard_all_start_again_when_it_does_not_answer() -> None:
