@@ -81,11 +81,9 @@ def require_written(folder: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: it differs.
     """
-    from adaptor.verification.save_check import PlannedWrites
-
     check = context.part(RegularSaves).check_in(Path(folder))
     if check is not None:
-        context.part(PlannedWrites).require_written(Path(folder), check)
+        check.require_written(Path(folder))
 
 
 def attach(worker: runtime.Runtime) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import xxhash
@@ -30,6 +31,14 @@ from adaptor.verification.agreed_state import MASK, PARAM, WEIGHT, AgreedState, 
 from adaptor.verification.placed_sums import name_factor, placed_sum
 
 
+@dataclass(frozen=True)
+class _PlannedBits:
+    """A sum of a planned tensor, placed if it lies on a device, which computes no other sum."""
+
+    is_placed: bool
+    text: str
+
+
 @dataclass
 class SaveCheck:
     """The check of one regular save.
@@ -39,12 +48,14 @@ class SaveCheck:
         state: of the rank
         agreed: the sums on which all holders agree
         not_compared: what this rank could not compare when it was written
+        planned: the tensors of `torch_dist` that this rank has planned to write, by file
     """
 
     step: int
     state: TrainingState
     agreed: AgreedState
     not_compared: set[str] = field(default_factory=set)
+    planned: dict[str, dict[str, _PlannedBits]] = field(default_factory=dict)
 
     @property
     def field(self) -> AgreedState:
@@ -134,6 +145,23 @@ class SaveCheck:
             for key, found in state_sums.sums_of_world(optimizer, part, names).items():
                 self._require(key, found, position)
 
+    def require_written(self, folder: Path) -> None:
+        """Compare the tensors that this rank's writers have written below `folder` with the plan.
+
+        Raises:
+            CheckpointError: a tensor has other bits than the planned tensor had.
+        """
+        for path in [path for path in self.planned if Path(path).parent == folder]:
+            sums, written = self.planned.pop(path), checksum_notes.tensors_of(Path(path))
+            wrong = [name for name, bits in sums.items() if written.get(name) != bits.text]
+            if not written:
+                self.not_compared.add("files of writers that the adaptor does not see")
+            elif wrong:
+                raise CheckpointError(
+                    f"{path}: {wrong[0]} was written with other bits than the state in memory had"
+                    f" ({len(wrong)} of {len(sums)} tensors)"
+                )
+
     def live_storages(self) -> set[int]:
         """Return the addresses of the memory in which the training state of this rank lives."""
         tensors = [
@@ -181,14 +209,6 @@ def begin(step: int, trainee: Any, everyone: torch.distributed.ProcessGroup) -> 
     return SaveCheck(step, trainee.state, agree(step, gathered))
 
 
-@dataclass(frozen=True)
-class _PlannedBits:
-    """A sum of a planned tensor, placed if it lies on a device, which computes no other sum."""
-
-    is_placed: bool
-    text: str
-
-
 def _bits(tensor: torch.Tensor, *, is_placed: bool) -> str:
     if is_placed:
         return f"{placed_sum(tensor):016x}"
@@ -197,14 +217,15 @@ def _bits(tensor: torch.Tensor, *, is_placed: bool) -> str:
 
 
 class PlannedWrites:
-    """The tensors of `torch_dist` that this process has planned to write, by file; a part of the context.
+    """The plans of the pending saves of this process; a part of the context.
 
     Writers are forked after `plan`, and know the plan. A persistent writer does not, and its files are not
-    compared. The plan of a save is kept until the save is compared: the next save may be planned before.
+    compared. A plan belongs to the check of its save, and goes with it: the next save may be planned before
+    an asynchronous save has ended, and a save that is abandoned or fails leaves no plan behind.
     """
 
     def __init__(self, context: Context) -> None:
-        self._sums: dict[str, dict[str, _PlannedBits]] = {}
+        self._checks: WeakValueDictionary[str, SaveCheck] = WeakValueDictionary()  # by file
         self._were_live: set[str] = set()
 
     def plan(self, check: SaveCheck, buckets: Iterable[Any], planner: Any) -> None:
@@ -240,7 +261,8 @@ class PlannedWrites:
             )
         if copies:
             check.not_compared.add(f"{copies} tensors that the framework copies before it plans to write")
-        self._sums.update(sums)  # an asynchronous save may still be pending
+        check.planned.update(sums)
+        self._checks.update(dict.fromkeys(sums, check))
 
     def handed_over(self, path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, str]:
         """Return the sums of the tensors that are written to `path`, as its note has them.
@@ -249,34 +271,14 @@ class PlannedWrites:
             path: of the file.
             tensors: items, each with its tensor.
         """
-        planned = self._sums.get(str(path), {})
+        check = self._checks.get(str(path))
+        planned = {} if check is None else check.planned.get(str(path), {})
         named = ((name_of(item), tensor) for item, tensor in tensors)
         return {
             name: _bits(tensor, is_placed=planned[name].is_placed)
             for name, tensor in named
             if name in planned
         }
-
-    def require_written(self, folder: Path, check: SaveCheck | None) -> None:
-        """Compare what this rank's writers have written below `folder` with the plan.
-
-        Args:
-            folder: of the save.
-            check: of the save, if known.
-
-        Raises:
-            CheckpointError: a tensor has other bits than the planned tensor had.
-        """
-        for path in [path for path in self._sums if Path(path).parent == folder]:
-            sums, written = self._sums.pop(path), checksum_notes.tensors_of(Path(path))
-            wrong = [name for name, bits in sums.items() if written.get(name) != bits.text]
-            if not written and check is not None:
-                check.not_compared.add("files of writers that the adaptor does not see")
-            if written and wrong:
-                raise CheckpointError(
-                    f"{path}: {wrong[0]} was written with other bits than the state in memory had"
-                    f" ({len(wrong)} of {len(sums)} tensors)"
-                )
 
 
 def name_of(item: Any) -> str:

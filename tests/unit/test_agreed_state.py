@@ -5,6 +5,7 @@ loaded.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -178,6 +179,25 @@ def _regular_in_torch_dist(tmp_path: Path, lie: Lie) -> None:
         _saves().hashing(path, _Results(), lambda: compared_save.sums_of(path, tensors)).put("written")
         compared_save.require_written(folder)
         _saves().tracker(str(tmp_path / naming.TRACKER))
+
+
+@pytest.mark.usefixtures("_rank_0")
+def test_the_plan_of_a_save_that_is_abandoned_is_dropped(tmp_path: Path) -> None:
+    _, live = next(iter(Rank(0, 1).states.items()))
+    plan = _Planner(live)
+    with _saves().regular(str(tmp_path), STEP, asynchronous=True, agree=lambda step: _check()):
+        folder = Path(_saves().renamed(str(tmp_path / naming.final_name(STEP))))
+        ((path, _, (_, tensors)),) = plan.buckets(folder)
+        check = _saves().check_in()
+        assert check is not None
+        context.part(PlannedWrites).plan(check, plan.buckets(folder), plan)
+        _saves().scheduled(SimpleNamespace(finalize_fns=[], add_finalize_fn=lambda function: None))
+    del check
+    gc.collect()
+    assert len(compared_save.sums_of(path, tensors)) == len(live)
+    _saves().abandon()
+    gc.collect()
+    assert compared_save.sums_of(path, tensors) == {}
 
 
 class _Results:
