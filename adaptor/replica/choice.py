@@ -1,9 +1,9 @@
 """Chooses the replicas of a job, from its layout and the user's setting.
 
 `split`   the data-parallel group is cut in two, and each half holds the whole optimizer state: Megatron's own
-          `num_distributed_optimizer_instances`, where correct (`cannot_split`)
-`mirror`  each rank keeps a copy of its neighbour's shard; the groups of the framework stay unchanged `none`
-nothing is added
+          `num_distributed_optimizer_instances`, unless these compute wrong results (`cannot_split`)
+`mirror`  each rank keeps a copy of its neighbour's shard; the groups of the framework stay unchanged
+`none`    nothing is added
 """
 
 from __future__ import annotations
