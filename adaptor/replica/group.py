@@ -13,7 +13,6 @@ from adaptor import context
 from adaptor.waits import Waits
 
 T = TypeVar("T")
-_LENGTH = 8  # bytes of a length in a message
 
 _everyone: dist.ProcessGroup | None = None
 
@@ -81,7 +80,7 @@ def gather_bytes(everyone: dist.ProcessGroup, data: bytes) -> list[bytes]:
     padded = torch.frombuffer(bytearray(data.ljust(max(counts), b"\0")), dtype=torch.uint8)
     gathered = [torch.empty_like(padded) for _ in counts]
     _wait(dist.all_gather(gathered, padded, group=everyone, async_op=True))
-    return [bytes(part[:count].tolist()) for part, count in zip(gathered, counts, strict=True)]
+    return [part[:count].numpy().tobytes() for part, count in zip(gathered, counts, strict=True)]
 
 
 def _wait(work: Any) -> None:
@@ -105,21 +104,9 @@ def gather_all(value: T, everyone: dist.ProcessGroup) -> list[T]:
 
     Args:
         value: of this rank; it can be pickled.
-        everyone: the group of all ranks, of gloo.
+        everyone: the group of all ranks.
 
     Raises:
         RuntimeError: a rank is gone.
     """
-    content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    (longest,) = (-negative for negative in smallest(everyone, [-content.numel()]))
-    own = torch.zeros(longest + _LENGTH, dtype=torch.uint8)
-    own[:_LENGTH] = torch.tensor(list(content.numel().to_bytes(_LENGTH, "little")), dtype=torch.uint8)
-    own[_LENGTH : _LENGTH + content.numel()] = content
-    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(everyone))]
-    work = dist.all_gather(gathered, own, group=everyone, async_op=True)
-    context.part(Waits).wait(work, work.wait)
-    values = []
-    for tensor in gathered:
-        data = tensor.numpy().tobytes()
-        values.append(pickle.loads(data[_LENGTH : _LENGTH + int.from_bytes(data[:_LENGTH], "little")]))
-    return values
+    return [pickle.loads(data) for data in gather_bytes(everyone, pickle.dumps(value))]

@@ -46,3 +46,10 @@ def test_a_wait_at_the_barrier_can_be_ended() -> None:
     environment = {**os.environ, "PYTHONPATH": str(script.parents[2]), "GLOO_SOCKET_IFNAME": "lo"}
     ran = warm.run([sys.executable, str(script), str(free_port())], env=environment, timeout=240)
     assert ran.stdout.split() == ["WaitEndedError"], ran.stderr[-3000:]
+
+
+def test_values_are_gathered(alone: None) -> None:
+    everyone = group.of_everyone()
+    assert group.gather_bytes(everyone, b"\0two\0") == [b"\0two\0"]
+    assert group.gather_all({"step": (3, None)}, everyone) == [{"step": (3, None)}]
+    assert group.total(everyone, (1 << 64) - 1) == (1 << 64) - 1
