@@ -12,7 +12,6 @@ a sum in any order.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +19,11 @@ import torch
 import xxhash
 
 from adaptor.replica import optimizer_state, twin
+from adaptor.verification.agreed_state import MASK
+from adaptor.verification.placed_sums import odd_factors, odd_hash, words_of
 
 # Words that are multiplied at once: the products stay in the cache of a device.
 _CHUNK = 1 << 20
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-_MASK = (1 << 64) - 1
 
 # The sums of a shard, by key (`shard_sums`): 32 hexadecimal digits from a host, 16 from a device.
 Sums = Mapping[str, str]
@@ -48,8 +47,7 @@ class BitSum:
     def add(self, tensor: torch.Tensor) -> None:
         """Add the elements of `tensor`, of any type and shape."""
         self._count += 1
-        flat = tensor.detach().reshape(-1).contiguous()
-        words = flat.view(_WORDS[flat.element_size()])
+        words = words_of(tensor)
         if self._weighted is None:
             self._weighted = words.device.type != "cpu"
         if not words.numel():
@@ -57,7 +55,7 @@ class BitSum:
         if not self._weighted:
             self._host.update(words.view(torch.uint8).numpy().data)
             return
-        factors = _factors(words.device)
+        factors = odd_factors(words.device, _CHUNK)
         for start in range(0, words.numel(), _CHUNK):
             chunk = words[start : start + _CHUNK].to(torch.int64)
             self._partial_sums.append((chunk * factors[: chunk.numel()]).sum())
@@ -70,25 +68,8 @@ class BitSum:
         total = self._count
         partial_sums = torch.stack(self._partial_sums).tolist() if self._partial_sums else []
         for place, partial_sum in enumerate(partial_sums):
-            total += partial_sum * _odd(place)
-        return f"{total & _MASK:016x}"
-
-
-def _odd(number: int) -> int:
-    """Return an odd hash of `number` below 2**64."""
-    return int(xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"))) | 1
-
-
-@functools.cache
-def _factors(device: torch.device) -> torch.Tensor:
-    """Return the odd factors of the words of a chunk: distinct and below 2**32, so that two single-bit
-    changes in a chunk never cancel each other. Each step of the loop is bijective on 31 bits.
-    """
-    place = torch.arange(_CHUNK, dtype=torch.int64)
-    for multiplier in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35):
-        place = (place * multiplier) & ((1 << 31) - 1)
-        place ^= place >> 15
-    return (2 * place + 1).to(device)
+            total += partial_sum * odd_hash(place.to_bytes(8, "little"))
+        return f"{total & MASK:016x}"
 
 
 def tensors_sum(tensors: Iterable[torch.Tensor], weighted: bool | None = None) -> str:

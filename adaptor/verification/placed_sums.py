@@ -2,8 +2,8 @@
 
 The sum of a param is the total of the sums of its parts, whatever the parts are, modulo 2**64. So ranks that
 hold parts of a param, a rank that holds all of it, and ranks of a job with another data-parallel size
-compare the same number. The words are multiplied by odd hashed factors, as in `checksums`, which has sums
-that are faster on a host and do not add up.
+compare the same number. The words are multiplied by odd hashed factors, as in `checksums`, whose sums are
+faster on a host and do not add up.
 """
 
 from __future__ import annotations
@@ -15,16 +15,28 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-MASK = (1 << 64) - 1
+from adaptor.verification.agreed_state import MASK
+
 # Words that share one factor of their place; a sum over them stays in the cache of a processor.
 _CHUNK = 1 << 13
 _AT_ONCE = 1 << 22  # words that a device multiplies at once
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a tensor of any type and shape as integers of at most 32 bits, flat."""
+    flat = tensor.detach().reshape(-1).contiguous()
+    return flat.view(_WORDS[flat.element_size()])
+
+
+def odd_hash(data: bytes) -> int:
+    """Return an odd hash of `data` below 2**64."""
+    return int(xxhash.xxh3_64_intdigest(data)) | 1
+
+
 def name_factor(name: str) -> int:
     """Return the odd factor of a param's sum in the sum of all params."""
-    return int(xxhash.xxh3_64_intdigest(name.encode())) | 1
+    return odd_hash(name.encode())
 
 
 def placed_sum(tensor: torch.Tensor, first: int = 0) -> int:
@@ -34,10 +46,8 @@ def placed_sum(tensor: torch.Tensor, first: int = 0) -> int:
         tensor: the part; elements that follow each other in the param.
         first: the place of its first element in the param.
     """
-    words = tensor.detach().reshape(-1).contiguous()
-    size = words.element_size()
-    words = words.view(_WORDS[size])
-    start = first * (2 if size == 8 else 1)
+    words = words_of(tensor)
+    start = first * (2 if tensor.element_size() == 8 else 1)
     count = words.numel()
     head = min(-start % _CHUNK, count)
     tail = head + (count - head) // _CHUNK * _CHUNK
@@ -52,23 +62,23 @@ def placed_sum(tensor: torch.Tensor, first: int = 0) -> int:
 
 
 def _one_chunk(words: torch.Tensor, place: int) -> int:
+    factors = odd_factors(words.device, _CHUNK)[place : place + words.numel()]
     if words.device.type == "cpu":
-        factors = _factors()[place : place + words.numel()]
-        return int(numpy.einsum("i,i->", words.numpy(), factors, dtype=numpy.int64))
-    factors_there = _factors_on(words.device)[place : place + words.numel()]
-    return int((words.to(torch.int64) * factors_there).sum())
+        return int(numpy.einsum("i,i->", words.numpy(), factors.numpy(), dtype=numpy.int64))
+    return int((words.to(torch.int64) * factors).sum())
 
 
 def _whole_chunks(words: torch.Tensor, chunk: int) -> int:
+    factors = odd_factors(words.device, _CHUNK)
     if words.device.type == "cpu":
-        sums = numpy.einsum("ij,j->i", words.numpy(), _factors(), dtype=numpy.int64)
+        sums = numpy.einsum("ij,j->i", words.numpy(), factors.numpy(), dtype=numpy.int64)
         return int(numpy.dot(sums.view(numpy.uint64), _chunk_factors(chunk, len(sums))))
     rows, total = _AT_ONCE // _CHUNK, 0
     for begin in range(0, len(words), rows):
-        some = words[begin : begin + rows]
-        sums_there = (some.to(torch.int64) * _factors_on(words.device)).sum(1)
-        factors = _chunk_factors(chunk + begin, len(some)).view(numpy.int64)
-        total += int((sums_there * torch.from_numpy(factors).to(words.device)).sum())
+        chunks = words[begin : begin + rows]
+        chunk_sums = (chunks.to(torch.int64) * factors).sum(1)
+        chunk_factors = _chunk_factors(chunk + begin, len(chunks)).view(numpy.int64)
+        total += int((chunk_sums * torch.from_numpy(chunk_factors).to(words.device)).sum())
     return total
 
 
@@ -82,15 +92,12 @@ def _chunk_factors(first: int, count: int) -> npt.NDArray[numpy.uint64]:
 
 
 @functools.cache
-def _factors() -> npt.NDArray[numpy.int64]:
-    """Return the odd factors of the words of a chunk, distinct and below 2**32."""
-    place = numpy.arange(_CHUNK, dtype=numpy.int64)
+def odd_factors(device: torch.device, count: int) -> torch.Tensor:
+    """Return the odd factors of the words of a chunk of `count` words: distinct and below 2**32, so that two
+    single-bit changes in a chunk never cancel each other. Each step of the loop is bijective on 31 bits.
+    """
+    place = numpy.arange(count, dtype=numpy.int64)
     for multiplier in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35):
         place = (place * multiplier) & ((1 << 31) - 1)
         place ^= place >> 15
-    return 2 * place + 1
-
-
-@functools.cache
-def _factors_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_factors()).to(device)
+    return torch.from_numpy(2 * place + 1).to(device)

@@ -15,9 +15,9 @@ import msgspec
 import xxhash
 
 from adaptor.protocol.messages import Share
+from adaptor.verification.agreed_state import MASK
 from adaptor.verification.checksums import Sums
 
-MASK = (1 << 64) - 1
 # The entries of param groups, which a scheduler changes between an update and the next door.
 _GROUP = "group."
 

@@ -27,9 +27,9 @@ from adaptor.protocol import naming
 from adaptor.protocol.board import Board, BoardMemory, Phase
 from adaptor.protocol.messages import BoardRecord, Share
 from adaptor.verification import agreed_state, drill, state_sums
-from adaptor.verification.agreed_state import AgreedState, HeldState, agree, differences
+from adaptor.verification.agreed_state import MASK, AgreedState, HeldState, agree, differences
 from adaptor.verification.given_sums import GivenSums
-from adaptor.verification.placed_sums import MASK, placed_sum
+from adaptor.verification.placed_sums import placed_sum
 from adaptor.verification.save_check import PlannedWrites, SaveCheck
 from adaptor.worker import runtime
 from adaptor.worker.session import Session
