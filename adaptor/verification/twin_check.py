@@ -1,10 +1,10 @@
 """The twin check: the holders of each shard compare their sums before the next update (TTP_VERIFY_EVERY).
 
-Invariant: no rank makes the update behind a verified step before all ranks know that all holders agree on the
-step. A sum belongs to the newest update; after an incident new sums are computed before anything is compared.
+Invariant: no rank makes the update behind a verified step before all ranks know the agreement of all holders
+on the step. A sum belongs to the newest update; after an incident new sums are computed before a comparison.
 
-The check sees the update, the way of gradients to a copy, and state at rest. It sees nothing that happens
-before gradients are reduced: all holders apply a wrong gradient alike.
+The check covers the update, the way of gradients to a copy, and state at rest. An error before the reduction
+of gradients is not seen: all holders apply a wrong gradient alike.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from adaptor.verification.checksums import (
 )
 from adaptor.verification.verdict import Finding, Report, ShardRecord
 
-# Until a start of the workers has verified so many steps, a difference is a property of the layout: its
-# holders do not compute the same bits, so the check is of no use.
+# Until a start of the workers has verified so many steps, a difference is a property of the layout, whose
+# holders do not compute the same bits: the check is of no use.
 SELF_TEST = 20
 # With TTP_VERIFY_EVERY=auto: the part of a step's time that the sums take on average. A step gets longer by
 # up to twice as much, because the sums displace the model from the cache.
@@ -52,9 +52,9 @@ class TwinCheck:
     """The twin check of one rank (`state_provider.StepVerifier`).
 
     Args:
-        every: steps whose number this divides are verified; None: as often as `SHARE_OF_TIME` allows.
-        on_corruption: what follows from a difference (TTP_CORRUPTION).
-        rank: of this process.
+        every: the interval between verified steps; None: as often as `SHARE_OF_TIME` allows.
+        on_corruption: the reaction to a difference (TTP_CORRUPTION).
+        rank: of the process.
         tell: tells the controller.
     """
 
@@ -68,13 +68,13 @@ class TwinCheck:
         self._tell = tell
         self._first = _NEVER  # the first verified step since the last start of all workers
         self._agreed = -1  # the newest step on which all holders have agreed
-        # The step of an update on which holders differed, and what this rank had then.
+        # The step of an update on which holders differed, and the sums of this rank at that time.
         self._disputed: tuple[int, dict[str, Sums]] = (-1, {})
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
         self._sums_s: list[float] = []  # of each verified step
         self._steps_s: list[float] = []
         scratch = context.part(Scratch).path
-        # What an earlier start has found out about the layout.
+        # The result of the self-test in an earlier start of the workers.
         self._memo = None if scratch is None else scratch / f"twin-check{rank}"
         self._layout = _read(self._memo)
         if self._layout == _OFF:
@@ -82,10 +82,9 @@ class TwinCheck:
         self._forget()
 
     def _forget(self) -> None:
-        self._step = -1  # of the update behind which `_after` was computed
-        self._after: dict[int, PendingSums] | None = (
-            None  # by the index of the shard; None: nothing to compare
-        )
+        self._step = -1  # of the update behind which `_updated` was computed
+        # By the index of the shard; None: there is nothing to compare.
+        self._updated: dict[int, PendingSums] | None = None
         self._gathered: BitSum | None = None
         self._spent_s = 0.0
         self._door_at = 0.0
@@ -116,7 +115,8 @@ class TwinCheck:
         ]
         self._folder = groups[self._rank]
         self._models = {
-            name: [rank for rank, other in enumerate(groups) if other == name] for name in set(groups)
+            name: [rank for rank, rank_group in enumerate(groups) if rank_group == name]
+            for name in set(groups)
         }
         # A gather that goes on beside the next step has not brought all weights when the step begins.
         self._is_gathered_at_once = not any(
@@ -128,27 +128,27 @@ class TwinCheck:
     def after_update(self, trainee: MegatronTrainee, step: int) -> None:
         self._gathered = None
         if not self._every or step % self._every:
-            self._after = None
+            self._updated = None
             return
         began = time.perf_counter()
         self._step, self._first = step, min(step, self._first)
-        self._after = {
+        self._updated = {
             shard.index: start_shard_sums(shard.optimizer)
             for shard in shards.held_shards(trainee.state.optimizer, trainee.mirrors)
         }
         self._spent_s = time.perf_counter() - began
 
     def begin_step(self, trainee: MegatronTrainee) -> None:
-        if self._after is not None and self._is_gathered_at_once:
+        if self._updated is not None and self._is_gathered_at_once:
             began = time.perf_counter()
             self._gathered = _weights(trainee)
             self._spent_s += time.perf_counter() - began
 
     def is_equal(self, trainee: MegatronTrainee) -> bool:
-        if self._after is None:
+        if self._updated is None:
             return True
-        report = self._report(trainee, self._after)
-        self._after = None
+        report = self._report(trainee, self._updated)
+        self._updated = None
         everyone = _everyone()
         number = verdict.contribution(report, self._rank, self._holders, self._models)
         if group.total(everyone, number) == 0:
@@ -169,7 +169,9 @@ class TwinCheck:
         return self._act_on(finding, is_self_test=is_self_test)
 
     def _judge_disputed(self, report: Report) -> None:
-        """Say if the disputed update of this rank was wrong: it was made again, and all holders agree now."""
+        """Print if the disputed update of this rank was wrong: the update was repeated, and all holders agree
+        now.
+        """
         step, states = self._disputed
         if step == self._step:
             self._disputed = (-1, {})
@@ -186,23 +188,23 @@ class TwinCheck:
             with contextlib.suppress(OSError):  # then the next start tests the layout again
                 self._memo.write_text(layout)
 
-    def _report(self, trainee: MegatronTrainee, after: Mapping[int, PendingSums]) -> Report:
+    def _report(self, trainee: MegatronTrainee, updated: Mapping[int, PendingSums]) -> Report:
         began = time.perf_counter()
-        held = shards.held_shards(trainee.state.optimizer, trainee.mirrors)
-        rest = {shard.index: start_shard_sums(shard.optimizer) for shard in held}
-        door = {shard.index: start_gradient_sums(shard.optimizer) for shard in held}
+        held_shards = shards.held_shards(trainee.state.optimizer, trainee.mirrors)
+        at_door = {shard.index: start_shard_sums(shard.optimizer) for shard in held_shards}
+        gradients = {shard.index: start_gradient_sums(shard.optimizer) for shard in held_shards}
         used = _weights(trainee)
         records = {
-            self._labels[index]: ShardRecord(after[index].read(), sums.read(), door[index].read())
-            for index, sums in rest.items()
+            self._labels[index]: ShardRecord(updated[index].read(), sums.read(), gradients[index].read())
+            for index, sums in at_door.items()
         }
         gathered = "" if self._gathered is None else self._gathered.value()
         report = Report(records, {self._folder: (gathered, used.value())}, self._agreed)
-        now = time.perf_counter()
+        finished_at = time.perf_counter()
         if self._door_at:
-            self._steps_s.append(now - self._door_at)
-        self._door_at = now
-        self._sums_s.append(self._spent_s + now - began)
+            self._steps_s.append(finished_at - self._door_at)
+        self._door_at = finished_at
+        self._sums_s.append(self._spent_s + finished_at - began)
         return report
 
     def _choose_interval(self) -> None:
@@ -222,7 +224,7 @@ class TwinCheck:
             )
 
     def _act_on(self, finding: Finding, *, is_self_test: bool) -> bool:
-        """Return whether training goes on; otherwise the controller is told."""
+        """Return whether training goes on; otherwise tell the controller."""
         if finding.kind is verdict.Kind.UNKNOWN:
             self._print(finding.text)
             return True
@@ -238,8 +240,8 @@ class TwinCheck:
         if self._on_corruption == "report":
             if (finding.label, ranks) not in self._reported:
                 self._reported.add((finding.label, ranks))
-                who = "corrupt" if finding.named else "one of them corrupt"
-                self._print(f"CORRUPTION: {finding.text}; rank {' and '.join(map(str, ranks))}: {who}")
+                state = "corrupt" if finding.named else "one of them corrupt"
+                self._print(f"CORRUPTION: {finding.text}; rank {' and '.join(map(str, ranks))}: {state}")
             return True
         self._tell(
             Corruption(
@@ -274,12 +276,12 @@ def _everyone() -> dist.ProcessGroup:
 
 
 def _smallest(*numbers: int) -> list[int]:
-    """Return the least of what all ranks say, number by number; collective."""
+    """Return the smallest value of all ranks, number by number; collective."""
     return group.smallest(_everyone(), numbers)
 
 
 def _weights(trainee: MegatronTrainee) -> BitSum:
-    """Return the sum of the weights of this rank's part of the model, as they are now."""
+    """Return the sum of the current weights of this rank's part of the model."""
     bits = BitSum()
     for chunk in trainee.state.model:
         for param in chunk.parameters():
@@ -292,7 +294,7 @@ def of_this_process(rank: int, tell: Callable[[Corruption], None]) -> TwinCheck 
     """Return the twin check of this rank; None with TTP_VERIFY_EVERY=0.
 
     Args:
-        rank: of this process.
+        rank: of the process.
         tell: tells the controller.
     """
     settings = context.get().settings

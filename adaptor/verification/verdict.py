@@ -1,7 +1,7 @@
-"""The verdict on a verified step: whether all holders agree, and who is wrong if they do not; pure.
+"""The verdict on a verified step: whether all holders agree, and otherwise the wrong ranks; pure.
 
-Invariant: all ranks come to the same finding, from the reports of all ranks. A rank is named only where its
-own sums, or the majority of at least three holders, say so; otherwise all holders are suspects.
+Invariant: all ranks come to the same finding, from the reports of all ranks. A rank is named only if its own
+sums, or the majority of at least three holders, show the error; otherwise all holders are suspects.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from adaptor.protocol.messages import Share
 from adaptor.verification.agreed_state import MASK
 from adaptor.verification.checksums import Sums
 
-# The entries of param groups, which a scheduler changes between an update and the next door.
+# The keys of values in param groups; a scheduler changes the values between an update and the next door.
 _GROUP = "group."
 
 
@@ -26,29 +26,30 @@ class ShardRecord(msgspec.Struct, frozen=True):
     """The sums of a shard on one holder.
 
     Attributes:
-        after: of the state, behind the update
-        rest: of the state, at the next door
-        door: of the reduced gradient, at that door
+        updated: of the state, behind the update
+        at_door: of the state, at the next door
+        gradient: of the reduced gradient, at the same door
     """
 
-    after: Sums
-    rest: Sums
-    door: Sums
+    updated: Sums
+    at_door: Sums
+    gradient: Sums
 
     @property
     def state(self) -> Sums:
-        """Return the sums behind the update, without values of param groups, which a scheduler changes."""
-        return _state(self.after)
+        """Return the sums behind the update, without the values of param groups."""
+        return _state(self.updated)
 
     @property
     def changed_at_rest(self) -> list[str]:
-        """Return the keys of the state that has changed between the update and the next door."""
-        return _different([self.state, _state(self.rest)])
+        """Return the keys of changes between the update and the next door."""
+        return _different([self.state, _state(self.at_door)])
 
     @property
     def inputs(self) -> Sums:
-        """Return the sums of what the next update takes: the gradient, and the values of param groups."""
-        return {**self.door, **{key: value for key, value in self.rest.items() if key.startswith(_GROUP)}}
+        """Return the sums of the inputs of the next update: the gradient, and the values of param groups."""
+        groups = {key: value for key, value in self.at_door.items() if key.startswith(_GROUP)}
+        return {**self.gradient, **groups}
 
 
 def _state(sums: Sums) -> Sums:
@@ -84,36 +85,38 @@ def holders_of(shares_by_rank: Sequence[Iterable[Share]]) -> tuple[list[dict[int
     """Return the labels of the shards of each rank, by index, and the holders by label.
 
     With experts, a shard of the dense optimizer belongs to several groups, under the same index on a rank:
-    all ranks that hold the shard for any of these groups are its holders.
+    all ranks that hold the shard for any of the groups are holders of the shard.
 
     Args:
         shares_by_rank: the shares of each rank.
     """
-    label_of: dict[tuple[str, int], str] = {}
+    parents: dict[str, str] = {}  # of labels of the same shard; the first label in the alphabet is the root
 
-    def root(name: str) -> str:
-        while names[name] != name:
-            name = names[name]
-        return name
+    def root(label: str) -> str:
+        while parents[label] != label:
+            label = parents[label]
+        return label
 
-    names: dict[str, str] = {}
     for shares in shares_by_rank:
-        joined: dict[int, str] = {}
+        label_by_index: dict[int, str] = {}
         for share in shares:
-            label = f"{share.group}/{share.index}"
-            names.setdefault(label, label)
-            label_of[share.group, share.index] = label
-            first = joined.setdefault(share.index, label)
-            one, other = sorted((root(first), root(label)))
-            names[other] = one
+            label = _label(share)
+            parents.setdefault(label, label)
+            same_shard = label_by_index.setdefault(share.index, label)
+            first, second = sorted((root(same_shard), root(label)))
+            parents[second] = first
     holders: dict[str, list[int]] = {}
     labels: list[dict[int, str]] = []
     for rank, shares in enumerate(shares_by_rank):
-        own = {share.index: root(label_of[share.group, share.index]) for share in shares}
-        labels.append(own)
-        for label in own.values():
+        rank_labels = {share.index: root(_label(share)) for share in shares}
+        labels.append(rank_labels)
+        for label in rank_labels.values():
             holders.setdefault(label, []).append(rank)
     return labels, holders
+
+
+def _label(share: Share) -> str:
+    return f"{share.group}/{share.index}"
 
 
 def _hash(*parts: object) -> int:
@@ -124,17 +127,18 @@ def contribution(report: Report, rank: int, shards: Holders, weights: Holders) -
     """Return the number of a rank, modulo 2**64. The sum over all ranks is 0 if all holders agree and no
     shard has changed at rest; otherwise the sum is 0 with a probability of 2**-64.
 
-    Of the h holders of a shard the first adds (h-1) times the hash of its sums, all others subtract theirs.
+    Of the h holders of a shard the first adds (h-1) times the hash of its sums, all others subtract their
+    hashes.
 
     Args:
         report: of the rank.
-        rank: its number.
+        rank: the number of the rank.
         shards, weights: the holders by label.
     """
     total = 0
     for label, record in report.shards.items():
         if record.changed_at_rest:
-            total += _hash("at rest", rank, label, record.rest) | 1
+            total += _hash("at rest", rank, label, record.at_door) | 1
         total += _share(shards[label], rank) * _hash("shard", label, record.state, record.inputs)
     for label, (_, used) in report.weights.items():
         total += _share(weights[label], rank) * _hash("weights", label, used)
@@ -146,7 +150,7 @@ def _share(holders: Sequence[int], rank: int) -> int:
 
 
 class Kind(Enum):
-    """The kinds of a finding, in the order in which they are looked for: each explains those that follow."""
+    """The kinds of a finding, in the order of the search: each kind explains the kinds below."""
 
     AT_REST = "at rest"
     UPDATE = "update"
@@ -156,15 +160,15 @@ class Kind(Enum):
 
 
 class Finding(NamedTuple):
-    """The result of the comparison where not all holders agree.
+    """The result of a comparison in which not all holders agree.
 
     Attributes:
         kind: the difference
-        label: of the first shard, or part of the model, that differs
-        keys: of the sums that differ
-        named: the ranks that are wrong
-        suspects: the holders, where no rank can be named
-        agreed: the newest step whose state all holders agree on; the ranks in `named` left out
+        label: of the first different shard, or part of the model
+        keys: of the different sums
+        named: the wrong ranks
+        suspects: the holders, if no rank can be named
+        agreed: the newest step whose state all holders agree on; the ranks in `named` are left out
         text: a sentence without the ranks
     """
 
@@ -185,24 +189,23 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
         step: the step of the update behind which the first sums were computed.
         shards, weights: the holders by label.
     """
-    before = min([step - 1, *(report.agreed for report in reports)])
+    agreed_before = min([step - 1, *(report.agreed for report in reports)])
     at_rest = {
         rank: (label, record.changed_at_rest)
         for rank, report in enumerate(reports)
         for label, record in sorted(report.shards.items(), reverse=True)
         if record.changed_at_rest
     }
-    after = _compare(shards, lambda rank, label: reports[rank].shards[label].state)
+    states = _compare(shards, lambda rank, label: reports[rank].shards[label].state)
+    agreed = agreed_before if states.suspects else step
     if at_rest:
         label, keys = at_rest[min(at_rest)]
-        agreed = before if after.suspects else step
         text = f"{_words(keys)} of shard {label} changed at rest after the update of step {step}"
         return Finding(Kind.AT_REST, label, tuple(keys), tuple(sorted(at_rest)), (), agreed, text)
-    if after.label:
-        where = f"shard {after.label} differs between its holders after the update of step {step}"
-        text = f"{_words(after.keys)} of {where}"
-        agreed = before if after.suspects else step
-        return Finding(Kind.UPDATE, *after, agreed, text)
+    if states.label:
+        difference = f"shard {states.label} differs between its holders after the update of step {step}"
+        text = f"{_words(states.keys)} of {difference}"
+        return Finding(Kind.UPDATE, *states, agreed, text)
     inputs = _compare(shards, lambda rank, label: reports[rank].shards[label].inputs)
     if inputs.label:
         text = f"{_words(inputs.keys)} of shard {inputs.label} differs between its holders in step {step + 1}"
@@ -216,8 +219,8 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
         )
         if changed:
             used = _Difference(used.label, used.keys, changed, ())
-        how = "changed after their gather" if changed else "differ between their holders"
-        return Finding(Kind.WEIGHTS, *used, step, f"weights of {used.label} {how}, in step {step + 1}")
+        difference = "changed after their gather" if changed else "differ between their holders"
+        return Finding(Kind.WEIGHTS, *used, step, f"weights of {used.label} {difference}, in step {step + 1}")
     return Finding(Kind.UNKNOWN, "", (), (), (), step, f"the sums of step {step} were added up wrongly")
 
 
@@ -229,20 +232,20 @@ class _Difference(NamedTuple):
 
 
 def _compare(holders: Holders, sums_of: Callable[[int, str], Sums]) -> _Difference:
-    """Return the difference of the first label that differs, with the ranks of all labels that do."""
+    """Return the difference of the first different label, with the ranks of all different labels."""
     first = _Difference()
     named: set[int] = set()
     suspects: set[int] = set()
     for label, ranks in sorted(holders.items()):
         sums = {rank: sums_of(rank, label) for rank in ranks}
         hashes = {rank: _hash(rank_sums) for rank, rank_sums in sums.items()}
-        (common, count), *others = Counter(hashes.values()).most_common()
-        if not others:
+        (common, count), *deviating = Counter(hashes.values()).most_common()
+        if not deviating:
             continue
         if not first.label:
             first = _Difference(label, tuple(_different(list(sums.values()))))
         if 2 * count > len(ranks):
-            named |= {rank for rank, own in hashes.items() if own != common}
+            named |= {rank for rank, rank_hash in hashes.items() if rank_hash != common}
         else:
             suspects |= set(ranks)
     return first._replace(named=tuple(sorted(named - suspects)), suspects=tuple(sorted(suspects)))

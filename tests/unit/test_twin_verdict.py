@@ -72,21 +72,35 @@ def test_where_all_agree_the_sum_is_zero(shards: dict[str, list[int]]) -> None:
 
 # What differs on which rank: the kind, who is named, who is suspected, and the newest agreed step.
 CASES: dict[str, tuple[Any, ...]] = {
-    "at rest": ([(1, "rest", "exp_avg")], SPLIT, Kind.AT_REST, (1,), (), 6),
-    "at rest on two": ([(1, "rest", "param"), (2, "rest", "param")], SPLIT, Kind.AT_REST, (1, 2), (), 6),
-    "update": ([(1, "after", "param"), (1, "rest", "param")], SPLIT, Kind.UPDATE, (), (1, 3), 5),
-    "count": ([(3, "after", "state.step"), (3, "rest", "state.step")], SPLIT, Kind.UPDATE, (), (1, 3), 5),
+    "at rest": ([(1, "at_door", "exp_avg")], SPLIT, Kind.AT_REST, (1,), (), 6),
+    "at rest on two": (
+        [(1, "at_door", "param"), (2, "at_door", "param")],
+        SPLIT,
+        Kind.AT_REST,
+        (1, 2),
+        (),
+        6,
+    ),
+    "update": ([(1, "updated", "param"), (1, "at_door", "param")], SPLIT, Kind.UPDATE, (), (1, 3), 5),
+    "count": (
+        [(3, "updated", "state.step"), (3, "at_door", "state.step")],
+        SPLIT,
+        Kind.UPDATE,
+        (),
+        (1, 3),
+        5,
+    ),
     "update of one in three": (
-        [(1, "after", "param"), (1, "rest", "param")],
+        [(1, "updated", "param"), (1, "at_door", "param")],
         WHOLE,
         Kind.UPDATE,
         (1,),
         (),
         6,
     ),
-    "gradient": ([(2, "door", "grad")], SPLIT, Kind.INPUTS, (), (0, 2), 6),
-    "gradient of one in three": ([(2, "door", "grad")], WHOLE, Kind.INPUTS, (2,), (), 6),
-    "learning rate": ([(0, "rest", "group.lr")], SPLIT, Kind.INPUTS, (), (0, 2), 6),
+    "gradient": ([(2, "gradient", "grad")], SPLIT, Kind.INPUTS, (), (0, 2), 6),
+    "gradient of one in three": ([(2, "gradient", "grad")], WHOLE, Kind.INPUTS, (2,), (), 6),
+    "learning rate": ([(0, "at_door", "group.lr")], SPLIT, Kind.INPUTS, (), (0, 2), 6),
     "weights as used": ([(3, "weights", "1")], SPLIT, Kind.WEIGHTS, (3,), (), 6),
     "weights of one in four": ([(3, "weights", "0"), (3, "weights", "1")], SPLIT, Kind.WEIGHTS, (3,), (), 6),
     "weights of two in four": (
@@ -98,7 +112,14 @@ CASES: dict[str, tuple[Any, ...]] = {
         6,
     ),
     # What is damaged at rest explains all that follows from it.
-    "at rest, and weights": ([(1, "rest", "param"), (1, "weights", "1")], SPLIT, Kind.AT_REST, (1,), (), 6),
+    "at rest, and weights": (
+        [(1, "at_door", "param"), (1, "weights", "1")],
+        SPLIT,
+        Kind.AT_REST,
+        (1,),
+        (),
+        6,
+    ),
 }
 
 
