@@ -212,8 +212,7 @@ class Copier:
     def _target(self, steps_by_copy: dict[int, int], sure: int, step: int) -> CopyFile | None:
         """Return the file to overwrite with `step`; None: this rank has a copy of `step` already.
 
-        The file with the `sure` step of all ranks is kept; of two other files the older is chosen. of two
-        others the older.
+        The file with the `sure` step of all ranks is kept; of two other files the older is chosen.
         """
         if step in steps_by_copy.values():
             return None

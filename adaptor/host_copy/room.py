@@ -1,6 +1,4 @@
-"""Checks, before the first step, that each node has the memory for its host copies. checked before the first
-step.
-"""
+"""Checks, before the first step, that each node has the memory for its host copies."""
 
 from __future__ import annotations
 
