@@ -1,6 +1,6 @@
-"""FlagScale: its copy of Megatron-LM's loop, by the wrappers that Megatron-LM's own loop has.
+"""FlagScale: the copy of Megatron-LM's loop gets the wrappers of Megatron-LM's own loop.
 
-Arguments and checkpoints are those of megatron.training. The patches for online recovery:
+Arguments and checkpoints come from megatron.training. Patches for online recovery:
 `patches/megatron_online.py`.
 """
 

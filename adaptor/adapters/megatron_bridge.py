@@ -1,7 +1,7 @@
-"""Megatron-Bridge: its `train` is called again after a fault, and last words are in its layout.
+"""Megatron-Bridge: `train` is called again after a fault, and last words have the layout of saves.
 
-A checkpoint of Megatron-Bridge is `torch_dist` with `train_state.pt` and `run_config.yaml`; the copy
-`latest_train_state.pt` in the save folder is what it reads first.
+A checkpoint of Megatron-Bridge is `torch_dist` with `train_state.pt` and `run_config.yaml`. A load reads the
+copy `latest_train_state.pt` in the save folder first.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def a_restart_loads_what_was_saved(wrapped: Any, instance: Any, args: Any, kwarg
         raise adaptor.UnsupportedError(f"{refusal}; change it, or set ENABLE_TTP=False")
     adaptor.enable()  # before process groups are made
     _load_own_saves(state.cfg.checkpoint)
-    state.cfg.optimizer.ttp_state = state  # for `copies_become_a_checkpoint`, which is not given it
+    state.cfg.optimizer.ttp_state = state  # `copies_become_a_checkpoint` is called without the state
     return wrapped(*args, **kwargs)
 
 
 def _load_own_saves(checkpoint: Any) -> None:
-    """Let a restart load the newest of its saves, if there is one."""
+    """Let a restart load the newest checkpoint of the job, if the job has saved."""
     if adaptor.is_restart() and (Path(checkpoint.save) / TRACKER).exists():
         checkpoint.load, checkpoint.finetune, checkpoint.ckpt_step = checkpoint.save, False, None
         checkpoint.load_optim, checkpoint.load_rng = True, True
@@ -68,7 +68,7 @@ def copies_become_a_checkpoint(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 
 def _parts(state: Any, model: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """Return the arguments that `protect` and `write_host_copies` have in common."""
+    """Return the common arguments of `protect` and `write_host_copies`."""
     return {
         "model": model,
         "optimizer": optimizer,
@@ -80,7 +80,7 @@ def _parts(state: Any, model: Any, optimizer: Any, scheduler: Any) -> dict[str, 
 
 
 def refused(cfg: Any) -> Iterator[str]:
-    """Yield what cannot be protected."""
+    """Yield the reasons against the protection of a job, each with its option."""
     checkpoint, optimizer, model = cfg.checkpoint, cfg.optimizer, cfg.model
     if not checkpoint.save:
         yield "checkpoint.save is None: last words need a folder"
@@ -151,8 +151,8 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
         train_state.step = step
         for name, value in counters.items():
             setattr(train_state, name, value)
-        config.param_sync_func = param_sync_func  # the loop takes it away until its first step is done
-        _put_away(state, call["model"])
+        config.param_sync_func = param_sync_func  # None during the first step of a call
+        _reset_loop(state, call["model"])
         call["train_data_iterator"], call["valid_data_iterator"], _ = train_state.ttp_read_again()
 
     def loop() -> Any:
@@ -170,7 +170,7 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 
 def _contents(state: Any, model: Any) -> adaptor.CheckpointContents:
-    """Return what Megatron-Bridge's checkpoints contain besides model, optimizer and scheduler."""
+    """Return the contents of Megatron-Bridge's checkpoints besides model, optimizer and scheduler."""
     from megatron.bridge.training import checkpointing
     from megatron.bridge.training.state import TrainState
     from megatron.bridge.training.utils.flop_utils import num_floating_point_operations
@@ -202,7 +202,7 @@ def _contents(state: Any, model: Any) -> adaptor.CheckpointContents:
 
         saved = TrainState(step=step, **flags, **counters).state_dict()
         operations = saved["floating_point_operations_so_far"]
-        saved["floating_point_operations_so_far"] = operations.to(torch.float32)  # as its own saves have it
+        saved["floating_point_operations_so_far"] = operations.to(torch.float32)  # as in regular saves
         content = io.BytesIO()
         torch.save(saved, content)
         return {"train_state.pt": content.getvalue(), "run_config.yaml": run_config}
@@ -222,14 +222,14 @@ def _contents(state: Any, model: Any) -> adaptor.CheckpointContents:
 
 
 def _batch(cfg: Any) -> int:
-    """Return the samples of the running step."""
+    """Return the number of samples in the running step."""
     from megatron.core.num_microbatches_calculator import get_num_microbatches
 
     return int(get_num_microbatches() * cfg.train.micro_batch_size * cfg.data_parallel_size)
 
 
-def _put_away(state: Any, model: Any) -> None:
-    """Set what the loop asserts when it is called: hooks, timers, the rerun state machine, batch sizes."""
+def _reset_loop(state: Any, model: Any) -> None:
+    """Reset hooks, timers, the rerun state machine and batch sizes, as the loop asserts when called."""
     from megatron.core.num_microbatches_calculator import update_num_microbatches
     from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
 
@@ -241,12 +241,12 @@ def _put_away(state: Any, model: Any) -> None:
     machine = get_rerun_state_machine()
     machine.state = RerunState.NOT_RUNNING_YET
     rerun = getattr(state.cfg, "rerun_state_machine", None)
-    machine.set_mode(RerunMode(rerun.rerun_mode if rerun else "disabled"))  # an evaluation switches it off
+    machine.set_mode(RerunMode(rerun.rerun_mode if rerun else "disabled"))  # an evaluation disables it
     update_num_microbatches(state.train_state.consumed_train_samples, consistency_check=False)
 
 
 def why_not_online(cfg: Any) -> str:
-    """Return why the loop is not called again after a fault; empty: it is."""
+    """Return why the loop cannot be called again after a fault; empty: the loop can be."""
     if cfg.checkpoint.async_save:
         return "checkpoint.async_save keeps saves of its own open"
     if getattr(cfg.model, "cuda_graph_impl", "none") not in (None, "none"):

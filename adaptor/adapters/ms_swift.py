@@ -1,7 +1,7 @@
-"""ms-swift (`megatron pt`, `sft`, `rlhf`): its trainer makes a step by one method, which is called again.
+"""ms-swift (`megatron pt`, `sft`, `rlhf`): the trainer's method for a step is called again after a fault.
 
-A checkpoint of ms-swift is a folder `checkpoint-N` with a tracker of its own and `iter_N` in `torch_dist`.
-Last words are in such a folder, `last_words`, and a restart loads the newest of all.
+A checkpoint of ms-swift is a folder `checkpoint-N` with a separate tracker, and `iter_N` in `torch_dist`. The
+folder `last_words` has the same form, and a restart loads the newest checkpoint of all folders.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _OF_OTHER_MODELS = {
 
 @swift.patch(
     "swift.megatron.utils.megatron_lm_utils:initialize_megatron",
-    why="the job is claimed before process groups are made, and what cannot be protected is refused",
+    why="the job is claimed before process groups are made, and unprotected options are refused",
     accepts="(args)",
 )
 def options_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def options_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
 
 
 def refused(options: Any) -> Iterator[str]:
-    """Yield what cannot be protected."""
+    """Yield the reasons against the protection of a job, each with its option."""
     if getattr(options, "tuner_type", "full") not in ("full", LORA):
         yield f"--tuner_type is {options.tuner_type}: ms-swift's own checkpoints of it lack the adapters"
     if (kind := getattr(options, "rlhf_type", None)) in _OF_OTHER_MODELS:
@@ -59,7 +59,7 @@ def refused(options: Any) -> Iterator[str]:
     accepts="()",
 )
 def all_starts_have_one_output_folder(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
-    """The name is noted on each node. A node that has come later learns the name from the others."""
+    """Note the name of the folder on each node; a later node receives the name from the others."""
     adaptor.enable()
     folder = adaptor.node_folder()
     if folder is None or not instance.add_version:
@@ -105,10 +105,10 @@ def a_restart_loads_the_newest(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 
 def _newest(output: Path, is_whole: bool = True) -> Path | None:
-    """Return the folder below `output` whose tracker names the latest step; None: there is none.
+    """Return the folder below `output` whose tracker names the latest step; None: no folder has a tracker.
 
     Args:
-        is_whole: saves have the optimizer; otherwise only last words have it.
+        is_whole: regular saves contain the optimizer; otherwise only last words do.
     """
     trackers = output.glob(f"{'*' if is_whole else LAST_WORDS}/{TRACKER}")
     steps = {tracker.parent: int(tracker.read_text()) for tracker in trackers}
@@ -137,7 +137,7 @@ def steps_are_made_by_run_steps(wrapped: Any, instance: Any, args: Any, kwargs: 
             return evaluate(*args, **kwargs)
 
     def go_back(step: int) -> None:
-        _put_back(trainer, step)
+        _set_to_step(trainer, step)
         data[:] = _read_again(trainer, *args, **kwargs)
 
     trainer.save_checkpoint, trainer.evaluate = save_checkpoint, evaluate_in_phase
@@ -146,15 +146,18 @@ def steps_are_made_by_run_steps(wrapped: Any, instance: Any, args: Any, kwargs: 
     return trainer.finalize_training()
 
 
-def _put_back(trainer: Any, step: int) -> None:
-    """Set what `setup_training` sets, alike on survivors and in a new process: hooks are off for a step."""
+def _set_to_step(trainer: Any, step: int) -> None:
+    """Set the trainer to `step` as `setup_training` does, on survivors and in a new process alike.
+
+    Hooks are off for a step.
+    """
     options, state = trainer.args, trainer.state
     state.iteration, state.consumed_train_samples = step, step * options.global_batch_size
     state.should_log = state.should_eval = state.should_save = False
     trainer._train_metrics = {}
     trainer._start_iteration, trainer._pre_hook_enabled = step, False
     for chunk in trainer.wrapped_models:
-        chunk.train()  # an evaluation that was cut off has changed it
+        chunk.train()  # an interrupted evaluation leaves the mode of evaluation
         if chunk.remove_forward_pre_hook_handles:
             chunk.disable_forward_pre_hook(param_sync=False)
     if hasattr(trainer, "_saved_param_sync_func"):  # the first step sets it again
@@ -162,14 +165,14 @@ def _put_back(trainer: Any, step: int) -> None:
 
 
 def _read_again(trainer: Any, train_dataset: Any, val_dataset: Any) -> Any:
-    """Return iterators over the data behind the step of the trainer, as its `setup_training` makes them."""
+    """Return iterators over the data after the trainer's step, made as in `setup_training`."""
     chunks = trainer.args.virtual_pipeline_model_parallel_size
     pairs = [trainer._prepare_data_iterator(train_dataset, val_dataset) for _ in range(chunks or 1)]
     return pairs[0] if chunks is None else tuple(map(list, zip(*pairs, strict=True)))
 
 
 def _state_of(trainer: Any) -> dict[str, Any]:
-    """Return the arguments that `protect` and `write_host_copies` have in common."""
+    """Return the common arguments of `protect` and `write_host_copies`."""
     return {
         "model": trainer.wrapped_models,
         "optimizer": trainer.optimizer,
@@ -181,7 +184,7 @@ def _state_of(trainer: Any) -> dict[str, Any]:
 
 
 def _contents(trainer: Any) -> adaptor.CheckpointContents:
-    """Return what ms-swift's checkpoints contain besides model, optimizer and scheduler."""
+    """Return the contents of ms-swift's checkpoints besides model, optimizer and scheduler."""
     from swift.megatron.utils import megatron_lm_utils
     from swift.utils import check_json_format
 

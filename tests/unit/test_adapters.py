@@ -140,7 +140,7 @@ def test_after_a_fault_ms_swift_trains_alike_on_survivors_and_in_a_new_process(i
         _start_iteration=0,
         _pre_hook_enabled=not is_newcomer,
     )
-    ms_swift._put_back(trainer, 6)
+    ms_swift._set_to_step(trainer, 6)
     assert (trainer.state.iteration, trainer.state.consumed_train_samples) == (6, 24)
     assert trainer._start_iteration == trainer.state.iteration
     assert (trainer._pre_hook_enabled, trainer.config.param_sync_func) == (False, None)
