@@ -242,10 +242,23 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
         places = [offloaded_memory.attach(part), *(hook.memory_of(part) for hook in hooks.of_worker())]
         memories = [memory for memory in places if memory is not None]
         for inner in inner_optimizers(part):
+            _require_own_update(inner)
             if not hasattr(inner, _PASSES_THE_DOOR):  # Muon's chain has optimizers of another chain
                 setattr(inner, _PASSES_THE_DOOR, True)
                 inner.register_step_pre_hook(partial(_before_update, memories))
                 inner.register_step_post_hook(partial(_after_update, memories))
+
+
+def _require_own_update(inner: Any) -> None:
+    """Refuse Muon with an update that needs other ranks: up to 0.16 its config has the name of Adam.
+
+    Raises:
+        UnsupportedError: names the mode of Muon.
+    """
+    groups = getattr(inner, "pg_collection", None)
+    mode = getattr(inner, "tp_mode", getattr(inner, "mode", None))  # `mode` up to 0.16
+    if groups is not None and mode is not None:
+        supported_options.require_blockwise(mode, groups.tp.size())
 
 
 def _before_update(memories: Sequence[Any], inner: Any, *_: Any) -> None:

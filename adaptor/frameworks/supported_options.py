@@ -162,10 +162,23 @@ def _require_whole_muon(config: Any) -> None:
             f"--use-distributed-optimizer is True with --optimizer muon: {WHOLE_MATRICES} cannot be"
             " protected yet; leave it out, or set ENABLE_TTP=False"
         )
-    if getattr(config, "tensor_model_parallel_size", 1) > 1 and config.muon_tp_mode != "blockwise":
+    require_blockwise(getattr(config, "muon_tp_mode", ""), getattr(config, "tensor_model_parallel_size", 1))
+
+
+def require_blockwise(mode: str, tensor: int) -> None:
+    """Refuse Muon whose update gathers the parts of a matrix from other tensor-parallel ranks.
+
+    Args:
+        mode: of Muon (--muon-tp-mode).
+        tensor: the tensor parallel size.
+
+    Raises:
+        UnsupportedError: names the mode.
+    """
+    if tensor > 1 and mode != "blockwise":
         raise UnsupportedError(
-            f"--muon-tp-mode is {config.muon_tp_mode}: an update that asks other tensor-parallel ranks cannot"
-            " be protected; use blockwise, or set ENABLE_TTP=False"
+            f"--muon-tp-mode is {mode}: an update that asks other tensor-parallel ranks cannot be protected;"
+            " use blockwise, or set ENABLE_TTP=False"
         )
 
 

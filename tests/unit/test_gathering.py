@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from adaptor.errors import UnsupportedError
 from adaptor.patches import megatron_core
@@ -57,3 +59,15 @@ def test_whole_matrices_on_one_rank_alone_are_refused(is_nested: bool) -> None:
     optimizer = SimpleNamespace(chained_optimizers=[layer_wise]) if is_nested else layer_wise
     with pytest.raises(UnsupportedError, match="Muon's state of whole matrices, each on one rank alone"):
         megatron_core.let_pass_the_door(optimizer)
+
+
+@pytest.mark.parametrize("name", ["mode", "tp_mode"])  # up to 0.16, and later
+@pytest.mark.parametrize(("mode", "size"), [("blockwise", 2), ("duplicated", 1), ("duplicated", 2)])
+def test_muon_that_asks_other_ranks_in_its_update_is_refused(name: str, mode: str, size: int) -> None:
+    """In a loop on Megatron-core the config of Muon has the name of Adam."""
+    muon = torch.optim.SGD([torch.zeros(1)])
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: size))
+    vars(muon).update({"pg_collection": groups, name: mode})
+    is_refused = mode == "duplicated" and size == 2
+    with pytest.raises(UnsupportedError, match="--muon-tp-mode is") if is_refused else nullcontext():
+        megatron_core.let_pass_the_door(SimpleNamespace(optimizer=muon))
