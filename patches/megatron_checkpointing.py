@@ -141,7 +141,7 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
     is_restart, may_have = context.part(Generation).is_restart, bool(context.part(HeldCopies).paths)
     copies = may_have and is_restart and load_arg == "load"
     if copies:
-        _write_host_copies(args, kwargs)
+        _write_host_copies(model, optimizer, scheduler)
         start.require_training()
 
     def check() -> None:
@@ -149,7 +149,7 @@ def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
 
     def write() -> None:
         if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded
-            _write_host_copies(args, kwargs)
+            _write_host_copies(model, optimizer, scheduler)
 
     if load_arg == "load":
         megatron_restart.settle(megatron_args, check, write)
@@ -209,10 +209,9 @@ def _require_intact(load_arg: str, optimizer: Any, refused: Mapping[int, str] | 
             break
 
 
-def _write_host_copies(args: Any, kwargs: Any) -> None:
+def _write_host_copies(model: Any, optimizer: Any, scheduler: Any) -> None:
     from adaptor.frameworks import megatron_lm
 
-    model, optimizer, scheduler = _loaded_into(args, kwargs)
     if optimizer is not None:
         megatron_lm.write_host_copies(model, optimizer, scheduler)
 
