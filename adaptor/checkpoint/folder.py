@@ -68,6 +68,11 @@ def _require_folder(save: str | Path | None) -> Path:
     return Path(save)
 
 
+def is_same(first: str | Path | None, second: str | Path | None) -> bool:
+    """Return whether two options name the same folder; False if an option is missing."""
+    return first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
+
+
 def require_no_later_step(save: str | Path, step: int) -> None:
     """Refuse a run whose save folder holds a step after `step`: a restart would resume from the later step.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, output
-from adaptor.checkpoint import tracker
+from adaptor.checkpoint import folder, tracker
 from adaptor.context import Context
 from adaptor.frameworks import fine_tuning
 from adaptor.protocol.environment import Generation, HeldCopies, Nodes
@@ -36,10 +36,10 @@ def resume_after_restart(args: Any) -> None:
 
 def _load_from_save(args: Any) -> None:
     changed = {name: value for name, value in START_ONLY.items() if _is_given(args, name)}
-    if not _is_same_folder(args.load, args.save):
+    if not folder.is_same(args.load, args.save):
         state_of_load = "is missing" if args.load is None else f"is {args.load}"
         _say_once(args, f"--load {state_of_load}: the restarted job loads from --save {args.save}")
-    by_load = getattr(args, "ref_model", "none") is None and not _is_same_folder(args.load, args.save)
+    by_load = getattr(args, "ref_model", "none") is None and not folder.is_same(args.load, args.save)
     if getattr(args, "stage", None) == "dpo" and by_load:
         args.ref_model = fine_tuning.reference_model(args)
         _say_once(args, f"the reference model is that of {args.ref_model}, as at the first start")
@@ -67,17 +67,13 @@ def _is_given(args: Any, name: str) -> bool:
     return value is not None and value is not False
 
 
-def _is_same_folder(first: str | None, second: str) -> bool:
-    return first is not None and Path(first).resolve() == Path(second).resolve()
-
-
 def _has_saved_nothing(args: Any) -> bool:
     """Return whether the content of --save belongs to an earlier run: its step is not later than the first
     step of this job.
     """
     if (
         args.load is None
-        or _is_same_folder(args.load, args.save)
+        or folder.is_same(args.load, args.save)
         or getattr(args, "finetune", False)
         or getattr(args, "reset_iteration", False)
     ):
@@ -111,7 +107,7 @@ def agree(args: Any) -> bool | None:
     from adaptor.replica.group import gather_values
 
     given_args = context.part(_Begun).given
-    if given_args is None or given_args["load"] is None or _is_same_folder(given_args["load"], args.save):
+    if given_args is None or given_args["load"] is None or folder.is_same(given_args["load"], args.save):
         return None
     began = Namespace(save=args.save, **given_args)
     has_saved = (Path(args.save) / TRACKER).is_file() and not _has_saved_nothing(began)
@@ -121,7 +117,7 @@ def agree(args: Any) -> bool | None:
     from_save = any(is_restart for is_restart, _ in gathered) and gathered[0][1]
     if from_save:
         _load_from_save(args)
-    elif _is_same_folder(args.load, args.save):
+    elif folder.is_same(args.load, args.save):
         _say_once(
             args,
             f"--save {args.save} has no intact step that is later than that of --load "

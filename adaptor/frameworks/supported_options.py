@@ -11,10 +11,10 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from adaptor import context, plug_ins
+from adaptor.checkpoint import folder
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.frameworks import parallel_sizes
 
@@ -206,10 +206,10 @@ def _require_whole_offload(config: Any) -> None:
 
 
 def _require_loader_folder(config: Any) -> None:
-    folder = getattr(config, "dataloader_save", None)
-    if isinstance(folder, str) and Path(folder).resolve() == Path(config.save).resolve():
+    states = getattr(config, "dataloader_save", None)
+    if isinstance(states, str) and folder.is_same(states, config.save):
         raise UnsupportedError(
-            f"--dataloader-save is {folder}, which is the --save folder, where a checkpoint appears as a"
+            f"--dataloader-save is {states}, which is the --save folder, where a checkpoint appears as a"
             " whole: use a folder of its own, which may be below --save, or set ENABLE_TTP=False"
         )
 

@@ -156,6 +156,7 @@ def test_what_is_not_protected_is_one_line_that_names_it(name: str, value: Any) 
             "--dataloader-save is run, which is the --save folder",
         ),
         ({"dataloader_save": "run/loaders", "save": "run"}, ""),
+        ({"dataloader_save": "run", "save": None}, ""),  # a later check names the missing option
         ({"optimizer": "muon", "muon_tp_mode": "duplicated"}, ""),
         (
             {"optimizer": "muon", "muon_tp_mode": "duplicated", "tensor_model_parallel_size": 2},
