@@ -21,6 +21,7 @@ import torch
 
 from adaptor.checkpoint import shards
 from adaptor.errors import UnsupportedError
+from adaptor.frameworks.offloaded_memory import StateOnHost
 from adaptor.replica import twin
 
 # What MindSpeed adds to a main param before the lower half is cut off: it rounds to the nearest weight.
@@ -161,7 +162,7 @@ class ReusedMemory:
         return twin.make(self._optimizer.optimizer, params, groups)
 
 
-class SwappedMemory:
+class SwappedMemory(StateOnHost):
     """The main params and the moments of a distributed optimizer with `--swap-optimizer`."""
 
     def __init__(self, optimizer: Any) -> None:
@@ -197,15 +198,6 @@ class SwappedMemory:
         for param in twin.params(self._optimizer.optimizer):
             if "param" in self._on_host[param]:
                 self._optimizer.main_param_to_model_param_map[param].copy_(self.param(param))
-
-    def cast(self, main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return main.to(dtype)
-
-    def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
-        return world
-
-    def place_of_twins(self, device: torch.device) -> torch.device:
-        return torch.device("cpu")
 
     def make_twin(
         self, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
@@ -266,9 +258,9 @@ def _memory(
 
     Args:
         lower, upper: halves, padded.
-        count: of shards. The memory of a shard are its weights and those of the shard before it, of the first
-            one those of the second.
-        params: start and end of each in the bucket.
+        count: of shards. The memory of a shard is the memory of its weights and of the previous shard's
+            weights; for the first shard, of the second shard's weights.
+        params: start and end of each param in the bucket.
     """
     memory = torch.zeros(upper.numel())
     if count == 1:

@@ -1,7 +1,8 @@
-"""The state of an optimizer that Megatron-core updates on the host (--optimizer-cpu-offload).
+"""The state of an optimizer with updates on the host (Megatron-core's --optimizer-cpu-offload).
 
-Its `HybridDeviceOptimizer` has float32 main params and moments in memory of the host, updated by an optimizer
-of torch for each. Its own params are the weights of this rank's shard, to which an update copies main params.
+`HybridDeviceOptimizer` has float32 main params and moments in memory of the host, and an optimizer of torch
+for each main param. The params of `HybridDeviceOptimizer` itself are the weights of this rank's shard; an
+update copies the main params to the weights.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from adaptor.errors import UnsupportedError
 from adaptor.replica import twin
 
 KIND = "HybridDeviceOptimizer"
-# The key under which it has the main param in the state of a weight, too.
+# The key of the main param in the state of a weight.
 _MAIN = "master_param"
 
 
 def attach(optimizer: Any) -> Any:
-    """Locate the state of an optimizer of Megatron's chain that the host updates; else None.
+    """Locate the state of an optimizer of Megatron's chain, if the host updates the optimizer; else None.
 
     Raises:
         UnsupportedError: a second optimizer updates a part of the params on the device.
@@ -34,7 +35,20 @@ def attach(optimizer: Any) -> Any:
     return memory
 
 
-class OffloadedMemory:
+class StateOnHost:
+    """The common part of storages on the host (`optimizer_state.Storage`)."""
+
+    def cast(self, main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return main.to(dtype)
+
+    def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
+        return world
+
+    def place_of_twins(self, device: torch.device) -> torch.device:
+        return torch.device("cpu")
+
+
+class OffloadedMemory(StateOnHost):
     """The main params and moments of a distributed optimizer whose updates the host makes.
 
     Raises:
@@ -49,15 +63,15 @@ class OffloadedMemory:
                 " can be protected; use --use-distributed-optimizer and --optimizer-offload-fraction 1.0, or"
                 " set ENABLE_TTP=False"
             )
-        # Checkpoints name them in param groups, and torch since 2.6 loads no class that it is not told of.
-        classes = (self._hybrid.cpu_optimizer_cls, self._hybrid.gpu_optimizer_cls)
-        torch.serialization.add_safe_globals(list(classes))
+        # Param groups of checkpoints name these classes, and torch since 2.6 loads only registered classes.
+        classes = [self._hybrid.cpu_optimizer_cls, self._hybrid.gpu_optimizer_cls]
+        torch.serialization.add_safe_globals(classes)
 
     def before_update(self) -> None:
         """Do nothing: the update itself brings gradients to the host."""
 
     def after_update(self) -> None:
-        """Let what follows on the device wait for the copies of main params into weights."""
+        """Let later work on the device wait for the copies of main params into weights."""
         torch.cuda.current_stream().wait_stream(self._hybrid._h2d_stream)
 
     def param(self, param: torch.Tensor) -> torch.Tensor:
@@ -86,36 +100,27 @@ class OffloadedMemory:
         for param in twin.params(self._hybrid):
             param.data.copy_(self.param(param))
 
-    def cast(self, main: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return main.to(dtype)
-
-    def as_saved(self, world: dict[Any, Any]) -> dict[Any, Any]:
-        return world
-
-    def place_of_twins(self, device: torch.device) -> torch.device:
-        return torch.device("cpu")
-
     def make_twin(
         self, params: Sequence[list[torch.Tensor]], groups: Sequence[dict[str, Any]]
     ) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = self._hybrid.cpu_optimizer_cls(
+        twin_optimizer: torch.optim.Optimizer = self._hybrid.cpu_optimizer_cls(
             [{**scalars, "params": tensors} for tensors, scalars in zip(params, groups, strict=True)]
         )
-        added = {key: value for key, value in made.defaults.items() if key not in groups[0]}
-        vars(made)["step"] = partial(_update, made, added)
-        _take_away(made, added)
-        return made
+        added = {key: value for key, value in twin_optimizer.defaults.items() if key not in groups[0]}
+        vars(twin_optimizer)["step"] = partial(_update, twin_optimizer, added)
+        _take_away(twin_optimizer, added)
+        return twin_optimizer
 
 
-def _update(made: torch.optim.Optimizer, added: Mapping[str, Any]) -> None:
-    """Make an update of a twin; in between its param groups have the entries of its owner alone."""
-    for group in made.param_groups:
+def _update(twin_optimizer: torch.optim.Optimizer, added: Mapping[str, Any]) -> None:
+    """Make an update of a twin; between updates the twin's param groups have only the owner's entries."""
+    for group in twin_optimizer.param_groups:
         group.update(added)
-    type(made).step(made)
-    _take_away(made, added)
+    type(twin_optimizer).step(twin_optimizer)
+    _take_away(twin_optimizer, added)
 
 
-def _take_away(made: torch.optim.Optimizer, added: Mapping[str, Any]) -> None:
-    for group in made.param_groups:
+def _take_away(twin_optimizer: torch.optim.Optimizer, added: Mapping[str, Any]) -> None:
+    for group in twin_optimizer.param_groups:
         for key in added:
             del group[key]
