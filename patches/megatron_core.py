@@ -222,7 +222,7 @@ def let_pass_the_door(megatron_optimizer: Any) -> None:
     """Register the hooks that take each update of a Megatron optimizer through the door, once.
 
     Raises:
-        UnsupportedError: its update needs other ranks, or a part of its state is known to it alone.
+        UnsupportedError: the update needs other ranks, or the optimizer has state that no other rank has.
     """
     chain = getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer])
     for part in (megatron_optimizer, *chain):

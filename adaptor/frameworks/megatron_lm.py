@@ -166,7 +166,7 @@ def _loader_states(train_data: Any) -> LoaderStates:
         str(path.relative_to(path.parts[0])), source.save_state, mpu.get_data_parallel_group()
     )
     if isinstance(loader, Replay):
-        vars(loader)["save_state"] = states.own  # the loader may be ahead of what is read again
+        vars(loader)["save_state"] = states.own  # the loader may have read further than the loop
     return states
 
 
@@ -213,9 +213,9 @@ def _group(args: Any) -> str:
 
 
 def described(model: Sequence[Any], optimizer: Any) -> tuple[TrainingState, CheckpointPlacement]:
-    """Return what this rank has of model and optimizer, and its place in a checkpoint: collective.
+    """Return this rank's part of model and optimizer, and the rank's place in a checkpoint: collective.
 
-    Only for reading: without what else a checkpoint has, and without second copies.
+    For reading only: without scheduler, counters and second copies.
     """
     from megatron.training import get_args
 

@@ -60,7 +60,7 @@ def take_place(args: Any) -> None:
     record, answers, *_ = worker.ask_record()
     set_args(args, {**record.counters, "iteration": record.step})
     context.part(Recovery).answers.update(answers)
-    if record.loaders:  # the script puts its loader there, by `iteration`
+    if record.loaders:  # the script reads these files for its loader, by `iteration`
         loader_states.write(args.dataloader_save, record.step, record.loaders)
     if consumed_before := answers["tail"]["consumed_before"]:
         # Its data begins there, with an evaluation that may come again.
@@ -72,7 +72,7 @@ def take_place(args: Any) -> None:
 
 @contextlib.contextmanager
 def reads_on() -> Iterator[None]:
-    """Let the script of a newcomer put its own data loader to its place, as if a checkpoint was loaded."""
+    """Let the script of a newcomer set its data loader to the job's step, as after the load of a save."""
     from megatron.training import get_args
 
     args = get_args()

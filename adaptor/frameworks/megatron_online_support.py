@@ -204,7 +204,9 @@ def of_version(version: str) -> str:
 
 
 def _of_own_loader(options: Any) -> str:
-    """Return why a data loader of the script's own begins anew in a new process; empty: it does not."""
+    """Return why a data loader of the script's own may begin anew in a new process; empty: the loader's state
+    is saved.
+    """
     own = "a data loader of the script's own (--dataloader-type external)"
     if not getattr(options, "dataloader_save", None):
         return f"{own} may begin anew in a new process"

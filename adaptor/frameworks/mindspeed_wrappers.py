@@ -41,7 +41,7 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class MindspeedHooks(WorkerHooks):
-    """The options of MindSpeed, and the optimizer state that it keeps elsewhere."""
+    """The options of MindSpeed, and its storages of optimizer state (`mindspeed_memory`)."""
 
     def checks(self, args: Any, *, begins: bool) -> Iterator[Callable[[], None]]:
         yield from supported_options.checks_of_values(ALLOWED_VALUES, args)

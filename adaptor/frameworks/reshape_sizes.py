@@ -205,8 +205,8 @@ def expert_size_that_fits(args: Any, *, chosen: bool = False) -> ExpertSize | No
 
     Args:
         args: of the framework.
-        chosen: the job chooses its other sizes itself, which happens only if the model does not fit the ranks
-            in those of its arguments; else the user sets the sizes.
+        chosen: the job itself chooses the other sizes, because the model does not fit the ranks in the sizes
+            of the arguments; else the user sets the sizes.
 
     Returns:
         None without a size, or if `adaptor transform` does not make such a checkpoint.

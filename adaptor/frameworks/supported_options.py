@@ -183,7 +183,7 @@ def require_blockwise(mode: str, tensor: int) -> None:
 
 
 def _require_whole_offload(config: Any) -> None:
-    """Refuse optimizers on the host beside which not all of their state could be brought back."""
+    """Refuse an optimizer on the host in a job that could not restore all of the optimizer's state."""
     if not getattr(config, "optimizer_cpu_offload", False):
         return
     settings = context.get().settings
