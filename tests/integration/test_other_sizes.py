@@ -25,21 +25,19 @@ BATCH = ("--global-batch-size", "12")
 SAMPLES = ("--train-samples", "64", "--lr-warmup-iters", "0")
 
 
+def run(tmp_path: Path, nodes: int, *extra: str, tp: int = 1, **more: object) -> Ended:
+    """Run a job of one rank on each of `nodes`, which saves in the folder `save`."""
+    layout = Layout(f"dp{nodes // tp}", nodes, tp=tp, extra=extra)
+    job = Job(tmp_path / "job", layout, save=tmp_path / "save", nodes=nodes, **more)  # type: ignore[arg-type]
+    return harness.run(job)
+
+
 def lose_a_node(
     tmp_path: Path, nodes: int, *extra: str, tp: int = 1, lost: int | None = None, **more: object
 ) -> Ended:
     """Run a job of one rank on each of `nodes`, of which one is lost in step 4, by default the last one."""
-    job = Job(
-        tmp_path / "job",
-        Layout(f"dp{nodes}", nodes, tp=tp, extra=extra),
-        save=tmp_path / "save",
-        nodes=nodes,
-        fewest=nodes - 1,
-        restarts=1,
-        faults=[f"rank={nodes - 1 if lost is None else lost},step=4,phase=backward,kind=agent-sigkill"],
-        **more,  # type: ignore[arg-type]
-    )
-    return harness.run(job)
+    faults = [f"rank={nodes - 1 if lost is None else lost},step=4,phase=backward,kind=agent-sigkill"]
+    return run(tmp_path, nodes, *extra, tp=tp, fewest=nodes - 1, restarts=1, faults=faults, **more)
 
 
 def undisturbed(
@@ -109,17 +107,8 @@ def test_node_0_less(tmp_path: Path) -> None:
 
 def test_node_0_comes_back(tmp_path: Path) -> None:
     """The other node waits for a second one at its own store, and node 0 finds that by the lease."""
-    job = Job(
-        tmp_path / "job",
-        Layout("dp2", 2, extra=BATCH),
-        save=tmp_path / "save",
-        nodes=2,
-        fewest=2,
-        returns=0,
-        restarts=1,
-        faults=["rank=0,step=4,phase=backward,kind=agent-sigkill"],
-    )
-    ended = harness.run(job)
+    faults = ["rank=0,step=4,phase=backward,kind=agent-sigkill"]
+    ended = run(tmp_path, 2, *BATCH, fewest=2, returns=0, restarts=1, faults=faults)
     assert ended.codes == (137, 0, 0), ended.log[-3000:]
     assert ": this node asks to be taken in there" in ended.logs[2]
     assert "restart 1 of 1: from step 3, 0 steps lost" in ended.logs[1]
@@ -133,11 +122,10 @@ def test_one_side_of_a_cut_network_goes_on(tmp_path: Path) -> None:
     The side that goes on trains for longer than the other side needs to begin.
     """
     with namespaces.two() as network:
-        job = Job(
-            tmp_path / "job",
-            Layout("dp2", 2, extra=BATCH),
-            save=tmp_path / "save",
-            nodes=2,
+        ended = run(
+            tmp_path,
+            2,
+            *BATCH,
             fewest=1,
             restarts=1,
             network=network,
@@ -147,7 +135,6 @@ def test_one_side_of_a_cut_network_goes_on(tmp_path: Path) -> None:
                 *(f"rank=0,step={step},phase=forward,kind=pause,restart=1" for step in (4, 5, 6)),
             ],
         )
-        ended = harness.run(job)
     assert sorted(bool(code) for code in ended.codes) == [False, True], ended.log[-5000:]
     assert ended.log.count("restart 1 of 1: from step 3, 0 steps lost") == 1
     assert re.search(r"not started again: --save is .*: the job of process \d+ on .*, saves there", ended.log)
@@ -188,17 +175,15 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
 
     Its address is before that of the other node, but that one stays node 0, with the job's history.
     """
-    job = Job(
-        tmp_path / "job",
-        Layout("dp2", 2, extra=BATCH),
-        save=tmp_path / "save",
-        nodes=2,
+    ended = run(
+        tmp_path,
+        2,
+        *BATCH,
         fewest=1,
         later=1,
         addresses=("127.0.0.2", "127.0.0.1"),
         faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
     )
-    ended = harness.run(job)
     assert ended.codes == (0, 0), ended.log[-3000:]
     assert "[ttp] 1 more node is there; step 3 is saved, no finished step is lost" in ended.logs[0]
     assert "[ttp] 2 nodes of 1 to 2, 1 before: data-parallel size 2, global batch 12: 6" in ended.logs[0]
@@ -210,11 +195,10 @@ def test_a_node_that_comes_later(tmp_path: Path) -> None:
 
 def test_a_node_that_comes_in_the_place_of_another(tmp_path: Path) -> None:
     """It learns that no restart is left: after the next fault all end alike."""
-    job = Job(
-        tmp_path / "job",
-        Layout("dp2", 3, extra=BATCH),
-        save=tmp_path / "save",
-        nodes=3,
+    ended = run(
+        tmp_path,
+        3,
+        *BATCH,
         fewest=2,
         later=1,
         restarts=1,
@@ -225,7 +209,6 @@ def test_a_node_that_comes_in_the_place_of_another(tmp_path: Path) -> None:
             "rank=1,step=7,phase=backward,kind=exception,restart=-2",
         ],
     )
-    ended = harness.run(job)
     assert ended.codes == (1, 137, 1), ended.log[-3000:]
     first, _, last = ended.logs
     assert "restart 1 of 1: from step 3, 0 steps lost" in first
@@ -299,17 +282,16 @@ def test_a_model_takes_its_own_sizes_again(kind: str, tmp_path: Path) -> None:
     sizes itself.
     """
     extra = (*BATCH, "--ckpt-format", kind)
-    job = Job(
-        tmp_path / "job",
-        Layout("tp2", 4, tp=2, extra=extra),
-        save=tmp_path / "save",
-        nodes=4,
+    ended = run(
+        tmp_path,
+        4,
+        *extra,
+        tp=2,
         fewest=3,
         later=1,
         options=["--ttp-reshape", "tp=1,pp=1"],
         faults=["rank=0,step=4,phase=forward,kind=until-told,restart=-2"],
     )
-    ended = harness.run(job)
     assert ended.codes == (0,) * 4, ended.log[-3000:]
     assert (
         "[ttp] 3 nodes of 3 to 4: TP1 PP1 in place of TP2 PP1 (TTP_RESHAPE), data-parallel size 3"
