@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from adaptor import context, patching
-from adaptor.errors import UnsupportedError
+from adaptor import patching
 from adaptor.frameworks import supported_options
 from adaptor.hooks import WorkerHooks
 
@@ -47,7 +46,7 @@ class MindspeedHooks(WorkerHooks):
         yield from supported_options.checks_of_values(ALLOWED_VALUES, args)
         for name in _MEMORY_OPTIONS:
             if getattr(args, name, False):
-                yield partial(_require_restorable, args, f"--{name.replace('_', '-')} is True")
+                yield partial(_require_restorable, args, name)
 
     def memory_of(self, optimizer: Any) -> Any:
         from adaptor.frameworks import mindspeed_memory  # torch, which is for the script to import
@@ -55,11 +54,10 @@ class MindspeedHooks(WorkerHooks):
         return mindspeed_memory.attach(optimizer)
 
 
-def _require_restorable(args: Any, given: str) -> None:
-    """Refuse options beside which the framework, or the adaptor, would not bring main params back."""
-    settings = context.get().settings
-    wrong = [
-        (not args.use_distributed_optimizer, "without --use-distributed-optimizer"),
+def _require_restorable(args: Any, name: str) -> None:
+    supported_options.require_restorable(
+        args,
+        name,
         (
             getattr(args, "ckpt_format", "torch") != "torch" or getattr(args, "use_dist_ckpt", False),
             "with another --ckpt-format than torch, in which MindSpeed itself saves no whole state",
@@ -68,14 +66,7 @@ def _require_restorable(args: Any, given: str) -> None:
             getattr(args, "reuse_fp32_param", False) and getattr(args, "npu_deterministic", False),
             "with --npu-deterministic, which keeps a bit of each main param in the sign of a moment",
         ),
-        (settings.local_copy, "with a local copy (TTP_LOCAL_COPY, --local-copy-os)"),
-        (settings.parts.get("reshape") is not None, "with TTP_RESHAPE"),
-    ]
-    for holds, beside in wrong:
-        if holds:
-            raise UnsupportedError(
-                f"{given}: it cannot be protected {beside}; leave out one of them, or set ENABLE_TTP=False"
-            )
+    )
 
 
 def has_features() -> bool:

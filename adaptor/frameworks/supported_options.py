@@ -183,24 +183,43 @@ def require_blockwise(mode: str, tensor: int) -> None:
 
 
 def _require_whole_offload(config: Any) -> None:
-    """Refuse an optimizer on the host in a job that could not restore all of the optimizer's state."""
     if not getattr(config, "optimizer_cpu_offload", False):
         return
-    settings = context.get().settings
-    for holds, beside in (
-        (not config.use_distributed_optimizer, "without --use-distributed-optimizer"),
+    require_restorable(
+        config,
+        "optimizer_cpu_offload",
         (config.optimizer != "adam", f"with --optimizer {config.optimizer}"),
         (config.optimizer_offload_fraction != 1, "with another --optimizer-offload-fraction than 1.0"),
         (
             not config.use_precision_aware_optimizer,
             "without --use-precision-aware-optimizer, with which alone the framework loads what it has saved",
         ),
-        (settings.local_copy, "with a local copy (TTP_LOCAL_COPY)"),
+    )
+
+
+def require_restorable(config: Any, name: str, *obstacles: tuple[Any, str]) -> None:
+    """Refuse an option with optimizer state outside of the optimizer's tensors (`optimizer_state.Storage`).
+
+    Only a job whose restart could not restore the state is refused.
+
+    Args:
+        config: of the framework.
+        name: the argument, which is set.
+        obstacles: conditions beside the common conditions of all such options, each in words.
+
+    Raises:
+        UnsupportedError: names the argument and the first condition that holds.
+    """
+    settings = context.get().settings
+    for holds, beside in (
+        (not config.use_distributed_optimizer, "without --use-distributed-optimizer"),
+        *obstacles,
+        (settings.local_copy, "with a local copy (TTP_LOCAL_COPY, --local-copy-os)"),
         (settings.parts.get("reshape") is not None, "with TTP_RESHAPE"),
     ):
         if holds:
             raise UnsupportedError(
-                f"--optimizer-cpu-offload is True: it cannot be protected {beside}; change that, or set"
+                f"--{name.replace('_', '-')} is True: it cannot be protected {beside}; change that, or set"
                 " ENABLE_TTP=False"
             )
 
