@@ -33,7 +33,7 @@ def follow(
     say: Callable[[FromWorker, str, str], None],
     note: Callable[[str, str], None],
 ) -> None:
-    """may take long. takes its time.
+    """Follow an order to dump; the call may take long.
 
     Args:
         rank: of this process.

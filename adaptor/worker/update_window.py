@@ -72,9 +72,7 @@ class UpdateWindow:
         return id(optimizer) in self._inner
 
     def has_all(self, optimizers: Iterable[object]) -> bool:
-        """Return True if the optimizers include all inner optimizers, and there is an inner optimizer. there
-        are some.
-        """
+        """Return True if the optimizers include all inner optimizers, of which at least one exists."""
         return bool(self._inner) and self._inner <= {id(optimizer) for optimizer in optimizers}
 
     def begin(self, trainee: Trainee, inner_optimizers: Iterable[object]) -> None:
