@@ -1,8 +1,9 @@
-"""The agreed state of last words: each holder takes the sums of the shards that it gives, from its memory.
+"""The agreed state of last words: each holder takes the sums of its shards from its memory.
 
-The holder sends the sums to the writer before any shard. What is written is compared with them: in place by
-the holder itself, block by block, otherwise by the writer, with the gathered state. The writer leaves the
-sums in a part, `.state.GROUP`, and the agent that publishes joins the parts to the field of the manifest.
+The holder sends the sums to the writer before any shard. The written bytes are compared with the sums: in
+place by the holder itself, block by block, otherwise by the writer, with the gathered state. The writer
+leaves the sums in a part, `.state.GROUP`, and the publishing agent joins the parts to the field of the
+manifest.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from adaptor.verification.state_sums import Places, Sums
 
 
 class _Message(msgspec.Struct):
-    """The sums of the shards of a holder, by their number in the group; `problem`: why there are none."""
+    """The sums of the shards of a holder, by the number of the shard in the group; `problem`: why no sums
+    could be taken.
+    """
 
     shards: dict[int, dict[str, str]] = {}
     problem: str = ""
 
 
 class GivenSums:
-    """The sums of the shards that this rank gives in a dump, and of what is written of them in place.
+    """The sums of the shards that this rank gives in a dump, and of the bytes that this rank writes in place.
 
     Args:
         state: of the rank.
@@ -45,11 +48,11 @@ class GivenSums:
         self._state = state
         self._exchange = exchange
         self._rank = rank
-        self._given: dict[int, Sums] = {}  # by position
-        self._elements: dict[int, int] = {}
-        self._written: dict[tuple[int, str], int] = defaultdict(int)
-        self._seen: dict[tuple[int, str], int] = defaultdict(int)
-        self._places: dict[tuple[int, int], Places] = {}
+        self._totals: dict[int, Sums] = {}  # over the shards of this rank, by position in the chain
+        self._elements: dict[int, int] = {}  # of the shards of this rank, by position in the chain
+        self._places: dict[tuple[int, int], Places] = {}  # by position in the chain, and buffer
+        self._written: dict[tuple[int, str], int] = defaultdict(int)  # sums, by position and key
+        self._written_elements: dict[tuple[int, str], int] = defaultdict(int)
         self._message = _Message()
         try:
             with torch.no_grad():
@@ -58,38 +61,40 @@ class GivenSums:
             self._message = _Message(problem=f"{type(error).__name__}: {error}")
 
     def _take(self) -> dict[int, dict[str, str]]:
-        has_weights = state_sums.is_plain(self._state)
+        """Return the sums of the shards of this rank, by the number of the shard in the group."""
         names, taken, offset = state_sums.names_of(self._state), dict[int, dict[str, str]](), 0
         for position, (optimizer, live, _) in enumerate(self._state.chained):
-            count = shards.shard_of(optimizer)[1]
-            if shards.is_sharded(optimizer):
-                self._given[position], self._elements[position] = {}, 0
-                readers: Mapping[int, Any] = {}
-                if self._exchange.rank in self._exchange.sources[position]:
-                    readers = shard_exchange.own_shards(optimizer, position, self._exchange)
-                for index, reader in readers.items():
-                    weight = state_sums.rounding_of(optimizer) if has_weights else None
-                    read = self._with_progress(reader)
-                    sums = state_sums.sums_of_shard(optimizer, index, read, names, weight)
-                    taken[offset + index] = hexadecimal(sums)
-                    for key, value in sums.items():
-                        self._given[position][key] = self._given[position].get(key, 0) + value & MASK
-                    self._exchange.check()
-                    for number, buffer in enumerate(optimizer.buffers):
-                        self._places[position, number] = state_sums.places_of(optimizer, number, names)
-                        for bucket in shards.buckets_of(optimizer, buffer):
-                            begin, end = bucket.extent(index)
-                            self._elements[position] += end - begin
-            elif not shards.is_stub(optimizer) and self._exchange.rank in self._exchange.sources[position]:
-                sums = state_sums.sums_of_whole(optimizer, live, names, is_rounded=True)
-                taken[offset] = hexadecimal(sums)
-            else:
-                taken[offset] = {}
-            offset += count
+            by_index: dict[int, Sums] = {}
+            if self._exchange.rank in self._exchange.sources[position]:
+                if shards.is_sharded(optimizer):
+                    by_index = self._take_shards(position, optimizer, names)
+                elif not shards.is_stub(optimizer):
+                    by_index[0] = state_sums.sums_of_whole(optimizer, live, names, is_rounded=True)
+            taken |= {offset + index: hexadecimal(sums) for index, sums in by_index.items()}
+            offset += shards.shard_of(optimizer)[1]
         return taken
 
+    def _take_shards(self, position: int, optimizer: Any, names: Mapping[int, str]) -> dict[int, Sums]:
+        weight = state_sums.rounding_of(optimizer) if state_sums.is_plain(self._state) else None
+        by_index: dict[int, Sums] = {}
+        for index, reader in shard_exchange.own_shards(optimizer, position, self._exchange).items():
+            read = self._with_progress(reader)
+            by_index[index] = state_sums.sums_of_shard(optimizer, index, read, names, weight)
+            self._exchange.check()
+        totals = self._totals.setdefault(position, {})
+        for sums in by_index.values():
+            for key, value in sums.items():
+                totals[key] = totals.get(key, 0) + value & MASK
+        self._elements[position] = 0
+        for number, buffer in enumerate(optimizer.buffers):
+            self._places[position, number] = state_sums.places_of(optimizer, number, names)
+            for bucket in shards.buckets_of(optimizer, buffer):
+                extents = [bucket.extent(index) for index in by_index]
+                self._elements[position] += sum(end - begin for begin, end in extents)
+        return by_index
+
     def _with_progress(self, reader: Any) -> Callable[[int, int], shards.Part]:
-        """Return a reader that shows progress: a dump in which nothing moves is given to other ranks."""
+        """Return a reader that reports progress: a dump without progress is given to other ranks."""
 
         def read(number: int, bucket: int) -> shards.Part:
             for piece in reader(number, bucket):
@@ -103,19 +108,17 @@ class GivenSums:
         in_place_holder.send(self._message, writer, self._exchange)
 
     def agreed(self, ranks: Sequence[int]) -> AgreedGroup | None:
-        """Return the sums of all holders, on the writer; None if a holder has none.
+        """Return the sums of all holders, on the writer; None if a holder has no sums.
 
         Args:
             ranks: of the job, by their number in the exchange.
         """
-        others = sorted({rank for sources in self._exchange.sources for rank in sources})
+        holders = [rank for sources in self._exchange.sources for rank in sources]
         messages = {self._exchange.rank: self._message}
-        for rank in others:
-            if rank != self._exchange.rank:
-                messages[rank] = in_place_holder.receive(_Message, rank, self._exchange)
+        for rank in sorted({*holders} - {self._exchange.rank}):
+            messages[rank] = in_place_holder.receive(_Message, rank, self._exchange)
         if any(message.problem for message in messages.values()):
             return None
-        holders = [rank for sources in self._exchange.sources for rank in sources]
         agreed = [
             AgreedShard(messages[rank].shards.get(number, {}), (ranks[rank],))
             for number, rank in enumerate(holders)
@@ -128,7 +131,7 @@ class GivenSums:
 
         Args:
             region: of the file.
-            begin: the first element, in its world tensor.
+            begin: the first element, in the world tensor.
             data: the bytes.
         """
         place = region.position, region.number
@@ -137,20 +140,21 @@ class GivenSums:
         elements = torch.frombuffer(data, dtype=torch.float32)
         key = region.position, region.key
         self._written[key] += state_sums.sum_between(elements, begin, self._places[place])
-        self._seen[key] += elements.numel()
+        self._written_elements[key] += elements.numel()
 
     def require_written(self) -> None:
-        """Compare what this rank has written in place with what it has given.
+        """Compare the bytes written in place by this rank with the sums of its shards.
 
-        State that is written in another form, or in another order, is not compared.
+        State in another form, or in another order, is not compared.
 
         Raises:
-            CheckpointError: it differs.
+            CheckpointError: the sums differ.
         """
+        if self._message.problem:
+            return
         for (position, key), total in self._written.items():
-            given = self._given[position].get(key)
-            is_whole = self._seen[position, key] == self._elements[position]
-            if is_whole and not self._message.problem and given != total & MASK:
+            is_whole = self._written_elements[position, key] == self._elements[position]
+            if is_whole and self._totals[position].get(key) != total & MASK:
                 raise _differs(key, self._state.folder, self._rank)
 
 
@@ -164,10 +168,10 @@ def _differs(key: str, group: str, rank: int) -> CheckpointError:
 def require_gathered(
     state: TrainingState, agreed: AgreedGroup | None, gathered: Sequence[Any], exchange: Exchange
 ) -> None:
-    """Compare the gathered state with the sums that the holders have sent.
+    """Compare the gathered state with the sums of the holders.
 
     Raises:
-        CheckpointError: it differs.
+        CheckpointError: the sums differ.
     """
     if agreed is None:
         return
@@ -175,14 +179,14 @@ def require_gathered(
     for world, (optimizer, _, _) in zip(gathered, state.chained, strict=True):
         count = shards.shard_of(optimizer)[1]
         if world is not None:
-            for key, found in state_sums.sums_of_world(optimizer, world, names).items():
-                if found != agreed.total(key, offset, count):
+            for key, total in state_sums.sums_of_world(optimizer, world, names).items():
+                if total != agreed.total(key, offset, count):
                     raise _differs(key, state.folder, exchange.rank)
         offset += count
 
 
 def part_of(state: TrainingState, agreed: AgreedGroup | None) -> dict[str, bytes]:
-    """Return the part of this group, by its name: none without sums."""
+    """Return the part of the group, by name; empty without sums."""
     if agreed is None:
         return {}
     part = AgreedPart(state.folder, agreed)
