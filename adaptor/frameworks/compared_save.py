@@ -1,6 +1,6 @@
-"""Regular saves that are compared with the state in memory (`verification.save_check`).
+"""Compares regular saves with the state in memory (`verification.save_check`).
 
-The modules that need torch are imported when a save is made: the script imports torch.
+Modules with torch are imported at a save: the script imports torch first.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 
 def agree(step: int) -> SaveCheck | None:
-    """Agree with all ranks on the state that is saved; None without TTP_VERIFY_SAVES, or without a protected
-    state. Collective.
+    """Agree with all ranks on the state to save; None without TTP_VERIFY_SAVES, or without a protected state.
+    Collective.
 
     Raises:
         CheckpointError: the holders of a shard differ; on all ranks.
@@ -40,10 +40,10 @@ def agree(step: int) -> SaveCheck | None:
 
 
 def compare(content: Any) -> None:
-    """Compare an archive that is about to be written in the save of this thread.
+    """Compare an archive before its write in the current thread's save.
 
     Raises:
-        CheckpointError: it differs from the state in memory.
+        CheckpointError: the archive differs from the state in memory.
     """
     check = context.part(RegularSaves).check_in()
     if check is not None:
@@ -51,10 +51,10 @@ def compare(content: Any) -> None:
 
 
 def plan(writer: Any, planner: Any) -> None:
-    """Note what a writer of `torch_dist` plans to write in the save of this thread.
+    """Note the plan of a writer of `torch_dist` in the current thread's save.
 
     Raises:
-        CheckpointError: it differs from the state in memory.
+        CheckpointError: the plan differs from the state in memory.
     """
     check = context.part(RegularSaves).check_in()
     if check is not None:
@@ -64,11 +64,11 @@ def plan(writer: Any, planner: Any) -> None:
 
 
 def sums_of(path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, str]:
-    """Return the sums of the tensors that a writer of `torch_dist` writes; empty where nobody compares them.
+    """Return the sums of the tensors of a writer of `torch_dist`; empty without a plan for the file.
 
     Args:
         path: of the file.
-        tensors: items of the framework's plan, each with its tensor.
+        tensors: items of the framework's plan, each with a tensor.
     """
     from adaptor.verification.save_check import PlannedWrites
 
@@ -76,10 +76,10 @@ def sums_of(path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, s
 
 
 def require_written(folder: str | os.PathLike[str]) -> None:
-    """Compare what the writers of this rank have written below `folder` with what was planned.
+    """Compare the tensors that this rank's writers have written below `folder` with the plan.
 
     Raises:
-        CheckpointError: it differs.
+        CheckpointError: the tensors differ.
     """
     check = context.part(RegularSaves).check_in(Path(folder))
     if check is not None:
@@ -97,7 +97,7 @@ def attach(worker: runtime.Runtime) -> None:
 
 
 class _Drills:
-    """The drills of this process, a part of its context; `is_told`: whether a failed one was printed."""
+    """The drills of the process, a part of the context; `is_told`: whether a failed drill was printed."""
 
     def __init__(self, context: Context) -> None:
         self.is_told = False
@@ -123,7 +123,7 @@ def drill(step: int) -> None:
         return
     worker.processor.say(drilled)
     drills = context.part(_Drills)
-    if drilled.problem and not drills.is_told:  # the status has the later ones
+    if drilled.problem and not drills.is_told:  # later failed drills are in the status alone
         drills.is_told = True
         output.tell(
             f"[ttp] drill: step {step} could not be saved bit for bit without rank {drilled.lost}:"

@@ -1,8 +1,8 @@
-"""Compares what Megatron-LM has loaded with the agreed state of the checkpoint (`verification.load_check`).
+"""Compares the state that Megatron-LM has loaded with the agreed state of the checkpoint (`load_check`).
 
-A checkpoint that differs is refused as a damaged checkpoint is: the newest checkpoint before takes its place,
-and is loaded instead. If that differs, too, the loader is more likely to be wrong than two checkpoints: the
-job ends.
+A different checkpoint is refused like a damaged checkpoint: the newest checkpoint before takes its place, and
+is loaded instead. If the second checkpoint differs, too, the loader is more likely to be wrong than two
+checkpoints: the job ends.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from adaptor import output
 from adaptor.errors import ResumeError
 from adaptor.protocol import naming
 
-# What a load of Megatron-LM adds to, or requires to be 0.
+# The arguments that a load of Megatron-LM increases, or requires to be 0.
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "iteration")
 
 
@@ -26,13 +26,13 @@ def load(
     optimizer: Any,
     scheduler: Any,
 ) -> Any:
-    """Load, compare with the agreed state, and load the checkpoint before if they differ. Collective.
+    """Load, compare with the agreed state, and after a difference load the checkpoint before. Collective.
 
     Args:
         load_once: the framework's load; returns the step first.
-        refuse: puts another checkpoint in the place of that of a step, for a reason; raises ResumeError if
-            there is none.
-        model, optimizer, scheduler: those that are loaded into.
+        refuse: puts another checkpoint in the place of a step's checkpoint, for a reason; raises ResumeError
+            without another checkpoint.
+        model, optimizer, scheduler: the targets of the load.
 
     Returns:
         The result of the framework's load.
@@ -55,13 +55,15 @@ def load(
     if steps is not None:
         scheduler.num_steps = steps
     loaded = load_once()
-    if again := _problem(args, loaded, model, optimizer):
-        raise ResumeError(f"{again}; so did the checkpoint before it ({problem}): the loader may be wrong")
+    if second := _problem(args, loaded, model, optimizer):
+        raise ResumeError(
+            f"{second}; so did the checkpoint that was loaded before ({problem}): the loader may be wrong"
+        )
     return loaded
 
 
 def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> str:
-    """Return what differs from the agreed state; "" if nothing differs, or nothing can be compared."""
+    """Return the differences from the agreed state; "" without a difference, or without a comparison."""
     from adaptor.frameworks import megatron_lm
     from adaptor.verification import load_check
 

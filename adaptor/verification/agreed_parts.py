@@ -1,6 +1,4 @@
-"""The parts in which the writers of last words leave the agreed sums, and how they become a field of the
-manifest.
-"""
+"""The parts of last words with the agreed sums; the agent joins the parts to a field of the manifest."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ class AgreedPart(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of its file, below the checkpoint."""
+        """The name of the file, below the checkpoint."""
         return f"{_PART}{self.group}"
 
 
@@ -32,10 +30,10 @@ def join(
 ) -> tuple[tuple[FileEntry, ...], AgreedState | None]:
     """Return the files of the checkpoint without the parts, and the agreed state.
 
-    The state is None if a group has no part, or if a part was removed by a call before a crash.
+    The state is None without parts, or if a call before a crash has removed a part.
 
     Args:
-        folder: of the checkpoint, in which files may have the names of drafts.
+        folder: of the checkpoint; files may have the names of drafts.
         step: of the checkpoint.
         entries: of all groups.
     """

@@ -1,8 +1,8 @@
 """The sums of the state of a step on which the holders of each shard agreed: a field of the manifest.
 
-The sums are taken from the memory of the holders, never from a file (`state_sums`). A reader compares them
-with the sums of what it has loaded. The sum of a group does not depend on its number of shards, so a job with
-another data-parallel size compares it, too.
+The sums are taken from the memory of the holders, never from a file (`state_sums`). A job that loads the
+checkpoint compares the sums of the loaded state. The sum of a group does not depend on the number of shards,
+so a job with another data-parallel size compares the same sums.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from adaptor.errors import CheckpointError
 MASK = (1 << 64) - 1
 # Keys of sums: the model's weights, and the main params of the optimizer. All other keys are its moments.
 WEIGHT, PARAM = "weight", "param"
-_TOLD = 3  # differences that are printed
-_MOST_RANKS = 8  # that are printed
+_MOST_DIFFERENCES = 3  # in a line
+_MOST_RANKS = 8  # in a line
 # The words for a checkpoint without an agreed state.
 NONE = "no agreed sums: saved without TTP_VERIFY_SAVES, so the saved state itself cannot be checked"
 
 
 class AgreedShard(msgspec.Struct, frozen=True):
-    """A shard of a group: the sum of each key in hexadecimal, and the ranks that held it and agreed."""
+    """A shard of a group: the sum of each key in hexadecimal, and the holders that agreed, by rank."""
 
     sums: dict[str, str]
     holders: tuple[int, ...]
@@ -36,7 +36,7 @@ class AgreedGroup(msgspec.Struct, frozen=True):
     Attributes:
         layout: a hash of the names, shapes and dtypes of the params; another layout cannot be compared
         shards: in the order of the controller's shards
-        updates: the count of updates of the optimizer; None: it has none
+        updates: the count of updates of the optimizer; None: the optimizer counts none
     """
 
     layout: str
@@ -55,7 +55,7 @@ class AgreedGroup(msgspec.Struct, frozen=True):
 
 
 class AgreedState(msgspec.Struct, frozen=True):
-    """The agreed sums of a step, by group; `not_compared`: what was not compared when it was written."""
+    """The agreed sums of a step, by group; `not_compared`: parts that were not compared during the save."""
 
     step: int
     groups: dict[str, AgreedGroup]
@@ -63,8 +63,15 @@ class AgreedState(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class HeldShard:
-    """A shard in the memory of a rank: its groups, its number of `count` there, and its sums by key."""
+class ShardSums:
+    """The sums of a shard in the memory of a rank.
+
+    Attributes:
+        groups: the groups with the shard
+        index: the number of the shard in its groups
+        count: the number of shards of a group
+        sums: by key
+    """
 
     groups: tuple[str, ...]
     index: int
@@ -74,48 +81,48 @@ class HeldShard:
 
 @dataclass(frozen=True)
 class HeldState:
-    """What a rank has in memory.
+    """The sums of the state in the memory of a rank.
 
     Attributes:
         group: of the ranks with the same part of the model
         layout, updates: see `AgreedGroup`
         shards: own shards first
-        problem: why the sums could not be taken; "" if they are there
-        weights: the sum of all weights that the optimizers of this rank train; None: not taken
+        problem: why no sums could be taken; "": no problem
+        weights: the sum of all weights that the optimizers of the rank train; None: not taken
     """
 
     group: str
     layout: str = ""
     updates: int | None = None
-    shards: tuple[HeldShard, ...] = ()
+    shards: tuple[ShardSums, ...] = ()
     problem: str = ""
     weights: int | None = None
 
 
 def hexadecimal(sums: Mapping[str, int]) -> dict[str, str]:
-    """Return sums as the manifest has them."""
+    """Return sums in the form of the manifest."""
     return {key: f"{value:016x}" for key, value in sums.items()}
 
 
-def agree(step: int, held: Sequence[HeldState]) -> AgreedState:
+def agree(step: int, states: Sequence[HeldState]) -> AgreedState:
     """Return the sums on which all holders of each shard agree.
 
     Args:
         step: of the state.
-        held: by rank.
+        states: by rank.
 
     Raises:
         CheckpointError: holders differ, or no rank has some shard.
     """
     holders: dict[tuple[str, int], list[tuple[int, Mapping[str, int]]]] = {}
     counts: dict[str, int] = {}
-    for rank, state in enumerate(held):
+    for rank, state in enumerate(states):
         for shard in state.shards:
             for group in shard.groups:
                 holders.setdefault((group, shard.index), []).append((rank, shard.sums))
                 counts[group] = shard.count
     groups: dict[str, AgreedGroup] = {}
-    for rank, state in enumerate(held):
+    for rank, state in enumerate(states):
         if state.group in groups:
             first = groups[state.group]
             if (first.layout, first.updates) != (state.layout, state.updates):
@@ -138,8 +145,8 @@ def _agreed(
     if not holders:
         raise CheckpointError(f"no rank holds shard {index} of {group} of step {step}")
     sums: dict[str, int] = {}
-    for _, held in holders:
-        for key, value in held.items():
+    for _, holder_sums in holders:
+        for key, value in holder_sums.items():
             if sums.setdefault(key, value) != value:
                 raise CheckpointError(
                     f"the state of step {step} is not agreed: ranks"
@@ -149,23 +156,23 @@ def _agreed(
     return AgreedShard(hexadecimal(sums), tuple(rank for rank, _ in holders))
 
 
-def differences(agreed: AgreedState, held: Sequence[HeldState], *, has_optimizer: bool) -> list[str]:
-    """Compare what all ranks have loaded with the agreed state; return a line for each difference.
+def differences(agreed: AgreedState, states: Sequence[HeldState], *, has_optimizer: bool) -> list[str]:
+    """Compare the loaded state of all ranks with the agreed state; return a line for each difference.
 
     Groups of another layout are not compared (`other_layouts`).
 
     Args:
         agreed: of the checkpoint.
-        held: by rank, behind the load.
+        states: by rank, behind the load.
         has_optimizer: whether the optimizer's state was to be loaded, too.
     """
     lines = []
     for name, group in agreed.groups.items():
-        members = [(rank, state) for rank, state in enumerate(held) if state.group == name]
+        members = [(rank, state) for rank, state in enumerate(states) if state.group == name]
         if not members or members[0][1].layout != group.layout or members[0][1].problem:
             continue
-        shards: dict[int, list[tuple[int, HeldShard]]] = {}
-        for rank, state in enumerate(held):
+        shards: dict[int, list[tuple[int, ShardSums]]] = {}
+        for rank, state in enumerate(states):
             for shard in state.shards:
                 if name in shard.groups:
                     shards.setdefault(shard.index, []).append((rank, shard))
@@ -187,9 +194,9 @@ def differences(agreed: AgreedState, held: Sequence[HeldState], *, has_optimizer
 
 
 def _keys(
-    group: AgreedGroup, shards: Iterable[Sequence[tuple[int, HeldShard]]], *, has_optimizer: bool
+    group: AgreedGroup, shards: Iterable[Sequence[tuple[int, ShardSums]]], *, has_optimizer: bool
 ) -> list[str]:
-    """Return the keys that a load must have given, those of another kind of optimizer left out."""
+    """Return the keys to compare; keys of another kind of optimizer are left out."""
     loaded = {key for holders in shards for _, shard in holders for key in shard.sums}
     if not has_optimizer:
         return [key for key in (WEIGHT,) if key in group.keys & loaded]
@@ -201,50 +208,46 @@ def _keys(
 
 
 def _of_key(
-    name: str, group: AgreedGroup, key: str, shards: Mapping[int, Sequence[tuple[int, HeldShard]]]
+    name: str, group: AgreedGroup, key: str, shards: Mapping[int, Sequence[tuple[int, ShardSums]]]
 ) -> list[str]:
-    """Return what differs in a key: shards, with their ranks, if there are as many as were saved."""
+    """Return the differences of a key: with shards and ranks if the job has the saved number of shards."""
     counts = {shard.count for holders in shards.values() for _, shard in holders}
     wrong = [
         f"{key} of shard {index} of {name} on rank {rank}"
         for index, holders in sorted(shards.items())
         for rank, shard in holders
-        if index < len(group.shards) and _text(shard.sums.get(key)) != group.shards[index].sums.get(key)
+        if index < len(group.shards) and hexadecimal(shard.sums).get(key) != group.shards[index].sums.get(key)
     ]
     sums = [{shard.sums[key] for _, shard in holders if key in shard.sums} for holders in shards.values()]
     is_alike = all(len(values) < 2 for values in sums)
     loaded = sum(value for values in sums for value in values) & MASK if any(sums) else None
     if is_alike and loaded == group.total(key):
-        return []  # in the shards that were saved, or in others
+        return []  # the same state, also with another number of shards
     return wrong if counts == {len(group.shards)} and wrong else [f"{key} of {name}"]
 
 
-def _text(value: int | None) -> str | None:
-    return None if value is None else f"{value:016x}"
-
-
-def other_layouts(agreed: AgreedState, held: Sequence[HeldState]) -> list[str]:
+def other_layouts(agreed: AgreedState, states: Sequence[HeldState]) -> list[str]:
     """Return the groups of this job that cannot be compared with a checkpoint, with the reason."""
     reasons = {}
-    for state in held:
+    for state in states:
         saved = agreed.groups.get(state.group)
         if state.problem:
             reasons[state.group] = state.problem
         elif saved is None or saved.layout != state.layout:
             reasons[state.group] = "it has other params than the checkpoint's"
-        elif {*agreed.groups} != {other.group for other in held}:
+        elif {*agreed.groups} != {any_state.group for any_state in states}:
             reasons[state.group] = "the checkpoint has other groups"
     return [f"{group} ({reason})" for group, reason in sorted(reasons.items())]
 
 
 def in_words(differences: Sequence[str]) -> str:
     """Return differences in a line."""
-    omitted = len(differences) - _TOLD
-    return ", ".join(differences[:_TOLD]) + (f" and {omitted} more" if omitted > 0 else "")
+    omitted = len(differences) - _MOST_DIFFERENCES
+    return ", ".join(differences[:_MOST_DIFFERENCES]) + (f" and {omitted} more" if omitted > 0 else "")
 
 
 def described(agreed: AgreedState | None) -> str:
-    """Return in a line whose state a checkpoint has."""
+    """Return a line about the agreement of the holders on the state of a checkpoint."""
     if agreed is None:
         return NONE
     holders = [shard.holders for group in agreed.groups.values() for shard in group.shards]

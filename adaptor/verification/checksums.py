@@ -1,13 +1,13 @@
-"""Checksums of optimizer shards, by which two holders of a shard find out that their bits are equal.
+"""Checksums of optimizer shards: two holders of a shard compare their bits.
 
-A sum depends on bits, never on values: NaN and -0 count as they are stored. Only scalars (counts of updates,
-learning rate, betas) are compared by value, because a message turns a tuple into a list.
+A sum depends on bits, never on values: NaN and -0 count as stored. Only scalars (counts of updates, learning
+rate, betas) are compared by value, because a message turns a tuple into a list.
 
-On the host a sum is the xxh3_128 of the bytes, which runs at the speed of memory. On a device it is the sum
-of the words, each multiplied by an odd hashed number that depends on its place: an odd factor is invertible
-modulo 2**64, so a change of a single word is always seen. The factors are hashed because with 1, 3, 5, ...
-a bit that is inverted in 4, 8 or 16 words in a row is missed in 3 % of the cases. A device may compute such
-a sum in any order.
+On the host a sum is the xxh3_128 of the bytes, at the speed of memory. On a device a sum is the sum of the
+words, each multiplied by an odd hashed number for its place: an odd factor is invertible modulo 2**64, so a
+change of a single word always changes the sum. The factors are hashed because with 1, 3, 5, ... a bit
+inverted in 4, 8 or 16 words in a row is missed in 3 % of the cases. A device may add up the products in any
+order.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class BitSum:
     def add(self, tensor: torch.Tensor) -> None:
         """Add the elements of `tensor`, of any type and shape."""
         self._count += 1
-        words = words_of(tensor)
+        integers = words_of(tensor)
         if self._weighted is None:
-            self._weighted = words.device.type != "cpu"
-        if not words.numel():
+            self._weighted = integers.device.type != "cpu"
+        if not integers.numel():
             return
         if not self._weighted:
-            self._host.update(words.view(torch.uint8).numpy().data)
+            self._host.update(integers.view(torch.uint8).numpy().data)
             return
-        factors = odd_factors(words.device, _CHUNK)
-        for start in range(0, words.numel(), _CHUNK):
-            chunk = words[start : start + _CHUNK].to(torch.int64)
+        factors = odd_factors(integers.device, _CHUNK)
+        for start in range(0, integers.numel(), _CHUNK):
+            chunk = integers[start : start + _CHUNK].to(torch.int64)
             self._partial_sums.append((chunk * factors[: chunk.numel()]).sum())
 
     def value(self) -> str:
-        """Return the sum in hexadecimal; it includes the number of tensors."""
+        """Return the sum, with the number of tensors, in hexadecimal."""
         if not self._weighted:
             self._host.update(self._count.to_bytes(8, "little"))
             return str(self._host.hexdigest())
@@ -86,11 +86,11 @@ def tensors_sum(tensors: Iterable[torch.Tensor], weighted: bool | None = None) -
 
 
 class PendingSums:
-    """The sums of a shard that a device may still be computing.
+    """The sums of a shard; a device may still compute.
 
     Args:
         bits: by key, sums of tensors.
-        scalars: by key, sums that are known.
+        scalars: by key, finished sums.
         numbers: by key, numbers on a device, in one tensor.
     """
 
@@ -114,16 +114,16 @@ def shard_sums(optimizer: torch.optim.Optimizer, weighted: bool | None = None) -
     """Return the sums of one shard, by key. All holders of a shard get equal sums for an equal state.
 
     Args:
-        optimizer: the torch optimizer that has the shard on this rank: the own inner optimizer, or that of a
-            mirror (`shards.held_shards` gives both).
+        optimizer: the torch optimizer with the shard on this rank: the own inner optimizer, or a mirror's
+            (`shards.held_shards` returns both).
         weighted: True: the sum of words, also on a host; None: on a device alone.
 
     Returns:
         Sums by key. A sum of tensors runs over all params of the shard, in the order of the param groups:
 
         - `param`: the fp32 main params.
-        - `exp_avg`, `exp_avg_sq` or any other name: the tensors under this name in the state of the params.
-          Before the first update there is no such key.
+        - `exp_avg`, `exp_avg_sq` or any other name: the tensors under the name in the state of the params;
+          absent before the first update.
         - `state.NAME`: numbers under NAME in the state of the params (`state.step`: counts of updates).
         - `group.NAME`: values under NAME in the param groups (`group.lr`, `group.weight_decay`,
           `group.betas`, `group.step`). A list equals a tuple, and a tensor of one number the number.
@@ -155,12 +155,12 @@ def start_shard_sums(optimizer: torch.optim.Optimizer, weighted: bool | None = N
     for scalars in twin.scalars(optimizer):
         for key, value in scalars.items():
             entries.setdefault(f"group.{key}", []).append(value)
-    known = {key: scalar_sum(values) for key, values in entries.items() if key not in on_device}
-    return PendingSums(bits, known, on_device)
+    on_host = {key: scalar_sum(values) for key, values in entries.items() if key not in on_device}
+    return PendingSums(bits, on_host, on_device)
 
 
 def start_gradient_sums(optimizer: torch.optim.Optimizer) -> PendingSums:
-    """Queue the sum of the gradients with which a shard is updated, under the key `grad`.
+    """Queue the sum of the gradients for the update of a shard, under the key `grad`.
 
     Args:
         optimizer: as for `shard_sums`, behind the clipping and, for a mirror, behind its exchange.
@@ -177,12 +177,12 @@ def start_gradient_sums(optimizer: torch.optim.Optimizer) -> PendingSums:
 
 
 def scalar_sum(value: Any) -> str:
-    """Return the sum of scalars by value: numbers, texts, and lists and dicts of them."""
+    """Return the sum of scalars by value: numbers, texts, and lists and dicts of numbers and texts."""
     return str(xxhash.xxh3_128_hexdigest(_canonical(value).encode()))
 
 
 def _canonical(value: Any) -> str:
-    """Return a text that is equal for equal values, also where a message has changed their types."""
+    """Return a text, equal for equal values, also if a message has changed their types."""
     if isinstance(value, torch.Tensor):
         return _canonical(value.item()) if value.numel() == 1 else tensors_sum([value])
     if isinstance(value, bool | int | float):
@@ -194,4 +194,4 @@ def _canonical(value: Any) -> str:
         return "{" + ",".join(f"{key!r}:{item}" for key, item in items) + "}"
     if isinstance(value, Sequence):
         return "[" + ",".join(map(_canonical, value)) + "]"
-    return type(value).__qualname__  # an object of the framework, which is no part of the state
+    return type(value).__qualname__  # an object of the framework is no part of the state

@@ -1,8 +1,8 @@
-"""A drill in the running job: could the state be saved now without one rank, bit for bit?
+"""A drill in the running job: could the state be saved now without some rank, bit for bit?
 
-Between two steps a rank is taken as lost. The controller's own function plans last words without it, and the
-holders that the plan chooses compare the sums of the shards that they would give with those in the memory of
-the rank. Nothing is written, and no tensor is sent: so the connections and the disk of a dump are not tried.
+Between two steps a rank counts as lost. The controller's own function plans last words without the rank, and
+the shards of the planned holders are compared, by their sums, with the shards in the memory of the lost rank.
+Nothing is written, and no tensor is sent: the connections and the disk of a dump are not tried.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def hold(step: int, trainee: Any, record: BoardRecord, everyone: dist.ProcessGro
     Collective.
 
     Args:
-        step: that all ranks have finished.
+        step: the newest step, finished on all ranks.
         trainee: of the rank (`MegatronTrainee`).
         record: the board of the rank.
         everyone: all ranks.
@@ -34,8 +34,8 @@ def hold(step: int, trainee: Any, record: BoardRecord, everyone: dist.ProcessGro
     Raises:
         RuntimeError: a rank is gone.
     """
-    held = state_sums.held_by(trainee.state, trainee.mirrors, trainee.shares)
-    gathered = group.gather_all((record, trainee.shares, held), everyone)
+    own_state = state_sums.held_by(trainee.state, trainee.mirrors, trainee.shares)
+    gathered = group.gather_all((record, trainee.shares, own_state), everyone)
     if dist.get_rank(everyone):
         return None
     if any(board.finished != step for board, _, _ in gathered):
@@ -52,16 +52,16 @@ def problem(
     lost: int,
     boards: Mapping[int, BoardRecord],
     shares: Mapping[int, Sequence[Share]],
-    held: Sequence[HeldState],
+    states: Sequence[HeldState],
 ) -> str:
-    """Return why `step` could not be saved bit for bit without rank `lost`; "" if it could.
+    """Return why `step` could not be saved bit for bit without rank `lost`; "": no problem.
 
     Args:
-        step: that all ranks have finished.
-        lost: the rank that is taken as lost.
-        boards, shares, held: of all ranks, by rank.
+        step: the newest step, finished on all ranks.
+        lost: the rank that counts as lost.
+        boards, shares, states: of all ranks, by rank.
     """
-    for state in held:
+    for state in states:
         if state.problem:
             return state.problem
     survivors = {rank: board for rank, board in boards.items() if rank != lost}
@@ -70,15 +70,15 @@ def problem(
         return chosen.reason
     sums = {
         (rank, name, shard.index): shard.sums
-        for rank, state in enumerate(held)
+        for rank, state in enumerate(states)
         for shard in state.shards
         for name in shard.groups
     }
     for order in chosen.groups:
         for index, holder in enumerate(order.holders):
-            given, live = sums[holder, order.group, index], sums.get((lost, order.group, index), {})
-            for key in sorted(given.keys() & live.keys()):
-                if given[key] != live[key]:
+            saved, lost_sums = sums[holder, order.group, index], sums.get((lost, order.group, index), {})
+            for key in sorted(saved.keys() & lost_sums.keys()):
+                if saved[key] != lost_sums[key]:
                     shard_name = f"shard {index} of {order.group}"
                     return f"ranks {holder} and {lost} hold different bits of {key} of {shard_name}"
     return ""

@@ -1,11 +1,12 @@
-"""Compares what all ranks have loaded with the agreed state of the checkpoint.
+"""Compares the loaded state of all ranks with the agreed state of the checkpoint.
 
-A loader that leaves something out, or loads that of another rank or step, is found, whatever the files have.
-State that the user has asked not to load is not compared.
+The check notices a loader that leaves state out, or loads the state of another rank or step, also with intact
+files. State is not compared if the user has chosen not to load the state.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class LoadResult:
     """The result of a comparison, equal on all ranks.
 
     Attributes:
-        problem: what differs, in a line; "" if nothing differs
+        problem: the differences, in a line; "": none
         not_compared: the groups that could not be compared, with the reason
     """
 
@@ -35,18 +36,15 @@ class LoadResult:
 
 
 def agreed_of(folder: Path) -> AgreedState | None:
-    """Return the agreed state of the checkpoint in `folder`, as rank 0 sees it; None: it has none.
-
-    Collective.
+    """Return the agreed state of the checkpoint in `folder`, as rank 0 reads the manifest; None: no agreed
+    state. Collective.
     """
-    told: list[AgreedState | None] = [None]
+    agreed: list[AgreedState | None] = [None]
     if dist.get_rank() == 0:
-        try:
-            told = [manifest.read(folder).state]
-        except CheckpointError:  # the check before the load has told the problem
-            pass
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+        with contextlib.suppress(CheckpointError):  # the check before the load has reported the problem
+            agreed = [manifest.read(folder).state]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
 
 
 def compare(
@@ -57,22 +55,22 @@ def compare(
     *,
     has_optimizer: bool,
 ) -> LoadResult:
-    """Compare what all ranks have in memory with the agreed state of a checkpoint. Collective.
+    """Compare the memory of all ranks with the agreed state of a checkpoint. Collective.
 
     Args:
         folder: of the checkpoint.
-        agreed: its state.
+        agreed: the agreed state of the checkpoint.
         state: of the rank, loaded.
         shares: of the rank.
         has_optimizer: whether the state of the optimizer was to be loaded, too.
     """
     gathered = gather_values(state_sums.held_by(state, (), shares, whole_weights=True))
     omitted = other_layouts(agreed, gathered)
-    found = [] if omitted else differences(agreed, gathered, has_optimizer=has_optimizer)
+    different = [] if omitted else differences(agreed, gathered, has_optimizer=has_optimizer)
     problem = (
         f"{folder}: the ranks have loaded another state than that on which the holders of step {agreed.step}"
-        f" agreed: {in_words(found)}"
-        if found
+        f" agreed: {in_words(different)}"
+        if different
         else ""
     )
     return LoadResult(problem, tuple(omitted))

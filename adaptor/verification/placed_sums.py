@@ -1,9 +1,9 @@
-"""Sums of the bits of a tensor that depend on the place of each element, and that add up over parts.
+"""Sums of the bits of a tensor, dependent on the place of each element, and additive over parts.
 
-The sum of a param is the total of the sums of its parts, whatever the parts are, modulo 2**64. So ranks that
-hold parts of a param, a rank that holds all of it, and ranks of a job with another data-parallel size
-compare the same number. The words are multiplied by odd hashed factors, as in `checksums`, whose sums are
-faster on a host and do not add up.
+The sum of a param is the total of the sums of its parts, for any parts, modulo 2**64. So ranks with parts of
+a param, a rank with the whole param, and ranks of a job with another data-parallel size compare the same
+number. The words are multiplied by odd hashed factors, as in `checksums`, whose sums are faster on a host and
+do not add up.
 """
 
 from __future__ import annotations
@@ -43,42 +43,42 @@ def placed_sum(tensor: torch.Tensor, first: int = 0) -> int:
     """Return the sum of the bits of a part of a param, below 2**64.
 
     Args:
-        tensor: the part; elements that follow each other in the param.
+        tensor: the part; consecutive elements of the param.
         first: the place of its first element in the param.
     """
-    words = words_of(tensor)
+    integers = words_of(tensor)
     start = first * (2 if tensor.element_size() == 8 else 1)
-    count = words.numel()
+    count = integers.numel()
     head = min(-start % _CHUNK, count)
     tail = head + (count - head) // _CHUNK * _CHUNK
     total = 0
     for begin, end in ((0, head), (tail, count)):
         if begin < end:
             place, chunk = (start + begin) % _CHUNK, (start + begin) // _CHUNK
-            total += _one_chunk(words[begin:end], place) * int(_chunk_factors(chunk, 1)[0])
+            total += _one_chunk(integers[begin:end], place) * int(_chunk_factors(chunk, 1)[0])
     if head < tail:
-        total += _whole_chunks(words[head:tail].view(-1, _CHUNK), (start + head) // _CHUNK)
+        total += _whole_chunks(integers[head:tail].view(-1, _CHUNK), (start + head) // _CHUNK)
     return total & MASK
 
 
-def _one_chunk(words: torch.Tensor, place: int) -> int:
-    factors = odd_factors(words.device, _CHUNK)[place : place + words.numel()]
-    if words.device.type == "cpu":
-        return int(numpy.einsum("i,i->", words.numpy(), factors.numpy(), dtype=numpy.int64))
-    return int((words.to(torch.int64) * factors).sum())
+def _one_chunk(integers: torch.Tensor, place: int) -> int:
+    factors = odd_factors(integers.device, _CHUNK)[place : place + integers.numel()]
+    if integers.device.type == "cpu":
+        return int(numpy.einsum("i,i->", integers.numpy(), factors.numpy(), dtype=numpy.int64))
+    return int((integers.to(torch.int64) * factors).sum())
 
 
-def _whole_chunks(words: torch.Tensor, chunk: int) -> int:
-    factors = odd_factors(words.device, _CHUNK)
-    if words.device.type == "cpu":
-        sums = numpy.einsum("ij,j->i", words.numpy(), factors.numpy(), dtype=numpy.int64)
+def _whole_chunks(integers: torch.Tensor, chunk: int) -> int:
+    factors = odd_factors(integers.device, _CHUNK)
+    if integers.device.type == "cpu":
+        sums = numpy.einsum("ij,j->i", integers.numpy(), factors.numpy(), dtype=numpy.int64)
         return int(numpy.dot(sums.view(numpy.uint64), _chunk_factors(chunk, len(sums))))
     rows, total = _AT_ONCE // _CHUNK, 0
-    for begin in range(0, len(words), rows):
-        chunks = words[begin : begin + rows]
+    for begin in range(0, len(integers), rows):
+        chunks = integers[begin : begin + rows]
         chunk_sums = (chunks.to(torch.int64) * factors).sum(1)
         chunk_factors = _chunk_factors(chunk + begin, len(chunks)).view(numpy.int64)
-        total += int((chunk_sums * torch.from_numpy(chunk_factors).to(words.device)).sum())
+        total += int((chunk_sums * torch.from_numpy(chunk_factors).to(integers.device)).sum())
     return total
 
 

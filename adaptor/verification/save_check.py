@@ -1,12 +1,12 @@
 """Compares a regular save with the state in memory, before the save gets its name.
 
-At the begin of a save all ranks take the sums of what they hold, and agree (`agreed_state`). Then each file
-is compared where the framework hands it over to be written:
+At the begin of a save all ranks take the sums of the state in memory, and agree (`agreed_state`). Then each
+file is compared when the framework hands the file over to be written:
 
-- An archive of the format `torch`: its content with the agreed sums (`require_archive`).
-- The tensors of `torch_dist`: those that a writer has written with the tensors that the framework has planned
-  to write (`plan`, `handed_over`, `require_written`); and the latter must be the live state again if they
-  were at an earlier save. So a writer or a plan that keeps tensors of an earlier save is found.
+- An archive of the format `torch`: the content with the agreed sums (`require_archive`).
+- The tensors of `torch_dist`: the written tensors with the planned tensors (`plan`, `handed_over`,
+  `require_written`); and planned tensors must be the live state if they were at an earlier save. So a writer
+  or a plan that keeps tensors of an earlier save is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from adaptor.verification.placed_sums import name_factor, placed_sum
 
 @dataclass(frozen=True)
 class _PlannedBits:
-    """A sum of a planned tensor, placed if it lies on a device, which computes no other sum."""
+    """A sum of a planned tensor: placed for a tensor on a device, because a device computes no other sum."""
 
     is_placed: bool
     text: str
@@ -44,10 +44,10 @@ class SaveCheck:
     """The check of one regular save.
 
     Attributes:
-        step: that is saved
+        step: of the save
         state: of the rank
         agreed: the sums on which all holders agree
-        not_compared: what this rank could not compare when it was written
+        not_compared: the written parts that this rank could not compare
         planned: the tensors of `torch_dist` that this rank has planned to write, by file
     """
 
@@ -63,7 +63,7 @@ class SaveCheck:
         return AgreedState(self.step, self.agreed.groups, tuple(sorted(self.not_compared)))
 
     def require_archive(self, content: Any) -> None:
-        """Compare an archive of the format `torch` that is about to be written; ignore other values.
+        """Compare an archive of the format `torch` before its write; ignore other values.
 
         Raises:
             CheckpointError: the archive has another step, or other bits than the state in memory.
@@ -79,9 +79,9 @@ class SaveCheck:
             elif parts := _parameter_states(content):
                 self._require_shards(parts)
 
-    def _require(self, key: str, found: int | None, position: int | None = None) -> None:
+    def _require(self, key: str, total: int | None, position: int | None = None) -> None:
         expected = self.agreed.groups[self.state.folder].total(key, *self._extent(position))
-        if None not in (found, expected) and found != expected:
+        if None not in (total, expected) and total != expected:
             raise CheckpointError(
                 f"step {self.step}: {key} of {self.state.folder} was to be written with other bits than"
                 " those in the memory of the ranks that hold it (stale, damaged or misplaced)"
@@ -142,8 +142,8 @@ class SaveCheck:
             if not _is_coalesced(part):
                 self.not_compared.add("optimizer state in the form of this framework")
                 continue
-            for key, found in state_sums.sums_of_world(optimizer, part, names).items():
-                self._require(key, found, position)
+            for key, total in state_sums.sums_of_world(optimizer, part, names).items():
+                self._require(key, total, position)
 
     def require_written(self, folder: Path) -> None:
         """Compare the tensors that this rank's writers have written below `folder` with the plan.
@@ -163,7 +163,7 @@ class SaveCheck:
                 )
 
     def live_storages(self) -> set[int]:
-        """Return the addresses of the memory in which the training state of this rank lives."""
+        """Return the addresses of the memory of this rank's training state."""
         tensors = [
             tensor
             for chunk in self.state.model
@@ -175,7 +175,9 @@ class SaveCheck:
 
 
 def _parameter_states(content: Any) -> list[Any]:
-    """Return the parameter states of distributed optimizers, by their place in the chain; empty: others."""
+    """Return the parameter states of distributed optimizers, by their place in the chain; empty for other
+    values.
+    """
     parts = content if isinstance(content, list) else [content]
     is_state = any(isinstance(part, dict) and "buckets_coalesced" in part for part in parts)
     return parts if is_state else []
@@ -192,7 +194,7 @@ def _is_coalesced(part: Mapping[Any, Any]) -> bool:
 
 
 def begin(step: int, trainee: Any, everyone: torch.distributed.ProcessGroup) -> SaveCheck | None:
-    """Agree with all ranks on the state that is saved; None if its sums cannot be taken. Collective.
+    """Agree with all ranks on the state to save; None if no sums can be taken. Collective.
 
     Args:
         step: of the save.
@@ -202,8 +204,8 @@ def begin(step: int, trainee: Any, everyone: torch.distributed.ProcessGroup) -> 
     Raises:
         CheckpointError: holders of a shard differ; on all ranks.
     """
-    held = state_sums.held_by(trainee.state, trainee.mirrors, trainee.shares)
-    gathered = group.gather_all(held, everyone)
+    own_state = state_sums.held_by(trainee.state, trainee.mirrors, trainee.shares)
+    gathered = group.gather_all(own_state, everyone)
     if any(state.problem for state in gathered):
         return None
     return SaveCheck(step, trainee.state, agree(step, gathered))
@@ -219,9 +221,9 @@ def _bits(tensor: torch.Tensor, *, is_placed: bool) -> str:
 class PlannedWrites:
     """The plans of the pending saves of this process; a part of the context.
 
-    Writers are forked after `plan`, and know the plan. A persistent writer does not, and its files are not
-    compared. A plan belongs to the check of its save, and goes with it: the next save may be planned before
-    an asynchronous save has ended, and a save that is abandoned or fails leaves no plan behind.
+    Writers are forked after `plan`, and know the plan. Files of a persistent writer, forked before, are not
+    compared. A plan belongs to the check of its save, and ends with the check: the next save may be planned
+    before an asynchronous save has ended, and a save that is abandoned or fails leaves no plan behind.
     """
 
     def __init__(self, context: Context) -> None:
@@ -234,14 +236,14 @@ class PlannedWrites:
         Args:
             check: of the save.
             buckets: the framework's write buckets: path, key, and items with bytes and with tensors.
-            planner: returns the planned tensor of an item (`resolve_data`).
+            planner: of the framework; `resolve_data` returns the planned tensor of an item.
 
         Raises:
             CheckpointError: a tensor was the live state in an earlier save, and is another tensor now.
         """
         live = check.live_storages()
         sums: dict[str, dict[str, _PlannedBits]] = {}
-        strangers, copies = [], 0
+        stale_names, copies = [], 0
         for path, _, (_, tensors) in buckets:
             for item, _ in tensors:
                 planned, name = planner.resolve_data(item), name_of(item)
@@ -253,11 +255,11 @@ class PlannedWrites:
                     continue
                 copies += 1
                 if name in self._were_live:
-                    strangers.append(name)
-        if strangers:
+                    stale_names.append(name)
+        if stale_names:
             raise CheckpointError(
-                f"step {check.step}: {strangers[0]} was to be written from a copy, not from the state in"
-                f" memory as in the save before ({len(strangers)} tensors)"
+                f"step {check.step}: {stale_names[0]} was to be written from a copy, not from the state in"
+                f" memory as in the save before ({len(stale_names)} tensors)"
             )
         if copies:
             check.not_compared.add(f"{copies} tensors that the framework copies before it plans to write")
@@ -265,7 +267,7 @@ class PlannedWrites:
         self._checks.update(dict.fromkeys(sums, check))
 
     def handed_over(self, path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, str]:
-        """Return the sums of the tensors that are written to `path`, as its note has them.
+        """Return the sums of the tensors that a writer writes to `path`, by name, for the note of the file.
 
         Args:
             path: of the file.

@@ -1,7 +1,7 @@
-"""Takes the sums of the state that a rank holds in memory, for `agreed_state`.
+"""Takes the sums of the state in the memory of a rank, for `agreed_state`.
 
 Sums are `placed_sums` of bits: of the main params and moments as float32, and of the weights in their own
-dtype. They run over params by name, so they do not depend on buckets, shards and their padding.
+dtype. The sums run over params by name, so buckets, shards and padding have no influence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from adaptor.checkpoint.training_state import TrainingState, unwrapped
 from adaptor.checkpoint.weights import is_quantized
 from adaptor.replica import optimizer_state, twin
 from adaptor.replica.mirror import Mirror
-from adaptor.verification.agreed_state import MASK, PARAM, WEIGHT, HeldShard, HeldState
+from adaptor.verification.agreed_state import MASK, PARAM, WEIGHT, HeldState, ShardSums
 from adaptor.verification.placed_sums import name_factor, placed_sum
 
 Sums: TypeAlias = dict[str, int]
@@ -61,8 +61,7 @@ def places_of(optimizer: Any, number: int, names: Mapping[int, str]) -> Places:
 
 
 def sum_between(tensor: torch.Tensor, begin: int, places: Places) -> int:
-    """Return the sum of elements of a world tensor that begin at `begin`; padding between params is left
-    out."""
+    """Return the sum of elements of a world tensor from `begin` on; padding between params is left out."""
     flat, total = tensor.detach().reshape(-1), 0
     end = begin + flat.numel()
     for first, last, _, name in places[bisect.bisect_right(places, begin, key=_end) :]:
@@ -74,7 +73,7 @@ def sum_between(tensor: torch.Tensor, begin: int, places: Places) -> int:
 
 
 def sums_of_world(optimizer: Any, world: Mapping[Any, Any], names: Mapping[int, str]) -> Sums:
-    """Return the sums of a gathered state, as `shard_exchange.gather` returns it."""
+    """Return the sums of a gathered state, in the form of `shard_exchange.gather`."""
     sums: Sums = {}
     for number in range(len(optimizer.buffers)):
         places = places_of(optimizer, number, names)
@@ -130,27 +129,27 @@ def _live_weight(param: torch.Tensor, main: torch.Tensor, first: int, last: int)
 
 
 def rounding_of(optimizer: Any) -> Weight:
-    """Return what makes weights of the main params of an optimizer, as its update does."""
+    """Return a function that makes weights of the main params of an optimizer, as its update does."""
     storage = optimizer_state.storage_of(optimizer)
     cast = torch.Tensor.to if storage is None else storage.cast
     return lambda param, main, first, last: cast(main.detach(), param.dtype)
 
 
 def is_plain(state: TrainingState) -> bool:
-    """Return whether all weights have as many bits as their dtype says: only then they have sums."""
+    """Return whether all weights have as many bits as their dtype says; other weights have no sums."""
     return not any(is_quantized(param) for chunk in state.model for param in chunk.parameters())
 
 
 def sums_of_whole(optimizer: Any, live: Any, names: Mapping[int, str], *, is_rounded: bool = False) -> Sums:
     """Return the sums of an optimizer whose state every data-parallel rank has in full.
 
-    Main params that are the weights themselves count as weights alone.
+    If the weights are the main params, their sums are sums of weights alone.
 
     Args:
         optimizer: of the chain.
         live: the optimizer that updates the model: `optimizer` itself, or its original.
         names: of the params of the model, by id.
-        is_rounded: whether weights are made of main params, because the live ones may be half updated.
+        is_rounded: whether weights are made of main params, because live weights may be half updated.
     """
     torchs = getattr(optimizer, "optimizer", None)
     if torchs is None:
@@ -201,8 +200,7 @@ def trained_params(state: TrainingState) -> dict[str, torch.Tensor]:
 
 
 def updates_of(optimizer: Any) -> int | None:
-    """Return the count of updates that the optimizers of a chain have made, if all have the same; else
-    None."""
+    """Return the count of updates of the optimizers of a chain, if equal; else None."""
     counts = set()
     for torchs in step_record.inner(optimizer):
         counts |= {int(group["step"]) for group in torchs.param_groups if "step" in group}
@@ -217,13 +215,13 @@ def held_by(
     *,
     whole_weights: bool = False,
 ) -> HeldState:
-    """Return the sums of all that this rank holds; never raise, because the other ranks wait for the answer.
+    """Return the sums of the state of this rank; never raise, because the other ranks wait for the answer.
 
     Args:
         state: of the rank.
-        mirrors: per optimizer of the chain: its copy of another shard; or empty.
+        mirrors: per optimizer of the chain: the copy of another rank's shard; or empty.
         shares: the shards of the rank (`placement`).
-        whole_weights: whether all weights of this rank are summed, besides those of its own shard.
+        whole_weights: whether all weights of this rank are summed, besides the weights of its own shard.
     """
     try:
         with torch.no_grad():
@@ -237,7 +235,7 @@ def _held_by(
 ) -> HeldState:
     names = names_of(state)
     has_weights = is_plain(state)
-    held, offset = [], 0
+    all_sums, offset = [], 0
     for position, (optimizer, live, _) in enumerate(state.chained):
         index, count = shards.shard_of(optimizer)
         by_index: dict[int, Sums] = {}
@@ -254,11 +252,11 @@ def _held_by(
         for number, sums in by_index.items():
             groups = tuple(share.group for share in shares if share.index == offset + number)
             total = next((share.count for share in shares), count)
-            held.append(HeldShard(groups, offset + number, total, sums))
+            all_sums.append(ShardSums(groups, offset + number, total, sums))
         offset += count
-    whole = None
+    weights = None
     if whole_weights and has_weights:
         trained = trained_params(state)
-        whole = sum(name_factor(name) * placed_sum(param) for name, param in trained.items()) & MASK
+        weights = sum(name_factor(name) * placed_sum(param) for name, param in trained.items()) & MASK
     updates = updates_of(state.optimizer)
-    return HeldState(state.folder, layout_of(state), updates, tuple(held), weights=whole)
+    return HeldState(state.folder, layout_of(state), updates, tuple(all_sums), weights=weights)
