@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import settings
@@ -56,3 +57,28 @@ def group_of_one() -> Iterator[None]:
     )
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let this process be rank 0 of a job, with a session."""
+    from adaptor.protocol.board import Board, BoardMemory
+    from adaptor.worker import runtime
+    from adaptor.worker.session import Session
+
+    memory = BoardMemory([0])
+    session = Session(Board(0, memory.path, memory.slots), lambda *_: None, lambda _: None)
+    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(rank=0, session=session))
+    yield
+    memory.close()
+
+
+@pytest.fixture
+def armed() -> Iterator[None]:
+    """Arm the patches of a worker."""
+    from adaptor import patches, patching
+
+    patches.load("worker")
+    patching.arm("worker")
+    yield
+    patching.disarm("worker")

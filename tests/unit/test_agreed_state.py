@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from adaptor import context, patches, patching
+from adaptor import context
 from adaptor.checkpoint import manifest, publish, state_writer, tracker
 from adaptor.checkpoint.shard_exchange import Exchange
 from adaptor.checkpoint.training_state import TrainingState
@@ -24,15 +24,13 @@ from adaptor.errors import CheckpointError
 from adaptor.frameworks import compared_save
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
-from adaptor.protocol.board import Board, BoardMemory, Phase
+from adaptor.protocol.board import Phase
 from adaptor.protocol.messages import BoardRecord, Share
 from adaptor.verification import agreed_state, drill, state_sums
 from adaptor.verification.agreed_state import MASK, AgreedState, HeldState, agree, differences
 from adaptor.verification.given_sums import GivenSums
 from adaptor.verification.placed_sums import placed_sum
 from adaptor.verification.save_check import PlannedWrites, SaveCheck
-from adaptor.worker import runtime
-from adaptor.worker.session import Session
 from tests.unit.test_checkpoint_dump import RECORD, Rank, together, whole_state, without_padding
 
 STEP = 12
@@ -117,23 +115,6 @@ def _saves() -> RegularSaves:
     return context.part(RegularSaves)
 
 
-@pytest.fixture
-def _rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    memory = BoardMemory([0])
-    session = Session(Board(0, memory.path, memory.slots), lambda *_: None, lambda _: None)
-    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(rank=0, session=session))
-    yield
-    memory.close()
-
-
-@pytest.fixture
-def _armed() -> Iterator[None]:
-    patches.load("worker")
-    patching.arm("worker")
-    yield
-    patching.disarm("worker")
-
-
 def _regular_in_torch(tmp_path: Path, lie: Lie) -> None:
     """Write the optimizer's archive of a regular save, as the framework does."""
     world: Tensors = {key: without_padding(value) for key, value in whole_state().items()}
@@ -181,7 +162,7 @@ def _regular_in_torch_dist(tmp_path: Path, lie: Lie) -> None:
         _saves().tracker(str(tmp_path / naming.TRACKER))
 
 
-@pytest.mark.usefixtures("_rank_0")
+@pytest.mark.usefixtures("rank_0")
 def test_the_plan_of_a_save_that_is_abandoned_is_dropped(tmp_path: Path) -> None:
     _, live = next(iter(Rank(0, 1).states.items()))
     plan = _Planner(live)
@@ -244,7 +225,7 @@ WAYS = {
 }
 
 
-@pytest.mark.usefixtures("_rank_0", "_armed")
+@pytest.mark.usefixtures("rank_0", "armed")
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("lie", LIES)
 def test_other_tensors_than_those_in_memory_are_refused(tmp_path: Path, lie: Lie, way: str) -> None:
@@ -255,7 +236,7 @@ def test_other_tensors_than_those_in_memory_are_refused(tmp_path: Path, lie: Lie
     assert not (tmp_path / naming.final_name(STEP)).exists()
 
 
-@pytest.mark.usefixtures("_rank_0", "_armed")
+@pytest.mark.usefixtures("rank_0", "armed")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_manifest_has_the_state_on_which_the_holders_agreed(tmp_path: Path, way: str) -> None:
     WAYS[way](tmp_path, _true)
@@ -268,7 +249,7 @@ def test_the_manifest_has_the_state_on_which_the_holders_agreed(tmp_path: Path, 
     assert manifest.defects(tmp_path / naming.final_name(STEP)) == []
 
 
-@pytest.mark.usefixtures("_rank_0", "_armed")
+@pytest.mark.usefixtures("rank_0", "armed")
 def test_an_archive_of_another_step_is_refused(tmp_path: Path) -> None:
     check = _check()
     with _saves().regular(str(tmp_path), STEP, agree=lambda step: check):

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +16,14 @@ import msgspec
 import pytest
 import torch
 
-from adaptor import context, patches, patching
+from adaptor import context
 from adaptor.checkpoint import checksum_notes, disk, hashing, manifest, regular_folder
 from adaptor.checkpoint.lease import LeaseContent, Owner
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
-from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.environment import Generation, WorkerPlace
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.naming import MANIFEST, TRACKER
-from adaptor.worker import runtime
-from adaptor.worker.session import Session
 
 FILE = "iter_0000003/mp_rank_00/model_optim_rng.pt"
 
@@ -91,16 +88,7 @@ def test_saves_in_two_threads() -> None:
     assert saves().renamed(f"ckpt/{FILE}") == f"ckpt/{FILE}"
 
 
-@pytest.fixture
-def _rank_0(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    memory = BoardMemory([0])
-    session = Session(Board(0, memory.path, memory.slots), lambda *_: None, lambda _: None)
-    monkeypatch.setattr(runtime, "get", lambda: SimpleNamespace(rank=0, session=session))
-    yield
-    memory.close()
-
-
-@pytest.mark.usefixtures("_rank_0")
+@pytest.mark.usefixtures("rank_0")
 def test_a_framework_that_writes_over_the_tracker(tmp_path: Path) -> None:
     """ModelLink does not empty it before it writes: 999 over 1000 would be 9990."""
     (tmp_path / TRACKER).write_text("1000")
@@ -119,7 +107,7 @@ def _request(*put_off: Callable[[], Any]) -> SimpleNamespace:
     return SimpleNamespace(finalize_fns=functions, add_finalize_fn=functions.append)
 
 
-@pytest.mark.usefixtures("_rank_0")
+@pytest.mark.usefixtures("rank_0")
 def test_an_asynchronous_save_has_its_name_when_it_is_finalized(tmp_path: Path) -> None:
     with saves().regular(str(tmp_path), 3, asynchronous=True):
         folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
@@ -135,7 +123,7 @@ def test_an_asynchronous_save_has_its_name_when_it_is_finalized(tmp_path: Path) 
     assert manifest.defects(tmp_path / "iter_0000003") == []
 
 
-@pytest.mark.usefixtures("_rank_0")
+@pytest.mark.usefixtures("rank_0")
 def test_an_asynchronous_save_has_its_name_before_the_framework_removes_the_one_before(
     tmp_path: Path,
 ) -> None:
@@ -167,7 +155,7 @@ def test_an_asynchronous_save_has_its_name_before_the_framework_removes_the_one_
     assert [file.path for file in manifest.read(tmp_path / "iter_0000006").files] == ["shard.pt"]
 
 
-@pytest.mark.usefixtures("_rank_0")
+@pytest.mark.usefixtures("rank_0")
 def test_a_framework_that_puts_its_tracker_off_by_another_name_finds_no_step_to_remove(
     tmp_path: Path,
 ) -> None:
@@ -210,7 +198,7 @@ def test_nobody_is_told_of_a_save_that_has_failed() -> None:
         save()
 
 
-@pytest.mark.usefixtures("_rank_0")
+@pytest.mark.usefixtures("rank_0")
 def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path: Path) -> None:
     seen: list[tuple[str, list[str]]] = []
 
@@ -229,15 +217,7 @@ def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path:
     assert seen == [("met", named), (str(tmp_path / "iter_0000003"), named)]
 
 
-@pytest.fixture
-def _armed() -> Iterator[None]:
-    patches.load("worker")
-    patching.arm("worker")
-    yield
-    patching.disarm("worker")
-
-
-@pytest.mark.usefixtures("_rank_0", "_armed")
+@pytest.mark.usefixtures("rank_0", "armed")
 def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torch.save` writes into the folder of the save is hashed; a copy elsewhere is left alone."""
     monkeypatch.setattr(checksum_notes, "_SMALL", -1)  # else what nobody has hashed would be, too
@@ -286,7 +266,7 @@ def test_checksums_survive_a_crash_before_the_name(tmp_path: Path) -> None:
     assert (entry.bytes, entry.xxh3_128) == (13, None)
 
 
-@pytest.mark.usefixtures("_armed")
+@pytest.mark.usefixtures("armed")
 def test_a_file_whose_checksum_cannot_be_noted_is_saved(tmp_path: Path) -> None:
     """Its name has room for no suffix; the earlier note of another file is no longer true."""
     with saves().regular(str(tmp_path), 3):
@@ -371,7 +351,7 @@ def test_what_nobody_has_hashed_gets_a_checksum_unless_it_is_large(
 
 
 @pytest.fixture
-def _node_1(monkeypatch: pytest.MonkeyPatch, _rank_0: None) -> None:
+def _node_1(monkeypatch: pytest.MonkeyPatch, rank_0: None) -> None:
     """The first rank of the second node, in ttprun."""
     monkeypatch.setattr(context.part(WorkerPlace), "node", 1)
     monkeypatch.setattr(context.part(Generation), "name", "0f3a5c21")
