@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 # The pause before a failed save is tried again between two intervals; it doubles with each failure.
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 600.0
-_MOST_CAUSES = 8  # that are looked at: they may be chained in a circle
+_MOST_CAUSES = 8  # of an error; causes may be chained in a circle
 
 
 class SaveFailedError(CheckpointError):
-    """A regular save has failed; every rank raises it, in the same call of the save."""
+    """A regular save has failed; every rank raises the error, in the same call of the save."""
 
 
 class SaveAgreement:
@@ -72,9 +72,9 @@ class SaveAgreement:
         (first,) = group.smallest(self.everyone, [rank if self.error else size])
         if first == size:
             return
-        told = [self.error]
-        dist.broadcast_object_list(told, src=first, group=self.everyone)
-        raise SaveFailedError(f"rank {first}: {told[0]}")
+        reason = [self.error]
+        dist.broadcast_object_list(reason, src=first, group=self.everyone)
+        raise SaveFailedError(f"rank {first}: {reason[0]}")
 
 
 class FailedSaves:
@@ -101,16 +101,16 @@ class FailedSaves:
         Raises:
             CheckpointError: the save of the last step has failed; on all ranks.
         """
-        self._loop_runs, left = True, None
+        self._loop_runs, exit_of_script = True, None
         try:
             yield
         except SystemExit as error:
-            left = error
+            exit_of_script = error
         finally:
             self._loop_runs = False
         self.require_saved(runtime.get().session.board.finished)
-        if left is not None:
-            raise left
+        if exit_of_script is not None:
+            raise exit_of_script
 
     def agreement(self, folder: Path) -> SaveAgreement | None:
         """Return the agreement for a save that begins now; None: an error of the save is raised unchanged.
@@ -126,18 +126,18 @@ class FailedSaves:
             return None
         return SaveAgreement(everyone, folder) if worker.session.trains_on_this_thread else None
 
-    def fail(self, step: int, reason: str, left: str) -> None:
+    def fail(self, step: int, reason: str, unfinished: str) -> None:
         """Note on all ranks that the save of `step` has failed; rank 0 prints the failure.
 
         Args:
             step: the step.
             reason: the error, with its rank.
-            left: the unfinished folder, if not removable; else empty.
+            unfinished: the unfinished folder, if not removable; else empty.
         """
         self._count += 1
         self._step, self._reason = step, reason
         pause_s = self._pause()
-        stays = f"; {left} is unfinished and could not be removed" if left else ""
+        stays = f"; {unfinished} is unfinished and could not be removed" if unfinished else ""
         self._tell(
             SaveEnded(runtime.get().rank, step, text.encodable(reason)),
             f"step {step} could not be saved: {reason}{stays}; training goes on, and the state stays in the"
@@ -175,8 +175,8 @@ class FailedSaves:
         everyone = group.of_this_job()
         if not self._count or everyone is None:
             return False
-        waits = runtime.get().rank != 0 or self._clock() < self._due
-        (all_wait,) = group.smallest(everyone, [int(waits)])
+        is_waiting = runtime.get().rank != 0 or self._clock() < self._due
+        (all_wait,) = group.smallest(everyone, [int(is_waiting)])
         if not all_wait:
             self._pause()  # an asynchronous save takes its time, too
         return not all_wait

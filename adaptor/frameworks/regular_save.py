@@ -45,16 +45,16 @@ class _Save:
     step: int
     asynchronous: bool
     may_fail: bool = False  # without an end of the job, during training
-    agreement: SaveAgreement | None = None  # None: what goes wrong is raised
+    agreement: SaveAgreement | None = None  # None: errors are raised
     is_pending: bool = False  # a background process writes, and the ranks compare when that has ended
-    # In memory: what the framework writes as its tracker, on the rank that it lets write one.
+    # The descriptor of the framework's tracker, a file in memory, on the rank that writes the tracker.
     draft: int | None = None
     check: SaveCheck | None = None  # None: no sums of the state in memory were taken
-    put_off: list[Callable[[], Any]] = field(default_factory=list)  # until it has its name
+    put_off: list[Callable[[], Any]] = field(default_factory=list)  # until the save has its name
 
     @property
     def folder(self) -> Path:
-        """Return where it is written."""
+        """Return the folder of the writes."""
         return self.root / naming.regular_name(self.step, _generation())
 
     def name(self, path: str | os.PathLike[str]) -> str | None:
@@ -119,7 +119,7 @@ class RegularSaves:
         Args:
             asynchronous: the framework goes on writing in the background after the block (`scheduled`).
             may_fail: the barriers of the save are `barrier`, so that the ranks can agree on a failure.
-            agree: takes the sums of the state in memory; it raises on all ranks, or on none.
+            agree: takes the sums of the state in memory; an error comes on all ranks, or on none.
 
         Raises:
             SaveFailedError: the save has failed on some rank; on all ranks.
@@ -167,7 +167,7 @@ class RegularSaves:
 
             megatron_settle.forget_results_of_writers()
         place = context.part(WorkerPlace)
-        left = ""
+        unfinished = ""
         if runtime.get().rank == 0 or (
             place.node and not place.local_rank and not lease_claim.is_folder_shared(save.root)
         ):
@@ -176,8 +176,8 @@ class RegularSaves:
                 remains = left_overs.abandon(save.folder)
             if not left_overs.remove_beside(remains, disk.remove, left_overs.ROOM_S):
                 remains = []  # they are still being removed
-            left = " and ".join(str(path) for path in remains if os.path.lexists(path))
-        context.part(FailedSaves).fail(save.step, str(error), left)
+            unfinished = " and ".join(str(path) for path in remains if os.path.lexists(path))
+        context.part(FailedSaves).fail(save.step, str(error), unfinished)
 
     @property
     def notes_errors(self) -> bool:
@@ -253,7 +253,7 @@ class RegularSaves:
         return _Hashing(Path(path), results, sums) if is_regular else results
 
     def check_in(self, folder: Path | None = None) -> SaveCheck | None:
-        """Return the check of the save of this thread, or of the save that is written in `folder`."""
+        """Return the check of this thread's save, or of the save in `folder`."""
         saves = [self._current()] if folder is None else [self._current(), *self._written_on]
         return next((save.check for save in saves if save and folder in (None, save.folder)), None)
 
@@ -364,8 +364,8 @@ class RegularSaves:
             self._end(save)
 
         names = [getattr(function, "__name__", "") for function in request.finalize_fns]
-        # Where none is found, the framework reads the 0, and removes nothing.
-        of_one_rank = [place for place, each in enumerate(names) if each in _OF_ONE_RANK]
+        # Without such a function, the framework reads the 0, and removes nothing.
+        of_one_rank = [place for place, function in enumerate(names) if function in _OF_ONE_RANK]
         request.finalize_fns.insert(of_one_rank[0] if of_one_rank else len(names), name)
         if save.agreement is not None:
             request.finalize_fns.insert(0, begin)
