@@ -1,9 +1,9 @@
-"""Regular saves that are compared with the state in memory, against saves that are not:
-`python benchmarks/agreed_cost.py`.
+"""Regular saves with and without the comparison with the state in memory: `python benchmarks/agreed_cost.py`.
 
 One process saves the state of one rank in the format `torch`, as the framework does at a `--save-interval`,
 with the adaptor's checksums, fsync and publish; in turns with the sums (`adaptor/verification`) and without.
-It holds the whole state, so it takes the sums of all of it: with d data-parallel ranks each takes 1/d.
+The process holds the whole state, and takes the sums of the whole state; each of d data-parallel ranks would
+take 1/d.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ from adaptor.worker import runtime
 from adaptor.worker.session import Session
 from tests.unit.test_in_place import DTYPES, one_param
 
-TARGET = 1.05
-
 
 @contextlib.contextmanager
 def a_worker() -> Iterator[None]:
@@ -64,10 +62,10 @@ def save(root: Path, rank: Any, step: int, *, is_compared: bool) -> tuple[float,
     """Save once; return seconds and CPU seconds."""
 
     def agreed(step: int) -> SaveCheck:
-        held = state_sums.held_by(rank.state, (), (Share("mp_rank_00", 0, 1),))
-        if held.problem:
-            raise SystemExit(held.problem)
-        return SaveCheck(step, rank.state, agree(step, [held]))
+        own_state = state_sums.held_by(rank.state, (), (Share("mp_rank_00", 0, 1),))
+        if own_state.problem:
+            raise SystemExit(own_state.problem)
+        return SaveCheck(step, rank.state, agree(step, [own_state]))
 
     def without(step: int) -> None:
         """Compare nothing."""
@@ -104,21 +102,21 @@ def main() -> None:
     with a_worker():
         for number in range(parsed.pairs + 1):
             order = [True, False] if number % 2 else [False, True]
-            took = {which: save(root, rank, number + 1, is_compared=which) for which in order}
+            took = {compared: save(root, rank, number + 1, is_compared=compared) for compared in order}
             if number:  # the first warms up
                 pairs.append((took[True], took[False]))
     shutil.rmtree(root)
 
-    def ratio_of(which: int) -> Callable[[list[Any]], float]:
-        return lambda some: statistics.median(on[which] / off[which] for on, off in some)
+    def ratio_of(clock: int) -> Callable[[list[Any]], float]:
+        return lambda sample: statistics.median(on[clock] / off[clock] for on, off in sample)
 
     rows, results = [], {}
-    for which, name in enumerate(("seconds", "CPU seconds")):
-        ratio = ratio_of(which)(pairs)
+    for clock, name in enumerate(("seconds", "CPU seconds")):
+        ratio = ratio_of(clock)(pairs)
         low, high = bootstrap(
-            lambda source, which=which: ratio_of(which)(source.choices(pairs, k=len(pairs))), 7
+            lambda source, clock=clock: ratio_of(clock)(source.choices(pairs, k=len(pairs))), 7
         )  # type: ignore[misc]
-        on, off = (statistics.median(pair[side][which] for pair in pairs) for side in (0, 1))
+        on, off = (statistics.median(pair[side][clock] for pair in pairs) for side in (0, 1))
         rows.append([name, f"{off:.3f}", f"{on:.3f}", f"{ratio:.3f}", f"{low:.3f} to {high:.3f}"])
         results[name] = {"off": off, "on": on, "ratio": ratio, "interval": [low, high]}
     bench.finish(table(["", "without", "compared", "ratio", "95 % interval"], rows), results)

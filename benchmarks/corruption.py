@@ -1,10 +1,10 @@
 """Random flips of bits: `python benchmarks/corruption.py --write benchmarks/results/corruption.md`.
 
-In a job that compares its holders in every step (TTP_VERIFY_EVERY=1) a bit of one rank flips every other
-step: kind, rank, tensor, word and bit are drawn from a seed before anything runs. A flip is found if an
-incident of its step names or suspects its rank; it is undone if every loss and gradient norm of every rank is
-bit for bit that of a job without flips, which shows besides that the check gives no false alarm. Flips of an
-update run with TTP_LOCAL_COPY, from which they are undone.
+In a job that compares the holders in every step (TTP_VERIFY_EVERY=1) a bit of some rank flips every other
+step: kind, rank, tensor, word and bit are drawn from a seed before the job runs. A flip is noticed if an
+incident of the step names or suspects the rank. A flip is undone if every loss and gradient norm of every
+rank equals, bit for bit, the values of a job without flips; the comparison also shows that the check gives no
+false alarm. Flips of an update run with TTP_LOCAL_COPY, to undo the update.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ CUTS = {
         _WHOLE_3,
     )
 }
-# What flips, and when. The last one is seen by nobody: all holders apply the wrong gradient alike.
+# The phase of each kind of flip. The check cannot notice the last kind: all holders apply the wrong gradient
+# alike.
 PHASES = {
     "main": "between",
     "moment": "between",
@@ -89,35 +90,35 @@ def train(out: Path, layout: Layout, steps: int, flips: list[Flip], *options: st
         faults=[str(flip) for flip in flips],
         restarts=len(flips),
         options=("--ttp-online", "60", "--ttp-spares", "0", "--ttp-verify-every", "1", *options),
-        # Its own answer to an infinite number ends the job before the holders are compared.
+        # Megatron's own answer to an infinite number ends the job before the comparison of the holders.
         arguments=("--train-iters", str(steps), "--no-check-for-nan-in-loss-and-grad"),
         timeout_s=900,
     )
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    return ended
+    result = harness.run(job)
+    assert result.code == 0, result.log[-3000:]
+    return result
 
 
-def figures(ended: Ended) -> dict[tuple[int, int], tuple[object, ...]]:
-    """Return what each rank recorded of each step; of a step that was made again, the last."""
+def figures(result: Ended) -> dict[tuple[int, int], tuple[object, ...]]:
+    """Return the records of each rank and step; the last record of a repeated step."""
     return {
         (rank, line["iteration"]): (line["losses"], line["grad_norm"], line["skipped"])
-        for rank, lines in ended.records.items()
+        for rank, lines in result.records.items()
         for line in lines
     }
 
 
-def judge(ended: Ended, flips: list[Flip]) -> dict[Flip, str]:
+def judge(result: Ended, flips: list[Flip]) -> dict[Flip, str]:
     """Return for each flip: named, suspected, named wrongly, or missed."""
-    found = {}
-    for path in ended.job.out.glob("logs/*/incidents/*.json"):
+    incidents = {}
+    for path in result.job.out.glob("logs/*/incidents/*.json"):
         incident = json.loads(path.read_text())
         text = incident["reason"].partition(";")[0]
         (step,) = map(int, re.findall(r" step (\d+)", text)[-1:] or [-1])
-        found[step] = incident["cause"]["kind"] == "corruption", "suspects" in text, incident["failed"]
+        incidents[step] = incident["cause"]["kind"] == "corruption", "suspects" in text, incident["failed"]
     verdicts = {}
     for flip in flips:
-        is_corruption, is_suspected, ranks = found.get(flip.step, (False, False, []))
+        is_corruption, is_suspected, ranks = incidents.get(flip.step, (False, False, []))
         if not is_corruption:
             verdicts[flip] = "missed"
         elif is_suspected:
@@ -135,18 +136,18 @@ def main() -> None:
     parser.add_argument("--flips", type=int, default=24, help="of each job")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--write", type=Path)
-    given = parser.parse_args()
-    benchmark = Benchmark("corruption", vars(given))
+    parsed = parser.parse_args()
+    benchmark = Benchmark("corruption", vars(parsed))
     counts: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     findings, comparisons = [], 0
-    for name in given.layouts:
+    for name in parsed.layouts:
         layout = CUTS[name]
         at_rest = ["main", "moment", "variance", "main before the gather", "weight"]
         if not layout.distributed_optimizer:
-            at_rest.remove("main before the gather")  # there is none
+            at_rest.remove("main before the gather")  # the optimizer gathers nothing
         way = "transfer" if layout.replica == "mirror" else "gradient"
         updates = ["main in the update", "moment in the update"]
-        steps = _FIRST + 2 * given.flips + 2
+        steps = _FIRST + 2 * parsed.flips + 2
         work = Path(tempfile.mkdtemp(prefix="ttp-corruption-"))
         reference = train(work / "reference", layout, steps, [])
         comparisons += steps - 1
@@ -155,13 +156,13 @@ def main() -> None:
             ([*at_rest, way], ()),
             (updates, ("--ttp-local-copy", "True")),
         ]
-        if name == given.layouts[0]:
+        if name == parsed.layouts[0]:
             jobs.append((["local-gradient"], ()))
         for kinds, options in jobs:
-            flips = draw(layout, kinds, given.flips, given.seed)
-            ended = train(work / kinds[0].replace(" ", "-"), layout, steps, flips, *options)
-            is_bitwise = figures(ended) == figures(reference)
-            for flip, verdict in judge(ended, flips).items():
+            flips = draw(layout, kinds, parsed.flips, parsed.seed)
+            result = train(work / kinds[0].replace(" ", "-"), layout, steps, flips, *options)
+            is_bitwise = figures(result) == figures(reference)
+            for flip, verdict in judge(result, flips).items():
                 counts[flip.kind, name][verdict] += 1
                 counts[flip.kind, name]["undone"] += is_bitwise
                 findings.append({**vars(flip), "layout": name, "verdict": verdict, "undone": is_bitwise})
@@ -180,8 +181,8 @@ def main() -> None:
     text = table(["flip", "layout", "flips", *columns], rows)
     text += f"\n\n{comparisons} steps without a flip were compared, none with a false alarm."
     benchmark.finish(text, {"flips": findings})
-    if given.write is not None:
-        write_section(given.write, "Flips of one bit", f"{text}\n\nOn {benchmark.where}.")
+    if parsed.write is not None:
+        write_section(parsed.write, "Flips of one bit", f"{text}\n\nOn {benchmark.where}.")
 
 
 if __name__ == "__main__":
