@@ -73,11 +73,10 @@ class WarmProcesses:
     """
 
     def __init__(self, command: Sequence[str], count: int) -> None:
-        self._command = list(command)
         self._spares: list[Spare] = []
         with contextlib.suppress(OSError):  # no process, no descriptor, no memory: cold ones may start later
             for _ in range(count):  # there is no agent yet
-                self._spares.append(Spare(command_of_spare(self._command), {**os.environ, AGENT: ""}))
+                self._spares.append(Spare(command_of_spare(command), {**os.environ, AGENT: ""}))
         self._told = ""
 
     async def have_import(self, imports: Import) -> None:
@@ -110,26 +109,19 @@ class WarmProcesses:
         def start(
             handler: SubprocessHandler, command: Sequence[object], environment: dict[str, str]
         ) -> subprocess.Popen[bytes] | None:
-            spare = self._take() if [str(word) for word in command] == self._command else None
+            spare = next((spare for spare in self._spares if spare.ready and spare.is_of(command)), None)
             if spare is not None:
+                self._spares.remove(spare)
                 with contextlib.suppress(OSError):  # the spare has just ended
                     return spare.become(environment, handler._stdout, handler._stderr)
             return None
 
-        forking = next((spare for spare in self._spares if spare.ready and not spare.no_forks), None)
+        forking = next((spare for spare in self._spares if spare.may_fork), None)
         try:
             with start_workers_by(start) if joins else workers_are_forks(forking):
                 yield
         finally:
             self.end()
-
-    def _take(self) -> Spare | None:
-        """Return a spare that has imported everything; None without one."""
-        for spare in self._spares:
-            if spare.ready:
-                self._spares.remove(spare)
-                return spare
-        return None
 
     def end(self) -> None:
         """End the remaining spares."""

@@ -36,8 +36,8 @@ MOST_DEATHS = 3
 END_S = 2.0
 # A waiting spare reads at once; the sockets' buffers take the whole message in any case.
 SEND_S = 1.0
-# Workers that import by themselves at the same time would take longer than the rest of a spare's imports; a
-# spare that takes minutes hangs.
+# The time for which a restart waits for a spare that still imports: workers that all import by themselves
+# would take longer than the rest of these imports. A spare that takes minutes hangs.
 IMPORTS_S = 120.0
 # A fork takes milliseconds; on a machine that starts the workers of many jobs, seconds.
 FORK_S = 10.0
@@ -147,6 +147,11 @@ class Spare:
         streams = [0, 1 if stdout is None else stdout.fileno(), 2 if stderr is None else stderr.fileno()]
         socket.send_fds(self._ours, [b"\0"], streams)
 
+    @property
+    def may_fork(self) -> bool:
+        """Return whether forks of the process can be workers."""
+        return self.ready and not self.no_forks
+
     def is_of(self, command: Sequence[object]) -> bool:
         """Return whether the process can run `command` of a worker."""
         return command_of_spare(command) == self.process.args
@@ -255,7 +260,7 @@ class Spares:
                     self._change.clear()
                     await self._change.wait()
         for spare in self._waiting:
-            if spare.ready and not spare.no_forks:
+            if spare.may_fork:
                 return spare
             if spare.no_forks:
                 output.tell(f"[ttp] all workers of this node import by themselves: {spare.no_forks}")

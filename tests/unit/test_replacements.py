@@ -162,6 +162,13 @@ class Node:
         await self.until(lambda: self.spares and self.spares[-1].ready, "a spare waits")
         return self.spares[-1]
 
+    async def makes_a_spare(self) -> Spare:
+        """Return a spare that has imported what a worker has imported."""
+        look(self)
+        (modules,) = await self.told(Modules)
+        self.replacements.hear(modules)
+        return await self.waits()
+
     async def close(self) -> None:
         await self.replacements.end(is_last=True)
         self.workers.end_the_living()
@@ -598,10 +605,7 @@ def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> None:
         node.script.write_text("import sys; EARLY = set(sys.modules); import own\n" + node.script.read_text())
         await node.begin(0, 1)
         await node.has_run(0)
-        look(node)
-        (modules,) = await node.told(Modules)
-        node.replacements.hear(modules)
-        spare = await node.waits()
+        spare = await node.makes_a_spare()
         cold = json.loads((tmp_path / f"0-{node.processes[0].pid}.json").read_text())
         descriptors = len(list(Path("/proc/self/fd").iterdir()))
         for generation in (1, 2):
@@ -668,10 +672,7 @@ def test_a_spare_that_is_not_to_be_forked_says_why(
         node.script.write_text("import own\n" + node.script.read_text())
         await node.begin(0)
         await node.has_run(0)
-        look(node)
-        (modules,) = await node.told(Modules)
-        node.replacements.hear(modules)
-        spare = await node.waits()
+        spare = await node.makes_a_spare()
         assert reason in spare.no_forks
         await node.replacements.end(is_last=False)
         assert await node.replacements.spares.spare_to_fork() is None
@@ -688,10 +689,7 @@ def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Pa
         node.script.write_text("import own\n" + node.script.read_text())
         await node.begin(0)
         await node.has_run(0)
-        look(node)
-        (modules,) = await node.told(Modules)
-        node.replacements.hear(modules)
-        spare = await node.waits()
+        spare = await node.makes_a_spare()
         with pytest.raises(OSError, match="own reads MASTER_PORT while it is imported, and it has another"):
             spare.fork(node.environment(0, {"MASTER_PORT": "1"}), node.log, node.log)
         await node.until(lambda: spare.process.poll() is not None, "the spare has ended")
@@ -762,9 +760,7 @@ def test_a_cold_process_where_no_spare_is_to_be_used(tmp_path: Path) -> None:
     async def act(node: Node) -> None:
         await node.begin(0)
         await node.has_run(0)
-        look(node)
-        node.replacements.hear((await node.told(Modules))[0])
-        spare = await node.waits()
+        spare = await node.makes_a_spare()
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 2, 0, cold=True), always)
         assert node.processes[0] is not spare.process
@@ -800,9 +796,7 @@ def a_spare_takes_the_place(tmp_path: Path, *, more: str) -> None:
     async def act(node: Node) -> None:
         await node.begin(0)
         await node.has_run(0)
-        look(node)
-        node.replacements.hear((await node.told(Modules))[0])
-        spare = await node.waits()
+        spare = await node.makes_a_spare()
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 1, 0), always)
         assert node.processes[0] is spare.process
@@ -940,9 +934,7 @@ def test_spares_end_with_the_agent_and_the_generation(tmp_path: Path) -> None:
     async def act(node: Node) -> None:
         await node.begin(0)
         await node.has_run(0)
-        look(node)
-        node.replacements.hear((await node.told(Modules))[0])
-        waiting = await node.waits()
+        waiting = await node.makes_a_spare()
         importing = node.spares[0] if node.spares[0] is not waiting else node.spares[1]
         await node.replacements.end(is_last=True)
         for spare in (waiting, importing):
@@ -966,9 +958,7 @@ def test_a_module_that_has_the_name_of_another_one_is_left_alone(tmp_path: Path)
     async def act(node: Node) -> None:
         await node.begin(0)
         await node.has_run(0)
-        look(node)
-        node.replacements.hear((await node.told(Modules))[0])
-        spare = await node.waits()
+        spare = await node.makes_a_spare()
         node.processes[0].kill()
         await node.replacements.replace(Replace(1, 1, 0), always)
         assert node.processes[0] is spare.process
