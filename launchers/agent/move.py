@@ -1,13 +1,15 @@
-"""The move of a job to another node 0: the restart after the loss of node 0 with its rendezvous store.
+"""The move of a job to a new node 0: the restart after the loss of node 0 and the rendezvous store.
 
-1. The agent whose controller has given the verdict becomes node 0. Its address in the verdict is that of the
-   new store, which it has opened when it took the controller over.
-2. With fixed numbers spare nodes take its own former place and those of the other lost nodes. All other nodes
-   keep their numbers.
-3. Before that it asks the save folder whether another side of a cut network goes on (`lease.go_on_without`).
-4. It writes into the store whether the job goes on, and all agents obey. Then they meet there.
+The successor, the agent whose controller has given the verdict, becomes node 0. The verdict has the address
+of the new store, opened by the successor when the successor took the controller over.
 
-Invariant: of the agents of one generation only those with the same verdict meet at its store.
+1. With fixed numbers the successor waits for spare nodes: for its former place, and for the places of the
+   other lost nodes. All other nodes keep their numbers.
+2. The successor asks the save folder whether another side of a cut network goes on (`lease.go_on_without`).
+3. The successor gives the places away, and writes into the store whether the job goes on. All agents obey,
+   and meet at the store.
+
+Invariant: of the agents of one generation only agents with the same verdict meet at the new store.
 """
 
 from __future__ import annotations
@@ -25,17 +27,17 @@ from adaptor.launchers.rendezvous.rendezvous_errors import UNMET
 from adaptor.launchers.rendezvous.rendezvous_handler import Rendezvous
 from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.spares.slot_filling import Places
-from adaptor.protocol.messages import Verdict
+from adaptor.protocol.messages import Endpoint, Verdict
 
 
 class Move:
     """The move of one agent, on the main thread, between two generations of workers.
 
     Args:
-        handler: of the rendezvous that was lost.
+        handler: of the lost rendezvous.
         verdict: names node 0 among the lost nodes.
         worker_group: torch's, of the generation that has ended.
-        counts: at the restart; `generations` does not include it.
+        counts: `restarts` includes the following restart, `generations` does not.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Move:
         self._verdict = verdict
         self._group = worker_group
         self._counts = counts
-        self._is_first = node.control.controller_host is not None
+        self._is_successor = node.control.controller_host is not None
         self._number = int(worker_group.group_rank)
         self._is_fixed = handler.get_backend() == "static"
 
@@ -63,22 +65,15 @@ class Move:
             return None, f"node {self._number} was taken for lost"
         if not may_go_on(self._group.group_world_size, self._verdict.lost):
             return None, "less than half of the nodes are left, without node 0"
-        number = 0 if self._is_first else self._number
         try:
             store = wait_for(
                 lambda: self._handler.store_at(endpoint), lambda: "the node that takes the place of node 0"
             )
-            places = Places(store, number, None)
-            if self._is_first:
-                reason, owners = self._go_on(store, f"{endpoint.address}:{endpoint.port}")
-                if not reason:
-                    self._handler.move(endpoint, number)
-                places.settle(self._counts.generations, owners, is_filled=not reason)
-            elif places.are_filled(self._counts.generations):
-                reason = ""
-                self._handler.move(endpoint, number)
+            places = Places(store, 0 if self._is_successor else self._number, None)
+            if self._is_successor:
+                reason = self._lead(endpoint, store, places)
             else:
-                reason = "the node that has taken over does not go on"
+                reason = self._follow(endpoint, places)
         except (*UNMET, RuntimeError) as error:
             return None, f"the rendezvous store of the node that has taken over is lost ({text.say(error)})"
         if reason:
@@ -88,14 +83,29 @@ class Move:
             self._group.spec.master_port = endpoint.port
         return places, ""
 
+    def _lead(self, endpoint: Endpoint, store: Store, places: Places) -> str:
+        """Decide for all agents; return why the job does not go on, or ""."""
+        reason, owners = self._go_on(store, f"{endpoint.address}:{endpoint.port}")
+        if not reason:
+            self._handler.move(endpoint, 0)
+        places.settle(self._counts.generations, owners, is_filled=not reason)
+        return reason
+
+    def _follow(self, endpoint: Endpoint, places: Places) -> str:
+        """Obey the decision of the successor; return why the job does not go on, or ""."""
+        if not places.are_filled(self._counts.generations):
+            return "the node that has taken over does not go on"
+        self._handler.move(endpoint, self._number)
+        return ""
+
     def _go_on(self, store: Store, address: str) -> tuple[str, dict[int, str]]:
         """Return why the job does not go on, or "", and the new owners of places."""
         control = self._node.control
         host = control.controller_host
         assert host is not None
         members = host.controller.membership
-        places = empty_places_after(self._verdict.lost, self._number) if self._is_fixed else ()
-        if places and not self._node.has_spares(len(places)):
+        empty = empty_places_after(self._verdict.lost, self._number) if self._is_fixed else ()
+        if empty and not self._node.has_spares(len(empty)):
             return "no spare node takes the place of node 0", {}
         refusal = wait_for(
             lambda: control.lease.go_on_without(
@@ -111,11 +121,11 @@ class Move:
         if refusal:
             return refusal, {}
         owners: dict[int, str] = {}
-        if places:
-            owners = self._node.fill(places, self._counts)
+        if empty:
+            owners = self._node.fill(empty, self._counts)
             if not owners:
                 return "no spare node takes the place of node 0", {}
-            for number in places:  # torch waits for them, and a spare node may be lost again
+            for number in empty:  # torch waits for them, and a spare node may be lost again
                 size = self._group.spec.local_world_size
                 role = _RoleInstanceInfo(self._group.spec.role, number, size)
                 store.set(f"torchelastic/role_info/{number}", role.serialize().decode())
