@@ -403,6 +403,11 @@ def _no_flag(argument: str) -> ConfigError:
     return ConfigError(f"there is no flag {flag}: " + (f"{meant} is one" if meant else _ALL_FLAGS))
 
 
+def rendezvous_of(parsed: argparse.Namespace) -> str:
+    """Return HOST:PORT of the rendezvous; torch takes --master-addr and --master-port as the default."""
+    return parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
+
+
 def may_have_spares(parsed: argparse.Namespace) -> bool:
     """Return whether the job may have spare nodes: several nodes with fixed numbers."""
     from torch.distributed import run

@@ -1,7 +1,7 @@
-"""Brings a node to a job that has lost its first rendezvous store, and has gone on at another one.
+"""Brings a node to a job that has lost its first rendezvous store, and has gone on at a new store.
 
-The lease of the save folder names that store. The node was lost and comes back, or comes for the first time,
-with the flags of the first start, which name the lost store.
+The lease of the save folder names the new store. The node comes back after its loss, or comes for the first
+time; its flags are the flags of the first start, and name the lost store.
 """
 
 from __future__ import annotations
@@ -53,19 +53,18 @@ class MovedJob:
         go_to_store(parsed, Endpoint(host, port))
 
     def look(self) -> None:
-        """Look whether the job moves while this node waits at the store of its flags.
+        """Look into the lease while this node waits at the store of its flags.
 
         Raises:
             MovedError: the job has moved.
         """
         store = self._lease.look() if self._lease is not None else ""
-        known = self._parsed.rdzv_endpoint or f"{self._parsed.master_addr}:{self._parsed.master_port}"
-        if store and store != known:
+        if store and store != flags.rendezvous_of(self._parsed):
             raise MovedError(f"{self._goes_on} {store}: start this command again, and the node comes there")
 
 
 def go_to_store(parsed: argparse.Namespace, store: Endpoint) -> None:
-    """Let the flags name `store`, which is open."""
+    """Let the flags name the open `store`."""
     if parsed.rdzv_backend == "static":
         parsed.master_addr, parsed.master_port = store.address, store.port
     else:

@@ -15,6 +15,7 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from adaptor import text
 from adaptor.errors import ConfigError
+from adaptor.launchers.cli import flags
 
 UNMET = (DistError, RendezvousError)
 _TAKEN = "EADDRINUSE"
@@ -75,7 +76,7 @@ def no_start_reason(error: Exception, parsed: argparse.Namespace) -> str:
         error: the exception of `torch.distributed.run.run`.
         parsed: the flags of the run, as torch has completed them.
     """
-    endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
+    endpoint = flags.rendezvous_of(parsed)
     match error:
         case RuntimeError() if _TAKEN in str(error):  # of torch 2.4 it is no DistError
             return (

@@ -243,8 +243,7 @@ def wait(
     from adaptor.launchers.rendezvous.waiting import wait_for
 
     warm = of_spare_node(parsed, settings)
-    endpoint = parsed.rdzv_endpoint or f"{parsed.master_addr}:{parsed.master_port}"
-    host, port = utils.parse_rendezvous_endpoint(endpoint, -1)
+    host, port = utils.parse_rendezvous_endpoint(flags.rendezvous_of(parsed), -1)
     gate_place = awaited = f"node 0 at {host}:{port}, as a spare node"
 
     def note(text: str) -> None:
