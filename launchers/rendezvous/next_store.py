@@ -1,8 +1,7 @@
 """The rendezvous store in the place of a store that was lost with node 0.
 
-The node that has taken the controller over opens the store, and becomes node 0. The verdict has the address
-of the store, so each agent that obeys this verdict knows the address, and no other agent does. A job does not
-go on where the save folder tells that another side goes on (`lease.go_on_without`).
+The node that has taken the controller over opens the new store, and becomes node 0 (`move.py`). The verdict
+has the address of the new store, so only agents that obey this verdict know the address.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from adaptor.launchers.rendezvous import c10d_store, dynamic_nodes
 from adaptor.protocol.messages import Endpoint
 
-# The time for the store to answer: it was open before its address was sent, so only its node may be lost.
+# The time for the new store to answer. The store was open before its address was sent, so a silent store is
+# lost with its node.
 _ANSWERS_S = 10.0
 
 
@@ -70,22 +70,22 @@ class NextStore:
     def handler(self, lost_handler: Any, endpoint: Endpoint, *, has_store: bool) -> Any:
         """Return torch's handler of a rendezvous of changing nodes (c10d) at `endpoint`.
 
-        Nodes that come later must see that the job had workers before: the rounds are counted on. The agent
-        with the store calls this before all others.
+        The number of the round goes on from the lost rendezvous, so that later nodes see that the job had
+        workers before. The agent with the store calls this method before all other agents.
 
         Args:
-            lost_handler: of the lost rendezvous.
-            has_store: whether this agent has the store.
+            lost_handler: torch's handler of the lost rendezvous.
+            has_store: whether the store is in the process of this agent.
 
         Raises:
             RendezvousConnectionError: the store does not answer.
         """
-        # Its thread may wait for the lost store, for as long as the network says nothing.
+        # The thread of its heartbeats may wait for the lost store until the connection ends.
         threading.Thread(target=lost_handler._stop_heartbeats, name="ttp-lost-store", daemon=True).start()
         self._lost_handlers.append(lost_handler)
         params = copy.copy(self._params)
         params.endpoint = f"{endpoint.address}:{endpoint.port}"
-        params.config = {**params.config, "is_host": False}  # it is open
+        params.config = {**params.config, "is_host": False}  # the store is open
         if has_store and not params.local_addr:
             params.local_addr = endpoint.address
         handler, _ = c10d_store.connect(self._registry, params)

@@ -172,9 +172,9 @@ class _ImportsAsAWorker:
         self._read_by.setdefault(module, set()).add(name)
 
     def changed_read(self, before: Mapping[str, str], now: Mapping[str, str]) -> str:
-        """Return which variable with another value `now` than `before` an import has read; '': none.
+        """Name a variable that an import has read, and whose value `now` differs from `before`; '': none.
 
-        Not counted are modules that look through all variables for some of their own, such as `tqdm`, and the
+        Modules that read all variables to find their own, such as `tqdm`, are not counted. Nor is the
         adaptor, which reads its variables again in each worker.
         """
         changed = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}

@@ -131,8 +131,10 @@ class WarmProcesses:
 
 
 def of_spare_node(parsed: argparse.Namespace, settings: Config) -> WarmProcesses:
-    """Start the processes of the spare node, on the main thread: one for each worker that may join training
-    workers, one in a job that is only started again.
+    """Start the processes of the spare node, on the main thread.
+
+    Where workers may join training workers (TTP_ONLINE), each worker needs a process; otherwise all workers
+    are forks of a single process.
     """
     from torch.distributed import run
     from torch.distributed.elastic.utils import macros

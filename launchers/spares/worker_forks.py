@@ -1,12 +1,12 @@
 """Forks of a waiting spare, which become the workers of a node at a restart: one import serves all workers.
 
-A fork is only used if it is like a new process: the spare has one thread, no child process and no descriptor
-besides its streams, its imports have not changed the random numbers, and no variable that they have read has
-another value in the worker.
+A fork must be like a new process. So the spare has one thread, no child process, and no descriptor besides
+the streams; the imports have not changed the random numbers; and no environment variable read by an import
+has another value in the worker.
 
-The agent is the parent of each worker. So the spare forks twice, and the kernel gives the orphan to the
-agent (PR_SET_CHILD_SUBREAPER). The agent sends the streams afterwards; if the agent gives up, its socket
-ends, and the fork ends without having done anything.
+The agent must be the parent of each worker. So the spare forks twice, and the kernel gives the orphan to the
+agent (PR_SET_CHILD_SUBREAPER). The agent sends the streams afterwards. If the agent gives up, the socket
+ends, and the fork ends without running the script.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def adopting() -> Iterator[None]:
 
 
 class Forks:
-    """The forks of this process, and what makes a fork unlike a new process; made before the imports."""
+    """Forks this process, and checks that a fork is like a new process; created before the imports."""
 
     def __init__(self) -> None:
         self._descriptors = _descriptors()
@@ -78,7 +78,7 @@ class Forks:
         self._numpy_state = _state_of(module)
 
     def why_not(self) -> str:
-        """Return why no fork of this process may be a worker; '': forks may."""
+        """Return why forks of this process may not be workers; '': forks may be workers."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python warns of other threads
             child = os.fork()  # libraries that prepare for forks, such as OpenBLAS, end their threads
@@ -108,35 +108,35 @@ class Forks:
             streams that the agent has sent.
 
         Raises:
-            EOFError, OSError: in the fork, the agent does not want it any more.
+            EOFError, OSError: in the fork, if the agent has given the fork up.
         """
-        told, tell = os.pipe()
+        reader, writer = os.pipe()  # for the pid; ends when the fork has its streams
         try:
             parent = os.fork()
         except OSError:
-            os.close(told)
-            os.close(tell)
+            os.close(reader)
+            os.close(writer)
             return 0, []
         if parent == 0:
-            os.close(told)
+            os.close(reader)
             self._fork_and_exit_parent()
             os.setsid()
-            os.write(tell, str(os.getpid()).encode())
+            os.write(writer, str(os.getpid()).encode())
             streams = take_streams(agent)
-            os.close(tell)
+            os.close(writer)
             if (numpy_random := sys.modules.get("numpy.random")) is not None:
-                numpy_random.seed()  # Python's own numbers are other ones after each fork
+                numpy_random.seed()  # Python itself seeds `random` anew after each fork
             return 0, streams
-        os.close(tell)
+        os.close(writer)
         os.waitpid(parent, 0)
-        pid_text = os.read(told, 32)
-        self._told = told
+        pid_text = os.read(reader, 32)
+        self._reader = reader
         return int(pid_text or b"0"), []
 
     def wait(self) -> None:
-        """Wait until the newest fork has its streams: both read the same socket."""
-        os.read(self._told, 1)
-        os.close(self._told)
+        """Wait until the newest fork has its streams: the fork and this process read the same socket."""
+        os.read(self._reader, 1)
+        os.close(self._reader)
 
     @staticmethod
     def _fork_and_exit_parent() -> None:
@@ -161,7 +161,7 @@ def take_streams(agent: socket.socket) -> list[int]:
 
 
 def _descriptors() -> set[str]:
-    """Return what the open descriptors of this process lead to, besides the streams."""
+    """Return the targets of the open descriptors of this process, without the streams."""
     targets = set()
     for descriptor in os.listdir("/proc/self/fd"):  # noqa: PTH208  (most are no paths)
         if int(descriptor) >= _SPARE_STREAMS:
