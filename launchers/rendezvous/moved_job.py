@@ -30,7 +30,9 @@ class MovedJob:
         self._parsed = parsed
         save = flags.script_option(parsed.training_script_args, "--save")
         is_alone = parsed.standalone or parsed.nnodes.rpartition(":")[2].strip() == "1"
-        self._lease = lease.StoreOfJob(Path(save)) if save and not is_alone else None
+        # With fixed numbers only a job that may have spare nodes moves, and this node would be a spare node.
+        may_move = flags.may_have_spares(parsed) if parsed.rdzv_backend == "static" else not is_alone
+        self._lease = lease.StoreOfJob(Path(save)) if save and may_move else None
         self._goes_on = f"the job that saves in {save} goes on, without its first node 0, at"
 
     def find(self) -> None:

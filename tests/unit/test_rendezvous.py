@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import os
 import pickle
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +22,10 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
+from adaptor.checkpoint.lease import Lease, Owner, go_on_without
+from adaptor.launchers.cli import flags
 from adaptor.launchers.rendezvous import dynamic_nodes, waiting
+from adaptor.launchers.rendezvous.moved_job import MovedJob
 from adaptor.launchers.rendezvous.rendezvous_errors import MovedError
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
 from tests.ports import free_port
@@ -149,3 +155,27 @@ def test_a_node_does_not_wait_for_a_job_that_has_moved(monkeypatch: pytest.Monke
     over.set()
     meeting._has_met = True
     meeting.meet(lambda: waits(threading.Event(), 0.1))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "store"), [("2", "127.0.0.1:29500"), ("1:2", "node0:29400"), ("1", "node0:29400")]
+)
+def test_a_node_goes_to_the_store_of_a_moved_job_where_it_may_be_a_spare_node(
+    nodes: str, store: str, tmp_path: Path
+) -> None:
+    owner = Owner.of(os.getpid())
+    Lease(tmp_path, owner, "g").take()
+    go_on_without(tmp_path, owner, "g", ["node 1"], ["node 0"], has_lease=True, store="127.0.0.1:29500")
+    parsed = argparse.Namespace(
+        nnodes=nodes,
+        standalone=False,
+        rdzv_backend="static",
+        rdzv_endpoint="",
+        master_addr="node0",
+        master_port=29400,
+        ttp_spare=False,
+        training_script_args=["--save", str(tmp_path)],
+    )
+    MovedJob(parsed).find()
+    assert flags.rendezvous_of(parsed) == store
+    assert parsed.ttp_spare is (nodes == "2")
