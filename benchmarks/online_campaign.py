@@ -95,7 +95,7 @@ def reference(folder: Path, cut: str) -> Job:
     return job
 
 
-def fight(folder: Path, drawn: Drawn, *, online_s: int = 60) -> dict[str, Any]:
+def fight(folder: Path, drawn: Drawn, online_s: int) -> dict[str, Any]:
     """Run one job, or read what became of it; `incidents` and `problems`."""
     place = folder / drawn.cut / f"job-{drawn.number}"
     result = place / "result.json"
@@ -233,13 +233,13 @@ def main() -> None:
     folder = OUT / f"online-{given.seed}-{drawn_by.hexdigest()[:8]}"
     done: list[dict[str, Any]] = []
     found: list[Incident] = []
-    jobs = draw(given.seed, given.layouts, given.second, given.kinds)
+    online_s, jobs = 60, draw(given.seed, given.layouts, given.second, given.kinds)
     if given.second_faults:
-        jobs = _second_faults.draw(given.seed, given.layouts, given.struck)
+        online_s, jobs = SECOND_FAULTS_S, _second_faults.draw(given.seed, given.layouts, given.struck)
     for drawn in itertools.islice(jobs, 10_000):
         if len(found) >= given.incidents:
             break
-        one = fight(folder, drawn, online_s=SECOND_FAULTS_S if given.second_faults else 60)
+        one = fight(folder, drawn, online_s)
         done.append(one)
         here = [Incident(**{**told, "struck": tuple(told["struck"])}) for told in one["incidents"]]
         found += here
@@ -256,16 +256,14 @@ def main() -> None:
         )
     problems = [problem for one in done for problem in one["problems"]]
     tables, summary = tables_of(found, done)
-    what = WHAT
+    what, title = WHAT, heading(given.kinds, ", recovered online")
     if given.second_faults:
         tables = [_second_faults.outcome_table(found), *tables[2:]]
-        what = _second_faults.WHAT
+        what, title = _second_faults.WHAT, "Second faults in an online recovery"
     benchmark.finish("\n\n".join([*tables, *summary]), {"jobs": done, "problems": problems})
     if given.write:
         command = f"python benchmarks/online_campaign.py {settings} --write {given.write}"
         text = section(benchmark.where, command, tables, summary, what)
-        title = heading(given.kinds, ", recovered online")
-        title = "Second faults in an online recovery" if given.second_faults else title
         write_section(given.write, title, text)
     if problems:
         raise JobError(f"{len(problems)} problems")
