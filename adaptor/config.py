@@ -71,7 +71,7 @@ class Config:
 
     def of(self, kind: type[T]) -> T:
         """Return the settings of an optional part: `kind` is a dataclass with some of its fields."""
-        return kind(**{field.name: self.parts[field.name] for field in fields(cast(Any, kind))})
+        return kind(**{of_part.name: self.parts[of_part.name] for of_part in fields(cast(Any, kind))})
 
     def value(self, setting: Setting) -> object:
         """Return the value of `setting`."""
@@ -344,7 +344,8 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
     """
     source = os.environ if environ is None else environ
     values: dict[str, Any] = {}
-    for setting in settings():
+    all_settings = settings()
+    for setting in all_settings:
         text = source.get(setting.variable, setting.default)
         try:
             values[setting.field] = setting.parse(text)
@@ -365,4 +366,7 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
             f"TTP_VERIFY_EVERY is set, and TTP_ENGINE is {config.engine}: only the engine builtin compares"
             " the holders of the state; leave out one of them"
         )
+    for setting in all_settings:
+        if setting.require is not None:
+            setting.require(config)
     return config

@@ -54,7 +54,6 @@ OPTIONAL_PARTS = {
         "doctor": "adaptor.launchers.doctor.doctor_command:DoctorHooks",
         "operations": "adaptor.launchers.operations.hooks:OperationsHooks",
         "store": "adaptor.launchers.store.hooks:StoreHooks",
-        "mindio": "adaptor.mindio:MindioHooks",
     },
     WORKER_HOOKS: {
         "mindio": "adaptor.mindio:MindioWorkerHooks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from adaptor.errors import ConfigError
 
@@ -20,6 +21,7 @@ class Setting:
         needs_agent: it needs the adaptor's own agent and controller (TTP_ENGINE=builtin)
         group: the title in `ttprun --help`, for a setting of an optional part
         inline: returns the text that workers get in place of the user's
+        require: takes the `Config`; raises ConfigError if the value contradicts other settings
     """
 
     field: str
@@ -33,6 +35,7 @@ class Setting:
     needs_agent: bool = False
     group: str = ""
     inline: Callable[[str], str] | None = None
+    require: Callable[[Any], None] | None = None
 
     @property
     def flag(self) -> str:

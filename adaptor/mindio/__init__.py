@@ -12,8 +12,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from adaptor.config import Config
 from adaptor.errors import ConfigError
-from adaptor.hooks import AgentHooks, WorkerHooks
+from adaptor.hooks import WorkerHooks
 from adaptor.setting_values import Setting, truth
 
 NAME = "mindio_ttp"
@@ -53,6 +54,23 @@ class MindioSettings:
     provide_mindio: bool
 
 
+def _require(settings: Config) -> None:
+    """Refuse settings that need patches of the framework. Raises ConfigError."""
+    if not settings.of(MindioSettings).provide_mindio:
+        return
+    values: dict[str, object] = {
+        "HOST_COPY": settings.host_copy,
+        "VERIFY_EVERY": settings.verify_every != 0,
+    }
+    values |= {name.upper(): settings.parts.get(name) for name in ("profile", "dump")}
+    for name, value in values.items():
+        if value:
+            raise ConfigError(
+                f"TTP_{name} is set, and TTP_PROVIDE_MINDIO is True: a script that was adapted to MindIO TTP"
+                " by hand has no recordings, copies in host memory or comparisons; leave out one of them"
+            )
+
+
 SETTINGS = (
     Setting(
         "provide_mindio",
@@ -64,26 +82,9 @@ SETTINGS = (
         "installed, finds the adaptor's, and no framework is patched",
         same_on_all_nodes=True,
         group="Devices and interfaces",
+        require=_require,
     ),
 )
-
-
-class MindioHooks(AgentHooks):
-    """TTP_PROVIDE_MINDIO."""
-
-    def require(self) -> None:
-        values: dict[str, object] = {
-            "HOST_COPY": self.settings.host_copy,
-            "VERIFY_EVERY": self.settings.verify_every != 0,
-        }
-        values |= {name.upper(): self.settings.parts.get(name) for name in ("profile", "dump")}
-        for name, value in values.items():
-            if self.settings.of(MindioSettings).provide_mindio and value:
-                raise ConfigError(
-                    f"TTP_{name} is set, and TTP_PROVIDE_MINDIO is True: a script that was adapted to MindIO"
-                    " TTP by hand has no recordings, copies in host memory or comparisons; leave out one of"
-                    " them"
-                )
 
 
 class MindioWorkerHooks(WorkerHooks):

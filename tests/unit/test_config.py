@@ -305,6 +305,22 @@ def test_only_the_builtin_engine_compares_holders() -> None:
         config.load({"TTP_VERIFY_EVERY": "auto", "TTP_ENGINE": "mindio"})
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("TTP_PROFILE", "steps=1-2"),
+        ("TTP_DUMP", '{"steps": "1"}'),
+        ("TTP_HOST_COPY", "5"),
+        ("TTP_VERIFY_EVERY", "auto"),
+    ],
+)
+def test_a_script_adapted_by_hand_has_no_patches(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{variable} is set, and TTP_PROVIDE_MINDIO is True: "):
+        config.load({"TTP_PROVIDE_MINDIO": "1", variable: value})
+    config.load({variable: value})
+    config.load({"TTP_PROVIDE_MINDIO": "1"})
+
+
 def test_the_environment_is_read_when_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTP_OT", "77")
     assert config.load().timeout_s == 77.0
