@@ -25,12 +25,15 @@ class OperationsHooks(AgentHooks):
         self._own = settings.of(OperationsSettings)
         self._server = JobServer(settings)
         self._notifier = Notifier()
-        self._has_served = False
+        self._generations = 0
 
     def check(self, parsed: argparse.Namespace, engine: str) -> None:
         if not engine:
             job_server.require(self.settings)
             self._notifier = Notifier(targets(self._own), secret(self._own))
+
+    def begins(self, node: int, nodes: int) -> None:
+        self._generations += 1
 
     def has_controller(self, folder: Path, *, took_over: bool) -> None:
         """Serve the files of the job from this node; before the first workers a failure ends ttprun."""
@@ -40,10 +43,9 @@ class OperationsHooks(AgentHooks):
         try:
             self._server.start(folder)
         except (AdaptorError, OSError, RuntimeError) as error:
-            if not self._has_served:
+            if self._generations == 1:
                 raise ConfigError(f"TTP_SERVE is {text.say(error)}") from None
             output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(error)}")
-        self._has_served = True
 
     def notify(self, make: Callable[[], Notice]) -> None:
         self._notifier.submit(make)

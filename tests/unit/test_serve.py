@@ -22,8 +22,10 @@ import msgspec
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from adaptor import terminal
+from adaptor import config, output, terminal
+from adaptor.errors import ConfigError
 from adaptor.launchers.cli import ttp
+from adaptor.launchers.operations.hooks import OperationsHooks
 from adaptor.operations import access, cli, metrics, serve
 from adaptor.operations.goodput import USES, Goodput, TimeSpent
 from adaptor.operations.job_reader import CheckpointSummary, JobReader
@@ -408,6 +410,22 @@ def test_a_port_that_is_taken_is_said(job: Path, capsys: pytest.CaptureFixture[s
         port = address.partition(":")[2]
         assert ttp.main(["serve", str(job), "--port", port]) == terminal.USAGE
     assert f"127.0.0.1:{port}: the address cannot be had" in capsys.readouterr().err
+
+
+def test_a_taken_port_ends_ttprun_only_before_the_first_workers(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with served(server_of(job)) as address:
+        hooks = OperationsHooks(config.load({"TTP_SERVE": address}))
+        hooks.begins(0, 2)
+        with pytest.raises(ConfigError, match=f"^TTP_SERVE is {address}: the address cannot be had"):
+            hooks.has_controller(job, took_over=False)
+        later = OperationsHooks(config.load({"TTP_SERVE": address}))
+        later.begins(1, 2)  # another node has the controller
+        later.begins(0, 1)
+        later.has_controller(job, took_over=False)
+        output.finish()
+    assert f"this node does not serve the job: TTP_SERVE is {address}: " in capsys.readouterr().err
 
 
 # Calls `interrupt` on the main thread before its wait for a client's thread ends; the client has its answer.
