@@ -7,7 +7,6 @@ or a fault would lose steps. WARN: the setup could be better.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ import msgspec
 
 from adaptor import config, engines, hooks, misspelt, text
 from adaptor.errors import AdaptorError, ConfigError
-from adaptor.hooks import AgentHooks
 from adaptor.launchers.cli import plan
 from adaptor.launchers.doctor import doctor_machine, doctor_nodes
 from adaptor.launchers.doctor.doctor_job import Finding, PlannedJob
@@ -70,40 +68,6 @@ def add(add_command: Add) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("script", nargs=argparse.REMAINDER, metavar="-- script.py [args]")
-
-
-class DoctorHooks(AgentHooks):
-    """`ttprun FLAGS -m adaptor.launchers.cli.ttp doctor` starts no worker: workers may be unable to start."""
-
-    def ttp_command(self, parsed: argparse.Namespace) -> list[str]:
-        script = parsed.training_script
-        is_ttp = script == "adaptor.launchers.cli.ttp" if parsed.module else Path(script).name == "ttp"
-        is_doctor = is_ttp and list(parsed.training_script_args[:1]) == ["doctor"]
-        return arguments_of_job(parsed) if is_doctor else []
-
-
-def arguments_of_job(parsed: argparse.Namespace) -> list[str]:
-    """Return the arguments of `ttp` for a ttprun whose job is the doctor.
-
-    Nodes, ranks and rendezvous port are taken from the flags of ttprun; the doctor's own arguments win.
-    """
-    from torch.distributed import run
-
-    script_arguments, taken = list(parsed.training_script_args), list[str]()
-    fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
-    if fewest == most_nodes and not parsed.standalone:
-        taken += ["--nnodes", str(most_nodes)]
-        options = (
-            script_arguments[: script_arguments.index("--")] if "--" in script_arguments else script_arguments
-        )
-        if any(option.partition("=")[0] == "--save" for option in options):
-            taken += ["--nodes", str(most_nodes)]
-    with contextlib.suppress(ValueError):  # auto, on a machine that has no such device
-        taken += ["--nproc-per-node", str(run.determine_local_world_size(parsed.nproc_per_node))]
-    port = parsed.rdzv_endpoint.rpartition(":")[2] if parsed.rdzv_backend != "static" else parsed.master_port
-    if str(port).isdigit():
-        taken += ["--rdzv-port", str(port)]
-    return ["doctor", *taken, *script_arguments[1:]]
 
 
 def _answer(parsed: argparse.Namespace) -> int:
