@@ -131,7 +131,7 @@ def _is_wanted() -> bool:
 
     try:
         is_enabled = context.get().settings.enabled
-    except errors.ConfigError:
+    except errors.AdaptorError:
         errors.say_in_one_line()
         raise
     if is_enabled:

@@ -45,7 +45,10 @@ def run(arguments: list[str] | None) -> int:
         The exit code: 0 where every patch fits and nothing is refused, 1 where not, where the script is not
         protected, or where an error prevents an answer, 2 for bad usage.
     """
-    parsed = _parser().parse_args(arguments)
+    try:
+        parsed = _parser().parse_args(arguments)
+    except AdaptorError as error:  # of a plug-in
+        return _bad_usage(str(error))
     if parsed.command != "report":
         code: int = parsed.answer(parsed)
         return code

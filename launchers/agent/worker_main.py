@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> None:
         worker = runtime.begin()
     except ConnectionError:  # ttprun has ended and says why
         output.leave(EXIT_ORPHAN)
-    except (OSError, RuntimeError) as error:  # no thread, no descriptor
+    except (OSError, RuntimeError, StartError) as error:  # no thread, no descriptor; of a plug-in
         output.tell(f"[ttp] rank {os.environ.get('RANK')} cannot start: {text.describe(error)}")
         output.leave(1)
     worker.hear_signals()

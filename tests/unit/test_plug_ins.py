@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +21,11 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Put a distribution with one engine into a folder of its own on the path."""
 
     def installed(
-        distribution: str, engine: str, code: str = "class Engine: pass", alone: bool = False
+        distribution: str,
+        engine: str,
+        code: str = "class Engine: pass",
+        alone: bool = False,
+        group: str = plug_ins.ENGINES,
     ) -> None:
         module = distribution.replace("-", "_")
         folder = tmp_path / distribution
@@ -27,7 +33,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
         info.mkdir(parents=True)
         (folder / f"{module}.py").write_text(code)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1\n")
-        (info / "entry_points.txt").write_text(f"[{plug_ins.ENGINES}]\n{engine} = {module}:Engine\n")
+        (info / "entry_points.txt").write_text(f"[{group}]\n{engine} = {module}:Engine\n")
         monkeypatch.setattr(sys, "path", [str(folder), *([] if alone else sys.path)])
         monkeypatch.delitem(sys.modules, module, raising=False)
 
@@ -74,6 +80,33 @@ def test_one_that_cannot_be_imported_is_named_with_its_owner(install: Install) -
     line = refused("other", StartError)
     assert line.startswith("the plug-in other of other-engine cannot be loaded (other_engine:Engine: ")
     assert "lab_that_is_not_here" in line
+
+
+@pytest.mark.parametrize(
+    ("group", "command"),
+    [
+        (plug_ins.SETTINGS, ("-c", "import adaptor; adaptor.enable()")),
+        (plug_ins.MODULE_COMMANDS, ("-m", "adaptor", "report")),
+        (plug_ins.WORKER_HOOKS, ("-m", "adaptor.launchers.cli.ttprun", "script.py")),
+    ],
+)
+def test_one_that_cannot_be_imported_shows_no_traceback(
+    install: Install, tmp_path: Path, group: str, command: tuple[str, ...]
+) -> None:
+    install("other-part", "other", "import lab_that_is_not_here", group=group)
+    (tmp_path / "script.py").touch()
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "other-part")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "the plug-in other of other-part cannot be loaded" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_an_installation_that_is_older_than_its_sources_says_so(install: Install) -> None:
