@@ -95,20 +95,21 @@ def _status(parsed: argparse.Namespace) -> int:
 
 
 def _status_lines(status: Status, silent_s: float) -> list[str]:
+    def age(at: str) -> str:
+        return duration(max(0.0, unix(status.time) - unix(at)))
+
     state = f"silent for {duration(silent_s)}, last {status.state}" if silent_s else status.state
     step = "no step finished"
     if status.step is not None and status.step_time is not None:
-        ago = records.unix(status.time) - records.unix(status.step_time)
-        step = f"step {status.step}, finished {duration(max(0.0, ago))} before this"
+        step = f"step {status.step}, finished {age(status.step_time)} before this"
     copied = {}
     if status.host_copy_step is not None and status.host_copy_time is not None:
-        ago = records.unix(status.time) - records.unix(status.host_copy_time)
-        copied = {"host copy": f"step {status.host_copy_step}, made {duration(max(0.0, ago))} before this"}
+        copied = {"host copy": f"step {status.host_copy_step}, made {age(status.host_copy_time)} before this"}
     drilled = {}
     if status.drill_step is not None and status.drill_time is not None:
-        since = duration(max(0.0, records.unix(status.time) - records.unix(status.drill_time)))
-        found = f"not recoverable ({status.drill_problem})" if status.drill_problem else "recoverable"
-        drilled = {"drill": f"{found} at step {status.drill_step}, found out {since} before this"}
+        result = f"not recoverable ({status.drill_problem})" if status.drill_problem else "recoverable"
+        ago = age(status.drill_time)
+        drilled = {"drill": f"{result} at step {status.drill_step}, found out {ago} before this"}
     failed = {}
     if status.failed_saves:
         failed = {"failed saves": f"{status.failed_saves} one after the other; {status.failed_save}"}

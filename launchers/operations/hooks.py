@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from adaptor import output, text
+from adaptor import text
 from adaptor.config import Config
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.hooks import AgentHooks
@@ -45,7 +45,7 @@ class OperationsHooks(AgentHooks):
         except (AdaptorError, OSError, RuntimeError) as error:
             if self._generations == 1:
                 raise ConfigError(f"TTP_SERVE is {text.say(error)}") from None
-            output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(error)}")
+            self._server.tell_why(error)
 
     def notify(self, make: Callable[[], Notice]) -> None:
         self._notifier.submit(make)

@@ -123,7 +123,7 @@ class JobServer:
                 target=self._start_when_free, args=(folder,), name="ttp-serve", daemon=True
             ).start()
         except RuntimeError as error:  # no more threads for this process
-            self._tell_why(error)
+            self.tell_why(error)
 
     def close(self) -> None:
         """End the process."""
@@ -141,9 +141,10 @@ class JobServer:
                 reason = error
             if self._ends.wait(RETRY_S):
                 return
-        self._tell_why(reason)
+        self.tell_why(reason)
 
-    def _tell_why(self, reason: Exception | None) -> None:
+    def tell_why(self, reason: Exception | None) -> None:
+        """Print why this node does not serve the job."""
         output.tell(f"[ttp] this node does not serve the job: TTP_SERVE is {text.say(reason)}")
 
     def _watch(self, process: subprocess.Popen[bytes]) -> None:
