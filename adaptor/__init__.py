@@ -124,9 +124,7 @@ def arm(*, provide_mindio: bool = False) -> bool:
 
 
 def _is_wanted() -> bool:
-    """Return ENABLE_TTP. Unless ENABLE_TTP is False, an error of the adaptor that leaves the script is
-    printed as one line.
-    """
+    """Return ENABLE_TTP. Unless False, an AdaptorError that leaves the script is printed as one line."""
     from adaptor import context, errors
 
     try:
@@ -242,8 +240,7 @@ def write_host_copies(
         contents: further content of the framework's checkpoints.
 
     Returns:
-        The written step; None: no copies are newer, or the write failed, as a line says.
-        says.
+        The written step; None: no copies are newer, or the write failed, as a printed line explains.
 
     Raises:
         UnsupportedError: Megatron-core has not made model or optimizer; or this start of the workers only

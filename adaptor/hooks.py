@@ -1,7 +1,7 @@
-"""What an optional part, or a plug-in, does in a job: subclasses of these, which do nothing by themselves.
+"""The hooks of optional parts and plug-ins in a job: base classes whose methods do nothing.
 
-`adaptor.plug_ins` has the groups of entry points. The core calls the hooks of all parts, one after the other,
-in the order of the table there; plug-ins come last.
+The core calls the hooks of all parts, one after the other, in the order of `adaptor.plug_ins.OPTIONAL_PARTS`;
+plug-ins come last.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class AgentHooks:
     """The hooks of a part in one `ttprun`.
 
-    The order of calls is that of the methods. An AdaptorError of a method before `starts` refuses the job.
+    The methods are called in the order below. A ConfigError or StartError of `require`, `check` or `prepare`
+    refuses the job.
     """
 
     def __init__(self, settings: Config) -> None:
@@ -57,7 +58,7 @@ class AgentHooks:
     def before_workers(
         self, node: int, nodes: int, store: Store, ranks: Sequence[int], world_size: int
     ) -> None:
-        """Prepare a generation of workers; the processes of a spare node that takes a place need nothing.
+        """Prepare a start of all workers; not called on a spare node that takes a place during training.
 
         Args:
             store: has keys of this generation alone.
@@ -71,11 +72,12 @@ class AgentHooks:
         """Note that this node has the controller, and writes the files of the job to `folder`.
 
         Args:
-            took_over: during training, on the control thread, again and again: never wait, nor raise.
+            took_over: whether the controller has moved to this node during training; then the method is
+                called repeatedly, on the control thread: never wait, nor raise.
         """
 
     def saves_to(self, folder: Path) -> None:
-        """Note the save folder of workers of this node; on the control thread, again and again."""
+        """Note the save folder of workers of this node; called repeatedly, on the control thread."""
 
     def notify(self, make: Callable[[], Notice]) -> None:
         """Deliver the notice that `make` returns, of an incident or its end; call `make` in another thread.
@@ -87,13 +89,13 @@ class AgentHooks:
         """Note that ttprun was told to end, and ends within `grace_s` seconds."""
 
     def close(self) -> None:
-        """End everything that the hooks have begun; the files of the job are written."""
+        """End the threads and processes of the part; the files of the job are complete."""
 
 
 class WorkerHooks:
     """The hooks of a part in one worker, on the thread that trains; importing them imports no torch.
 
-    They are made before the process has a rank.
+    The hooks are created before the process has a rank.
 
     Attributes:
         interface: the name of another system whose interface the part provides; "" without one
@@ -125,7 +127,7 @@ class WorkerHooks:
         yield from ()
 
     def require_other_loop(self, world_size: int, args: Any = None) -> None:
-        """Refuse settings that a job without Megatron-LM's own loop and `load_checkpoint` does not have.
+        """Refuse settings that need Megatron-LM's training loop or `load_checkpoint`, in a job without them.
 
         Args:
             world_size: the number of ranks.
@@ -158,9 +160,9 @@ class WorkerHooks:
         """
 
     def memory_of(self, optimizer: Any) -> Any:
-        """Return what is done around the updates of an optimizer of Megatron's chain; None: nothing.
+        """Return the object to call around the updates of an optimizer of Megatron's chain; None: no object.
 
-        The object has `before_update` and `after_update`, both inside the update window.
+        Its methods `before_update` and `after_update` are called inside the update window.
         """
         return None
 
@@ -191,7 +193,7 @@ def of_agent(settings: Config) -> list[AgentHooks]:
 
 
 class _WorkerParts:
-    """A part of the context of a process."""
+    """The hooks of this process, a part of its context."""
 
     def __init__(self, context: Context) -> None:
         kinds = plug_ins.load_all(plug_ins.WORKER_HOOKS)

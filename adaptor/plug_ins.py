@@ -29,9 +29,9 @@ FORMATS = "ttp_adaptor.formats"
 SETTINGS = "ttp_adaptor.settings"
 # Functions that add commands to `ttp` (`adaptor.terminal.Add`).
 COMMANDS = "ttp_adaptor.commands"
-# Classes of `adaptor.hooks.AgentHooks`: what is done in each ttprun.
+# Subclasses of `adaptor.hooks.AgentHooks`, for each ttprun.
 AGENT_HOOKS = "ttp_adaptor.agent_hooks"
-# Classes of `adaptor.hooks.WorkerHooks`: what is done in each worker.
+# Subclasses of `adaptor.hooks.WorkerHooks`, for each worker.
 WORKER_HOOKS = "ttp_adaptor.worker_hooks"
 # Functions that add commands to `python -m adaptor`, as subparsers with the default `answer`.
 MODULE_COMMANDS = "ttp_adaptor.module_commands"

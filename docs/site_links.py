@@ -46,10 +46,18 @@ def _settings() -> str:
         return text.replace("|", "\\|").replace("<", "&lt;")
 
     rows = [
-        f"| `{one.variable}` | `{one.flag}` | {cell(one.default)} | {cell(one.allowed)} | {cell(one.help)} |"
-        for one in settings()
+        f"| `{setting.variable}` | `{setting.flag}` | {cell(setting.default)} | {cell(setting.allowed)} |"
+        f" {cell(setting.help)} |"
+        for setting in settings()
     ]
-    head = ["", "", "## What each allows", "", "From the table in `adaptor/config.py`.", ""]
+    head = [
+        "",
+        "",
+        "## What each allows",
+        "",
+        "From the tables in `adaptor/config.py` and in the optional parts (`adaptor/plug_ins.py`).",
+        "",
+    ]
     return "\n".join(
         [*head, "| variable | flag | default | allowed | meaning |", "|---|---|---|---|---|", *rows, ""]
     )
