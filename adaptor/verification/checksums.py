@@ -168,8 +168,7 @@ def start_gradient_sums(optimizer: torch.optim.Optimizer) -> PendingSums:
     bits = BitSum()
     is_present = []
     for param in twin.params(optimizer):
-        gradient = getattr(param, "decoupled_grad", None)  # of an optimizer that is aware of precision
-        gradient = param.grad if gradient is None else gradient
+        gradient = optimizer_state.gradient_of(param)
         is_present.append(gradient is not None)
         if gradient is not None:
             bits.add(gradient)
