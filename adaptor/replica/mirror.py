@@ -1,10 +1,10 @@
 """`mirror` replicas: each rank keeps a second copy of its neighbour's optimizer shard, and updates the copy
 itself.
 
-Nothing of the framework is changed: The framework's shards and groups stay unchanged. Before an update each
-rank sends its reduced and clipped gradients, and the scalars of its param groups, to the next rank of the
-ring, which applies the same update to its copy with an optimizer of the same class. The copy has a tensor for
-each of the owner's, of the same shape, so the arithmetic is the same, bit for bit.
+The framework's shards and groups stay unchanged. Before an update each rank sends its reduced and clipped
+gradients, and the scalars of its param groups, to the next rank of the ring, which applies the same update to
+its copy with an optimizer of the same class. The copy has a tensor for each of the owner's, of the same
+shape, so the arithmetic is the same, bit for bit.
 
 Invariant: the gradients are taken before the door, the copy is updated inside the update window. A rank's own
 shard and its copy are therefore of the same step whenever no update is in flight.
@@ -161,8 +161,8 @@ class Mirror:
 
 def _described(owner: torch.optim.Optimizer, pieces_of_owner: Sequence[ParamPiece]) -> _ShardDescription:
     params = twin.params(owner)
+    is_main = storage_of(owner) is None
     for param in params:
-        is_main = storage_of(owner) is None
         if (is_main and param.dtype != torch.float32) or param.dim() != 1:
             raise UnsupportedError(
                 f"{type(owner).__name__} updates a tensor of {param.dtype} and shape {tuple(param.shape)}: "
