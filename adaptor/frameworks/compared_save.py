@@ -70,6 +70,8 @@ def sums_of(path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, s
         path: of the file.
         tensors: items of the framework's plan, each with a tensor.
     """
+    if not context.get().settings.verify_saves:
+        return {}
     from adaptor.verification.save_check import PlannedWrites
 
     return context.part(PlannedWrites).handed_over(path, tensors)
@@ -90,10 +92,13 @@ def attach(worker: runtime.Runtime) -> None:
     """Let the loop of `worker` compare its state with the other holders (TTP_VERIFY_EVERY), and hold drills
     (TTP_DRILL_EVERY); before training begins.
     """
-    from adaptor.verification import twin_check
+    settings = context.get().settings
+    if settings.verify_every != 0:
+        from adaptor.verification import twin_check
 
-    worker.session.window.verifier = twin_check.of_this_process(worker.rank, worker.processor.say)
-    worker.session.drill = drill
+        worker.session.window.verifier = twin_check.of_this_process(worker.rank, worker.processor.say)
+    if settings.drill_every:
+        worker.session.drill = drill
 
 
 class _Drills:
@@ -109,8 +114,7 @@ def drill(step: int) -> None:
     Raises:
         RuntimeError: a rank is gone.
     """
-    every = context.get().settings.drill_every
-    if not every or step % every:
+    if step % context.get().settings.drill_every:
         return
     from adaptor.replica import group
     from adaptor.verification import drill

@@ -290,14 +290,12 @@ def _weights(trainee: MegatronTrainee) -> BitSum:
     return bits
 
 
-def of_this_process(rank: int, tell: Callable[[Corruption], None]) -> TwinCheck | None:
-    """Return the twin check of this rank; None with TTP_VERIFY_EVERY=0.
+def of_this_process(rank: int, tell: Callable[[Corruption], None]) -> TwinCheck:
+    """Return the twin check of this rank, with the settings TTP_VERIFY_EVERY and TTP_CORRUPTION.
 
     Args:
         rank: of the process.
         tell: tells the controller.
     """
     settings = context.get().settings
-    if settings.verify_every == 0:
-        return None
     return TwinCheck(settings.verify_every, settings.corruption, rank, tell)

@@ -111,6 +111,12 @@ def _check() -> SaveCheck:
     return SaveCheck(STEP, ranks[0].state, agree(STEP, _held(ranks)))
 
 
+@pytest.fixture(autouse=True)
+def _verify_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = dataclasses.replace(context.get().settings, verify_saves=True)
+    monkeypatch.setattr(context.get(), "settings", settings)
+
+
 def _saves() -> RegularSaves:
     return context.part(RegularSaves)
 
