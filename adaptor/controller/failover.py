@@ -65,7 +65,10 @@ def may_go_on(nodes: int, lost: Collection[int]) -> bool:
 
 
 def empty_places_after(lost: Iterable[int], successor: int) -> tuple[int, ...]:
-    """Return the empty places of a job whose lost nodes include node 0: that of `successor` is among them."""
+    """Return the empty places after the loss of node 0 and other nodes.
+
+    The node `successor` becomes node 0, and leaves its own place.
+    """
     return tuple(sorted({*lost, successor} - {0}))
 
 

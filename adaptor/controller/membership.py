@@ -109,7 +109,8 @@ class Membership:
 
     def agents_of(self, nodes: Iterable[int]) -> list[str]:
         """Return names of the agents of `nodes`, which are unique in a generation."""
-        return [f"node {node}{self.owners.get(node, '') and f' ({self.owners[node]})'}" for node in nodes]
+        owners = {node: self.owners.get(node, "") for node in nodes}
+        return [f"node {node} ({owner})" if owner else f"node {node}" for node, owner in owners.items()]
 
     def fits(self, nodes: int) -> bool:
         """Return True if the job could train on `nodes` nodes, as far as its ranks have reported."""

@@ -28,7 +28,8 @@ from adaptor.protocol.messages import (
     Unprotected,
 )
 
-# A rank has so many new processes that fail by themselves in one incident; the last ends the recovery.
+# New processes of one rank that fail by themselves in one incident; the last of these failures ends the
+# recovery.
 MOST_FAILURES = 2
 
 

@@ -33,8 +33,8 @@ MOST_ATTEMPTS = 6
 # A rank that cannot join may only be the first to notice the loss of another node: its connections end at
 # once, and a silent node counts as lost after 2 to 3 s.
 ECHO_S = 3.5
-# A new process that uses CPU time, and never joins, ends the recovery after so many times the time limit
-# without progress.
+# A recovery ends after so many times the limit of the time without progress, also while a new process uses
+# CPU time and never joins.
 MOST_LIMITS = 10
 
 

@@ -63,7 +63,7 @@ def wait_for(
         quiet: print no lines.
         limit: returns the longest wait and its setting; empty: unknown or unlimited.
         first_s: seconds before the first line.
-        look: is called before each line; an exception of it ends the wait, as a signal does.
+        look: is called before each line; an exception of `look` ends the wait, as a signal does.
 
     Raises:
         Interrupted: SIGINT, SIGTERM or another signal handled by torch came first. `work` goes on until the

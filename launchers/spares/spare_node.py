@@ -388,13 +388,13 @@ async def wait_at_gate(
     context = tls.load(settings)
     reader, writer = await connect(*gate_invitation.address(host), gate_invitation.secret, context)
     writer.write(wire.frame(own_hello))
-    first: list[ToSpareNode] = []  # what was read before
+    early: list[ToSpareNode] = []  # the first message of a next gate, read before
     imports: list[asyncio.Task[None]] = []
     while True:
         gates: tuple[Gate, ...] = ()
         try:
             while True:
-                match first.pop() if first else await wire.read(reader, to_spare_node, wire.SLOW_S):
+                match early.pop() if early else await wire.read(reader, to_spare_node, wire.SLOW_S):
                     case SpareRefused(reason=reason):
                         raise ConfigError(f"{FLAG}: node 0 refuses this spare node: {reason}")
                     case SpareImports(what=what):
@@ -423,7 +423,7 @@ async def wait_at_gate(
                 f"node 0 at {host} is gone, and no other node has taken the job over: this spare node ends"
             )
         host, reader, writer, message = next_gate
-        first.append(message)
+        early.append(message)
 
 
 async def _come_to_next_gate(
