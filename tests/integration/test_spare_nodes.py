@@ -89,3 +89,28 @@ def test_a_spare_comes_after_the_loss_of_node_0(tmp_path: Path, baseline_of: Bas
     assert "[ttp] this spare node takes the place of node 1" in ended.logs[3]
     assert "restart 2 of 2: from step 5, 0 steps lost" in ended.logs[2]
     outcome.assert_same_training(ended, baseline_of(DP2).records)
+
+
+@pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
+def test_a_second_spare_comes_later_to_the_new_node_0(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Both spares have lost node 0, and their flags name its store; the second waits over the restart."""
+    with namespaces.two() as network:
+        job = Job(
+            tmp_path / "job",
+            DP2,
+            save=tmp_path / "save",
+            nodes=2,
+            spares=2,
+            network=network,
+            restarts=2,
+            environment={"TTP_TLS": "plain"},
+            faults=[
+                "rank=0,step=3,phase=backward,kind=agent-sigkill",
+                "rank=1,step=6,phase=backward,kind=agent-sigkill,restart=1",
+            ],
+        )
+        ended = harness.run(job)
+    assert sorted(ended.codes) == [0, 0, 137, 137], ended.log[-3000:]
+    assert ended.logs[1].count(" takes the place of node 1; ") == 2
+    assert "restart 2 of 2: from step 5, 0 steps lost" in ended.logs[1]
+    outcome.assert_same_training(ended, baseline_of(DP2).records)
