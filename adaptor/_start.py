@@ -76,7 +76,7 @@ def provide_interface(name: str) -> bool:
         name: of the interface; "": the interface that a setting asks for.
 
     Returns:
-        False if neither names one.
+        False if no interface is named and no setting asks for an interface.
 
     Raises:
         ConfigError: the other system itself is installed.

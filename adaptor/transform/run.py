@@ -316,11 +316,11 @@ def finish(
         raise CheckpointError(problems[0])
     world = target.arguments(target.sizes.ranks[0]).world_size
     publish.publish(root, order.step, entries, {}, world, _GENERATION)
-    if has_agreed_state(order.source / naming.final_name(order.step)):
+    if _has_agreed_state(order.source / naming.final_name(order.step)):
         say(f"the agreed sums of step {order.step} are of its former parallel sizes: the new one has none")
 
 
-def has_agreed_state(folder: Path) -> bool:
+def _has_agreed_state(folder: Path) -> bool:
     """Return whether the manifest of a checkpoint has the sums on which its holders agreed."""
     try:
         return manifest.read(folder).state is not None
