@@ -54,37 +54,33 @@ def _main(arguments: list[str]) -> int:
         print(f"ttprun of ttp-adaptor {metadata.version('ttp-adaptor')}, torch {metadata.version('torch')}")
         return 0
     machine = this_machine()
-    try:
-        arguments, hosts = flags.take_hosts(arguments)
-        arguments, is_spare = flags.without(flags.SPARE, arguments)
-        arguments, dry_run = flags.without(flags.DRY_RUN, arguments)
-        parsed = flags.parse(arguments)
-        settings = config.load()
-        parsed.ttp_spare = is_spare
-        if is_spare:
-            spare_node.require(parsed, flags.given_names(arguments), settings)
-        read = detect.fill(parsed, flags.given_names(arguments), os.environ, settings.platform, machine)
-        if dry_run:
-            return _plan(parsed, settings, hosts)
-        if hosts is not None:
-            raise ConfigError(f"{flags.HOSTS} {hosts} belongs to {flags.DRY_RUN}: a start reads no racks")
-        if read is None:
-            return _run(parsed, settings)
-        if read.card is None:
-            output.tell(read.line)
-            return _run(parsed, settings)
-        if read.card.index:
-            return cards.wait_for_first(read.card, machine)
-        with cards.First(read.card) as first:
-            output.tell(read.line)
-            for name in cards.OF_A_CARD:
-                os.environ.pop(name, None)
-            code = _run(parsed, settings, first.tell)
-            first.tell(code)
-            return code
-    except ConfigError as error:
-        output.tell(f"ttprun: error: {error}")
-        return last_line.USAGE_EXIT_CODE
+    arguments, hosts = flags.take_hosts(arguments)
+    arguments, is_spare = flags.without(flags.SPARE, arguments)
+    arguments, dry_run = flags.without(flags.DRY_RUN, arguments)
+    parsed = flags.parse(arguments)
+    settings = config.load()
+    parsed.ttp_spare = is_spare
+    if is_spare:
+        spare_node.require(parsed, flags.given_names(arguments), settings)
+    read = detect.fill(parsed, flags.given_names(arguments), os.environ, settings.platform, machine)
+    if dry_run:
+        return _plan(parsed, settings, hosts)
+    if hosts is not None:
+        raise ConfigError(f"{flags.HOSTS} {hosts} belongs to {flags.DRY_RUN}: a start reads no racks")
+    if read is None:
+        return _run(parsed, settings)
+    if read.card is None:
+        output.tell(read.line)
+        return _run(parsed, settings)
+    if read.card.index:
+        return cards.wait_for_first(read.card, machine)
+    with cards.First(read.card) as first:
+        output.tell(read.line)
+        for name in cards.OF_A_CARD:
+            os.environ.pop(name, None)
+        code = _run(parsed, settings, first.tell)
+        first.tell(code)
+        return code
 
 
 def _plan(parsed: argparse.Namespace, settings: config.Config, hosts: str | None) -> int:
@@ -140,13 +136,13 @@ def _run(
     Args:
         ends: is called with the exit code if the process ends without returning it.
     """
-    parts = hooks.of_agent(settings)
-    for part in parts:
-        if arguments := part.ttp_command(parsed):
-            from adaptor.launchers.cli import ttp
-
-            return ttp.main(arguments)
     try:
+        parts = hooks.of_agent(settings)
+        for part in parts:
+            if arguments := part.ttp_command(parsed):
+                from adaptor.launchers.cli import ttp
+
+                return ttp.main(arguments)
         if settings.enabled or settings.device:
             start_checks.require_script(parsed, settings)
             devices.require(settings.device)
