@@ -49,18 +49,18 @@ class LoaderStates:
         """Exchange the states with the group: collective, on the main thread."""
         if self._group is not None:
             self._own = self._save_state()
-            own = {} if self._own is None else {self._name: _encoded(self._own)}
+            own_files = {} if self._own is None else {self._name: _encoded(self._own)}
             self._files = {
-                name: file for files in gather_values(own, self._group) for name, file in files.items()
+                name: file for files in gather_values(own_files, self._group) for name, file in files.items()
             }
         return self._files
 
     def own(self) -> Any:
-        """Return the state of this rank's loader at the end of the step, also where data are read again."""
+        """Return the state of this rank's loader at the end of the step, also while data are replayed."""
         return self._own
 
     def put_back(self, files: Mapping[str, bytes]) -> None:
-        """Take the states of a step as those of the last exchange."""
+        """Put the states of a step in the place of the last exchange."""
         self._files = files
         if self._name in files:
             content = io.BytesIO(files[self._name])
@@ -74,7 +74,7 @@ def _encoded(state: Any) -> bytes:
 
 
 def write(root: str, step: int, files: Mapping[str, bytes]) -> None:
-    """Write the files of a step where the framework writes them.
+    """Write the files of a step to the framework's folder.
 
     Args:
         root: the folder of --dataloader-save.

@@ -442,7 +442,7 @@ def _hashed(open_archive: Callable[[Any], Any], folder: Path, name: str) -> Iter
 
 
 def _write(folder: Path, name: str, content: bytes) -> FileEntry:
-    """Write a file; it is on disk with all others."""
+    """Write a file; `sync_regular` brings all files to disk."""
     with os.fdopen(disk.create(folder, name), "wb") as file:
         file.write(content)
     return FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content))

@@ -37,9 +37,9 @@ class _Checkpoint(msgspec.Struct):
     """The findings about a checkpoint; a line for each problem.
 
     Attributes:
-        complete: whether all files are there
-        bytes: whether they have the content that was written
-        trained: who agreed on the state in memory that was written
+        complete: whether all files exist
+        bytes: whether the files have the written content
+        trained: the agreement of the holders on the written state
     """
 
     step: int

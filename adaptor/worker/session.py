@@ -138,7 +138,7 @@ class Session:
         self._history.reset({step: TakenRecord(record, None)})
         comes_new = self.trainee is None
         self._hold_state(trainee, inner_optimizers)
-        if self.window.verifier is not None:  # what was given and put back is compared, too
+        if self.window.verifier is not None:  # restored state is compared, too
             self.window.verifier.after_update(trainee, step)
         self.board.start(step)
         if comes_new:
