@@ -458,7 +458,7 @@ def _draft() -> int:
 
 
 def _publish(save: _Save, taken: Path | None) -> None:
-    state = None if save.check is None else save.check.field
+    state = None if save.check is None else save.check.manifest_state
     regular_folder.publish_regular(save.root, save.step, _generation(), taken, state)
     tracker.advance(save.root, save.step)
 

@@ -58,8 +58,8 @@ class SaveCheck:
     planned: dict[str, dict[str, _PlannedBits]] = field(default_factory=dict)
 
     @property
-    def field(self) -> AgreedState:
-        """The field of the manifest."""
+    def manifest_state(self) -> AgreedState:
+        """The agreed state for the manifest, with the parts that were not compared."""
         return AgreedState(self.step, self.agreed.groups, tuple(sorted(self.not_compared)))
 
     def require_archive(self, content: Any) -> None:
