@@ -36,15 +36,15 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
 
     iteration = args[0] if args else kwargs["iteration"]
     asynchronous = bool(getattr(get_args(), "async_save", False))
-    saves = context.part(RegularSaves)
-    with (
-        contextlib.suppress(SaveFailedError),  # all ranks go on
-        runtime.get().session.phase("save"),
-        saves.regular(get_args().save, iteration, asynchronous, may_fail=True, agree=compared_save.agree),
-    ):
-        with saves.noting():
-            adapter_base.write_beside(get_args().save, iteration)
-        return wrapped(*args, **kwargs)
+    saves, session = context.part(RegularSaves), runtime.get().session
+    with contextlib.suppress(SaveFailedError), session.phase("save"):  # after a failed save all ranks go on
+        session.before_save()
+        with saves.regular(
+            get_args().save, iteration, asynchronous, may_fail=True, agree=compared_save.agree
+        ):
+            with saves.noting():
+                adapter_base.write_beside(get_args().save, iteration)
+            return wrapped(*args, **kwargs)
 
 
 @checkpointing.patch(

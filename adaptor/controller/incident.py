@@ -149,8 +149,10 @@ class Incident:
         self._heed_corruption()
         if self.state.stage is Stage.FREEZING:
             return []
-        orders = self.regrouping.cancel("a rank is corrupt, too")
-        return self.go_on(orders + self.saving.on_deaths(self._failures.corrupt))
+        writing, orders = self.state.writing, self.regrouping.cancel("a rank is corrupt, too")
+        is_disputed = writing.newest is not None and writing.step > writing.newest
+        excluded = writing.taking_part if is_disputed else self._failures.corrupt
+        return self.go_on(orders + self.saving.on_deaths(excluded))
 
     def on_layout(self) -> Orders:
         """Ask for the freeze once the layouts of all ranks are known."""

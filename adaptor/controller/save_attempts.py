@@ -171,7 +171,9 @@ class Writing:
         """
         names = self.pending.keys() | (self.files.keys() if self.uses_script_handlers else set())
         groups = {name: group for name, group in self.groups.items() if name in names}
-        return plan(groups, self._giving(boards), only=self.step, avoid={*self.avoid, *avoid})
+        return plan(
+            groups, self._giving(boards), only=self.step, avoid={*self.avoid, *avoid}, newest=self.newest
+        )
 
     def elsewhere(self, unreachable_ranks: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
         """Plan the rest with other writers for `unreachable_ranks`; return None if no group can have another

@@ -128,24 +128,31 @@ class StateCopier(Protocol):
 class StepVerifier(Protocol):
     """Compares the holders of the state in verified steps (TTP_VERIFY_EVERY); called on the main thread."""
 
-    def begin(self, trainee: Any) -> None:
-        """Begin with the state of `trainee`: earlier sums are not compared any more; collective.
+    def begin(self, trainee: Any, restored: int | None = None) -> None:
+        """Begin with the state of `trainee`; collective.
+
+        Args:
+            trainee: of the rank.
+            restored: the step of the state after an incident, which is compared before the next update; None:
+                training begins.
 
         Raises:
             UnsupportedError: no shard has a second holder.
         """
 
     def after_update(self, trainee: Any, step: int) -> None:
-        """Compute the sums of the state behind the update of `step`, or put back to `step`, if it is a
-        verified step.
-        """
+        """Compute the sums of the state behind the update of `step` if it is a verified step."""
 
     def begin_step(self, trainee: Any) -> None:
         """Compute the sum of the weights that a step begins with."""
 
-    def is_equal(self, trainee: Any) -> bool:
+    def is_equal(self, trainee: Any, saved: int | None = None) -> bool:
         """Return False if the holders differ, or a shard has changed since its update; collective in
-        verified steps. The controller has been told then.
+        verified steps, and before a save. The controller has been told then.
+
+        Args:
+            trainee: of the rank.
+            saved: the finished step that is about to be saved; None: the next update is about to be made.
 
         Raises:
             RuntimeError: a rank is gone.

@@ -100,14 +100,17 @@ class PendingSums:
         self._bits = bits
         self._scalars = scalars
         self._numbers = numbers or {}
+        self._sums: Sums = {}
 
     def read(self) -> Sums:
-        """Return the sums by key; waits for the device. Called once."""
-        return {
-            **{key: bits.value() for key, bits in self._bits.items()},
-            **self._scalars,
-            **{key: scalar_sum(numbers.tolist()) for key, numbers in self._numbers.items()},
-        }
+        """Return the sums by key; waits for the device."""
+        if not self._sums:
+            self._sums = {
+                **{key: bits.value() for key, bits in self._bits.items()},
+                **self._scalars,
+                **{key: scalar_sum(numbers.tolist()) for key, numbers in self._numbers.items()},
+            }
+        return self._sums
 
 
 def shard_sums(optimizer: torch.optim.Optimizer, weighted: bool | None = None) -> Sums:

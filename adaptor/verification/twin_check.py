@@ -1,7 +1,8 @@
 """The twin check: the holders of each shard compare their sums before the next update (TTP_VERIFY_EVERY).
 
-Invariant: no rank makes the update behind a verified step before all ranks know the agreement of all holders
-on the step. A sum belongs to the newest update; after an incident new sums are computed before a comparison.
+Invariant: no rank makes the update behind a verified step, and no rank saves a step, before all ranks know
+that all holders agree on the step. A sum belongs to the newest update. After an incident the state is
+compared, too: a rank whose state has stayed keeps the sums of its update, so damage since then is found.
 
 The check covers the update, the way of gradients to a copy, and state at rest. An error before the reduction
 of gradients is not seen: all holders apply a wrong gradient alike.
@@ -35,7 +36,7 @@ from adaptor.verification.checksums import (
     start_gradient_sums,
     start_shard_sums,
 )
-from adaptor.verification.verdict import Finding, Report, ShardRecord
+from adaptor.verification.verdict import Finding, Report, ShardRecord, without_groups
 
 # Until a start of the workers has verified so many steps, a difference is a property of the layout, whose
 # holders do not compute the same bits: the check is of no use.
@@ -79,9 +80,6 @@ class TwinCheck:
         self._layout = _read(self._memo)
         if self._layout == _OFF:
             self._every = 0
-        self._forget()
-
-    def _forget(self) -> None:
         self._step = -1  # of the update behind which `_updated` was computed
         # By the index of the shard; None: there is nothing to compare.
         self._updated: dict[int, PendingSums] | None = None
@@ -94,8 +92,8 @@ class TwinCheck:
         """Return how many steps the job has verified, the current one included."""
         return 1 + (self._step - self._first) // max(1, self._every)
 
-    def begin(self, trainee: MegatronTrainee) -> None:
-        self._forget()
+    def begin(self, trainee: MegatronTrainee, restored: int | None = None) -> None:
+        self._gathered, self._door_at = None, 0.0
         # A new process knows nothing, and some ranks may have met a fault before they changed the interval.
         is_on, longest, chooses, is_proven, self._first, agreed = _smallest(
             self._every > 0, -self._every, self._chooses, self._layout == _PROVEN, self._first, -self._agreed
@@ -124,18 +122,24 @@ class TwinCheck:
             for optimizer in step_record.chain(trainee.state.optimizer)
             for owner in ("config", "ddp_config")
         )
+        if restored is None:
+            self._updated = None
+        elif self._updated is None or self._step != restored:  # the state is another one
+            self._take(trainee, restored)
 
     def after_update(self, trainee: MegatronTrainee, step: int) -> None:
-        self._gathered = None
-        if not self._every or step % self._every:
+        self._gathered = self._updated = None
+        if step % max(1, self._every) == 0:
+            self._take(trainee, step)
+
+    def _take(self, trainee: MegatronTrainee, step: int) -> None:
+        """Begin to compute the sums of the state of `step`, unless the check has turned itself off."""
+        if not self._every:
             self._updated = None
             return
         began = time.perf_counter()
         self._step, self._first = step, min(step, self._first)
-        self._updated = {
-            shard.index: start_shard_sums(shard.optimizer)
-            for shard in shards.held_shards(trainee.state.optimizer, trainee.mirrors)
-        }
+        self._updated = _sums_of_shards(trainee)
         self._spent_s = time.perf_counter() - began
 
     def begin_step(self, trainee: MegatronTrainee) -> None:
@@ -144,11 +148,22 @@ class TwinCheck:
             self._gathered = _weights(trainee)
             self._spent_s += time.perf_counter() - began
 
-    def is_equal(self, trainee: MegatronTrainee) -> bool:
+    def is_equal(self, trainee: MegatronTrainee, saved: int | None = None) -> bool:
+        if saved is not None and self._updated is None:
+            self._take(trainee, saved)
         if self._updated is None:
             return True
-        report = self._report(trainee, self._updated)
+        report = self._report(trainee, self._updated, is_at_door=saved is None)
+        if saved is not None:
+            return self._is_agreed(report)
         self._updated = None
+        goes_on = self._is_agreed(report)
+        if goes_on:
+            self._choose_interval()
+        return goes_on
+
+    def _is_agreed(self, report: Report) -> bool:
+        """Compare the reports of all ranks; return whether training goes on. Collective."""
         everyone = _everyone()
         number = verdict.contribution(report, self._rank, self._holders, self._models)
         if group.total(everyone, number) == 0:
@@ -156,14 +171,18 @@ class TwinCheck:
             self._judge_disputed(report)
             if self._layout != _PROVEN and self._count >= SELF_TEST:
                 self._learn(_PROVEN)
-            self._choose_interval()
             return True
-        reports = [
-            msgspec.msgpack.decode(data, type=Report)
-            for data in group.gather_bytes(everyone, msgspec.msgpack.encode(report))
-        ]
-        finding = verdict.decide(reports, self._step, self._holders, self._models)
         is_self_test = self._layout != _PROVEN and self._count <= SELF_TEST
+        try:
+            gathered = group.gather_bytes(everyone, msgspec.msgpack.encode(report))
+        except RuntimeError:  # a rank is gone: the step must not be saved all the same
+            if not is_self_test:
+                self._act_on(
+                    verdict.unexplained(everyone.size(), self._step, self._agreed), is_self_test=False
+                )
+            raise
+        reports = [msgspec.msgpack.decode(data, type=Report) for data in gathered]
+        finding = verdict.decide(reports, self._step, self._holders, self._models)
         if finding.kind is verdict.Kind.UPDATE:
             self._disputed = self._step, {label: record.state for label, record in report.shards.items()}
         return self._act_on(finding, is_self_test=is_self_test)
@@ -188,18 +207,26 @@ class TwinCheck:
             with contextlib.suppress(OSError):  # then the next start tests the layout again
                 self._memo.write_text(layout)
 
-    def _report(self, trainee: MegatronTrainee, updated: Mapping[int, PendingSums]) -> Report:
+    def _report(
+        self, trainee: MegatronTrainee, updated: Mapping[int, PendingSums], *, is_at_door: bool
+    ) -> Report:
+        """Return the sums of this rank; before a save without the inputs of an update."""
         began = time.perf_counter()
-        held_shards = shards.held_shards(trainee.state.optimizer, trainee.mirrors)
-        at_door = {shard.index: start_shard_sums(shard.optimizer) for shard in held_shards}
-        gradients = {shard.index: start_gradient_sums(shard.optimizer) for shard in held_shards}
+        now = _sums_of_shards(trainee)
+        gradients = _sums_of_shards(trainee, start_gradient_sums) if is_at_door else {}
         used = _weights(trainee)
         records = {
-            self._labels[index]: ShardRecord(updated[index].read(), sums.read(), gradients[index].read())
-            for index, sums in at_door.items()
+            self._labels[index]: ShardRecord(
+                updated[index].read(),
+                sums.read() if is_at_door else without_groups(sums.read()),
+                gradients[index].read() if is_at_door else {},
+            )
+            for index, sums in now.items()
         }
         gathered = "" if self._gathered is None else self._gathered.value()
         report = Report(records, {self._folder: (gathered, used.value())}, self._agreed)
+        if not is_at_door:
+            return report
         finished_at = time.perf_counter()
         if self._door_at:
             self._steps_s.append(finished_at - self._door_at)
@@ -209,7 +236,7 @@ class TwinCheck:
 
     def _choose_interval(self) -> None:
         """With TTP_VERIFY_EVERY=auto: agree with all ranks on the interval, once, behind the self-test."""
-        if not self._chooses or self._count < SELF_TEST:
+        if not (self._chooses and self._every) or self._count < SELF_TEST:
             return
         sums_s = statistics.median(self._sums_s)
         step_s = statistics.median(self._steps_s or [math.inf]) - sums_s
@@ -229,7 +256,7 @@ class TwinCheck:
             self._print(finding.text)
             return True
         if is_self_test:
-            self._every = 0
+            self._every, self._updated = 0, None
             self._learn(_OFF)
             self._print(
                 f"no step is verified (TTP_VERIFY_EVERY): {finding.text}, in the first {SELF_TEST} verified"
@@ -278,6 +305,14 @@ def _everyone() -> dist.ProcessGroup:
 def _smallest(*numbers: int) -> list[int]:
     """Return the smallest value of all ranks, number by number; collective."""
     return group.smallest(_everyone(), numbers)
+
+
+def _sums_of_shards(
+    trainee: MegatronTrainee, start: Callable[[torch.optim.Optimizer], PendingSums] = start_shard_sums
+) -> dict[int, PendingSums]:
+    """Return the sums of all shards that this rank holds, by index."""
+    held_shards = shards.held_shards(trainee.state.optimizer, trainee.mirrors)
+    return {shard.index: start(shard.optimizer) for shard in held_shards}
 
 
 def _weights(trainee: MegatronTrainee) -> BitSum:

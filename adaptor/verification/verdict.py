@@ -38,12 +38,12 @@ class ShardRecord(msgspec.Struct, frozen=True):
     @property
     def state(self) -> Sums:
         """Return the sums behind the update, without the values of param groups."""
-        return _state(self.updated)
+        return without_groups(self.updated)
 
     @property
     def changed_at_rest(self) -> list[str]:
         """Return the keys of changes between the update and the next door."""
-        return _different([self.state, _state(self.at_door)])
+        return _different([self.state, without_groups(self.at_door)])
 
     @property
     def inputs(self) -> Sums:
@@ -52,7 +52,8 @@ class ShardRecord(msgspec.Struct, frozen=True):
         return {**self.gradient, **groups}
 
 
-def _state(sums: Sums) -> Sums:
+def without_groups(sums: Sums) -> Sums:
+    """Return sums without the values of param groups."""
     return {key: value for key, value in sums.items() if not key.startswith(_GROUP)}
 
 
@@ -190,11 +191,18 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
         shards, weights: the holders by label.
     """
     agreed_before = min([step - 1, *(report.agreed for report in reports)])
+    alike = {
+        label
+        for label, ranks in shards.items()
+        if len(ranks) > 1
+        and all(reports[rank].shards[label].changed_at_rest for rank in ranks)
+        and not _different([reports[rank].shards[label].at_door for rank in ranks])
+    }
     at_rest = {
         rank: (label, record.changed_at_rest)
         for rank, report in enumerate(reports)
         for label, record in sorted(report.shards.items(), reverse=True)
-        if record.changed_at_rest
+        if label not in alike and record.changed_at_rest
     }
     states = _compare(shards, lambda rank, label: reports[rank].shards[label].state)
     agreed = agreed_before if states.suspects else step
@@ -221,7 +229,24 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
             used = _Difference(used.label, used.keys, changed, ())
         difference = "changed after their gather" if changed else "differ between their holders"
         return Finding(Kind.WEIGHTS, *used, step, f"weights of {used.label} {difference}, in step {step + 1}")
-    return Finding(Kind.UNKNOWN, "", (), (), (), step, f"the sums of step {step} were added up wrongly")
+    text = f"the sums of step {step} were added up wrongly"
+    if alike:
+        text = f"all holders of {_words(sorted(alike))} have changed alike after step {step}: no corruption"
+    return Finding(Kind.UNKNOWN, "", (), (), (), step, text)
+
+
+def unexplained(size: int, step: int, agreed: int) -> Finding:
+    """Return the finding on a step on which not all holders agree, without the reports of all `size` ranks.
+
+    Args:
+        size: of the job.
+        step: see `decide`.
+        agreed: the newest step on which all holders have agreed.
+    """
+    text = (
+        f"the holders differ after the update of step {step}, and a rank was lost before the place was known"
+    )
+    return Finding(Kind.UPDATE, "", (), (), tuple(range(size)), min(agreed, step - 1), text)
 
 
 class _Difference(NamedTuple):

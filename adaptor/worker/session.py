@@ -137,9 +137,7 @@ class Session:
             self.copier.forget_after(step)
         self._history.reset({step: TakenRecord(record, None)})
         comes_new = self.trainee is None
-        self._hold_state(trainee, inner_optimizers)
-        if self.window.verifier is not None:  # restored state is compared, too
-            self.window.verifier.after_update(trainee, step)
+        self._hold_state(trainee, inner_optimizers, restored=step)
         self.board.start(step)
         if comes_new:
             self._origin = origin
@@ -162,12 +160,14 @@ class Session:
         assert self.trainee is not None
         self._send_layout(self.trainee, self._origin)
 
-    def _hold_state(self, trainee: Trainee, inner_optimizers: Iterable[object]) -> None:
+    def _hold_state(
+        self, trainee: Trainee, inner_optimizers: Iterable[object], restored: int | None = None
+    ) -> None:
         """Let the next step begin with the state of `trainee`, which is whole."""
         self.trainee = trainee
         self._step = -1
         if self.window.verifier is not None:
-            self.window.verifier.begin(trainee)
+            self.window.verifier.begin(trainee, restored)
         self.window.begin(trainee, inner_optimizers)
         self.freezer.begin(trainee)
 
@@ -391,6 +391,16 @@ class Session:
         if self._ends_with_update:
             self.end_step()
         self._report_protection_once()
+
+    def before_save(self) -> None:
+        """Compare the holders of the state before a regular save on the training thread; collective.
+
+        Raises:
+            Unwind: the holders differ, so the state is not saved.
+            RuntimeError: a rank is gone.
+        """
+        if self.trainee is not None and self.is_on_this_thread:
+            self.window.require_equal(self.trainee, self.board.finished)
 
     def publishing(self, act: Callable[[], None]) -> None:
         """Run `act`, which publishes a regular checkpoint, but not while an incident is open."""

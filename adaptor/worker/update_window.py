@@ -195,6 +195,16 @@ class UpdateWindow:
             self._board.turn_back()
             raise
 
+    def require_equal(self, trainee: Trainee, step: int) -> None:
+        """Compare the holders before a save of `step`, which is finished; collective.
+
+        Raises:
+            Unwind: the holders differ; the main thread is to leave the framework's loop.
+            RuntimeError: a rank is gone.
+        """
+        if self.verifier is not None and not self.verifier.is_equal(trainee, step):
+            self._leave(step + 1)
+
     def _leave(self, step: int) -> None:
         """Wait until the main thread is turned away: no rank makes the update of `step`, which never counts.
 

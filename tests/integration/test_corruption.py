@@ -32,6 +32,15 @@ def test_damage_at_rest_is_found_and_undone(tmp_path: Path, baseline_of: Baselin
     ]
 
 
+def test_no_save_of_a_disputed_step_is_published(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The bit flips before the save of the step: the saved state is that of the other holder."""
+    faults = ["rank=1,step=4,phase=between,kind=flip-main,code=11"]
+    job = online(tmp_path, DP4, faults, options=VERIFIED, save_interval=4)
+    ended = trains_on(job, baseline_of(DP4))
+    (told,) = (line for line in ended.said if "is corrupt" in line and "training goes on" in line)
+    assert "rank 1 is corrupt: param of shard mp_rank_00/1 changed at rest after the update of step 4" in told
+
+
 def test_a_mirror_is_compared_with_its_owner(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """Damage on the way of gradients has two suspects, who agree on the state before: nobody is replaced."""
     faults = [

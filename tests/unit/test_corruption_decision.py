@@ -6,6 +6,7 @@ import pytest
 
 from adaptor.controller.controller import Controller
 from adaptor.controller.incident_state import Orders
+from adaptor.protocol import naming
 from adaptor.protocol.messages import (
     Addressed,
     BoardRecord,
@@ -15,11 +16,12 @@ from adaptor.protocol.messages import (
     Hello,
     Phase,
     Prepare,
+    Prepared,
     Regroup,
     Replace,
     Verdict,
 )
-from tests.unit.test_regrouping import RANKS, _job, _save
+from tests.unit.test_regrouping import RANKS, _job, _kill, _save
 
 STEP = 5
 
@@ -94,6 +96,23 @@ def test_a_disputed_state_is_not_saved() -> None:
         " saved: the holders of the state differ; they agreed on step 4, which nobody has any more; an older"
         " checkpoint is loaded"
     )
+
+
+@pytest.mark.parametrize("is_writing", [False, True])
+def test_a_save_of_a_disputed_step_is_given_up(is_writing: bool) -> None:
+    """A rank dies while the others compare: the step is planned before the dispute is known."""
+    job = _job()
+    assert [type(order) for _, order in _kill(job, 3, STEP)] == [Replace, Prepare]
+    assert job.incident is not None
+    number = job.incident.state.target.number
+    folder = f"/save/{naming.temporary_name(STEP, job.term, number, '0f3a')}"
+    prepared = Prepared(0, job.incident.number, folder, "", number)
+    corruption = Corruption(0, STEP, "", "the holders differ", (), tuple(RANKS), STEP - 1)
+    orders: Orders = []
+    for message in (prepared, corruption) if is_writing else (corruption, prepared):
+        orders = job.handle(message, 1.0)
+    verdicts = [order for _, order in orders if isinstance(order, Verdict)]
+    assert [(verdict.outcome, verdict.fault.kind) for verdict in verdicts] == [("lost", "corruption")]
 
 
 def test_where_all_holders_of_a_shard_are_corrupt_nothing_of_it_is_saved() -> None:

@@ -21,15 +21,15 @@ __all__ = ["worker"]  # a fixture
 
 
 class _Verifier:
-    """The holders differ at the door of `bad`."""
+    """The holders differ at the door of `bad`, and before a save of the step before."""
 
     def __init__(self, bad: int) -> None:
         self.calls: list[Any] = []
         self._bad = bad
         self._step = 0
 
-    def begin(self, trainee: Any) -> None:
-        self.calls.append("begin")
+    def begin(self, trainee: Any, restored: int | None = None) -> None:
+        self.calls.append(("begin", restored))
 
     def after_update(self, trainee: Any, step: int) -> None:
         self.calls.append(("after", step, trainee.weights))
@@ -37,8 +37,8 @@ class _Verifier:
     def begin_step(self, trainee: Any) -> None:
         self._step += 1
 
-    def is_equal(self, trainee: Any) -> bool:
-        return self._step != self._bad
+    def is_equal(self, trainee: Any, saved: int | None = None) -> bool:
+        return (self._step if saved is None else saved + 1) != self._bad
 
 
 def test_where_holders_differ_no_update_is_made(worker: Worker) -> None:
@@ -64,7 +64,40 @@ def test_where_holders_differ_no_update_is_made(worker: Worker) -> None:
         worker.session.door.turn_away()
     assert len(ended) == 1
     assert worker.trainee.weights == 2
-    assert verifier.calls == ["begin", ("after", 1, 1), ("after", 2, 2)]
+    assert verifier.calls == [("begin", None), ("after", 1, 1), ("after", 2, 2)]
+
+
+def test_where_holders_differ_no_step_is_saved(worker: Worker) -> None:
+    worker.session.before_save()  # before training begins
+    worker.session.window.verifier = _Verifier(bad=3)
+    worker.loop.begin(0)
+    worker.loop.step(1)
+    worker.session.before_save()
+    worker.loop.step(2)
+    worker.session.door.shut()
+    worker.session.door.turn_away()
+    with pytest.raises(Unwind):
+        worker.session.before_save()
+    assert worker.gives == [2]
+
+
+def test_restored_state_is_compared_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With TTP_VERIFY_EVERY=5 too; a survivor keeps the sums of its update, and a newcomer takes new ones."""
+    monkeypatch.setattr(twin_check, "_sums_of_shards", lambda trainee: {0: trainee})
+    _others_say(monkeypatch)
+    check, _ = _check(5)
+    updated, put_back = (_trainee(*TWINS.shares_by_rank) for _ in range(2))
+    check.begin(updated)
+    check.after_update(updated, 4)
+    assert check._updated is None
+    check.after_update(updated, 5)
+    check.begin(put_back, 5)
+    assert check._updated == {0: updated}
+    for step in (4, 7):
+        check.begin(put_back, step)
+        assert (check._step, check._updated) == (step, {0: put_back})
+    check.begin(put_back)
+    assert check._updated is None
 
 
 def _trainee(*shares: tuple[Share, ...]) -> Any:

@@ -73,6 +73,14 @@ def test_where_all_agree_the_sum_is_zero(shards: dict[str, list[int]]) -> None:
 # What differs on which rank: the kind, who is named, who is suspected, and the newest agreed step.
 CASES: dict[str, tuple[Any, ...]] = {
     "at rest": ([(1, "at_door", "exp_avg")], SPLIT, Kind.AT_REST, (1,), (), 6),
+    "at rest, alike on all holders": (
+        [(1, "at_door", "param"), (3, "at_door", "param")],
+        SPLIT,
+        Kind.UNKNOWN,
+        (),
+        (),
+        6,
+    ),
     "at rest on two": (
         [(1, "at_door", "param"), (2, "at_door", "param")],
         SPLIT,
