@@ -37,7 +37,7 @@ from _job import Job, JobError, add_size_options, model, new_folder, run
 from step_cost import interval
 
 from adaptor.checkpoint import hashing, publish
-from adaptor.launchers.agent.programs import STORE
+from adaptor.launchers.agent.processes import STORE
 from adaptor.protocol import naming
 from adaptor.protocol.file_entry import FileEntry
 from adaptor.store.settings import rate

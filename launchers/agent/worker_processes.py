@@ -22,9 +22,8 @@ from pathlib import Path
 import msgspec
 
 from adaptor.host_memory import OutOfMemoryKills
-from adaptor.launchers.agent import procfs
-from adaptor.launchers.agent.procfs import WorkerLifelines
-from adaptor.launchers.agent.stack_collector import StackCollector
+from adaptor.launchers.agent import processes
+from adaptor.launchers.agent.processes import StackCollector, WorkerLifelines
 from adaptor.launchers.control.agent_listener import RejectedConnections
 from adaptor.protocol import wire
 from adaptor.protocol.authentication import is_same_user
@@ -121,7 +120,7 @@ class Workers:
         self._processes[rank] = process
         self._deaths[rank] = os.pidfd_open(process.pid)
         self._ended[rank] = self._loop.create_future()
-        self._sessions[process.pid] = procfs.started(process.pid)
+        self._sessions[process.pid] = processes.started(process.pid)
         self._kills.note(process.pid)
         self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
 
@@ -145,7 +144,7 @@ class Workers:
             if self._orders_to_replace[rank] != order:
                 return
         if rank in self._deaths:
-            procfs.end_group(self._processes[rank].pid)
+            processes.end_group(self._processes[rank].pid)
         await asyncio.shield(self._ended[rank])
         await self._lifelines.let_go(rank)
         if self._orders_to_replace[rank] != order:
@@ -172,7 +171,7 @@ class Workers:
 
     def ticks_of(self, rank: int) -> int:
         """Return the CPU time of the main thread of the living process of `rank`, in ticks of the kernel."""
-        return procfs.main_thread_ticks(self._living[rank]) if rank in self._living else 0
+        return processes.main_thread_ticks(self._living[rank]) if rank in self._living else 0
 
     def newest_step(self) -> int:
         """Return the newest finished step of a worker of the node, dead or alive; -1: none."""
@@ -185,7 +184,7 @@ class Workers:
     @property
     def traced(self) -> bool:
         """Return whether a debugger holds one of the workers."""
-        return any(map(procfs.is_traced, self._living.values()))
+        return any(map(processes.is_traced, self._living.values()))
 
     async def are_busy(self) -> bool:
         """Ask all workers; return whether one is in its own debugger, or in a compiler."""
@@ -252,7 +251,7 @@ class Workers:
             if rank not in self._deaths or (ranks is not None and rank not in ranks):
                 continue
             if process.returncode is None:  # otherwise the process number is free again
-                procfs.end_group(process.pid)
+                processes.end_group(process.pid)
 
     async def end(self) -> None:
         """Close the generation: every worker is dead."""
@@ -333,7 +332,7 @@ class Workers:
         at = time.time()
         self._forget(rank)
         # Also ends the children of the worker, such as data loaders.
-        procfs.end_group(process.pid)
+        processes.end_group(process.pid)
         status = process.wait()  # returns at once; poll() fails while torch's thread polls
         self._untold[rank] = functools.partial(self._tell_of_death, rank, process.pid, status, at)
         if rank in self._connections:
@@ -371,7 +370,7 @@ class Workers:
         ended_workers = {
             leader: at for leader in leaders if (at := self._sessions.get(leader)) and leader not in living
         }
-        procfs.end_sessions(ended_workers)
+        processes.end_sessions(ended_workers)
 
     def _forget(self, rank: int) -> None:
         descriptor = self._deaths.pop(rank)

@@ -18,7 +18,7 @@ from pathlib import Path
 from adaptor import _script, config, devices, distributions, engines, hooks, misspelt, output
 from adaptor.errors import ConfigError, StartError
 from adaptor.hooks import AgentHooks
-from adaptor.launchers.agent.programs import WORKER
+from adaptor.launchers.agent.processes import WORKER
 from adaptor.launchers.cli import flags, last_line, plan, start_checks
 from adaptor.launchers.platforms import cards, detect
 from adaptor.launchers.platforms.reading import this_machine

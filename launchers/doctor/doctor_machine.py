@@ -27,7 +27,7 @@ from adaptor.checkpoint import disk, linux_calls
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.config import Config
 from adaptor.errors import AdaptorError
-from adaptor.launchers.agent.stack_collector import find_py_spy
+from adaptor.launchers.agent.processes import find_py_spy
 from adaptor.launchers.cli.start_checks import INTERFACES, require_interfaces
 from adaptor.launchers.control import tls
 from adaptor.launchers.doctor import doctor_job

@@ -15,7 +15,7 @@ from pathlib import Path
 from adaptor import distributions, output, text
 from adaptor.config import Config
 from adaptor.errors import ConfigError
-from adaptor.launchers.agent import programs
+from adaptor.launchers.agent import processes
 from adaptor.operations import access
 from adaptor.operations.access import ServeError
 from adaptor.operations.settings import HostPort, OperationsSettings
@@ -101,7 +101,7 @@ class JobServer:
                 config.tls_key,
             )
             process = self._process = subprocess.Popen(
-                [sys.executable, str(programs.SERVE), *arguments],
+                [sys.executable, str(processes.SERVE), *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(descriptor,),
@@ -129,7 +129,7 @@ class JobServer:
         """End the process."""
         self._ends.set()
         if self._process is not None:
-            programs.end(self._process, _END_S)
+            processes.end(self._process, _END_S)
 
     def _start_when_free(self, folder: Path) -> None:
         reason: Exception | None = None

@@ -14,7 +14,7 @@ import msgspec
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-from adaptor.launchers.agent.programs import SPARE, WORKER
+from adaptor.launchers.agent.processes import SPARE, WORKER
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.spares.spare_pool import Spare, Spares, command_of_spare
 from adaptor.protocol.environment import NEWCOMER

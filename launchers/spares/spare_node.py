@@ -24,7 +24,7 @@ import msgspec
 from adaptor import engines, output
 from adaptor.config import Config
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers.agent.programs import WORKER
+from adaptor.launchers.agent.processes import WORKER
 from adaptor.launchers.cli import flags
 from adaptor.launchers.control import invitation, tls
 from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect

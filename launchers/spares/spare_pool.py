@@ -18,8 +18,8 @@ import msgspec
 
 from adaptor import output
 from adaptor.controller.failures import ending
-from adaptor.launchers.agent import procfs
-from adaptor.launchers.agent.programs import SPARE, WORKER
+from adaptor.launchers.agent import processes
+from adaptor.launchers.agent.processes import SPARE, WORKER
 from adaptor.launchers.spares import worker_forks
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
@@ -134,7 +134,11 @@ class Spare:
             with worker_forks.adopting():
                 self._ours.sendall(wire.frame(Become(dict(environment), fork=True)))
                 answer = wire.receive(self._ours, from_spare)
-            if not isinstance(answer, Forked) or not answer.pid or procfs.parent(answer.pid) != os.getpid():
+            if (
+                not isinstance(answer, Forked)
+                or not answer.pid
+                or processes.parent(answer.pid) != os.getpid()
+            ):
                 raise OSError(getattr(answer, "reason", "") or "the spare process cannot fork")
             worker = worker_forks.ForkedWorker(self.process.args, answer.pid)
             self._send_streams(stdout, stderr)
@@ -171,7 +175,7 @@ class Spare:
     def kill(self) -> None:
         """End the process and its children, without waiting."""
         self._ours.close()
-        procfs.end_group(self.process.pid)
+        processes.end_group(self.process.pid)
 
     async def end(self) -> None:
         """End the process and its children, and wait."""

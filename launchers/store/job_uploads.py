@@ -19,7 +19,7 @@ import msgspec
 
 from adaptor import output, text
 from adaptor.errors import ConfigError
-from adaptor.launchers.agent.programs import STORE
+from adaptor.launchers.agent.processes import STORE
 from adaptor.protocol.environment import ending_signals
 from adaptor.store.settings import StoreSettings
 from adaptor.store.upload_order import End, OutputSettings, UploadSettings

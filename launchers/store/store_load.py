@@ -16,7 +16,7 @@ from pathlib import Path
 
 from adaptor import output
 from adaptor.errors import ConfigError, StoreError
-from adaptor.launchers.agent import programs
+from adaptor.launchers.agent import processes
 from adaptor.launchers.cli import flags
 from adaptor.protocol.start_options import START_ONLY
 from adaptor.store import address
@@ -149,7 +149,7 @@ def pull_data(config: StoreSettings) -> int:
     )
     try:
         process = subprocess.Popen(
-            [sys.executable, str(programs.STORE), "data", config.store_endpoint, *pairs],
+            [sys.executable, str(processes.STORE), "data", config.store_endpoint, *pairs],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for ttprun
@@ -161,13 +161,13 @@ def pull_data(config: StoreSettings) -> int:
         try:
             answer = wait_for(process.stdout.read, lambda: description, quiet=True)  # it tells how far it is
         except Interrupted as error:
-            programs.end(process, _LEAVING_S)
+            processes.end(process, _LEAVING_S)
             output.tell(
                 f"[ttp] ended by {error.sigval.name} while it waited for {error.what}; nothing was started"
             )
             return 128 + error.sigval
         except BaseException:
-            programs.end(process, _LEAVING_S)
+            processes.end(process, _LEAVING_S)
             raise
     if process.returncode:
         reason = answer.decode(errors="replace").strip()

@@ -18,7 +18,7 @@ from torch.distributed import DistStoreError, Store
 
 from adaptor.checkpoint import tracker
 from adaptor.errors import ResumeError
-from adaptor.launchers.agent.programs import STORE
+from adaptor.launchers.agent.processes import STORE
 from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.store.store_load import Load
 from adaptor.store import pull

@@ -18,7 +18,7 @@ from adaptor.checkpoint import tracker
 from adaptor.controller import failover
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.node import Node
-from adaptor.launchers.agent.programs import SPARE, WORKER
+from adaptor.launchers.agent.processes import SPARE, WORKER
 from adaptor.launchers.control import agent_connection
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.spares.spare_pool import Spare

@@ -18,7 +18,7 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import ConfigError, StoreError
-from adaptor.launchers.agent.programs import STORE
+from adaptor.launchers.agent.processes import STORE
 from adaptor.launchers.store import store_load as before_start
 from adaptor.store import data_folder, data_pull
 from adaptor.store.client import PIECE, Part, Store

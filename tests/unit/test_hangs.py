@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from adaptor.controller import freeze
-from adaptor.launchers.agent import stack_collector, worker_watch
+from adaptor.launchers.agent import processes, worker_watch
 from adaptor.launchers.agent import worker_processes as workers_module
-from adaptor.launchers.agent.stack_collector import StackCollector
+from adaptor.launchers.agent.processes import StackCollector
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.protocol.messages import BusyReport, Freeze, NodeStalled
 from adaptor.worker import stacks
@@ -33,7 +33,7 @@ def _hang(job: Job, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], li
     there are when the first of them is ended, and the ranks that live then."""
     # py-spy takes a second, and ten times that on a very busy machine. All of the other two is spent, for two
     # ranks do not answer and do not go; the third does, and may be slow: 6 s after py-spy, and 6 s to go.
-    monkeypatch.setattr(stack_collector, "LOOK_S", 10.0)
+    monkeypatch.setattr(processes, "LOOK_S", 10.0)
     monkeypatch.setattr(freeze, "HANG_ANSWER_S", 16.0)
     monkeypatch.setattr(worker_watch, "EXIT_GRACE_S", 6.0)
     stacks_then: dict[str, str] = {}
@@ -64,7 +64,7 @@ def test_everyone_s_stacks_are_written_before_anyone_is_ended(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing helps from outside: by itself, or by a signal, or it is said why not."""
-    monkeypatch.setattr(stack_collector, "find_py_spy", lambda: None)
+    monkeypatch.setattr(processes, "find_py_spy", lambda: None)
     texts, alive = _hang(job, monkeypatch)
     assert alive == [1, 2], "who has answered has left by itself"
     assert sorted(texts) == ["rank0.txt", "rank1.txt", "rank2.txt"]
@@ -74,7 +74,7 @@ def test_everyone_s_stacks_are_written_before_anyone_is_ended(
     assert texts["rank2.txt"] == "Nothing was written. State: T (stopped)\n"
 
 
-@pytest.mark.skipif(stack_collector.find_py_spy() is None, reason="py-spy is not installed")
+@pytest.mark.skipif(processes.find_py_spy() is None, reason="py-spy is not installed")
 def test_native_frames_where_py_spy_is_installed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the moment of the hang, before anyone is asked: the incident wakes who hangs in a collective."""
     written_before: list[Path] = []

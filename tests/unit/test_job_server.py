@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.launchers.agent.programs import SERVE
+from adaptor.launchers.agent.processes import SERVE
 from tests import certificates, waiting
 from tests.ports import free_port, free_ports
 from tests.unit.launching import WAIT, Launcher, launcher, zygote  # noqa: F401

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from typing import Any
 
-from adaptor.launchers.agent import procfs
+from adaptor.launchers.agent import processes
 from adaptor.launchers.spares.replacements import Replacements
 from adaptor.protocol.messages import Starting
 
@@ -51,6 +51,6 @@ def test_the_cpu_time_of_other_threads_is_not_that_of_the_main_thread() -> None:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             process.stdout.readline()
-            ticks[who] = procfs.main_thread_ticks(process.pid)
+            ticks[who] = processes.main_thread_ticks(process.pid)
             process.communicate()
     assert ticks["main"] >= ticks["other"] + 20

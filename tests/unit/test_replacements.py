@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from adaptor.launchers.agent import stack_collector, worker_main
-from adaptor.launchers.agent.programs import SPARE, WORKER
+from adaptor.launchers.agent import processes, worker_main
+from adaptor.launchers.agent.processes import SPARE, WORKER
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.spares import spare_pool
 from adaptor.launchers.spares.replacements import Replacements
@@ -304,7 +304,7 @@ def test_the_stacks_of_a_hung_process_are_written_before_it_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each incident of a generation, those of that incident."""
-    monkeypatch.setattr(stack_collector, "find_py_spy", lambda: None)
+    monkeypatch.setattr(processes, "find_py_spy", lambda: None)
 
     async def hang(node: Node, incident: int) -> Path:
         process = node.processes[0]

@@ -17,7 +17,7 @@ import pytest
 
 from adaptor.checkpoint import tracker
 from adaptor.errors import StoreError
-from adaptor.launchers.agent.programs import STORE
+from adaptor.launchers.agent.processes import STORE
 from adaptor.store import push, store_requests
 from adaptor.store.opening import open_store
 from adaptor.store.store_requests import RETRY_S, BusyError, Retrying

@@ -20,7 +20,7 @@ import pytest
 from adaptor import output
 from adaptor.config import load
 from adaptor.errors import ConfigError
-from adaptor.launchers.agent.programs import STORE
+from adaptor.launchers.agent.processes import STORE
 from adaptor.launchers.store import job_uploads
 from adaptor.launchers.store.job_uploads import JobUploads
 from adaptor.protocol import naming
