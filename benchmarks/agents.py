@@ -24,8 +24,13 @@ from typing import Any
 
 from _bench import Benchmark, table
 
-from adaptor.launchers.control.agent_connection import connect
-from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, RejectedConnections, read_hello
+from adaptor.launchers.control.agent_connections import (
+    LOOPBACK,
+    AgentListener,
+    RejectedConnections,
+    connect,
+    read_hello,
+)
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles

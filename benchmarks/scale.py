@@ -20,7 +20,7 @@ from pathlib import Path
 from _bench import Benchmark, table
 
 from adaptor import config
-from adaptor.launchers.control.agent_listener import LOOPBACK, RejectedConnections
+from adaptor.launchers.control.agent_connections import LOOPBACK, RejectedConnections
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles

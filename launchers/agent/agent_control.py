@@ -21,9 +21,8 @@ from adaptor.errors import CheckpointError
 from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.control_thread import ControlThread
-from adaptor.launchers.agent.copy_files import CopyFiles
-from adaptor.launchers.agent.copy_keeper import CopyKeeper
 from adaptor.launchers.agent.generation_state import StartCounts, WorkerNews
+from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
 from adaptor.launchers.agent.save_folder_tasks import JobLease, SaveFolderTasks
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.control.controller_client import ControllerClient

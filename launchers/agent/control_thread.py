@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 
 from adaptor import output, text, threads
 from adaptor.errors import AdaptorError
-from adaptor.launchers.control.agent_listener import EXHAUSTED
+from adaptor.launchers.control.agent_connections import EXHAUSTED
 from adaptor.launchers.records.log import tell_error
 from adaptor.threads import Reserve
 

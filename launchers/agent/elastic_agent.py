@@ -22,13 +22,13 @@ from adaptor.checkpoint import page_cache
 from adaptor.config import Config
 from adaptor.controller.verdict import EXIT_NO_PROGRESS
 from adaptor.hooks import AgentHooks
-from adaptor.launchers.agent import elastic_events
-from adaptor.launchers.agent.elastic_events import ElasticEvents
+from adaptor.launchers.agent import elastic_outputs
+from adaptor.launchers.agent.elastic_outputs import ElasticEvents
 from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.agent.move import Move
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.cli.last_line import RunRecord
-from adaptor.launchers.control import invitation
+from adaptor.launchers.control import credentials
 from adaptor.launchers.records.operator_summary import Account, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
@@ -251,7 +251,7 @@ class SurvivorsAgent(LocalElasticAgent):
             StartError: a spare node has this place.
         """
         if self._places is not None and node:
-            wait_for(lambda: store.get(invitation.KEY), lambda: "the controller, on node 0")
+            wait_for(lambda: store.get(credentials.KEY), lambda: "the controller, on node 0")
             self._places.require_own()
 
     def _come_to_gate(self, worker_group: Any) -> None:
@@ -356,7 +356,7 @@ class SurvivorsAgent(LocalElasticAgent):
         noticed = self._control.news.noticed or time.time()
         local_ranks = {worker.global_rank: worker.local_rank for worker in worker_group.workers}
         processes = {local_rank: handler.proc for local_rank, handler in self._handlers.items()}
-        failures = elastic_events.failures(
+        failures = elastic_outputs.failures(
             verdict, noticed, local_ranks, processes, self._pcontext.error_files
         )
         return RunResult(state=WorkerState.FAILED, failures=failures)

@@ -27,12 +27,11 @@ from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import control_thread
 from adaptor.launchers.agent.agent_control import AgentControl
 from adaptor.launchers.agent.control_thread import ControlThreadError
-from adaptor.launchers.agent.copy_files import CopyFiles
-from adaptor.launchers.agent.copy_keeper import CopyKeeper
 from adaptor.launchers.agent.generation_state import NO_STARTS, StartCounts
-from adaptor.launchers.control import invitation, tls
+from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
+from adaptor.launchers.control import credentials
 from adaptor.launchers.control.controller_client import ControllerClient
-from adaptor.launchers.control.invitation import Invitation
+from adaptor.launchers.control.credentials import Invitation
 from adaptor.launchers.records.log import Log
 from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.spares import spare_node
@@ -89,7 +88,7 @@ class Node:
         self._open_store = open_store
         self._nodes = nodes
         self._nodes_before = 0
-        self._tls = tls.load(config)
+        self._tls = credentials.load(config)
         self._scratch = tempfile.TemporaryDirectory(prefix="ttp-", ignore_cleanup_errors=True)
         self._log = Log(config)
         self._recurrence = Recurrence(config.no_progress)
@@ -162,14 +161,14 @@ class Node:
                 )
             )
             if nodes > 1:
-                store.set(invitation.KEY, own_invitation.encode().decode())
+                store.set(credentials.KEY, own_invitation.encode().decode())
             wait(control.say(AgentHello(node, tuple(ranks), host=socket.gethostname(), pid=os.getpid())))
         else:
             awaited_place = f"the controller, on node 0 of {nodes} at {host}"
-            invitation_bytes: bytes = wait_for(lambda: store.get(invitation.KEY), lambda: awaited_place)
+            invitation_bytes: bytes = wait_for(lambda: store.get(credentials.KEY), lambda: awaited_place)
             # Before `join`: to a spare node the controller may send an order first.
             control.generation = Invitation.decode(
-                invitation_bytes, invitation.kind_of(self._config)
+                invitation_bytes, credentials.kind_of(self._config)
             ).generation
             join = client.join(host, invitation_bytes, tuple(ranks), place.owner if place is not None else "")
             own_invitation = wait_for(lambda: wait(join), lambda: awaited_place)
@@ -233,7 +232,7 @@ class Node:
         """
         if self.control.gate is None:
             gate = self.control.gate = SpareGate(
-                invitation.kind_of(self._config),
+                credentials.kind_of(self._config),
                 self._config.port,
                 self._tls,
                 common,
@@ -285,7 +284,7 @@ class Node:
         if self._at_gate is not None:  # of a lost node 0
             self.control.thread.wait_for(self._at_gate.end())
             self._at_gate.close()
-        gate_invitation = Invitation.decode(gate, invitation.kind_of(self._config))
+        gate_invitation = Invitation.decode(gate, credentials.kind_of(self._config))
         owner = taken.place.owner if taken is not None else ""
         me = MemberHello(node, ranks, socket.gethostname(), os.getpid(), owner, own_gate)
         self._at_gate = spare_node.Member(

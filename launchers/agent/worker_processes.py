@@ -24,7 +24,7 @@ import msgspec
 from adaptor.host_memory import OutOfMemoryKills
 from adaptor.launchers.agent import processes
 from adaptor.launchers.agent.processes import StackCollector, WorkerLifelines
-from adaptor.launchers.control.agent_listener import RejectedConnections
+from adaptor.launchers.control.agent_connections import RejectedConnections
 from adaptor.protocol import wire
 from adaptor.protocol.authentication import is_same_user
 from adaptor.protocol.board import BoardMemory

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from adaptor import config, devices
 from adaptor.errors import ConfigError
-from adaptor.launchers.control import invitation, tls
+from adaptor.launchers.control import credentials
 
 # Frameworks on Megatron-LM that need torch_npu, and report a missing torch_npu themselves.
 _NEED_TORCH_NPU = {"ascendspeed", "mindspeed", "mindspeed_llm", "modellink"}
@@ -122,7 +122,7 @@ def require_safe_connections(parsed: argparse.Namespace, settings: config.Config
     Raises:
         ConfigError: certificates are missing, or one cannot be used.
     """
-    if tls.load(settings) is not None or settings.tls == "plain" or _on_one_machine(parsed):
+    if credentials.load(settings) is not None or settings.tls == "plain" or _on_one_machine(parsed):
         return
     raise ConfigError(
         f"--nnodes {parsed.nnodes} and no certificates: agents of several machines speak TLS, so give"
@@ -150,7 +150,7 @@ def takes_fixed_nodes(parsed: argparse.Namespace) -> str:
 def trusts_the_network(parsed: argparse.Namespace, settings: config.Config) -> bool:
     """Return True if agents of several nodes connect without certificates."""
     several = parsed.nnodes.rpartition(":")[2].strip() != "1" and not parsed.standalone
-    return several and invitation.kind_of(settings) == invitation.PLAIN
+    return several and credentials.kind_of(settings) == credentials.PLAIN
 
 
 def _on_one_machine(parsed: argparse.Namespace) -> bool:

@@ -221,7 +221,7 @@ def _run_with_survivors(
     from torch.distributed.launcher import api
 
     from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
-    from adaptor.launchers.agent.tee import Tee
+    from adaptor.launchers.agent.elastic_outputs import Tee
     from adaptor.launchers.records.operator_summary import conclude
     from adaptor.launchers.rendezvous import moved_job, waiting
     from adaptor.launchers.rendezvous.rendezvous_errors import MovedError

@@ -22,11 +22,17 @@ import msgspec
 from adaptor.config import Config
 from adaptor.controller.failover import Succession, stands_by
 from adaptor.controller.verdict import Recurrence
-from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
-from adaptor.launchers.control.agent_listener import LOOPBACK, AgentListener, RejectedConnections, read_hello
+from adaptor.launchers.control.agent_connections import (
+    CONNECT_TIMEOUT_S,
+    LOOPBACK,
+    AgentListener,
+    RejectedConnections,
+    connect,
+    read_hello,
+    try_connect,
+)
 from adaptor.launchers.control.controller_host import ControllerHost
-from adaptor.launchers.control.invitation import UNIX, Invitation, kind_of
-from adaptor.launchers.control.tls import Tls
+from adaptor.launchers.control.credentials import UNIX, Invitation, Tls, kind_of
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.log import tell_error
 from adaptor.protocol import wire
@@ -42,7 +48,7 @@ class StandbyListener:
     """The listener of one node, in one generation.
 
     Args:
-        kind: of connections between agents (`invitation.kind_of`).
+        kind: of connections between agents (`credentials.kind_of`).
         port: where to listen, or the next free port.
 
     Attributes:

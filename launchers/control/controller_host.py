@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
@@ -20,8 +21,13 @@ from adaptor.controller.controller import Controller
 from adaptor.controller.failover import StandbyReplicator
 from adaptor.controller.incident_state import Orders
 from adaptor.controller.verdict import Recurrence
-from adaptor.launchers.agent.dump_store import DumpStoreServer
-from adaptor.launchers.control.agent_listener import RejectedConnections
+from adaptor.launchers.control.agent_connections import (
+    LOOPBACK,
+    AgentListener,
+    RejectedConnections,
+    bind,
+    bind_here,
+)
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.log import tell_error
 from adaptor.protocol import wire
@@ -39,6 +45,7 @@ from adaptor.protocol.messages import (
     ToController,
     Welcome,
 )
+from adaptor.protocol.wire import Ask, Keep, Kept, to_store
 
 Send = Callable[[Sequence[ControllerToAgent]], None]
 # Seconds between two ticks of the controller's clock: deadlines are tens of seconds.
@@ -59,7 +66,7 @@ class ControllerHost:
 
     Attributes:
         controller: the pure controller
-        store: the store in which the ranks of a dump find each other
+        store: the store in which the ranks of a dump find each other; survives the death of every worker
         frames: encodes orders for the connections to agents
         dismissed: the other agents may end: every rank has ended, or this node leaves
     """
@@ -80,7 +87,6 @@ class ControllerHost:
         self.nodes = nodes
         self._sends: dict[int, Send] = {}
         self.frames = wire.OrderFrames()
-        # In an agent, so that the store survives the death of every worker.
         self.store = DumpStoreServer(host, world_size)
         store = (self.store.host, self.store.port, self.store.secret)
         self.controller = Controller(
@@ -94,18 +100,16 @@ class ControllerHost:
         self.dismissed = False
         self._open_words = ""  # the last printed words about the open incident
         self._has_heard = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._clock: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self.store.start()
         if self.term == 0:  # a later term takes over running workers
             self._record(self._incident_report.record_start)
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._tick())]
-        for task in self._tasks:
-            task.add_done_callback(self._on_done)
+        self._clock = asyncio.get_running_loop().create_task(self._tick())
+        self._clock.add_done_callback(self._on_clock_done)
 
-    def _on_done(self, task: asyncio.Task[None]) -> None:
+    def _on_clock_done(self, task: asyncio.Task[None]) -> None:
         """End the job if the task of the clock fails: without a clock the controller would wait forever."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -188,21 +192,18 @@ class ControllerHost:
 
     async def close(self) -> None:
         self._dismiss_others()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._clock is not None:
+            self._clock.cancel()
+            await asyncio.gather(self._clock, return_exceptions=True)
         await self.store.close()
 
     def _dismiss_others(self) -> None:
         """Dismiss the other agents, once, and not in an incident, in which workers still wait for orders."""
         if not self.dismissed and self.controller.incident is None and self.controller.verdict is None:
             self.dismissed = True
-            self._send_to_others(Dismissed())
-
-    def _send_to_others(self, order: ControllerToAgent) -> None:
-        for node in self._sends:
-            if node != self.term:
-                self._send(node, [order])
+            for node in self._sends:
+                if node != self.term:
+                    self._send(node, [Dismissed()])
 
     def _deliver(self, orders: Orders) -> None:
         for_node: dict[int, list[ControllerToAgent]] = {}
@@ -254,11 +255,10 @@ class ControllerHost:
         failure, time_now = None, time.monotonic()
         self._has_heard.set()  # waiting tasks look after the decision
         try:
-            orders = (
-                self.controller.tick(time_now)
-                if message is None
-                else self.controller.handle(message, time_now)
-            )
+            if message is None:
+                orders = self.controller.tick(time_now)
+            else:
+                orders = self.controller.handle(message, time_now)
         except Exception as error:
             orders, failure = self.controller.give_up(text.describe(error)), error
         if orders:
@@ -292,8 +292,7 @@ _FOREIGN_RANK = "spoke for a rank of another node"
 
 
 class AgentRegistry:
-    """The registered nodes and their ranks, for one generation of workers: no agent may report for
-    another.
+    """The registered nodes and their ranks, in one generation of workers: no agent may report for another.
 
     An agent with a proof of the secret can still be wrong: two agents have the same node rank, or an agent
     remains from an earlier start.
@@ -367,3 +366,95 @@ class AgentRegistry:
         self._here.add(hello.node)
         self._homes.update(dict.fromkeys(hello.ranks, hello.node))
         return ""
+
+
+# An answer also contains the values that the connection will ask for next, up to this size.
+AHEAD_BYTES = 1 << 20
+
+
+class DumpStoreServer:
+    """The store of a dump's ranks; listens from the beginning, and answers from `start` to `close`.
+
+    Its listener accepts many connections, so connections without a proof of the secret cannot block others.
+    If all agents are on this machine, no other machine and no other user reaches the store.
+
+    Args:
+        address: this node's address for other nodes; the loopback address: only this machine uses the store.
+        world_size: the number of workers that may connect at once.
+
+    Attributes:
+        host, port: the address for workers; port 0: `host` is the name of an abstract unix socket
+        secret: 32 bytes that workers have to prove
+    """
+
+    def __init__(self, address: str, world_size: int = 0) -> None:
+        self.secret = secrets.token_bytes(32)
+        self.host, self.port = address, 0
+        if address == LOOPBACK:
+            self.host, self._sockets = bind_here()
+        else:
+            self._sockets = bind("", 0)
+            self.port = int(self._sockets[0].getsockname()[1])
+        self._rejected = RejectedConnections("the store for dumps")
+        # Between proof and first message gloo looks up addresses, and name servers may be slow.
+        self._listener = AgentListener[Keep | Ask](
+            self.secret,
+            None,
+            self._rejected,
+            self._serve,
+            _first,
+            first_at_once=False,
+            further_connections=world_size,
+        )
+        self._groups: dict[str, dict[str, bytes]] = {}  # by key prefix
+        self._changed = asyncio.Event()
+
+    def start(self) -> None:
+        self._listener.serve(self._sockets)
+
+    async def close(self) -> None:
+        await self._listener.close()
+        self._rejected.close()
+        for store_socket in self._sockets:
+            store_socket.close()
+
+    async def _serve(
+        self, first: Keep | Ask, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer a worker until its connection ends."""
+        told_keys: set[str] = set()
+        message = first
+        try:
+            while True:
+                if isinstance(message, Keep):
+                    self._group(message.key)[message.key] = message.value
+                    changed, self._changed = self._changed, asyncio.Event()
+                    changed.set()
+                else:
+                    while message.key not in self._group(message.key):
+                        await self._changed.wait()
+                    writer.write(wire.frame(Kept(self._for(message.key, told_keys))))
+                    await writer.drain()
+                message = await wire.read(reader, to_store, wire.SLOW_S)
+        except (EOFError, OSError, msgspec.DecodeError):
+            return  # the operating system reports the death of the worker
+
+    def _group(self, key: str) -> dict[str, bytes]:
+        return self._groups.setdefault(key.rpartition("/")[0], {})
+
+    def _for(self, key: str, told_keys: set[str]) -> dict[str, bytes]:
+        """Return the value of `key`, and values of the same group that the connection has not received."""
+        group = self._group(key)
+        values, size = {key: group[key]}, len(group[key])
+        for name, value in group.items():
+            if name not in told_keys and name != key:
+                size += len(value)
+                if size > AHEAD_BYTES:
+                    break
+                values[name] = value
+        told_keys.update(values)
+        return values
+
+
+async def _first(reader: asyncio.StreamReader) -> Keep | Ask | None:
+    return await wire.read(reader, to_store)

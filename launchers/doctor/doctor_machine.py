@@ -29,7 +29,7 @@ from adaptor.config import Config
 from adaptor.errors import AdaptorError
 from adaptor.launchers.agent.processes import find_py_spy
 from adaptor.launchers.cli.start_checks import INTERFACES, require_interfaces
-from adaptor.launchers.control import tls
+from adaptor.launchers.control import credentials
 from adaptor.launchers.doctor import doctor_job
 from adaptor.launchers.doctor.doctor_job import Finding, PlannedJob, Speed
 
@@ -144,7 +144,7 @@ def certificates(settings: Config) -> Iterator[Finding]:
         yield Finding("certificates", "OK", description)
         return
     try:
-        remaining_s = tls.ends(settings) - time.time()
+        remaining_s = credentials.ends(settings) - time.time()
     except AdaptorError as error:
         yield Finding("certificates", "FAIL", str(error))
         return

@@ -33,9 +33,9 @@ import msgspec
 from adaptor.checkpoint import disk
 from adaptor.config import Config
 from adaptor.launchers.cli.start_checks import INTERFACES
-from adaptor.launchers.control import tls
-from adaptor.launchers.control.agent_listener import bind
-from adaptor.launchers.control.tls import Contexts
+from adaptor.launchers.control import credentials
+from adaptor.launchers.control.agent_connections import bind
+from adaptor.launchers.control.credentials import Contexts
 from adaptor.launchers.doctor.doctor_job import Finding
 
 # srun starts its tasks within seconds; a client of NFS sees a new file after its cache of a minute at most.
@@ -139,7 +139,7 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
     Raises:
         ConfigError: the certificates cannot be used.
     """
-    certificates = tls.load(settings)
+    certificates = credentials.load(settings)
     contexts = certificates.contexts if certificates is not None else None
     place = folder / f"{disk.PROBE}doctor_nodes"
     folder.mkdir(parents=True, exist_ok=True)
@@ -165,7 +165,7 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
         meeting.leave()
 
 
-def _ports(meeting: _Meeting, contexts: tls.Contexts | None) -> Iterator[Finding]:
+def _ports(meeting: _Meeting, contexts: credentials.Contexts | None) -> Iterator[Finding]:
     """Connect to all other nodes; no node stops listening before all have tried."""
     other_nodes = sorted(meeting.others.values(), key=lambda node: node.host)
     yield from reach([Peer(node.host, node.address, tuple(node.ports)) for node in other_nodes], contexts)

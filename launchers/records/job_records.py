@@ -23,9 +23,8 @@ from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.incident_report import IncidentReport
-from adaptor.launchers.records.job_files import JobFiles
+from adaptor.launchers.records.job_files import JobFiles, StepTimer, TimeUses
 from adaptor.launchers.records.log import tell_error
-from adaptor.launchers.records.time_uses import StepTimer, TimeUses
 from adaptor.protocol.messages import BoardRecord, Share
 from adaptor.protocol.records import Notice, Status, utc
 

@@ -27,7 +27,7 @@ import msgspec
 from adaptor import config
 from adaptor.config import Config
 from adaptor.errors import ConfigError
-from adaptor.launchers.control import invitation
+from adaptor.launchers.control import credentials
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -56,7 +56,7 @@ def facts_of_this_node(parsed: argparse.Namespace, settings: Config) -> dict[str
         "the version of ttp-adaptor": metadata.version("ttp-adaptor"),
         "the version of torch": metadata.version("torch"),
         "--max-restarts": str(parsed.max_restarts),
-        "the connection between nodes (TTP_TLS, TTP_TLS_CERT)": invitation.kind_of(settings),
+        "the connection between nodes (TTP_TLS, TTP_TLS_CERT)": credentials.kind_of(settings),
     }
     if version := _megatron_core_version(parsed):
         facts["the version of Megatron-core"] = version

@@ -26,9 +26,8 @@ import msgspec
 
 from adaptor import output
 from adaptor.launchers.agent.generation_state import StartCounts
-from adaptor.launchers.control.agent_listener import AgentListener, RejectedConnections
-from adaptor.launchers.control.invitation import Invitation
-from adaptor.launchers.control.tls import Tls
+from adaptor.launchers.control.agent_connections import AgentListener, RejectedConnections
+from adaptor.launchers.control.credentials import Invitation, Tls
 from adaptor.protocol import wire
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello, Endpoint
@@ -78,7 +77,7 @@ class SpareGate:
     """The gate.
 
     Args:
-        kind: of connections between agents (`invitation.kind_of`).
+        kind: of connections between agents (`credentials.kind_of`).
         port: where to listen, or the next free port.
         own_hello: the facts that a spare must share with the node.
         on_gone: is called after each addition to `gone`.

@@ -26,10 +26,9 @@ from adaptor.config import Config
 from adaptor.errors import ConfigError, StartError
 from adaptor.launchers.agent.processes import WORKER
 from adaptor.launchers.cli import flags
-from adaptor.launchers.control import invitation, tls
-from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S, connect, try_connect
-from adaptor.launchers.control.invitation import Invitation
-from adaptor.launchers.control.tls import Tls
+from adaptor.launchers.control import credentials
+from adaptor.launchers.control.agent_connections import CONNECT_TIMEOUT_S, connect, try_connect
+from adaptor.launchers.control.credentials import Invitation, Tls
 from adaptor.launchers.spares.spare_pool import (
     Spare,
     command_of_spare,
@@ -255,7 +254,7 @@ def wait(
     gate_bytes = wait_for(
         lambda: _find_gate(host, port, str(parsed.rdzv_id), note), lambda: awaited, look=look
     )
-    gate_invitation = Invitation.decode(gate_bytes, invitation.kind_of(settings))
+    gate_invitation = Invitation.decode(gate_bytes, credentials.kind_of(settings))
     return wait_for(
         lambda: asyncio.run(wait_at_gate(gate_invitation, host, settings, own_hello, warm)),
         lambda: "a place in the job, as a spare node",
@@ -385,7 +384,7 @@ async def wait_at_gate(
 
     After the loss of node 0 the spare waits at the gate of the node that has taken the controller over.
     """
-    context = tls.load(settings)
+    context = credentials.load(settings)
     reader, writer = await connect(*gate_invitation.address(host), gate_invitation.secret, context)
     writer.write(wire.frame(own_hello))
     early: list[ToSpareNode] = []  # the first message of a next gate, read before
@@ -436,7 +435,7 @@ async def _come_to_next_gate(
             lost, too, or still have the controller of node 0.
     """
     for gate in gates:
-        gate_invitation = Invitation.decode(gate.invitation.encode(), invitation.kind_of(settings))
+        gate_invitation = Invitation.decode(gate.invitation.encode(), credentials.kind_of(settings))
         reached = await try_connect(*gate_invitation.address(gate.address), gate_invitation.secret, context)
         if reached is None:
             continue

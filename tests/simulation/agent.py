@@ -12,7 +12,7 @@ from adaptor.controller.hang_detector import HangDetector
 from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.agent.save_folder_tasks import CLEAN_S
 from adaptor.launchers.agent.worker_watch import EXIT_GRACE_S, PROGRESS_S, SHUTDOWN_GRACE_S
-from adaptor.launchers.control.agent_connection import CONNECT_TIMEOUT_S
+from adaptor.launchers.control.agent_connections import CONNECT_TIMEOUT_S
 from adaptor.launchers.spares.slot_filling import fill_online
 from adaptor.protocol.board import BoardMemory
 from adaptor.protocol.messages import (
@@ -88,7 +88,7 @@ class Agent(Follower):
             self._enter()
 
     def _join(self) -> Body[None]:
-        """Connect to the controller, as `agent_connection.connect` does."""
+        """Connect to the controller, as `agent_connections.connect` does."""
         network, there = self.world.network, self.world.agents[0].machine
         until = self.clock.now + CONNECT_TIMEOUT_S
         while network.apart(self.machine, there) or there in network.closed:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from adaptor.launchers.control.agent_listener import RejectedConnections
+from adaptor.launchers.control.agent_connections import RejectedConnections
 from tests.unit.threads import LONG_S
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from adaptor.controller import failover
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.agent.processes import SPARE, WORKER
-from adaptor.launchers.control import agent_connection
+from adaptor.launchers.control import agent_connections
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.spares.spare_pool import Spare
 from adaptor.protocol.messages import Verdict
@@ -261,7 +261,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
     # Who goes by itself, and who comes to the next controller, may do so slowly.
     monkeypatch.setattr(worker_watch, "EXIT_GRACE_S", LONG_S)
     monkeypatch.setattr(failover, "RECONNECT_S", LONG_S)
-    monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", LONG_S)
-    monkeypatch.setattr(agent_connection, "PROOF_S", LONG_S)
+    monkeypatch.setattr(agent_connections, "TRY_CONNECT_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(agent_connections, "PROOF_S", LONG_S)
     yield made
     made.close()

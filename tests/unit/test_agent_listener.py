@@ -23,11 +23,10 @@ import pytest
 from adaptor import config
 from adaptor.controller import failover
 from adaptor.errors import StartError
-from adaptor.launchers.control import agent_connection, agent_listener, tls
-from adaptor.launchers.control import agent_listener as rejected_module
-from adaptor.launchers.control.agent_connection import connect, try_connect
-from adaptor.launchers.control.agent_listener import AgentListener, read_hello
-from adaptor.launchers.control.tls import Contexts, Tls
+from adaptor.launchers.control import agent_connections, credentials
+from adaptor.launchers.control import agent_connections as rejected_module
+from adaptor.launchers.control.agent_connections import AgentListener, connect, read_hello, try_connect
+from adaptor.launchers.control.credentials import Contexts, Tls
 from adaptor.protocol import authentication, wire
 from adaptor.protocol.messages import AgentHello
 from tests.certificates import Authority
@@ -99,7 +98,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def ours(authority: Authority) -> Tls:
-    made = tls.load(config.load(authority.settings()))
+    made = credentials.load(config.load(authority.settings()))
     assert made is not None
     return made
 
@@ -107,7 +106,9 @@ def ours(authority: Authority) -> Tls:
 @pytest.fixture(scope="module")
 def theirs(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     """With the same names in them, of another signer."""
-    made = tls.load(config.load(Authority(tmp_path_factory.mktemp("certificates") / "theirs").settings()))
+    made = credentials.load(
+        config.load(Authority(tmp_path_factory.mktemp("certificates") / "theirs").settings())
+    )
     assert made is not None
     return made
 
@@ -120,7 +121,7 @@ async def connects_in_vain(
     There is more time where it was over before the first answer: this process has not run meanwhile.
     """
     for limit_s in (0.5, 5.0, LONG_S):
-        monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", limit_s)
+        monkeypatch.setattr(agent_connections, "CONNECT_TIMEOUT_S", limit_s)
         with pytest.raises(StartError) as raised:
             await connect("127.0.0.1", port, secret, certificates)
         if "it does not answer" not in str(raised.value):
@@ -194,9 +195,9 @@ def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("who", ["nobody", "silent", "stranger", "crowded"])
 def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent goes on to the next node, but not because all the others came at the same time."""
-    monkeypatch.setattr(agent_connection, "PAUSE_S", 0.01)
-    monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", LONG_S)
-    monkeypatch.setattr(agent_connection, "PROOF_S", IN_VAIN_S if who == "silent" else LONG_S)
+    monkeypatch.setattr(agent_connections, "PAUSE_S", 0.01)
+    monkeypatch.setattr(agent_connections, "TRY_CONNECT_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(agent_connections, "PROOF_S", IN_VAIN_S if who == "silent" else LONG_S)
     came: Arrivals[int] = Arrivals()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -237,7 +238,7 @@ def test_the_gate_of_a_node_that_is_busy(with_tls: bool, request: pytest.Fixture
         loop = asyncio.get_running_loop()
         now, queued = [loop.time()], asyncio.Event()
         loop.time = lambda: now[0]  # type: ignore[method-assign]  # nothing is too late but by this test
-        listeners = agent_listener.bind("127.0.0.1", 0)
+        listeners = agent_connections.bind("127.0.0.1", 0)
         coming = asyncio.ensure_future(
             try_connect("127.0.0.1", listeners[0].getsockname()[1], SECRET, certificates)
         )
@@ -338,7 +339,7 @@ def test_a_port_scan(many_descriptors: int) -> None:
 
 def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, or a byte at a time, or with the secret and no hello: the time is one for all of it."""
-    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_connections, "HANDSHAKE_S", IN_VAIN_S)
 
     async def act(opened: Open) -> None:
         silent, slow, proved = [await Agent.connect(opened.port) for _ in range(3)]
@@ -363,7 +364,7 @@ def test_a_slow_stranger_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_slow_stranger_in_a_tls_handshake_is_dropped(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, or a byte of its first message at a time."""
-    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", IN_VAIN_S)
+    monkeypatch.setattr(agent_connections, "HANDSHAKE_S", IN_VAIN_S)
     said = ssl.MemoryBIO()
     with pytest.raises(ssl.SSLWantReadError):
         ours.contexts.client.wrap_bio(ssl.MemoryBIO(), said).do_handshake()
@@ -403,7 +404,7 @@ def test_thousands_of_half_open_connections(
 ) -> None:
     certificates = request.getfixturevalue("ours") if with_tls else None
     limit_s = 4 * LONG_S  # some seconds of computing, of which a loaded machine makes a minute
-    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", limit_s)  # nobody is dropped for being slow
+    monkeypatch.setattr(agent_connections, "HANDSHAKE_S", limit_s)  # nobody is dropped for being slow
 
     async def come(opened: Open, silent: contextlib.ExitStack) -> None:
         for _ in range(many_descriptors):
@@ -571,7 +572,7 @@ def test_the_controller_refuses_a_certificate_of_another_signer(
 )
 def test_renewed_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of another signer, even: who comes afterwards has the new ones; a connection that is open stays."""
-    monkeypatch.setattr(tls, "READ_S", LONG_S)
+    monkeypatch.setattr(credentials, "READ_S", LONG_S)
     signers = [Authority(tmp_path / name) for name in ("old", "new")]
     ends = "CERT", "KEY", "CA"
     files = {f"TTP_TLS_{end}": str(tmp_path / end) for end in ends}
@@ -579,8 +580,8 @@ def test_renewed_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     signed = [signer.settings() for signer in signers]
     for end in ends:
         shutil.copy(signed[0][f"TTP_TLS_{end}"], files[f"TTP_TLS_{end}"])
-    here = tls.load(config.load(files))
-    old, new = (tls.load(config.load(settings)) for settings in signed)
+    here = credentials.load(config.load(files))
+    old, new = (credentials.load(config.load(settings)) for settings in signed)
 
     async def act(opened: Open) -> None:
         before = await connect("127.0.0.1", opened.port, SECRET, old)
@@ -609,7 +610,7 @@ def test_the_secret_is_asked_for_inside_of_tls(ours: Tls, monkeypatch: pytest.Mo
 def test_one_side_speaks_tls(ours: Tls, monkeypatch: pytest.MonkeyPatch) -> None:
     async def plain_agent(opened: Open) -> None:
         """Both wait for the other to begin."""
-        monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", 0.5)
+        monkeypatch.setattr(agent_connections, "CONNECT_TIMEOUT_S", 0.5)
         with pytest.raises(StartError, match="TTP_TLS and TTP_TLS_CA must mean the same on every node"):
             await connect("127.0.0.1", opened.port, SECRET, None)
 

@@ -21,7 +21,7 @@ from adaptor.errors import StartError
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.control import controller_client
-from adaptor.launchers.control.agent_listener import MOST, AgentListener, RejectedConnections, read_hello
+from adaptor.launchers.control.agent_connections import MOST, AgentListener, RejectedConnections, read_hello
 from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.incident_report import IncidentReport

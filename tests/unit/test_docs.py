@@ -15,10 +15,14 @@ import pytest
 import adaptor
 from adaptor import config
 from adaptor.launchers.cli import flags
-from adaptor.launchers.control import tls
-from adaptor.launchers.control.agent_connection import connect
-from adaptor.launchers.control.agent_listener import AgentListener, RejectedConnections, read_hello
-from adaptor.launchers.control.tls import Tls
+from adaptor.launchers.control import credentials
+from adaptor.launchers.control.agent_connections import (
+    AgentListener,
+    RejectedConnections,
+    connect,
+    read_hello,
+)
+from adaptor.launchers.control.credentials import Tls
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
 from tests.ports import free_port
@@ -124,7 +128,9 @@ def test_the_certificates_let_two_nodes_meet(tmp_path: Path) -> None:
 
     def of(node: int) -> Tls:
         files = {"CERT": f"node{node}.pem", "KEY": f"node{node}.key", "CA": "signer.pem"}
-        made = tls.load(config.load({f"TTP_TLS_{end}": str(tmp_path / name) for end, name in files.items()}))
+        made = credentials.load(
+            config.load({f"TTP_TLS_{end}": str(tmp_path / name) for end, name in files.items()})
+        )
         assert made is not None
         return made
 

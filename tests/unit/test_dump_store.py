@@ -23,8 +23,8 @@ from torch.distributed import (  # type: ignore[attr-defined]
     ProcessGroupGloo,
 )
 
-from adaptor.launchers.agent.dump_store import DumpStoreServer
-from adaptor.launchers.control import agent_listener
+from adaptor.launchers.control import agent_connections
+from adaptor.launchers.control.controller_host import DumpStoreServer
 from adaptor.protocol import authentication
 from adaptor.protocol.messages import Endpoint, Standing
 from adaptor.worker import stacks, thread_frames
@@ -211,7 +211,7 @@ def test_who_is_turned_out_comes_again() -> None:
 
 def test_whoever_has_proved_itself_may_take_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo asks name servers in between, which may take longer than a proof may."""
-    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", 4.0)  # in which the two below have to come
+    monkeypatch.setattr(agent_connections, "HANDSHAKE_S", 4.0)  # in which the two below have to come
     with served("") as opened:
         one, other = opened.client(), opened.client()
         with socket.create_connection(("127.0.0.1", opened.place.port), LONG_S) as stranger:
@@ -291,8 +291,8 @@ def test_how_many_may_be_there_without_a_proof(
     limit: int | None, ranks: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """MOST and one for each rank, or a quarter of the descriptors."""
-    monkeypatch.setattr(agent_listener, "MOST", 2)
-    monkeypatch.setattr(agent_listener, "HANDSHAKE_S", LONG_S)
+    monkeypatch.setattr(agent_connections, "MOST", 2)
+    monkeypatch.setattr(agent_connections, "HANDSHAKE_S", LONG_S)
     with ExitStack() as stack:
         stack.enter_context(descriptors(limit))
         opened = stack.enter_context(served("", ranks))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.events import handlers
 
-from adaptor.launchers.agent.elastic_events import ElasticEvents
+from adaptor.launchers.agent.elastic_outputs import ElasticEvents
 from adaptor.protocol.messages import Fault, Recovered
 from tests.unit.launching import TWO, Ended, Launcher, launcher, zygote
 from tests.unit.threads import LONG_S

@@ -27,8 +27,7 @@ from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
 from adaptor.host_copy import content, copier, rebuild, room, start
 from adaptor.host_copy.copier import Copier
-from adaptor.launchers.agent.copy_files import CopyFiles
-from adaptor.launchers.agent.copy_keeper import CopyKeeper
+from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
 from adaptor.protocol.environment import COPY_FILES, HeldCopies
 from adaptor.protocol.messages import Share
@@ -583,15 +582,15 @@ def test_a_generation_that_ends_while_a_copy_is_sent(
 STORE_THAT_HANGS = """
 import json, threading
 from adaptor import config
-from adaptor.launchers.control import agent_connection
-from adaptor.launchers.agent import copy_keeper
-from adaptor.launchers.agent.copy_files import CopyFiles
-copy_keeper.AGAIN_S = agent_connection.CONNECT_TIMEOUT_S = 0.0
+from adaptor.launchers.control import agent_connections
+from adaptor.launchers.agent import host_copies
+from adaptor.launchers.agent.host_copies import CopyFiles
+host_copies.AGAIN_S = agent_connections.CONNECT_TIMEOUT_S = 0.0
 asked = threading.Event()
 def find():
     asked.set()
     threading.Event().wait()
-keeper = copy_keeper.CopyKeeper(0, CopyFiles(), config.load({}), None)
+keeper = host_copies.CopyKeeper(0, CopyFiles(), config.load({}), None)
 keeper.listen(bytes(32), "127.0.0.1")
 keeper.give(find)
 keeper.copied()

@@ -24,9 +24,8 @@ from adaptor.controller.failures import Failures
 from adaptor.launchers.cli import ttp
 from adaptor.launchers.records import operator_summary
 from adaptor.launchers.records.incident_report import IncidentReport
-from adaptor.launchers.records.job_files import JobFiles
+from adaptor.launchers.records.job_files import LIMITS_S, JobFiles, StepTimer
 from adaptor.launchers.records.job_records import JobStatus
-from adaptor.launchers.records.time_uses import LIMITS_S, StepTimer
 from adaptor.operations import job_folder
 from adaptor.protocol import naming, records
 from adaptor.protocol.file_entry import FileEntry

@@ -10,10 +10,15 @@ import pytest
 import torch.distributed as dist
 
 from adaptor.errors import StartError
-from adaptor.launchers.control import agent_connection, agent_listener, invitation
-from adaptor.launchers.control.agent_connection import connect, try_connect
-from adaptor.launchers.control.agent_listener import AgentListener, RejectedConnections, read_hello
-from adaptor.launchers.control.invitation import PLAIN, TLS, UNIX, Invitation
+from adaptor.launchers.control import agent_connections, credentials
+from adaptor.launchers.control.agent_connections import (
+    AgentListener,
+    RejectedConnections,
+    connect,
+    read_hello,
+    try_connect,
+)
+from adaptor.launchers.control.credentials import PLAIN, TLS, UNIX, Invitation
 from adaptor.protocol.messages import AgentHello
 from tests import waiting
 from tests.unit.nodes import Job, job
@@ -61,7 +66,7 @@ def two_here(job: Job) -> tuple[Job, Any]:
 )
 def test_another_user_comes_to_the_gate(two_here: tuple[Job, Any]) -> None:
     job, store = two_here
-    found = Invitation.decode(store.get(invitation.KEY), UNIX)
+    found = Invitation.decode(store.get(credentials.KEY), UNIX)
     assert found.port == 0
     standby = client_of(job.nodes[1]).listener.endpoint
     assert standby is not None
@@ -78,7 +83,7 @@ def test_another_user_comes_to_the_gate(two_here: tuple[Job, Any]) -> None:
     "an agent tells it nothing, and says so",
 )
 def test_another_user_listens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(agent_connections, "CONNECT_TIMEOUT_S", 1.0)
     name = f"ttp-test-{secrets.token_hex(8)}"
     with other_user(LISTEN, name) as child:
         assert child.stdout is not None
@@ -100,15 +105,15 @@ def test_agents_of_one_machine_save_together(job: Job) -> None:
 
 
 def test_nobody_listens_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_connection, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(agent_connections, "CONNECT_TIMEOUT_S", 1.0)
     with pytest.raises(StartError, match=r"the socket ttp-none of this machine cannot be reached: .*refused"):
         asyncio.run(connect("ttp-none", 0, b"secret", None))
 
 
 def test_a_full_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel queues so many, and asyncio would take the error for a connection."""
-    monkeypatch.setattr(agent_listener, "BACKLOG", 0)
-    monkeypatch.setattr(agent_connection, "PAUSE_S", 0.01)
+    monkeypatch.setattr(agent_connections, "BACKLOG", 0)
+    monkeypatch.setattr(agent_connections, "PAUSE_S", 0.01)
     came: list[AgentHello] = []
 
     async def welcome(hello: AgentHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

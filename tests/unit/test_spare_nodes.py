@@ -18,10 +18,9 @@ from adaptor.controller.membership import Membership
 from adaptor.errors import ConfigError, StartError
 from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.cli import flags, last_line, ttprun
-from adaptor.launchers.control import agent_connection, invitation, tls
-from adaptor.launchers.control.agent_connection import connect
-from adaptor.launchers.control.agent_listener import AgentListener
-from adaptor.launchers.control.invitation import Invitation
+from adaptor.launchers.control import agent_connections, credentials
+from adaptor.launchers.control.agent_connections import AgentListener, connect
+from adaptor.launchers.control.credentials import Invitation
 from adaptor.launchers.spares import spare_gate, spare_node
 from adaptor.launchers.spares.slot_filling import COMES_S, Places, fill_for_restart
 from adaptor.launchers.spares.spare_gate import SpareGate
@@ -55,12 +54,14 @@ PLACE = TakePlace(1, restarts=2, generations=3, owner="")
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who answers may do so slowly, beside much other work; here each that does not has gone."""
     monkeypatch.setattr(spare_gate, "ANSWER_S", waiting.LONG_S)
-    monkeypatch.setattr(agent_connection, "TRY_CONNECT_TIMEOUT_S", waiting.LONG_S)
-    monkeypatch.setattr(agent_connection, "PROOF_S", waiting.LONG_S)
+    monkeypatch.setattr(agent_connections, "TRY_CONNECT_TIMEOUT_S", waiting.LONG_S)
+    monkeypatch.setattr(agent_connections, "PROOF_S", waiting.LONG_S)
 
 
 def _gate(settings: config.Config) -> SpareGate:
-    gate = SpareGate(invitation.kind_of(settings), free_port(), tls.load(settings), MINE, lambda: None)
+    gate = SpareGate(
+        credentials.kind_of(settings), free_port(), credentials.load(settings), MINE, lambda: None
+    )
     gate.begin_turn()
     return gate
 
@@ -123,8 +124,8 @@ def test_a_spare_that_goes_while_another_one_is_asked_gets_no_place(settings: co
 
         async def answers(goes: bool) -> None:
             """Answer once: at once and go, or when the other one has gone."""
-            where = (found.name, 0) if found.kind == invitation.UNIX else ("127.0.0.1", found.port)
-            reader, writer = await connect(*where, found.secret, tls.load(settings))
+            where = (found.name, 0) if found.kind == credentials.UNIX else ("127.0.0.1", found.port)
+            reader, writer = await connect(*where, found.secret, credentials.load(settings))
             writer.write(wire.frame(MINE))
             while not isinstance(await wire.read(reader, to_spare_node), SpareAsked):
                 pass
@@ -153,7 +154,7 @@ def test_the_end_of_an_agent_of_the_job_is_noticed_between_two_starts(settings: 
     async def work() -> None:
         gate = _gate(settings)
         found = await gate.open("127.0.0.1")
-        certificates = tls.load(settings)
+        certificates = credentials.load(settings)
 
         async def stays(node: int) -> socket.socket:
             me = MemberHello(node, (node,), f"node{node}", 100 + node)
@@ -186,9 +187,9 @@ def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) -> None:
 
     async def work() -> None:
         gate = SpareGate(
-            invitation.kind_of(settings),
+            credentials.kind_of(settings),
             free_port(),
-            tls.load(settings),
+            credentials.load(settings),
             MINE,
             lambda: lost.extend(hello.pid for hello in gate.gone.values()),
         )
@@ -197,7 +198,7 @@ def test_an_agent_that_comes_again_is_not_lost(settings: config.Config) -> None:
 
         async def stays(pid: int, owner: str = "") -> socket.socket:
             me = MemberHello(1, (1,), "node1", pid, owner)
-            connection = await stay_at_gate(found, "127.0.0.1", tls.load(settings), me)
+            connection = await stay_at_gate(found, "127.0.0.1", credentials.load(settings), me)
             assert connection is not None
             return connection
 
@@ -248,11 +249,11 @@ def test_a_node_comes_again_to_the_gate_when_its_connection_ends(kind: str, job:
         if given is None:
             given = Authority(tmp_path / "signer").settings()
         node, settings = job.node(**given), config.load(given)
-        made = Invitation.draw(invitation.kind_of(settings), False, "gate")
+        made = Invitation.draw(credentials.kind_of(settings), False, "gate")
         rejected = Rejected("the gate")
-        listener = AgentListener(made.secret, tls.load(settings), rejected, welcome, first)
+        listener = AgentListener(made.secret, credentials.load(settings), rejected, welcome, first)
         if kind == "unix":
-            made = made._replace(name=listener.open(invitation.UNIX, "", 0).address)
+            made = made._replace(name=listener.open(credentials.UNIX, "", 0).address)
         else:
             made = made._replace(port=listener.listen("127.0.0.1", free_port()))
         await asyncio.to_thread(node.stay_at_gate, made.encode(), "127.0.0.1", 1, (1,))
@@ -273,7 +274,7 @@ def test_a_gate_that_cannot_be_reached_stops_no_node(settings: config.Config) ->
         found = await gate.open("127.0.0.1")
         await gate.close()
         me = MemberHello(1, (1,), "node1", 101)
-        assert await stay_at_gate(found, "127.0.0.1", tls.load(settings), me) is None
+        assert await stay_at_gate(found, "127.0.0.1", credentials.load(settings), me) is None
 
     _run(work())
 
@@ -282,7 +283,7 @@ def test_a_spare_goes_to_the_next_gate_after_the_loss_of_node_0(settings: config
     """The gate of node 1 has gone, that of node 2 serves spares when its node has taken over."""
 
     async def work() -> None:
-        context, kind = tls.load(settings), invitation.kind_of(settings)
+        context, kind = credentials.load(settings), credentials.kind_of(settings)
         first, gone = _gate(settings), _gate(settings)
         last = SpareGate(kind, free_port(), context, MINE, lambda: None)
         found, *others = [await gate.open("127.0.0.1") for gate in (first, gone, last)]

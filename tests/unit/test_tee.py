@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from adaptor import output, threads
-from adaptor.launchers.agent.tee import Tee
+from adaptor.launchers.agent.elastic_outputs import Tee
 from tests.unit.launching import ONE, Launcher, launcher, zygote
 from tests.unit.threads import LONG_S
 

@@ -13,7 +13,7 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import ConfigError
-from adaptor.launchers.control import tls
+from adaptor.launchers.control import credentials
 from tests.certificates import Authority
 from tests.unit.threads import LONG_S
 
@@ -21,7 +21,7 @@ from tests.unit.threads import LONG_S
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are read may be so slowly, beside much other work."""
-    monkeypatch.setattr(tls, "READ_S", LONG_S)
+    monkeypatch.setattr(credentials, "READ_S", LONG_S)
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +31,14 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 def _refusal(settings: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as caught:
-        tls.load(config.load(settings))
+        credentials.load(config.load(settings))
     line = str(caught.value)
     assert "\n" not in line
     return line
 
 
 def test_no_certificates_no_tls() -> None:
-    assert tls.load(config.load({})) is None
+    assert credentials.load(config.load({})) is None
 
 
 @pytest.mark.parametrize("variable", ["TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA"])
@@ -106,7 +106,7 @@ def files(authority: Authority, tmp_path: Path) -> dict[str, str]:
 
 
 def test_files_that_have_not_changed_are_not_read_again(files: dict[str, str]) -> None:
-    made = tls.load(config.load(files))
+    made = credentials.load(config.load(files))
     assert made is not None
     before = made.contexts
     assert asyncio.run(made.newest()) is before
@@ -121,7 +121,7 @@ def test_a_half_written_pair(
     authority: Authority, files: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "adaptor")
-    made = tls.load(config.load(files))
+    made = credentials.load(config.load(files))
     assert made is not None
     before, renewed = made.contexts, authority.settings("second")
     shutil.copy(renewed["TTP_TLS_CERT"], files["TTP_TLS_CERT"])
@@ -141,7 +141,7 @@ def test_a_half_written_pair(
 def test_a_renewal_that_cannot_be_used(
     what: str, authority: Authority, files: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = tls.load(config.load(files))
+    made = credentials.load(config.load(files))
     assert made is not None
     before, path = made.contexts, Path(files["TTP_TLS_CERT"])
     if what == "expired":
@@ -159,8 +159,8 @@ def test_a_renewal_that_cannot_be_used(
 
 def test_a_file_system_that_hangs(files: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for it longer than `READ_S`, and no second thread waits with the first."""
-    monkeypatch.setattr(tls, "READ_S", 0.05)
-    made = tls.load(config.load(files))
+    monkeypatch.setattr(credentials, "READ_S", 0.05)
+    made = credentials.load(config.load(files))
     assert made is not None
     path = Path(files["TTP_TLS_KEY"])
     path.unlink()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from adaptor import config
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import flags, start_checks, ttprun
-from adaptor.launchers.control.invitation import Invitation
+from adaptor.launchers.control.credentials import Invitation
 from tests import waiting
 from tests.certificates import Authority
 from tests.ports import free_port, free_ports

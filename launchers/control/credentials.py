@@ -1,7 +1,17 @@
-"""TLS 1.3 between the agents of a job, each with a certificate from the same signer.
+"""The credentials of connections between agents: the invitation of node 0, and TLS certificates.
 
-Short-lived certificates are renewed during training, so changed files are read again before each connection;
-a new pair that cannot be used, for instance a half-written pair, leaves the previous pair in use.
+The invitation is an entry of node 0 in torch's rendezvous store, by which other agents find its controller.
+Every client of the store can read and replace the entry. So the entry counts only as far as the connection
+proves it: an agent connects in the way of its own settings, never in a weaker way, and both sides then prove
+the same `secret`, which covers generation, restart and job.
+
+unix   on one machine, an abstract socket; the kernel gives each side the user of the other
+tls    between machines with certificates, which both sides have to show
+plain  between machines in a trusted network: the secret itself is in the store
+
+TLS has version 1.3, and all certificates of a job have the same signer. Short-lived certificates are renewed
+during training, so changed files are read again before each connection; a new pair that cannot be used, for
+instance a half-written pair, leaves the previous pair in use.
 
 Names in certificates are not compared with addresses: any process with a certificate of the job's signer is
 trusted, wherever it runs. The process also has to know the generation of workers.
@@ -12,6 +22,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
+import secrets
 import ssl
 import threading
 from concurrent.futures import Future
@@ -19,7 +31,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adaptor.config import Config
-from adaptor.errors import ConfigError
+from adaptor.errors import ConfigError, StartError
 from adaptor.protocol.deadline import deadline
 
 _log = logging.getLogger("adaptor")
@@ -111,10 +123,7 @@ def _state(files: tuple[str, ...]) -> tuple[tuple[int, ...], ...] | None:
         file_states = [Path(path).stat() for path in files]
     except OSError:
         return None
-    return tuple(
-        (file_state.st_dev, file_state.st_ino, file_state.st_size, file_state.st_mtime_ns)
-        for file_state in file_states
-    )
+    return tuple((state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns) for state in file_states)
 
 
 def _load(settings: Config) -> Contexts:
@@ -179,3 +188,90 @@ def _try(contexts: Contexts, settings: Config) -> ssl.SSLObject:
             f" it is not accepted with TTP_TLS_CA {settings.tls_ca!r}: {problem}"
         ) from None
     return client
+
+
+KEY = "ttp/controller"
+UNIX, TLS, PLAIN = "unix", "tls", "plain"
+_WORDS = {
+    UNIX: "a socket of its own machine (no certificates)",
+    TLS: "TLS (certificates)",
+    PLAIN: "unencrypted TCP (TTP_TLS=plain)",
+}
+_FORM = re.compile(r"(unix|tls|plain) ([0-9a-f]{16}) ([01]) (\d{1,5}) ([0-9a-z-]{1,100}) ([\w.@+=,-]{1,255})")
+_NOTHING = "-"
+
+
+def kind_of(config: Config) -> str:
+    """Return the kind of connection between agents of a job with these settings."""
+    if config.tls_cert:
+        return TLS
+    return PLAIN if config.tls == PLAIN else UNIX
+
+
+class Invitation(NamedTuple):
+    """The invitation of one generation of workers.
+
+    Attributes:
+        restart: whether workers of the job ran before
+        port: of the controller, at the address of node 0; 0 for an abstract socket
+        name: of the abstract socket; plain: a random number known only to agents of the job
+        job: the name of the job's folder below TTP_LOG_PATH
+    """
+
+    kind: str
+    generation: str
+    restart: bool
+    port: int = 0
+    name: str = _NOTHING
+    job: str = _NOTHING
+
+    @classmethod
+    def draw(cls, kind: str, restart: bool, job: str) -> Invitation:
+        """Make an invitation without port or socket, which follow later.
+
+        Args:
+            kind: of the connection.
+            restart: whether workers ran before.
+        """
+        name = secrets.token_hex(32) if kind == PLAIN else _NOTHING
+        return cls(kind, secrets.token_hex(8), restart, name=name, job=job)
+
+    @property
+    def secret(self) -> bytes:
+        """Return the secret that both sides of a connection prove."""
+        token = self.name if self.kind == PLAIN else ""
+        return f"{self.generation} {self.restart:d} {token} {self.job}".encode()
+
+    def address(self, host: str) -> tuple[str, int]:
+        """Return address and port to connect to; `host`: the address of node 0."""
+        return (self.name, 0) if self.kind == UNIX else (host, self.port)
+
+    def encode(self) -> bytes:
+        """Return the text for the rendezvous store."""
+        fields = (self.kind, self.generation, f"{self.restart:d}", str(self.port), self.name, self.job)
+        return " ".join(fields).encode()
+
+    @classmethod
+    def decode(cls, encoded: bytes, kind: str) -> Invitation:
+        """Return the invitation in the store.
+
+        Args:
+            encoded: the text.
+            kind: the kind that this node's settings ask for.
+
+        Raises:
+            StartError: the invitation is of another kind, or was written by another program.
+        """
+        form_match = _FORM.fullmatch(encoded.decode("utf-8", "replace"))
+        if form_match is None:
+            raise StartError(
+                "what the rendezvous store says of the controller was not written by ttprun of this version:"
+                " another program writes to that store, or node 0 has another version of ttp-adaptor"
+            )
+        if form_match[1] != kind:
+            raise StartError(
+                f"node 0 waits for agents by {_WORDS[form_match[1]]}, and this node is set to {_WORDS[kind]}:"
+                " TTP_TLS, TTP_TLS_CERT and --rdzv-endpoint or --master-addr must mean the same on every node"
+            )
+        sent_kind, generation, restart, port, name, job = form_match.groups()
+        return cls(sent_kind, generation, restart == "1", int(port), name, job)

@@ -1,30 +1,33 @@
-"""Gives the host copies of a node's ranks to the agent of the next node, and keeps those of the previous
-node.
+"""The copies in host memory that an agent holds, gives to the next node, and keeps for the previous node.
 
-All work runs in a separate thread: a copy may have gigabytes, and an incident must not wait. An arrived copy
-counts after its checksum was verified; then the sender's file is marked, and the worker may overwrite the
-previous copy. After any failure the next copy is tried; the job goes on, with one line for the user.
+The files of the copies are anonymous memory without a name: they end with the agent process, however the
+process ends. `adaptor.protocol.copy_file` has their content.
+
+Giving and keeping run in a separate thread: a copy may have gigabytes, and an incident must not wait. An
+arrived copy counts after its checksum was verified; then the sender's file is marked, and the worker may
+overwrite the previous copy. After any failure the next copy is tried; the job goes on, with one line for the
+user.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from adaptor import output, text, threads
+from adaptor import descriptors, output, text, threads
 from adaptor.config import Config
 from adaptor.errors import StartError
 from adaptor.launchers.agent.control_thread import ControlThread, ControlThreadError, call_in_thread
-from adaptor.launchers.agent.copy_files import CopyFiles
-from adaptor.launchers.control.agent_connection import connect
-from adaptor.launchers.control.agent_listener import AgentListener, RejectedConnections
-from adaptor.launchers.control.invitation import kind_of
-from adaptor.launchers.control.tls import Tls
+from adaptor.launchers.control.agent_connections import AgentListener, RejectedConnections, connect
+from adaptor.launchers.control.credentials import Tls, kind_of
 from adaptor.protocol import wire
 from adaptor.protocol.copy_file import (
+    FILES,
     CopyFile,
     CopyFollows,
     CopyHeader,
@@ -35,6 +38,131 @@ from adaptor.protocol.copy_file import (
 )
 from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Endpoint
+
+
+class CopyFiles:
+    """The files of one agent, for its workers and for the ranks of another node, from start to start."""
+
+    def __init__(self) -> None:
+        self._own: dict[int, list[int]] = {}
+        self._others: dict[int, list[int]] = {}  # of ranks of another node
+        self._ranks: set[int] = set()
+
+    def begin(self, ranks: Sequence[int]) -> str:
+        """Make the missing files for `ranks`; return the paths of all files, for the environment.
+
+        Files of ranks that were on this node in the previous start are kept: the ranks may be on another
+        node now. For each rank the files that its worker writes come first.
+
+        Raises:
+            OSError: no more files can be made.
+        """
+        _keep_only(self._own, {*ranks, *self._ranks})
+        self._ranks = set(ranks)
+        for rank in ranks:
+            if rank not in self._own:
+                self._own[rank] = [_new_file() for _ in range(FILES)]
+        paths: dict[int, list[str]] = {}
+        for files_by_rank in (self._own, self._others):
+            for rank, files in files_by_rank.items():
+                paths.setdefault(rank, []).extend(map(_path, files))
+        return json.dumps(paths)
+
+    def own(self) -> dict[int, list[CopyFile]]:
+        """Open the files of the ranks of this node for reading.
+
+        Raises:
+            OSError: no more files can be opened.
+        """
+        return {rank: [CopyFile(_path(file)) for file in self._own[rank]] for rank in sorted(self._ranks)}
+
+    def other(self, rank: int, slot: int) -> CopyFile:
+        """Open a file for a copy of a rank of another node.
+
+        Raises:
+            OSError: no more files can be made or opened.
+        """
+        if rank not in self._others:
+            self._others[rank] = [_new_file() for _ in range(FILES)]
+        return CopyFile(_path(self._others[rank][slot]))
+
+    def to_overwrite(self, rank: int, generation: str, step: int, other_step: int) -> CopyFile:
+        """Open the file for the copy of `step` of a rank of another node.
+
+        The copy of `other_step` is kept, otherwise the older copy is overwritten: a spare node in the place
+        of a lost node has no copy, and these copies may be the only ones. A copy that is not older than
+        `step` was sent before, or belongs to a step from which the job has gone back.
+
+        Args:
+            rank: the owner of the copy.
+            generation: the start of the workers in which the copy was made.
+            step: the copied step.
+            other_step: the step of the sender's other copy; -1: none.
+
+        Raises:
+            OSError: no more files can be made or opened.
+        """
+
+        def worth(slot: int) -> int:
+            with contextlib.closing(self.other(rank, slot)) as file:
+                header = file.header
+            if header is None or header.generation != generation or header.step >= step:
+                return -1
+            return step if header.step == other_step else header.step
+
+        return self.other(rank, min(range(FILES), key=worth))
+
+    def forget_after(self, step: int) -> None:
+        """Give up the copies of later steps: their state is in doubt.
+
+        Raises:
+            OSError: no more files can be opened.
+        """
+        for files in (*self._own.values(), *self._others.values()):
+            for copy_descriptors in files:
+                with contextlib.closing(CopyFile(_path(copy_descriptors))) as file:
+                    if file.header is not None and file.header.step > step:
+                        file.begin()
+
+    def newest(self, *, is_kept: bool) -> int | None:
+        """Return the newest step of which each rank of this node has a complete copy; None without one.
+
+        Args:
+            is_kept: count only copies that another node also has.
+        """
+        common_steps: set[int] | None = None
+        for rank in sorted(self._ranks):
+            steps = set()
+            for copy_descriptors in self._own.get(rank, ()):
+                file = CopyFile(_path(copy_descriptors))
+                header, kept = file.header, file.kept
+                file.close()
+                if header is not None and (not is_kept or kept == header.step):
+                    steps.add(header.step)
+            common_steps = steps if common_steps is None else common_steps & steps
+        return max(common_steps, default=None) if common_steps else None
+
+    def close(self) -> None:
+        """Close all files."""
+        _keep_only(self._own, ())
+        _keep_only(self._others, ())
+
+
+def _keep_only(files_by_rank: dict[int, list[int]], ranks: Collection[int]) -> None:
+    for rank in files_by_rank.keys() - set(ranks):
+        for file in files_by_rank.pop(rank):
+            os.close(file)
+
+
+def _path(file: int) -> str:
+    return f"/proc/{os.getpid()}/fd/{file}"
+
+
+def _new_file() -> int:
+    file = descriptors.in_memory("ttp-host-copy")
+    os.fchmod(file, 0o600)
+    return file
+
 
 # Bytes read or sent at once, so that other connections get their turn.
 PIECE = 1 << 18
