@@ -37,7 +37,7 @@ WORKER = _LAUNCHERS / "agent" / "worker_main.py"
 # Waits to become a worker.
 SPARE = _LAUNCHERS / "spares" / "spare_main.py"
 # Serves the files of a job.
-SERVE = _LAUNCHERS / "operations" / "serve_main.py"
+SERVE = _LAUNCHERS / "operations" / "job_server.py"
 # Works with object stores.
 STORE = _LAUNCHERS / "store" / "store_main.py"
 

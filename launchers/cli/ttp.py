@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from adaptor.terminal import Answer
 
 _SIGINT = 2  # `signal` may not be imported yet
+# The ends of the names of arguments for which a folder, or a file, is completed.
+_FOLDERS = ("log_path", "log_dir", "save", "where")
+_FILES = ("_file", "_cert", "_key", "_ca", "_token", "_secret", "out", "training_script", "dump")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +55,8 @@ def parser() -> argparse.ArgumentParser:
     from typing import Any
 
     from adaptor import plug_ins
-    from adaptor.launchers.cli import completion, plan
+    from adaptor.launchers.cli import plan
+    from adaptor.terminal import OK
 
     parser = argparse.ArgumentParser(
         prog="ttp",
@@ -69,11 +73,62 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     plan.add(add)
-    completion.add(add, lambda: parser)
+
+    def complete(parsed: argparse.Namespace) -> int:
+        print(completion(parsed.shell, parser))
+        return OK
+
+    command = add(
+        "completion", complete, "print what bash or zsh needs to complete the flags of ttp and ttprun"
+    )
+    command.epilog = (
+        'in ~/.bashrc: eval "$(ttp completion bash)"; in ~/.zshrc, behind compinit: the same with zsh'
+    )
+    command.add_argument("shell", choices=("bash", "zsh"))
     for add_commands in plug_ins.load_all(plug_ins.COMMANDS):
         contributed: Any = add_commands
         contributed(add)
     return parser
+
+
+def completion(shell: str, ttp: argparse.ArgumentParser) -> str:
+    """Return the script that completes the flags of `ttp` and `ttprun` in bash or zsh.
+
+    Raises:
+        ConfigError: shtab is not installed.
+    """
+    from adaptor import distributions
+    from adaptor.errors import ConfigError
+    from adaptor.launchers.cli import flags
+
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise ConfigError(f"ttp completion needs shtab: {distributions.install_command('ops')}") from None
+    scripts = []
+    for parser in (ttp, flags.whole_parser()):
+        for action in _actions(parser):
+            if action.nargs == 0:
+                continue
+            name = action.dest.lower()
+            if name.endswith(_FOLDERS):
+                action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]  # as shtab has it
+            elif name.endswith(_FILES):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        scripts.append(shtab.complete(parser, shell=shell))
+    return "\n".join(scripts)
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Return the actions of a parser and of its commands."""
+    import argparse
+
+    actions = list(parser._actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                actions += _actions(command)
+    return actions
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from adaptor.errors import ConfigError, StartError
 from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent.processes import WORKER
 from adaptor.launchers.cli import flags, last_line, plan, start_checks
-from adaptor.launchers.platforms import cards, detect
+from adaptor.launchers.platforms import ascend_cards, detect
 from adaptor.launchers.platforms.reading import this_machine
 from adaptor.launchers.rendezvous import agreement
 from adaptor.launchers.spares import spare_node
@@ -73,10 +73,10 @@ def _main(arguments: list[str]) -> int:
         output.tell(read.line)
         return _run(parsed, settings)
     if read.card.index:
-        return cards.wait_for_first(read.card, machine)
-    with cards.First(read.card) as first:
+        return ascend_cards.wait_for_first(read.card, machine)
+    with ascend_cards.First(read.card) as first:
         output.tell(read.line)
-        for name in cards.OF_A_CARD:
+        for name in ascend_cards.OF_A_CARD:
             os.environ.pop(name, None)
         code = _run(parsed, settings, first.tell)
         first.tell(code)

@@ -1,4 +1,9 @@
-"""Starts and ends the process that serves the files of a job on the node with the controller (TTP_SERVE).
+"""Serves the files of a job on the node with the controller, in a process beside `ttprun` (TTP_SERVE).
+
+    python .../job_server.py FOLDER SOCKET TOKEN_FILE CERTIFICATE KEY
+
+SOCKET is the descriptor of a listening socket; '' stands for a missing file. Stdin is a pipe from `ttprun`:
+its end means the end of `ttprun`. The program is started by its path, as `worker_main.py` is.
 
 The process only reads files, so its failures do not reach the job; one line tells the user.
 """
@@ -7,24 +12,31 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import signal
+import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
-from adaptor import distributions, output, text
+from adaptor import _script, distributions, output, text
 from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.launchers.agent import processes
 from adaptor.operations import access
 from adaptor.operations.access import ServeError
 from adaptor.operations.settings import HostPort, OperationsSettings
+from adaptor.protocol.environment import ending_signals
 
 _NEEDS = ("jinja2", "prometheus_client")
 # After a take-over on one machine the server of the lost ttprun keeps the port for a moment.
 RETRY_S = 0.5
 _RETRIES = 120
 _END_S = 1.0
+# Training goes first: for the processor, and where the memory of the machine ends.
+_NICE = 5
+_FIRST_TO_BE_ENDED = "1000"
 
 
 def require(config: Config) -> None:
@@ -52,8 +64,7 @@ def require(config: Config) -> None:
 
 
 def clients_of(address: HostPort, token: str, certificate: str, key: str) -> access.Clients:
-    """Return the allowed clients of an address; loopback needs no TLS, because only the machine itself
-    connects.
+    """Return the allowed clients of an address; for loopback without TLS.
 
     Args:
         address: to serve at.
@@ -67,6 +78,7 @@ def clients_of(address: HostPort, token: str, certificate: str, key: str) -> acc
 
 
 def _speaks_tls(address: HostPort, certificate: str) -> bool:
+    # To a loopback address only the machine itself connects.
     return bool(certificate) and not address.is_loopback
 
 
@@ -93,13 +105,7 @@ class JobServer:
         with access.listen(own.serve) as listening:
             bound = HostPort(*listening.getsockname()[:2])  # a name may mean a loopback address
             descriptor = listening.fileno()
-            arguments = (
-                str(folder),
-                str(descriptor),
-                own.serve_token,
-                config.tls_cert,
-                config.tls_key,
-            )
+            arguments = [str(folder), str(descriptor), own.serve_token, config.tls_cert, config.tls_key]
             process = self._process = subprocess.Popen(
                 [sys.executable, str(processes.SERVE), *arguments],
                 stdin=subprocess.PIPE,
@@ -154,3 +160,28 @@ class JobServer:
                 f"[ttp] the process that serves this job at {self._own.serve} has ended with status"
                 f" {status}; the job goes on, and `ttp serve` shows it"
             )
+
+
+def main() -> None:
+    """Serve the files of a job until the end of ttprun."""
+    _script.leave_own_path()
+    from adaptor.operations import serve
+
+    # A signal to all processes of a job, as from Slurm, is for ttprun, which saves first and is watched
+    # meanwhile.
+    for number in (signal.SIGHUP, *ending_signals()):
+        signal.signal(number, signal.SIG_IGN)
+    with contextlib.suppress(OSError):
+        os.nice(_NICE)
+        Path("/proc/self/oom_score_adj").write_text(_FIRST_TO_BE_ENDED)
+    folder, descriptor, token, certificate, key = sys.argv[1:]
+    listening = socket.socket(fileno=int(descriptor))
+    clients = clients_of(HostPort(*listening.getsockname()[:2]), token, certificate, key)
+    server = serve.Server(Path(folder), listening, clients)
+    threading.Thread(target=server.serve_forever, name="ttp-serve", daemon=True).start()
+    sys.stdin.buffer.read()
+    os._exit(0)  # nothing to keep, and a client may still be connected
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adaptor.errors import ConfigError
-from adaptor.launchers.platforms import rank_table, schedulers
+from adaptor.launchers.platforms import ascend_cards, schedulers
 from adaptor.launchers.platforms.reading import Card, Machine, PlatformError, Reading, Value
 
 
@@ -38,7 +38,7 @@ PLATFORMS = (
     Platform("modelarts", "ModelArts", schedulers.is_modelarts, schedulers.read_modelarts),
     Platform("ascend", "the Ascend operator", schedulers.is_ascend_operator, schedulers.read_ascend_operator),
     Platform("volcano", "Volcano", schedulers.is_volcano, schedulers.read_volcano),
-    Platform("ranktable", "the rank table", rank_table.is_here, rank_table.read),
+    Platform("ranktable", "the rank table", ascend_cards.is_here, ascend_cards.read),
     Platform("slurm", "Slurm", schedulers.is_slurm, schedulers.read_slurm),
     Platform("openmpi", "Open MPI", schedulers.is_openmpi, schedulers.read_openmpi),
 )

@@ -11,7 +11,7 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import ConfigError
-from adaptor.launchers.cli import completion, flags, ttp
+from adaptor.launchers.cli import flags, ttp
 
 OFFERS = """
 source "$1"; shift
@@ -25,7 +25,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("shtab", reason="it is in the extra ops")
     path = tmp_path_factory.mktemp("completion") / "bash"
-    path.write_text(completion.script("bash", ttp.parser()))
+    path.write_text(ttp.completion("bash", ttp.parser()))
     return path
 
 
@@ -63,11 +63,11 @@ def test_files_and_folders(script: Path, tmp_path: Path) -> None:
 def test_zsh_takes_it(tmp_path: Path) -> None:
     pytest.importorskip("shtab", reason="it is in the extra ops")
     path = tmp_path / "zsh"
-    path.write_text(completion.script("zsh", ttp.parser()))
+    path.write_text(ttp.completion("zsh", ttp.parser()))
     subprocess.run(["zsh", "-n", str(path)], check=True)
 
 
 def test_shtab_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     with pytest.raises(ConfigError, match=r"pip install '\.\[ops\]'"):
-        completion.script("bash", ttp.parser())
+        ttp.completion("bash", ttp.parser())

@@ -23,8 +23,8 @@ import pytest
 from adaptor import config, output
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import ttprun
-from adaptor.launchers.operations import job_server, notifier
-from adaptor.launchers.operations.notifier import NotDeliveredError, Notifier
+from adaptor.launchers.operations import hooks, job_server
+from adaptor.launchers.operations.hooks import NotDeliveredError, Notifier
 from adaptor.launchers.records.incident_record import notice_of_end
 from adaptor.operations.settings import NoticeTarget, OperationsSettings
 from tests import operator_files, waiting
@@ -39,14 +39,14 @@ NOTICE = notice_of_end("gpt", 2, "2026-01-31T12:00:00+00:00")
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """What answers, or ends, may do so slowly, beside much other work."""
-    monkeypatch.setattr(notifier, "LIMIT_S", LONG_S)
+    monkeypatch.setattr(hooks, "LIMIT_S", LONG_S)
     monkeypatch.setattr(output, "DRAIN_S", LONG_S)
 
 
 @pytest.fixture
 def _hasty(_patience: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For what hangs."""
-    monkeypatch.setattr(notifier, "LIMIT_S", 2.0)
+    monkeypatch.setattr(hooks, "LIMIT_S", 2.0)
     monkeypatch.setattr(output, "DRAIN_S", 2.0)
 
 
@@ -114,8 +114,8 @@ def command(text: str) -> NoticeTarget:
 
 def test_json_is_signed() -> None:
     with receives() as server:
-        notifier.deliver(NoticeTarget("json", server.url), NOTICE, SECRET)
-        notifier.deliver(NoticeTarget("json", server.url), NOTICE)
+        hooks.deliver(NoticeTarget("json", server.url), NOTICE, SECRET)
+        hooks.deliver(NoticeTarget("json", server.url), NOTICE)
         body, headers = server.got.get_nowait()
         assert "X-TTP-Signature" not in server.got.get_nowait()[1]
     operator_files.assert_notice(json.loads(body))
@@ -126,7 +126,7 @@ def test_json_is_signed() -> None:
 
 def test_slack_gets_a_text() -> None:
     with receives() as server:
-        notifier.deliver(NoticeTarget("slack", server.url), NOTICE, SECRET)
+        hooks.deliver(NoticeTarget("slack", server.url), NOTICE, SECRET)
         body, headers = server.got.get_nowait()
     assert json.loads(body) == {"text": "gpt: ttprun has ended, 2 incidents"}
     assert "X-TTP-Signature" not in headers
@@ -135,30 +135,30 @@ def test_slack_gets_a_text() -> None:
 @pytest.mark.parametrize("code", [500, 404, 302, 307])
 def test_another_answer_is_a_failure(code: int) -> None:
     with receives(code) as server, pytest.raises(NotDeliveredError, match=f"it answered {code}"):
-        notifier.deliver(NoticeTarget("json", server.url), NOTICE)
+        hooks.deliver(NoticeTarget("json", server.url), NOTICE)
 
 
 def test_nobody_listens() -> None:
     with hangs() as url:
         pass
     with pytest.raises(NotDeliveredError, match="Connection refused"):
-        notifier.deliver(NoticeTarget("json", url), NOTICE)
+        hooks.deliver(NoticeTarget("json", url), NOTICE)
 
 
 @pytest.mark.usefixtures("_hasty")
 def test_no_answer() -> None:
     with hangs() as url, pytest.raises(NotDeliveredError, match="timed out"):
-        notifier.deliver(NoticeTarget("json", url), NOTICE)
+        hooks.deliver(NoticeTarget("json", url), NOTICE)
 
 
 def test_a_command_has_the_notice_on_its_stdin(tmp_path: Path) -> None:
     out = tmp_path / "it's here"
-    notifier.deliver(command(f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"), NOTICE)
+    hooks.deliver(command(f"import sys; open({str(out)!r}, 'w').write(sys.stdin.read())"), NOTICE)
     operator_files.assert_notice(json.loads(out.read_text()))
     with pytest.raises(NotDeliveredError, match="it ended with status 3"):
-        notifier.deliver(command("raise SystemExit(3)"), NOTICE)
+        hooks.deliver(command("raise SystemExit(3)"), NOTICE)
     with pytest.raises(NotDeliveredError, match="it cannot be started"):
-        notifier.deliver(NoticeTarget("exec", str(tmp_path / "absent")), NOTICE)
+        hooks.deliver(NoticeTarget("exec", str(tmp_path / "absent")), NOTICE)
 
 
 @pytest.mark.usefixtures("_hasty")
@@ -176,7 +176,7 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(
     hook.write_text(f"#!/bin/sh\nsleep 600 &\necho $$ $! > {pids}\nwait\n")
     hook.chmod(0o755)
     with pytest.raises(NotDeliveredError, match="it had not ended after 2 s"):
-        notifier.deliver(NoticeTarget("exec", str(hook)), NOTICE)
+        hooks.deliver(NoticeTarget("exec", str(hook)), NOTICE)
     waiting.ended(map(int, pids.read_text().split()))
 
 
@@ -211,7 +211,7 @@ def test_a_command_that_fails_is_shown_without_its_arguments(capfd: pytest.Captu
 def test_a_secret_in_the_place_of_its_path_is_not_shown() -> None:
     word = "a-secret-word/of-somebody"
     with pytest.raises(ConfigError, match="it must be the path of a file") as refused:
-        notifier.secret(config.load({"TTP_NOTIFY_SECRET": word}).of(OperationsSettings))
+        hooks.secret(config.load({"TTP_NOTIFY_SECRET": word}).of(OperationsSettings))
     assert word not in str(refused.value)
     with pytest.raises(ConfigError, match="it must be the path of a file") as refused:
         job_server.require(config.load({"TTP_SERVE": "8000", "TTP_SERVE_TOKEN": word}))
@@ -243,17 +243,17 @@ def test_targets_of_a_file(tmp_path: Path) -> None:
     path.write_text("# of our group\nslack:https://hooks.example/a\n\nexec:true\n")
     path.chmod(0o600)
     settings = config.load({"TTP_NOTIFY": f"file:{path}"}).of(OperationsSettings)
-    assert notifier.targets(settings) == [
+    assert hooks.targets(settings) == [
         NoticeTarget("slack", "https://hooks.example/a"),
         NoticeTarget("exec", "true"),
     ]
     path.write_text("slack:https://hooks.example/a\nhttps//hooks.example/secret\n")
     with pytest.raises(ConfigError, match=r"targets, line 2: it must be https://") as refused:
-        notifier.targets(settings)
+        hooks.targets(settings)
     assert "secret" not in str(refused.value)
     path.chmod(0o644)
     with pytest.raises(ConfigError, match="others can read it"):
-        notifier.targets(settings)
+        hooks.targets(settings)
 
 
 @pytest.mark.parametrize(

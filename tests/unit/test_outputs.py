@@ -14,8 +14,8 @@ import pytest
 
 from adaptor.config import load
 from adaptor.errors import ConfigError
-from adaptor.launchers.store import job_uploads
-from adaptor.launchers.store.job_uploads import OutputUploads
+from adaptor.launchers.store import hooks
+from adaptor.launchers.store.hooks import OutputUploads
 from adaptor.protocol import naming
 from adaptor.store import outputs
 from adaptor.store.client import PIECE
@@ -185,8 +185,8 @@ def test_the_process_of_a_node(
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     settings = dataclasses.replace(load({}).of(StoreSettings), store_also=("logs",))
     with pytest.raises(ConfigError, match="TTP_STORE_ALSO is logs and TTP_STORE is not set: give the URL"):
-        job_uploads.require(settings)
+        hooks.require(settings)
     (tmp_path / "file").touch()
     also = (str(tmp_path / "file"),)
     with pytest.raises(ConfigError, match=r"TTP_STORE_ALSO is .*/file: it is no folder"):
-        job_uploads.require(dataclasses.replace(settings, store=f"file://{tmp_path}", store_also=also))
+        hooks.require(dataclasses.replace(settings, store=f"file://{tmp_path}", store_also=also))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from adaptor import config
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import flags
-from adaptor.launchers.platforms import cards, detect, rank_table, schedulers
+from adaptor.launchers.platforms import ascend_cards, detect, schedulers
 from adaptor.launchers.platforms.reading import LIMIT_S, Card, Machine, PlatformError, this_machine
 from tests.unit.threads import LONG_S
 
@@ -671,7 +671,7 @@ def test_files_that_are_no_table(table: Path) -> None:
     assert f"waited 10 s for the rank table {table}, which is no JSON object yet" in refused(table)
     table.write_text("[" * 100_000)
     assert "which is no JSON object yet" in refused(table)
-    os.truncate(table, rank_table.MAX_BYTES + 1)
+    os.truncate(table, ascend_cards.MAX_BYTES + 1)
     assert "the file has more than 64 MiB" in refused(table)
     table.unlink()
     os.mkfifo(table)
@@ -718,13 +718,13 @@ def test_the_code_of_the_first_reaches_all(table: Path) -> None:
     codes: dict[int, int] = {}
 
     def wait(index: int) -> None:
-        codes[index] = cards._code_of_first(cards._connect(Card(index, 3, job), this_machine()))
+        codes[index] = ascend_cards._code_of_first(ascend_cards._connect(Card(index, 3, job), this_machine()))
 
     waiting = [threading.Thread(target=wait, args=(index,)) for index in (1, 2)]
     waiting[0].start()
-    with cards.First(Card(0, 3, job)) as first:
+    with ascend_cards.First(Card(0, 3, job)) as first:
         with pytest.raises(PlatformError, match="is another one running"):
-            cards.First(Card(0, 3, job))
+            ascend_cards.First(Card(0, 3, job))
         telling = threading.Thread(target=first.tell, args=(79,))
         telling.start()
         waiting[1].start()
@@ -736,17 +736,17 @@ def test_the_code_of_the_first_reaches_all(table: Path) -> None:
 def test_a_first_process_that_never_comes() -> None:
     clock = Clock()
     with pytest.raises(PlatformError, match="waited 600 s for the process of card 0 of this node"):
-        cards._connect(Card(1, 2, f"none-{os.getpid()}"), machine(clock))
+        ascend_cards._connect(Card(1, 2, f"none-{os.getpid()}"), machine(clock))
     assert clock.told
 
 
 def test_a_first_process_that_is_killed(capsys: pytest.CaptureFixture[str]) -> None:
     job = f"killed-{os.getpid()}"
-    with cards.First(Card(0, 2, job)) as first:
-        connection = cards._connect(Card(1, 2, job), this_machine())
+    with ascend_cards.First(Card(0, 2, job)) as first:
+        connection = ascend_cards._connect(Card(1, 2, job), this_machine())
         first._told = True  # as if it could not any more
         with first._changed:
             first._changed.wait_for(lambda: first._connections, LONG_S)
         first._connections.pop().close()
-    assert cards._code_of_first(connection) == 1
+    assert ascend_cards._code_of_first(connection) == 1
     assert "the process of card 0 was ended before it told its exit code" in capsys.readouterr().err

@@ -16,8 +16,7 @@ from torch.distributed import HashStore
 
 from adaptor.checkpoint import layout_file, manifest, regular_folder, tracker
 from adaptor.errors import ConfigError, ResumeError
-from adaptor.launchers.store.store_load import Load, take
-from adaptor.launchers.store.store_resume import StoreResume
+from adaptor.launchers.store.store_load import Load, StoreResume, take
 from adaptor.protocol import naming
 from adaptor.store import catalog, layout, push
 from adaptor.store.opening import open_store

@@ -21,8 +21,8 @@ from adaptor import output
 from adaptor.config import load
 from adaptor.errors import ConfigError
 from adaptor.launchers.agent.processes import STORE
-from adaptor.launchers.store import job_uploads
-from adaptor.launchers.store.job_uploads import JobUploads
+from adaptor.launchers.store import hooks
+from adaptor.launchers.store.hooks import JobUploads
 from adaptor.protocol import naming
 from adaptor.store import catalog, push, upload_journal
 from adaptor.store.client import PIECE
@@ -456,7 +456,7 @@ class _ClosedAfterTheEnd:
 def test_an_uploader_that_is_killed_right_before_the_end_is_started_once_more(
     url: str, server: str, faults: FaultProxy, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_uploads, "FIRST_WAIT_S", waiting.LONG_S)
+    monkeypatch.setattr(hooks, "FIRST_WAIT_S", waiting.LONG_S)
     uploads, process = _held_in_the_middle(url, faults, root)
     faults.fault = lambda number, method, path: ""
     process.stdin = cast(IO[bytes], _ClosedAfterTheEnd(process.stdin, uploads))
@@ -481,7 +481,7 @@ def test_a_signal_for_the_whole_job_does_not_end_an_uploader_that_starts(
         "open(sys.argv[0] + '.lived', 'w').close()\n"
         "sys.stdin.read()\n"
     )
-    monkeypatch.setattr(job_uploads, "STORE", script)
+    monkeypatch.setattr(hooks, "STORE", script)
     uploads = JobUploads(dataclasses.replace(load({}).of(StoreSettings), store="s3://bucket/run7"))
     uploads.begin(root)
     waiting.until(Path(f"{script}.lived").exists, "it has begun to ignore the signal")
@@ -556,13 +556,13 @@ def test_a_store_that_refuses_starts_nothing(
     url: str, server: str, faults: FaultProxy, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = dataclasses.replace(load({}).of(StoreSettings), store=url, store_endpoint=faults.url)
-    job_uploads.require(settings)
+    hooks.require(settings)
     assert open_store(url, server).objects("") == {}, "the probe is removed"
     faults.begin(lambda number, method, path: "403")
     with pytest.raises(ConfigError, match=r"TTP_STORE: s3://.*does not allow these credentials to write"):
-        job_uploads.require(settings)
+        hooks.require(settings)
     with pytest.raises(ConfigError, match="there is no bucket nowhere"):
-        job_uploads.require(dataclasses.replace(settings, store="s3://nowhere/run7", store_endpoint=server))
+        hooks.require(dataclasses.replace(settings, store="s3://nowhere/run7", store_endpoint=server))
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY is set, but AWS_ACCESS_KEY_ID is not"):
-        job_uploads.require(settings)
+        hooks.require(settings)

@@ -1,6 +1,7 @@
-"""Rank tables of Ascend clusters: the file in RANK_TABLE_FILE, with the cards of all nodes and their ranks.
+"""The cards of Ascend clusters: the rank table of all nodes, and the processes of one node.
 
-The first three forms are documented for HCCL, the last for ModelArts:
+A rank table is the file in RANK_TABLE_FILE, with the cards of all nodes and their ranks. The first three
+forms are documented for HCCL, the last for ModelArts:
 
 1.0, 1.2    servers with an address and the cards of each
 2.0         cards alone, with the rank of each and its number on its node; no server and no address
@@ -8,6 +9,10 @@ group_list  containers with the cards of each, whose ranks follow the numbers at
 
 The Ascend operator and ModelArts write the file while containers start: the status is `initializing` until
 all cards are known.
+
+Some platforms start a process for each card: on each node one process runs the agent, the others wait. They
+connect to an abstract socket of the first process and get its exit code. So nothing remains in a file system,
+and a killed process cannot be taken for a running process.
 """
 
 from __future__ import annotations
@@ -15,12 +20,19 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
+import signal
+import socket
 import stat
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 
+from adaptor import output
 from adaptor.launchers.platforms.reading import (
     Card,
     Machine,
@@ -31,6 +43,7 @@ from adaptor.launchers.platforms.reading import (
     number,
     shown,
 )
+from adaptor.protocol.authentication import is_same_user
 
 _FILE = "RANK_TABLE_FILE"
 _RANK = "RANK_ID"
@@ -225,9 +238,8 @@ def _by_number(instances: list[dict[str, object]], table_name: str) -> list[dict
     if len(set(numbers)) != len(names):
         listed = ", ".join(map(shown, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
         raise PlatformError(
-            f"{table_name} has containers with the pod_name {listed}: each must end in a number of its "
-            "own, by "
-            "which they have their ranks"
+            f"{table_name} has containers with the pod_name {listed}: each must end in a number of its own,"
+            " by which they have their ranks"
         )
     numbered = dict(zip(numbers, instances, strict=True))
     return [numbered[number] for number in sorted(numbered)]
@@ -260,8 +272,8 @@ def _require_ranks(table_nodes: list[_Node], table_name: str) -> None:
     counts = {len(node.ranks) for node in table_nodes}
     if len(counts) > 1:
         raise PlatformError(
-            f"{table_name} has nodes with {' and '.join(map(str, sorted(counts)))} cards: all must have as "
-            "many"
+            f"{table_name} has nodes with {' and '.join(map(str, sorted(counts)))} cards: all must have"
+            " as many"
         )
     for node in table_nodes:
         if node.ranks != list(range(node.ranks[0], node.ranks[0] + len(node.ranks))):
@@ -319,3 +331,132 @@ def _number(holder: dict[str, object], key: str, table_name: str) -> int:
 def _require_count(holder: dict[str, object], key: str, listed: int, table_name: str) -> None:
     if key in holder and _number(holder, key, table_name) != listed:
         raise PlatformError(f"{table_name}: {key} is {holder[key]}, but {listed} are listed")
+
+
+# The platform starts the processes of a node together; a process that comes late to a job that failed at once
+# still gets the exit code.
+LATE_S = 30.0
+_KILLED = 1
+# Variables for one card; workers of the node must not see them.
+OF_A_CARD = ("RANK_ID", "ASCEND_DEVICE_ID", "DEVICE_ID")
+
+
+class First:
+    """The process that runs the agent of the node; a context whose end tells the others.
+
+    Args:
+        card: the place of this process.
+        late_s: seconds for which `tell` waits for processes that have not connected yet.
+
+    Raises:
+        PlatformError: another process of this job already is the first.
+    """
+
+    def __init__(self, card: Card, late_s: float = LATE_S) -> None:
+        self._others = card.count - 1
+        self._late_s = late_s
+        self._connections: list[socket.socket] = []
+        self._changed = threading.Condition()
+        self._told = False
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(_name(card))
+        except OSError as error:
+            self._listener.close()
+            raise PlatformError(
+                f"this process has the first card of its node, but cannot be met there ({error.strerror}): is"
+                " another one running?"
+            ) from None
+        self._listener.listen(card.count)
+        threading.Thread(target=self._accept, name="ttp-cards", daemon=True).start()
+
+    def __enter__(self) -> First:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.tell(_KILLED)
+
+    def tell(self, code: int) -> None:
+        """Send the exit code to all other processes and close; only the first call counts."""
+        if self._told:
+            return
+        self._told = True
+        deadline = time.monotonic() + self._late_s
+        with self._changed:
+            self._changed.wait_for(
+                lambda: len(self._connections) >= self._others, max(deadline - time.monotonic(), 0)
+            )
+            connections = list(self._connections)
+        for connection in connections:
+            try:
+                connection.sendall(bytes([code & 0xFF]))
+            except OSError:  # the process has ended
+                pass
+            connection.close()
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed
+                return
+            if not is_same_user(connection):
+                connection.close()
+                continue
+            with self._changed:
+                self._connections.append(connection)
+                self._changed.notify()
+
+
+def wait_for_first(card: Card, machine: Machine) -> int:
+    """Wait in another process until the agent has ended; return the exit code of the agent.
+
+    A platform ends a job by SIGTERM to all processes: the agent saves, and this process ends with the agent.
+
+    Raises:
+        PlatformError: the first process was not started.
+    """
+    connection = _connect(card, machine)
+    for sent in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sent, signal.SIG_IGN)
+    machine.tell(f"[ttp] card {card.index} of {card.count} of this node: the process of card 0 runs ttprun")
+    return _code_of_first(connection)
+
+
+def _code_of_first(connection: socket.socket) -> int:
+    with connection:
+        try:
+            code = connection.recv(1)
+        except OSError:
+            code = b""
+    if not code:
+        output.tell("[ttp] the process of card 0 was ended before it told its exit code")
+        return _KILLED
+    return code[0]
+
+
+def _connect(card: Card, machine: Machine) -> socket.socket:
+    connections: list[socket.socket] = []
+
+    def connected() -> str:
+        attempt = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            attempt.connect(_name(card))
+            if is_same_user(attempt):
+                connections.append(attempt)
+                return ""
+        except OSError:
+            pass
+        attempt.close()
+        return "the process of card 0 of this node"
+
+    machine.wait(connected)
+    return connections[0]
+
+
+def _name(card: Card) -> str:
+    return f"\0ttp-card-0-{os.getuid()}-{card.job}"
