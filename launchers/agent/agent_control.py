@@ -21,16 +21,16 @@ from adaptor.errors import CheckpointError
 from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.control_thread import ControlThread
-from adaptor.launchers.agent.generation_state import StartCounts, WorkerNews
 from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
 from adaptor.launchers.agent.save_folder_tasks import JobLease, SaveFolderTasks
 from adaptor.launchers.agent.worker_processes import Workers
+from adaptor.launchers.agent.worker_watch import WorkerNews
 from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.job_records import JobRecords
 from adaptor.launchers.spares.replacements import Replacements, Starter
 from adaptor.launchers.spares.slot_filling import fill_online
-from adaptor.launchers.spares.spare_gate import SpareGate
+from adaptor.launchers.spares.spare_gate import SpareGate, StartCounts
 from adaptor.launchers.spares.spare_pool import Spares
 from adaptor.protocol import stack_files
 from adaptor.protocol.messages import (

@@ -24,7 +24,6 @@ from adaptor.controller.verdict import EXIT_NO_PROGRESS
 from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import elastic_outputs
 from adaptor.launchers.agent.elastic_outputs import ElasticEvents
-from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.agent.move import Move
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.cli.last_line import RunRecord
@@ -35,6 +34,7 @@ from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvo
 from adaptor.launchers.rendezvous.waiting import EndRequests, wait_for
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.slot_filling import Places
+from adaptor.launchers.spares.spare_gate import StartCounts
 from adaptor.launchers.spares.spare_pool import workers_from_spares
 from adaptor.protocol import naming
 from adaptor.protocol.messages import NODES_JOIN, Verdict

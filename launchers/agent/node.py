@@ -27,7 +27,6 @@ from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import control_thread
 from adaptor.launchers.agent.agent_control import AgentControl
 from adaptor.launchers.agent.control_thread import ControlThreadError
-from adaptor.launchers.agent.generation_state import NO_STARTS, StartCounts
 from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
 from adaptor.launchers.control import credentials
 from adaptor.launchers.control.controller_client import ControllerClient
@@ -37,7 +36,7 @@ from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.spares import spare_node
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.slot_filling import MOVES_S, Places, fill_for_restart
-from adaptor.launchers.spares.spare_gate import SpareGate
+from adaptor.launchers.spares.spare_gate import NO_STARTS, SpareGate, StartCounts
 from adaptor.launchers.spares.spare_node import Taken
 from adaptor.protocol.environment import (
     AGENT,

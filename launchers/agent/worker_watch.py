@@ -8,6 +8,7 @@ before they are killed; nothing in the save folder is removed during possible wo
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -21,8 +22,10 @@ from adaptor.protocol.messages import (
     AgentTerminationRequested,
     BoardRecord,
     Died,
+    Dying,
     Fault,
     FromAgent,
+    Layout,
     NodeStalled,
     Progress,
     Raised,
@@ -146,3 +149,45 @@ async def watch(
         if total != last:
             last = total
             report(Progress(node, total))
+
+
+class WorkerNews:
+    """The news of one generation of the workers of a node.
+
+    Attributes:
+        noticed: when the first fault was noticed, in Unix seconds; 0: no fault.
+        training_began: the first step and the time on the monotonic clock; None: some rank does not train
+            yet.
+        first_raised: the rank that raised first; -1: none.
+    """
+
+    def __init__(self, ranks: Sequence[int] = ()) -> None:
+        self.noticed = 0.0
+        self.training_began: tuple[int, float] | None = None
+        self.first_raised = -1
+        self._unbegun = set(ranks)  # ranks that do not train yet
+
+    def note(self, message: FromAgent) -> None:
+        """Note a message of a worker, or the report of its death."""
+        match message:
+            case Layout(rank=rank, origin=origin):
+                self._unbegun.discard(rank)
+                if not self._unbegun and self.training_began is None:
+                    self.training_began = origin, time.monotonic()
+            case Dying(at=at) | Died(at=at) if not isinstance(message, Died) or message.status:
+                self.noticed = self.noticed or at
+            case Raised(rank=rank):
+                self.note_incident()
+                if self.first_raised < 0:
+                    self.first_raised = rank
+            case TerminationRequested():
+                self.note_incident()
+
+    def note_incident(self) -> None:
+        """Note an incident of which nothing was known on the node."""
+        self.noticed = self.noticed or time.time()
+
+    def end_incident(self) -> None:
+        """Note that all ranks go on after an incident."""
+        self.noticed = 0.0
+        self.first_raised = -1

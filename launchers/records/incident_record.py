@@ -1,5 +1,4 @@
-"""Makes the record of an incident from its end and its timeline, and completes the record when more is
-known.
+"""Makes the record of an incident from its end and its timeline; completes the record when more is known.
 
 docs/operations.md describes the record. Everything runs in the thread that writes the file, after the
 decision.
@@ -11,7 +10,8 @@ import contextlib
 import math
 import platform
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, cast, get_args
@@ -19,10 +19,132 @@ from typing import NamedTuple, cast, get_args
 import msgspec
 
 from adaptor.controller.failures import SIGNAL_BASE, missing_collectives
-from adaptor.launchers.records.incident_timeline import NOTICED, Happened, Timeline, happened
 from adaptor.protocol import collectives, records
-from adaptor.protocol.messages import Fault, Recovered, Verdict
-from adaptor.protocol.records import Cause, CauseKind, Incident, Phases, Versions
+from adaptor.protocol.messages import (
+    Dump,
+    EndScript,
+    Exit,
+    Fault,
+    Find,
+    Freeze,
+    Frozen,
+    Message,
+    Prepare,
+    Publish,
+    Recovered,
+    Regroup,
+    Rename,
+    Replace,
+    Verdict,
+)
+from adaptor.protocol.records import Cause, CauseKind, Event, Incident, Phases, Versions
+
+NOTICED = "fault-noticed"
+
+
+class Happened(NamedTuple):
+    """An event at `at` Unix seconds; None for fields that do not apply."""
+
+    at: float
+    what: str
+    rank: int | None
+    node: int | None
+    detail: str
+    step: int | None
+    pid: int | None  # of the rank's process at that time
+
+
+class Seen(msgspec.Struct, frozen=True, gc=False):
+    """An order to one of many ranks, or the answer, at `at` Unix seconds; `happened` formats it."""
+
+    at: float
+    node: int
+    rank: int
+    message: Message
+    pid: int | None
+
+
+ORDERS: dict[type, str] = {
+    Freeze: "freeze",
+    Replace: "replace",
+    Regroup: "regroup-ordered",
+    Dump: "dump-ordered",
+    Prepare: "prepare",
+    Publish: "publish-ordered",
+    Find: "find-ordered",
+    Rename: "rename-ordered",
+    EndScript: "end-ordered",
+    Exit: "exit",
+}
+
+
+def happened(event: Happened | Seen) -> Happened:
+    """Return `event` in words."""
+    if isinstance(event, Happened):
+        return event
+    if isinstance(event.message, Frozen):
+        board = event.message.board
+        detail = f"{board.phase_name} after step {board.finished}"
+        return Happened(event.at, "frozen", event.rank, event.node, detail, None, event.pid)
+    step = getattr(event.message, "step", None)
+    return Happened(event.at, ORDERS[type(event.message)], event.rank, event.node, "", step, event.pid)
+
+
+@dataclass
+class Timeline:
+    """The events of an incident, and facts about the job.
+
+    Attributes:
+        silent_s: for a hang: the seconds without progress
+        checkpoint: the published folder, and `size` of its files in bytes; None without a checkpoint
+        nodes: the node of each rank that has said hello; `hosts` of nodes
+        newest: the newest finished step of the generation; -1: none
+        again: returns the first step of another start; None if unknown. The disk may take seconds
+        unprotected: whether a rank has trained steps that could not be saved
+    """
+
+    job: str
+    generation: int
+    happened: Sequence[Happened | Seen]
+    silent_s: float = 0.0
+    checkpoint: str | None = None
+    size: int | None = None
+    nodes: Mapping[int, int] = field(default_factory=dict)
+    hosts: Mapping[int, str] = field(default_factory=dict)
+    newest: int = -1
+    again: Callable[[], int | None] = lambda: None
+    unprotected: bool = False
+
+    def event(
+        self, happened_event: Happened, incident: int | None, further_data: Mapping[str, str] | None = None
+    ) -> Event:
+        """Return the record of a line of events.jsonl.
+
+        Args:
+            happened_event: the event.
+            incident: the number of the open incident; None between incidents.
+            further_data: added to the detail.
+        """
+        node = happened_event.node
+        if node is None and happened_event.rank is not None:
+            node = self.nodes.get(happened_event.rank)
+        return Event(
+            time=records.utc(happened_event.at),
+            job=self.job,
+            generation=self.generation,
+            incident=incident,
+            type=happened_event.what,
+            node=node,
+            host=self.hosts.get(node) if node is not None else None,
+            rank=happened_event.rank,
+            pid=happened_event.pid,
+            step=happened_event.step,
+            data={
+                **({"detail": happened_event.detail} if happened_event.detail else {}),
+                **(further_data or {}),
+            },
+        )
+
 
 # Sections of docs/runbook.md.
 _RUNBOOK = "docs/runbook.md"
@@ -323,9 +445,7 @@ def notice_of_incident(incident: Incident, time: str, kind: str = "incident") ->
 
 
 def notice_of_save(job: str, step: int, reason: str, time: str) -> records.Notice:
-    """Return the notice that the save of `step` in `job` has failed for `reason`; '': a save has succeeded
-    again.
-    """
+    """Return the notice that the save of `step` has failed for `reason`; '': a save has succeeded again."""
     outcome = (
         f"step {step} could not be saved: {reason}; training goes on" if reason else f"step {step} is saved"
     )

@@ -12,13 +12,16 @@ from functools import cache, partial
 
 from adaptor.controller.incident_state import Orders
 from adaptor.launchers.records.incident_record import (
+    ORDERS,
     GoneOn,
+    Happened,
     IncidentFile,
+    Seen,
+    Timeline,
     incident_of,
     notice_of_end,
     notice_of_save,
 )
-from adaptor.launchers.records.incident_timeline import ORDERS, Happened, Seen, Timeline
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.launchers.records.operator_summary import TrackerReading
 from adaptor.protocol import records

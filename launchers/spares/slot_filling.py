@@ -17,9 +17,8 @@ from torch.distributed import PrefixStore, Store
 
 from adaptor.controller.membership import Membership
 from adaptor.errors import StartError
-from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.rendezvous.waiting import wait_for
-from adaptor.launchers.spares.spare_gate import SpareGate
+from adaptor.launchers.spares.spare_gate import SpareGate, StartCounts
 from adaptor.launchers.spares.spare_node import GATE, PREFIX
 from adaptor.protocol.messages import FillPlaces, PlacesFilled
 from adaptor.protocol.spare_messages import TakePlace

@@ -20,12 +20,11 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from adaptor import output
-from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.control.agent_connections import AgentListener, RejectedConnections
 from adaptor.launchers.control.credentials import Invitation, Tls
 from adaptor.protocol import wire
@@ -55,6 +54,21 @@ _NAME = "spares"
 ANSWER_S = 3.0
 # The time for a refused spare to read the reason.
 READ_S = 3.0
+
+
+class StartCounts(NamedTuple):
+    """The starts of the workers of a job so far, for nodes that join later.
+
+    Attributes:
+        restarts: the used restarts of --max-restarts
+        generations: the number of starts of workers, restarts included
+    """
+
+    restarts: int = 0
+    generations: int = 0
+
+
+NO_STARTS = StartCounts()
 
 
 async def answering_spares(waiting: list[T], count: int, answers: Callable[[T], Awaitable[bool]]) -> list[T]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
-from adaptor.launchers.agent.generation_state import StartCounts
-from adaptor.launchers.spares.spare_gate import ANSWER_S, answering_spares
+from adaptor.launchers.spares.spare_gate import ANSWER_S, StartCounts, answering_spares
 from adaptor.protocol.messages import AgentHello
 from adaptor.protocol.spare_messages import TakePlace
 from tests.simulation.clock import Process

@@ -16,14 +16,13 @@ from torch.distributed import HashStore
 from adaptor import config
 from adaptor.controller.membership import Membership
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers.agent.generation_state import StartCounts
 from adaptor.launchers.cli import flags, last_line, ttprun
 from adaptor.launchers.control import agent_connections, credentials
 from adaptor.launchers.control.agent_connections import AgentListener, connect
 from adaptor.launchers.control.credentials import Invitation
 from adaptor.launchers.spares import spare_gate, spare_node
 from adaptor.launchers.spares.slot_filling import COMES_S, Places, fill_for_restart
-from adaptor.launchers.spares.spare_gate import SpareGate
+from adaptor.launchers.spares.spare_gate import SpareGate, StartCounts
 from adaptor.launchers.spares.spare_node import WarmProcesses, stay_at_gate, wait_at_gate
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello, Endpoint
