@@ -31,21 +31,25 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def until(done: Callable[[], Any], what: str, *, pause_s: float = PAUSE_S, within_s: float = LONG_S) -> None:
-    """Ask `done` until it says yes; only for what nobody tells (see above).
+    """Ask `done` until it is true; only for events that nobody reports (see above).
+
+    The pause grows to a twentieth of the time waited so far: a long wait takes little CPU time from the
+    processes that it waits for.
 
     Args:
         done: cheap, and without effect.
         what: is to be so, for the message.
-        pause_s: seconds between two questions.
+        pause_s: seconds between two questions, at least.
         within_s: seconds until it has failed.
 
     Raises:
         AssertionError: it was not so in time.
     """
-    deadline = time.monotonic() + within_s
+    began = time.monotonic()
     while not done():
-        assert time.monotonic() < deadline, f"not so after {within_s:g} s: {what}"
-        time.sleep(pause_s)
+        waited = time.monotonic() - began
+        assert waited < within_s, f"not so after {within_s:g} s: {what}"
+        time.sleep(max(pause_s, waited / 20))
 
 
 def written(folder: Path, done: Callable[[], Any], what: str, *, within_s: float = LONG_S) -> None:

@@ -414,7 +414,8 @@ def _until_all_others_are_in(step: int) -> None:
 
 def _waiting_spare() -> int:
     """Return its pid once it has imported everything."""
-    waiting.until(lambda: bool(_waiting_spares()), "a spare waits", within_s=_LONG_S)
+    # A look reads /proc of every process.
+    waiting.until(lambda: bool(_waiting_spares()), "a spare waits", pause_s=0.05, within_s=_LONG_S)
     return _waiting_spares()[0]
 
 

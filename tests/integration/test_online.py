@@ -214,9 +214,10 @@ def test_two_faults_one_after_the_other(tmp_path: Path, baseline_of: BaselineOf)
 def test_a_spare_takes_the_place(tmp_path: Path) -> None:
     """Where no restart is left; with torch.compile and data loader processes, as in a user's job."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill-beside-a-spare"]
-    baseline = baselines(keeping.root(), of_a_user=True)(DP2_LOADERS)
-    given: dict[str, Any] = {"options": ("--ttp-spares", "1"), "environment": {"TORCH_LOGS": "output_code"}}
-    job = online(tmp_path, DP2_LOADERS, faults, restarts=0, of_a_user=True, **given)
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(keeping.root() / "compiled")}  # of both jobs
+    baseline = baselines(keeping.root(), environment=cache, of_a_user=True)(DP2_LOADERS)
+    given: dict[str, Any] = {"options": ("--ttp-spares", "1"), "restarts": 0, "of_a_user": True}
+    job = online(tmp_path, DP2_LOADERS, faults, environment={**cache, "TORCH_LOGS": "output_code"}, **given)
     ended = trains_on(job, baseline)
     assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
     assert "spare process" not in ended.log
