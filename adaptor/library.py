@@ -261,11 +261,10 @@ def protect(
     from megatron.core.package_info import __version__
 
     from adaptor import context, hooks, patching
-    from adaptor.checkpoint import folder, lease_claim, left_overs, step_record
-    from adaptor.checkpoint.placement import place_of
-    from adaptor.checkpoint.rng import RandomStates
+    from adaptor.checkpoint import left_overs, save_folder_claim, step_record
+    from adaptor.checkpoint.step_record import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
-    from adaptor.checkpoint.training_state import CheckpointContents
+    from adaptor.checkpoint.training_state import CheckpointContents, place_of
     from adaptor.frameworks import (
         compared_save,
         kernel_timeout,
@@ -308,11 +307,11 @@ def protect(
     worker = rejoin.of_this_process()
     comes_new = worker is not None and worker.newcomer  # this job is in the middle of its training
     if not comes_new:
-        folder.require_writable(save)
+        save_folder_claim.require_writable(save)
         library_state.require_asked()
-        folder.require_no_later_step(save, step)
+        save_folder_claim.require_no_later_step(save, step)
     if torch.distributed.get_rank() == 0:
-        lease_claim.claim(save)
+        save_folder_claim.claim(save)
         if not comes_new:
             left_overs.clean(Path(save))
     rank_folder = library_state.folder_of_rank()

@@ -27,7 +27,7 @@ TIMED = (
     ("begin and end of the update", "adaptor.worker.session", "Session.after_update"),
     ("record of the step", "adaptor.checkpoint.trainee", "MegatronTrainee.take_record"),
     ("record at the door", "adaptor.checkpoint.trainee", "MegatronTrainee.snapshot_before_update"),
-    ("random states", "adaptor.checkpoint.rng", "take"),
+    ("random states", "adaptor.checkpoint.step_record", "take"),
     ("mirror: exchange", "adaptor.checkpoint.trainee", "MegatronTrainee.exchange"),
     ("mirror: update", "adaptor.checkpoint.trainee", "MegatronTrainee.update_replicas"),
     ("local copy", "adaptor.checkpoint.trainee", "MegatronTrainee.copy_state"),

@@ -35,7 +35,6 @@ from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.protocol import wire
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -57,7 +56,7 @@ from adaptor.protocol.messages import (
     Verdict,
     Written,
 )
-from adaptor.protocol.naming import temporary_name
+from adaptor.protocol.naming import FileEntry, temporary_name
 
 PER_NODE = 8
 STEP = 12

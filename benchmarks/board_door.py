@@ -84,7 +84,7 @@ def record_step() -> tuple[Callable[[], None], Callable[[], None]]:
     import torch
 
     from adaptor import devices
-    from adaptor.checkpoint.rng import RandomStates
+    from adaptor.checkpoint.step_record import RandomStates
     from adaptor.checkpoint.trainee import MegatronTrainee
     from adaptor.checkpoint.training_state import TrainingState
     from tests.frameworks import prepare

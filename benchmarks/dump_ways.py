@@ -30,7 +30,7 @@ from _bench import Benchmark, spread, table
 from _job import JobError, new_folder, run
 
 from adaptor.checkpoint import state_writer
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Exchange
 from tests.unit.test_checkpoint_dump import RECORD, Rank
 from tests.unit.test_in_place import half
 

@@ -26,7 +26,6 @@ from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.launchers.records.log import Log
 from adaptor.protocol import wire
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -46,7 +45,7 @@ from adaptor.protocol.messages import (
     ToController,
     Written,
 )
-from adaptor.protocol.naming import temporary_name
+from adaptor.protocol.naming import FileEntry, temporary_name
 
 PER_NODE = 8
 TARGET_S, WHOLE_TARGET_S = 0.2, 0.5

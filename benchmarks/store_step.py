@@ -39,7 +39,7 @@ from step_cost import interval
 from adaptor.checkpoint import hashing, publish
 from adaptor.launchers.agent.processes import STORE
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.store.settings import rate
 from adaptor.store.upload_order import UploadSettings
 from tests.unit import object_store

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, hooks, patching, preflight
-from adaptor.checkpoint import folder, lease_claim, left_overs
+from adaptor.checkpoint import left_overs, save_folder_claim
 from adaptor.frameworks import local_copy_flag, megatron_restart
 from adaptor.patches._versions import MODELLINK
 from adaptor.replica.choice import ReplicaChoice
@@ -43,11 +43,11 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
     if rejoin.is_newcomer():  # this job is in the middle of its training, and has checked the folder
         if parsed.rank == 0:
-            lease_claim.claim(parsed.save)
+            save_folder_claim.claim(parsed.save)
         return parsed
-    folder.require_writable(parsed.save)
+    save_folder_claim.require_writable(parsed.save)
     if parsed.rank == 0:
-        lease_claim.claim(parsed.save)
+        save_folder_claim.claim(parsed.save)
         left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
     megatron_restart.resume_after_restart(parsed)
     return parsed
@@ -84,7 +84,7 @@ def _examine(parsed: Any) -> None:
             may_copy=False,
         )
 
-    checks = [*_checks(parsed), lambda: folder.require_possible(parsed.save)]
+    checks = [*_checks(parsed), lambda: save_folder_claim.require_possible(parsed.save)]
     preflight.examine(checks, made, lambda: None, not_online)
 
 
@@ -117,7 +117,7 @@ def _begin(args: Any, kwargs: Any) -> None:
     from adaptor.frameworks import ascendspeed
 
     patching.check("ttp")
-    folder.require_no_later_step(get_args().save, get_args().iteration)
+    save_folder_claim.require_no_later_step(get_args().save, get_args().iteration)
     names = ("forward_step_func", "model", "optimizer", "lr_scheduler")
     call_arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     trainee = ascendspeed.trainee(

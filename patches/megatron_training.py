@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, hooks, patching, preflight
-from adaptor.checkpoint import folder, lease_claim, left_overs
+from adaptor.checkpoint import left_overs, save_folder_claim
 from adaptor.frameworks import (
     compared_save,
     fine_tuning,
@@ -62,11 +62,11 @@ def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
     if rejoin.is_newcomer():  # this job is in the middle of its training, and has checked the folder
         if parsed.rank == 0:
-            lease_claim.claim(parsed.save)
+            save_folder_claim.claim(parsed.save)
         return parsed
-    folder.require_writable(parsed.save)
+    save_folder_claim.require_writable(parsed.save)
     if parsed.rank == 0:
-        lease_claim.claim(parsed.save)
+        save_folder_claim.claim(parsed.save)
         left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
     megatron_restart.resume_after_restart(parsed)
     return parsed
@@ -118,7 +118,7 @@ def examine(parsed: Any) -> None:
         )
 
     parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments
-    checks = [*_checks(parsed), lambda: folder.require_possible(parsed.save)]
+    checks = [*_checks(parsed), lambda: save_folder_claim.require_possible(parsed.save)]
     preflight.examine(
         checks, made, lambda: megatron_sizes.model_of(parsed), lambda: megatron_online_support.reasons(parsed)
     )
@@ -207,7 +207,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
 
     patching.check("ttp")
     _require_protected(get_args())  # a checkpoint or a yaml file may have changed them
-    folder.require_no_later_step(get_args().save, get_args().iteration)
+    save_folder_claim.require_no_later_step(get_args().save, get_args().iteration)
     megatron_nodes.count_iterations(get_args())
     megatron_restart.tell_of_last_words(get_args())
     names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")

@@ -3,6 +3,12 @@
 Writer R makes a data file, `__R_0.distcp`, and its part of the metadata, `.metadata.R`: its plan and the
 place of each item. The agent that publishes joins the parts to `.metadata`, as torch's coordinator would
 after a gather, and lets torch's planner check that nothing is missing.
+
+`integrity.json`, which Megatron-LM checks at a load with `--verify-integrity` (since core 0.17), has the
+SHA-256 of files of a checkpoint. For last words each writer hashes its files on their way, and reads once the
+files that several ranks have written; the digests go into a part, `.integrity.R`, which is joined likewise.
+For a regular save the framework writes the file. `transform` writes the file if the source has one, or was
+saved with the option.
 """
 
 from __future__ import annotations
@@ -17,10 +23,18 @@ from typing import TYPE_CHECKING, Any, cast
 from adaptor.checkpoint import hashing, manifest
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 
 if TYPE_CHECKING:
     import torch
+import hashlib
+import os
+from collections.abc import Callable
+
+import msgspec
+import xxhash
+
+from adaptor.checkpoint import disk
 
 METADATA = ".metadata"
 _PART = f"{METADATA}."
@@ -112,26 +126,34 @@ def import_torch() -> None:
 
 
 def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
-    """Join the parts of the metadata, if any, and return the files of the checkpoint.
+    """Join the parts of the metadata and of `integrity.json`, if any, and return the files of the checkpoint.
 
     A call may be repeated after a crash. A part is read only if it equals, bit for bit, its writer's report.
 
     Raises:
         CheckpointError: a part differs from its report, or the parts do not make a whole.
     """
+    return _join_integrity(folder, _join_metadata(folder, tuple(entries)))
+
+
+def _join_metadata(folder: Path, entries: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
     parts = [entry for entry in entries if entry.path.startswith(_PART)]
     if not parts:
-        return tuple(entries)
+        return entries
     joined = folder / METADATA
     if not joined.exists():  # the file gets its name when complete
-        problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
-        if problems:
-            raise CheckpointError(f"{problems[0]}: it was reported as written")
+        _require_as_reported(folder, parts)
         # Files that the ranks of this job have written a moment ago, by checksum.
         parts.sort(key=lambda part: int(part.path.removeprefix(_PART)))
         _finish(folder, [_Known(*pickle.loads((folder / part.draft).read_bytes())) for part in parts])
     joined_metadata = FileEntry(METADATA, joined.stat().st_size, hashing.hash_file(joined))
     return (*(entry for entry in entries if entry not in parts), joined_metadata)
+
+
+def _require_as_reported(folder: Path, parts: Sequence[FileEntry]) -> None:
+    problems = manifest.compare(folder, [replace(part, path=part.draft) for part in parts])
+    if problems:
+        raise CheckpointError(f"{problems[0]}: it was reported as written")
 
 
 def _finish(folder: Path, parts: Sequence[_Known]) -> None:
@@ -147,3 +169,101 @@ def _finish(folder: Path, parts: Sequence[_Known]) -> None:
     if extras:  # the place up to Megatron-core 0.16
         vars(metadata)["mcore_data"] = dict(chain.from_iterable(extra.items() for extra in extras))
     FileSystemWriter(str(folder)).finish(metadata, [list(part.results) for part in parts])
+
+
+INTEGRITY = "integrity.json"
+_INTEGRITY_PART = ".integrity."
+_ALGORITHM = "sha256"
+_SLICE = 4 << 20
+_Write = Callable[[HashingFile], object]
+
+
+class Integrity(msgspec.Struct):
+    """The content of the file: digests in hexadecimal, by name."""
+
+    algorithm: str
+    files: dict[str, str]
+
+    def encode(self) -> bytes:
+        return msgspec.json.format(msgspec.json.encode(self), indent=2)
+
+
+def sha256() -> hashlib._Hash:
+    """Return an empty digest of the kind in the file, as `hashlib` makes it."""
+    return hashlib.new(_ALGORITHM)
+
+
+def with_integrity_part(
+    files: Mapping[str, _Write], rank: int, other_digests: Mapping[str, Callable[[], str]] | None = None
+) -> dict[str, _Write]:
+    """Return the files of a writer, and behind them the part with the digests of all other files.
+
+    Args:
+        files: the files of the writer, by name.
+        rank: names the part.
+        other_digests: for each earlier file a function that returns the digest in hexadecimal.
+    """
+    digests: dict[str, str] = {}
+
+    def digested(name: str, write: _Write) -> _Write:
+        def act(file: HashingFile) -> None:
+            file_digest = sha256()
+            file.also(file_digest.update)
+            write(file)
+            digests[name] = file_digest.hexdigest()
+
+        return act
+
+    def write_part(file: HashingFile) -> None:
+        hex_digests = {name: hexdigest() for name, hexdigest in (other_digests or {}).items()}
+        file.write(msgspec.json.encode(Integrity(_ALGORITHM, hex_digests | digests)))
+
+    parts = {
+        name: write if name.startswith(METADATA) else digested(name, write) for name, write in files.items()
+    }
+    parts[f"{_INTEGRITY_PART}{rank}"] = write_part
+    return parts
+
+
+def _join_integrity(folder: Path, entries: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+    parts = [entry for entry in entries if entry.path.startswith(_INTEGRITY_PART)]
+    if not parts:
+        return entries
+    joined = folder / INTEGRITY
+    if not joined.exists():  # the file gets its name when complete
+        _require_as_reported(folder, parts)
+        digests: dict[str, str] = {}
+        for part in parts:
+            digests |= decode_integrity((folder / part.draft).read_bytes(), folder / part.draft).files
+        digests[METADATA] = _sha256(folder / METADATA)
+        disk.replace(folder, INTEGRITY, Integrity(_ALGORITHM, dict(sorted(digests.items()))).encode())
+    content = joined.read_bytes()
+    entry = FileEntry(INTEGRITY, len(content), xxhash.xxh3_128_hexdigest(content))
+    return (*(file_entry for file_entry in entries if file_entry not in parts), entry)
+
+
+def integrity_content(folder: Path, digests: Mapping[str, str], other_names: Sequence[str]) -> bytes:
+    """Return the content of the file, for a checkpoint that is complete but for this file.
+
+    Args:
+        folder: of the checkpoint.
+        digests: of files that were hashed while they were written, by name.
+        other_names: the names of further files, which are small.
+    """
+    all_digests = {**digests, **{name: _sha256(folder / name) for name in other_names}}
+    return Integrity(_ALGORITHM, dict(sorted(all_digests.items()))).encode()
+
+
+def decode_integrity(text: bytes, path: Path) -> Integrity:
+    try:
+        return msgspec.json.decode(text, type=Integrity)
+    except msgspec.MsgspecError as error:
+        raise CheckpointError(f"{path}: has no digests of files ({error})") from error
+
+
+def _sha256(path: Path) -> str:
+    file_digest = sha256()
+    with os.fdopen(disk.open_regular(path), "rb", buffering=0) as file:
+        while piece := file.read(_SLICE):
+            file_digest.update(piece)
+    return file_digest.hexdigest()

@@ -22,7 +22,7 @@ from pathlib import Path
 from adaptor.checkpoint import disk, hashing
 from adaptor.context import Context
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 
 _BEGINNING = 256  # bytes of a manifest, with the step and the time
 

@@ -28,7 +28,7 @@ from adaptor.checkpoint import shards
 from adaptor.checkpoint.hashing import BLOCK, PacedSync, crc32
 from adaptor.checkpoint.page_cache import DirectWriter
 from adaptor.checkpoint.planned_tensors import StridedView
-from adaptor.checkpoint.shard_exchange import Exchange, Observer
+from adaptor.checkpoint.shards import Exchange, Observer
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -187,7 +187,7 @@ class PartWriter:
             regions: of all files.
             optimizers: of the chain.
             own_shards: per optimizer, the readers of the shards that this rank gives
-                (`shard_exchange.own_shards`).
+                (`shards.own_shards`).
         """
         # Once for each bucket, not for each region: a file of one archive per tensor has many regions.
         buckets: dict[tuple[int, int], list[shards.Bucket]] = {}

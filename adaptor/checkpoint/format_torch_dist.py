@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from adaptor.checkpoint import dcp, dcp_layout, integrity, shards
+from adaptor.checkpoint import dcp, dcp_layout, shards
 from adaptor.checkpoint.archive_layout import SequenceLayout
 from adaptor.checkpoint.format_torch import TorchFormat, save
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
@@ -61,7 +61,7 @@ def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], s
 
     Args:
         plain: the saved state besides the shards.
-        gathered: the state of the shards, as `shard_exchange.gather` returns it.
+        gathered: the state of the shards, as `shards.gather` returns it.
         stored: False: another group saves the state, as the first optimizer instance does for the second.
     """
     stand_in = copy.copy(optimizer)
@@ -190,7 +190,7 @@ class Sharding:
         if part.has_data:
             files[part.data_file] = part.write_data
         files[part.part_file] = part.write_part
-        return integrity.with_part(files, self.first) if _has_integrity(state) else files
+        return dcp.with_integrity_part(files, self.first) if _has_integrity(state) else files
 
     def planned_tensors(self) -> PlannedTensors:
         return PlannedTensors("meta")
@@ -208,9 +208,9 @@ class Sharding:
         layout = dcp_layout.lay_out(part, planned, objects)
         files[part.part_file] = part.write_part
         if _has_integrity(state):
-            digest = integrity.digest()
+            digest = dcp.sha256()
             layout.reader = digest.update
-            files = integrity.with_part(files, self.first, {part.data_file: digest.hexdigest})
+            files = dcp.with_integrity_part(files, self.first, {part.data_file: digest.hexdigest})
         return {part.data_file: layout}, files
 
     def _part(

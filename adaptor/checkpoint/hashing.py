@@ -16,8 +16,8 @@ from types import TracebackType
 
 import xxhash
 
-from adaptor.checkpoint import disk, linux_calls
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.checkpoint import disk
+from adaptor.protocol.naming import FileEntry
 
 # Small enough that a slice is still in the cache when it is written after the hash, and that progress is
 # reported several times a second on a slow disk.
@@ -319,5 +319,5 @@ class PacedSync:
             self._stretch = min(max(int(growth * self._stretch), self._shortest), _LONGEST)
             self._waiting = self._idle = 0
         elif self._idle >= _BEGIN:
-            linux_calls.begin_to_write(descriptor)
+            disk.begin_to_write(descriptor)
             self._idle = 0

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import xxhash
 
-from adaptor.checkpoint import disk, in_place_holder, linux_calls
+from adaptor.checkpoint import disk, in_place_holder
 from adaptor.checkpoint.archive_layout import FileLayout, join_crcs
 from adaptor.checkpoint.file_parts import (
     NotFinite,
@@ -52,9 +52,9 @@ from adaptor.checkpoint.in_place_holder import (
     send,
 )
 from adaptor.checkpoint.planned_tensors import Source
-from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
+from adaptor.checkpoint.shards import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 
 _AHEAD = 4  # blocks that the disk reads while one is given to a reader
 
@@ -99,7 +99,7 @@ class InPlace:
         try:
             for draft, layout in zip(self._drafts, self._layouts.values(), strict=True):
                 self._files.append(disk.create(self._root, draft))
-                linux_calls.reserve(self._files[-1], layout.size)
+                disk.reserve(self._files[-1], layout.size)
                 # At once: a write past the end would keep all other ranks from the file meanwhile.
                 os.ftruncate(self._files[-1], layout.size)
         except BaseException as error:

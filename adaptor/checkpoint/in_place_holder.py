@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
-from adaptor.checkpoint import disk, shard_exchange, shards
+from adaptor.checkpoint import disk, shards
 from adaptor.checkpoint.file_parts import NotFinite, PartWriter, Region, WrittenPart, read_all, write_all
-from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
+from adaptor.checkpoint.shards import DumpCancelled, Exchange
 from adaptor.errors import CheckpointError
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def send(message: Any, to: int, exchange: Exchange) -> None:
     """
     content = bytearray(msgspec.msgpack.encode(message))
     for tensor in (torch.tensor([len(content)]), torch.frombuffer(content, dtype=torch.uint8)):
-        shard_exchange.group_of(exchange).send([tensor], to, exchange.tag).wait()
+        shards.group_of(exchange).send([tensor], to, exchange.tag).wait()
 
 
 def receive(kind: type[T], source: int, exchange: Exchange) -> T:
@@ -103,9 +103,9 @@ def receive(kind: type[T], source: int, exchange: Exchange) -> T:
         RuntimeError: from the process group, when the rank is gone.
     """
     length = torch.zeros(1, dtype=torch.int64)
-    shard_exchange.group_of(exchange).recv([length], source, exchange.tag).wait()
+    shards.group_of(exchange).recv([length], source, exchange.tag).wait()
     content = torch.zeros(int(length), dtype=torch.uint8)
-    shard_exchange.group_of(exchange).recv([content], source, exchange.tag).wait()
+    shards.group_of(exchange).recv([content], source, exchange.tag).wait()
     return msgspec.msgpack.decode(content.numpy().tobytes(), type=kind)
 
 
@@ -159,7 +159,7 @@ def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[i
     for position, optimizer in enumerate(optimizers):
         own_shards: Mapping[int, Any] = {}
         if shards.is_sharded(optimizer) and exchange.rank in exchange.sources[position]:
-            own_shards = shard_exchange.own_shards(optimizer, position, exchange)
+            own_shards = shards.own_shards(optimizer, position, exchange)
         for reader in own_shards.values():
             for number, buffer in enumerate(optimizer.buffers):
                 for bucket in range(len(buffer.buckets)):

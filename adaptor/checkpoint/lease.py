@@ -26,7 +26,7 @@ import msgspec
 
 from adaptor import output
 from adaptor.checkpoint import disk
-from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
 

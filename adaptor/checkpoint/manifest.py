@@ -20,7 +20,7 @@ import msgspec
 from adaptor.checkpoint import disk, hashing
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.verification.agreed_state import AgreedState
 
 FORMAT = 1

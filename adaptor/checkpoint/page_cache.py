@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from adaptor.checkpoint import disk, linux_calls, manifest
+from adaptor.checkpoint import disk, manifest
 
 # Two requests are at the disk, and two blocks wait or are being made.
 _THREADS = 2
@@ -140,7 +140,7 @@ class DirectWriter:
 
 def _past_the_cache(descriptor: int) -> int | None:
     """Return a descriptor of the same file for direct writes; None if not possible."""
-    if not linux_calls.is_on_own_disk(descriptor):
+    if not disk.is_on_own_disk(descriptor):
         return None
     try:
         # By the descriptor: the open file, whatever its name means by now.
@@ -203,7 +203,7 @@ def read_ahead(folder: Path, limit_bytes: int) -> int:
     for file in saved_manifest.files:
         descriptor = disk.open_regular(folder / file.path)
         try:
-            if not linux_calls.is_on_own_disk(descriptor):
+            if not disk.is_on_own_disk(descriptor):
                 return requested_bytes
             for begin in range(0, file.bytes, _PIECE):
                 os.posix_fadvise(descriptor, begin, _PIECE, os.POSIX_FADV_WILLNEED)

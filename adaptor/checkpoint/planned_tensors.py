@@ -65,7 +65,7 @@ class PlannedTensors:
         self._made: dict[int, _KeptStandIn] = {}
 
     def state_of(self, optimizer: Any, position: int) -> dict[Any, Any]:
-        """Return the stand-in for `shard_exchange.gather` of the optimizer at `position` of the chain."""
+        """Return the stand-in for `shards.gather` of the optimizer at `position` of the chain."""
         state: dict[Any, Any] = {"buckets_coalesced": True}
         for number, buffer in enumerate(optimizer.buffers):
             numel = shards.numel_of(buffer)

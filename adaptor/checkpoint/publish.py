@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
-from adaptor.checkpoint import dcp, disk, integrity, left_overs, manifest, tracker
+from adaptor.checkpoint import dcp, disk, left_overs, manifest, tracker
 from adaptor.checkpoint.manifest import Manifest
-from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.verification import agreed_parts
 from adaptor.verification.agreed_state import AgreedState
 
@@ -118,7 +118,7 @@ def publish(
     for name in names[number if written is None else written : number]:
         _take(root / name, temporary, files)
     if not tracker.is_of_generation(root, step, generation):
-        joined = integrity.join(temporary, dcp.join(temporary, files))
+        joined = dcp.join(temporary, files)
         entries, agreed = agreed_parts.join(temporary, step, joined)
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
@@ -178,7 +178,7 @@ def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
     except FileNotFoundError:
         return
     own_paths = {path for file in files for path in (file.draft, file.path)}
-    _drop_others(target, {dcp.METADATA, integrity.NAME, *own_paths})
+    _drop_others(target, {dcp.METADATA, dcp.INTEGRITY, *own_paths})
 
 
 def _tell_tracker(root: Path, step: int, generation: str) -> None:

@@ -1,5 +1,9 @@
 """The folders of regular saves: written by the framework under a temporary name, and renamed when complete
 and on disk.
+
+Each rank leaves a note with the checksum beside each file that it has written. Rank 0, which makes the
+manifest, takes the checksums from the notes, without reading the files of other ranks. A note is optional: if
+a note cannot be written, read or removed, the save goes on, and its file has no checksum.
 """
 
 from __future__ import annotations
@@ -8,25 +12,181 @@ import contextlib
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from adaptor.checkpoint import (
-    checksum_notes,
-    disk,
-    integrity,
-    left_overs,
-    linux_calls,
-    manifest,
-    publish,
-    tracker,
-)
+import msgspec
+
+from adaptor.checkpoint import dcp, disk, hashing, left_overs, manifest, publish, tracker
 from adaptor.checkpoint.manifest import Manifest
-from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
+from adaptor.protocol.naming import FileEntry
 from adaptor.verification.agreed_state import AgreedState
+
+_SUFFIX = ".ttp-xxh3"
+_LARGEST_NOTE = 64 << 20  # of a note, in bytes; with the sums of tensors 100 bytes for each
+_SMALL = 64 << 20  # of a file that rank 0 hashes for others, in bytes: a hundredth of a second
+
+
+class _ChecksumNote(msgspec.Struct):
+    bytes: int
+    xxh3_128: str
+    xxh3_128_blocks: str | None = None
+    tensors: Mapping[str, str] = {}
+
+
+def leave_note(folder: Path, entry: FileEntry, tensors: Mapping[str, str] | None = None) -> None:
+    """Leave the checksum of a file of the save in `folder`; called after the file was written.
+
+    If the disk refuses (full disk, name too long), no note is left.
+
+    Args:
+        folder: of the save.
+        entry: of the file.
+        tensors: the sums of the tensors in the file, by name (`verification`).
+    """
+    note = _ChecksumNote(entry.bytes, entry.xxh3_128 or "", entry.xxh3_128_blocks, tensors or {})
+    text = msgspec.json.encode(note)
+    try:
+        with os.fdopen(disk.create(folder, f"{entry.path}{_SUFFIX}"), "wb") as file:
+            file.write(text)
+    except OSError:
+        with contextlib.suppress(
+            OSError
+        ):  # a part of the note; `noted_entries` reads no note older than its file
+            (folder / f"{entry.path}{_SUFFIX}").unlink()
+
+
+def hash_and_leave(folder: Path, path: Path, tensors: Mapping[str, str] | None = None) -> None:
+    """Hash a file of the save in `folder`, which has been written, and leave its checksum.
+
+    If the file cannot be read, no note is left. `tensors`: see `leave_note`.
+    """
+    with contextlib.suppress(OSError):
+        leave_note(folder, hashing.entry_of(path, path.relative_to(folder).as_posix()), tensors)
+
+
+def tensors_of(path: Path) -> Mapping[str, str]:
+    """Return the sums of the tensors in a file that was written; empty without a note of them."""
+    try:
+        note = _read_note(path, path.stat())
+    except OSError:
+        return {}
+    return {} if note is None else note.tensors
+
+
+def complete_notes(folder: Path, files: list[Path]) -> None:
+    """Hash the files of a save in `folder` without a note, unless they are large.
+
+    Only files of a process that the adaptor cannot look into are large and without a note.
+
+    Raises:
+        OSError: a file is missing.
+    """
+    for path in files:
+        state = path.stat()
+        note = _read_note(path, state)
+        if state.st_size <= _SMALL and (note is None or note.bytes != state.st_size):
+            hash_and_leave(folder, path)
+
+
+def is_note(path: Path) -> bool:
+    """Return True if a file of a save is a note, and not part of the checkpoint."""
+    return path.name.endswith(_SUFFIX)
+
+
+def without_file(folder: Path) -> bool:
+    """Return True if a note has no file."""
+    return any(is_note(path) and not _noted(path).exists() for path in disk.files(folder))
+
+
+def require_readable(folder: Path) -> None:
+    """Read each note, because `noted_entries` ignores a note that cannot be read.
+
+    Raises:
+        OSError: a note cannot be read, though the note may be intact.
+    """
+    for path in disk.files(folder):
+        if is_note(path):
+            try:
+                disk.read(path, _LARGEST_NOTE)
+            except OSError as error:
+                if not disk.is_wrong(error):
+                    error.filename = error.filename or str(path)
+                    raise
+
+
+def _noted(note: Path) -> Path:
+    return note.with_name(note.name.removesuffix(_SUFFIX))
+
+
+def noted_entries(folder: Path, files: list[Path]) -> list[FileEntry]:
+    """Return the entries of the manifest for `files`, without a checksum where no note is left.
+
+    Raises:
+        OSError: a file is missing.
+    """
+    earlier = _of_earlier_call(folder)
+    file_entries = []
+    for path in files:
+        name, state = path.relative_to(folder).as_posix(), path.stat()
+        note = _read_note(path, state) or (
+            earlier.get(name) if _is_newer(folder / naming.MANIFEST, state) else None
+        )
+        if note is None or note.bytes != state.st_size:
+            file_entries.append(FileEntry(name, state.st_size, None))
+        else:
+            blocks = note.xxh3_128_blocks
+            file_entries.append(FileEntry(name, note.bytes, note.xxh3_128, xxh3_128_blocks=blocks))
+    return file_entries
+
+
+def remove_notes(folder: Path) -> None:
+    """Remove all notes, once the manifest has the checksums. A note that cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        for path in list(disk.files(folder)):
+            if is_note(path):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+
+def _is_newer(written: Path, state: os.stat_result) -> bool:
+    """Return True if a file with checksums was written after the file with this state."""
+    try:
+        return written.stat().st_mtime_ns >= state.st_mtime_ns
+    except OSError:
+        return False
+
+
+def _read_note(path: Path, state: os.stat_result) -> _ChecksumNote | None:
+    """Return the note of the file with this state; None for a note of an earlier file of the same name."""
+    note = path.with_name(f"{path.name}{_SUFFIX}")
+    if not _is_newer(note, state):
+        return None
+    try:
+        text = disk.read(note, _LARGEST_NOTE)
+        return msgspec.json.decode(text, type=_ChecksumNote)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def _of_earlier_call(folder: Path) -> Mapping[str, _ChecksumNote]:
+    """Return the entries of a manifest whose call did not come to rename the folder."""
+    if not (folder / naming.MANIFEST).exists():
+        return {}
+    try:
+        files = manifest.read(folder).files
+    except CheckpointError:
+        return {}
+    return {
+        entry.path: _ChecksumNote(entry.bytes, entry.xxh3_128, entry.xxh3_128_blocks)
+        for entry in files
+        if entry.xxh3_128 is not None
+    }
+
 
 # Files that are no part of a save: an NFS server's copies of removed open files, and short-lived probes.
 _PASSING = (".nfs", disk.PROBE)
@@ -144,13 +304,9 @@ def _is_noted(folder: Path, step: int, generation: str) -> bool:
     if saved_manifest is not None and (saved_manifest.step, saved_manifest.generation) != (step, generation):
         return False  # an older version on its way out
     files = _written(folder)
-    checksum_notes.require_readable(folder)
-    entries = checksum_notes.entries(folder, files)
-    return (
-        bool(files)
-        and not checksum_notes.without_file(folder)
-        and all(file_entry.xxh3_128 for file_entry in entries)
-    )
+    require_readable(folder)
+    entries = noted_entries(folder, files)
+    return bool(files) and not without_file(folder) and all(file_entry.xxh3_128 for file_entry in entries)
 
 
 @disk.one_line
@@ -160,11 +316,28 @@ def sync_regular(root: Path, step: int, generation: str = "", taken: Path | None
     Files without a checksum get one, except large files. `taken`: the result of `take_on_own_disk`.
     """
     saving = taken or root / naming.regular_name(step, generation)
-    integrity.settle(saving)
+    settle_integrity(saving)
     files = _written(saving)
     for path in files:
         disk.sync(path)
-    checksum_notes.complete(saving, files)
+    complete_notes(saving, files)
+
+
+def settle_integrity(folder: Path) -> None:
+    """Take notes of checksums, which are no part of the checkpoint, out of the framework's own file.
+
+    A missing file, or a file of unknown form, is not changed. Raises OSError.
+    """
+    path = folder / dcp.INTEGRITY
+    if not path.exists():
+        return
+    try:
+        recorded = dcp.decode_integrity(disk.read(path, 64 << 20), path)
+    except CheckpointError:
+        return
+    kept = {name: digest for name, digest in recorded.files.items() if not is_note(Path(name))}
+    if kept != recorded.files:
+        disk.replace(folder, dcp.INTEGRITY, dcp.Integrity(recorded.algorithm, kept).encode())
 
 
 @disk.one_line
@@ -194,10 +367,10 @@ def publish_regular(
         disk.sync(path)
     if not files:
         raise CheckpointError(f"{saving}: nothing was written, so there is nothing to publish")
-    entries = checksum_notes.entries(saving, files)
+    entries = noted_entries(saving, files)
     new_manifest = Manifest.now(step, entries, {}, 0, generation, part=taken is not None, state=state)
     disk.write(saving, naming.MANIFEST, new_manifest.encode())
-    checksum_notes.remove(saving)
+    remove_notes(saving)
     disk.share_folder(saving)
     disk.sync_folders(saving)
     with locked(root):
@@ -211,9 +384,7 @@ def _written(saving: Path) -> list[Path]:
     return [
         path
         for path in disk.files(saving)
-        if path != saving / naming.MANIFEST
-        and not path.name.startswith(_PASSING)
-        and not checksum_notes.is_note(path)
+        if path != saving / naming.MANIFEST and not path.name.startswith(_PASSING) and not is_note(path)
     ]
 
 
@@ -222,7 +393,7 @@ def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[P
     if not tracker.is_complete(root, step):
         publish.move_in(root, step, saving, final)
         return []
-    if not linux_calls.exchange(saving, final):
+    if not disk.exchange(saving, final):
         # A crash between these two is undone by left_overs.clean().
         replaced = root / naming.replaced_name(step)
         older = []

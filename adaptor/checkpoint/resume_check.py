@@ -4,7 +4,7 @@ Rank 0 decides on checks and actions (`resume_selection`), and sends its decisio
 might see an older state of a shared file system; the ranks divide the files among them, and the blocks of a
 file with a checksum of blocks (`divided_reading`). So all ranks go on, or all raise the same error. A node
 with a disk of its own may have only the files for its ranks, of the same save; the agreed actions are done on
-its disk, too (`tracker_rollback`), and at the end all trackers lead the framework to the same step. A folder
+its disk, too (`resume_selection`), and at the end all trackers lead the framework to the same step. A folder
 without a manifest was not made by the adaptor, and is left to the framework.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from adaptor import context
-from adaptor.checkpoint import disk, divided_reading, hashing, manifest, tracker, tracker_rollback
+from adaptor.checkpoint import disk, divided_reading, hashing, manifest, resume_selection, tracker
 from adaptor.checkpoint.divided_reading import CheckedFiles, Division, Reader, in_blocks
 from adaptor.checkpoint.manifest import Unreadable
 from adaptor.checkpoint.resume_selection import (
@@ -26,6 +26,7 @@ from adaptor.checkpoint.resume_selection import (
     COPIES,
     RELEASE,
     TOLD,
+    Agreed,
     Found,
     Judgement,
     by_rank,
@@ -33,10 +34,9 @@ from adaptor.checkpoint.resume_selection import (
     judge,
     line_of,
 )
-from adaptor.checkpoint.tracker_rollback import Agreed
 from adaptor.errors import CheckpointError, ResumeError
 from adaptor.protocol.environment import WorkerPlace
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 
 _T = TypeVar("_T")
 
@@ -121,7 +121,7 @@ def require_intact(
         if any(reader.lacks for reader in readers):
             unnamed = ""
             if order.is_regular and readers[rank].lacks and disk.is_same(root, save):
-                unnamed = tracker_rollback.complete(root, folder.name, order.generation)
+                unnamed = resume_selection.complete(root, folder.name, order.generation)
             _gather(None)  # one rank of a disk works, and the others look afterwards
             readers = _readers(order, loads, unnamed)
         examined, part = _examine(order, readers)
@@ -161,7 +161,7 @@ def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
     rank, problem = dist.get_rank(), ""
     apart = divided_reading.apart(readers)
     if rank in apart and any(ranks[0] == rank for ranks in divided_reading.views(readers)):
-        problem = tracker_rollback.follow(root, agreed)
+        problem = resume_selection.follow(root, agreed)
     nodes = [reader.node for reader in readers]
     return [
         f"node {node}: {node_problem}"
@@ -217,7 +217,7 @@ def _require_one_step(root: Path, save: Path) -> None:
     if rank in wrong and all(
         steps_by_node[earlier_rank][0] != node for earlier_rank in wrong if earlier_rank < rank
     ):
-        problem = tracker_rollback.settle(root, step, may_change=disk.is_same(root, save))
+        problem = resume_selection.settle(root, step, may_change=disk.is_same(root, save))
     problems = [
         f"node {node}: {node_problem}"
         for (node, _), node_problem in zip(steps_by_node, _gather(problem), strict=True)

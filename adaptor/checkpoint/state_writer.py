@@ -19,13 +19,13 @@ from typing import Any, cast
 
 import torch
 
-from adaptor.checkpoint import in_place, in_place_holder, planned_tensors, shard_exchange, shards
+from adaptor.checkpoint import in_place, in_place_holder, layout_file, planned_tensors, shards
 from adaptor.checkpoint.archive_layout import FileLayout
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.step_record import StepRecord, chain
 from adaptor.checkpoint.training_state import (
     FLOPS,
@@ -36,8 +36,7 @@ from adaptor.checkpoint.training_state import (
 )
 from adaptor.checkpoint.weights import Weights
 from adaptor.errors import CheckpointError
-from adaptor.protocol import start_options
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.verification import given_sums
 from adaptor.verification.agreed_state import AgreedGroup
 
@@ -66,7 +65,7 @@ def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
     with torch.no_grad():
         optimizers = chain(state.optimizer)
         if not _is_in_place(state, exchange) or in_place_holder.take_part(optimizers, writer, exchange):
-            shard_exchange.send(optimizers, writer, exchange)
+            shards.send_shards(optimizers, writer, exchange)
 
 
 def write_files(
@@ -327,8 +326,8 @@ def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[A
     for position, (optimizer, live, _) in enumerate(state.chained):
         world = None
         if shards.is_sharded(optimizer):
-            world = shard_exchange.gather(optimizer, position, exchange)
-            shard_exchange.acknowledge(optimizers, position, exchange)
+            world = shards.gather(optimizer, position, exchange)
+            shards.acknowledge(optimizers, position, exchange)
             weights.add_sharded(optimizer, world)
             bad_subjects += [
                 (f"shard {first + index} of {total} ({', '.join(keys)})", exchange.sources[position][index])
@@ -392,7 +391,7 @@ def _args_of(state: TrainingState, record: StepRecord) -> Any:
     for name, value in state.args_overrides.items():
         setattr(args, name, value)
     # options of regular saves; a loader expects the saved parts that they name
-    for name in start_options.LEFT_OUT:
+    for name in layout_file.LEFT_OUT:
         if getattr(args, name, None):
             setattr(args, name, None)
     return args

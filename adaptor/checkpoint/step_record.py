@@ -7,19 +7,34 @@ framework itself moves the scheduler and the counters only after the update.
 
 The update counts of the inner optimizers (`step` of a param group, or of a parameter's state) are not in a
 record. They change inside the update window, together with the tensors, and are read with the tensors.
+
+Random states (`RandomStates`) and the states of a script's own data loaders (`LoaderStates`,
+--dataloader-save) are exchanged at the door among the ranks that have states of their own, so that no death
+loses a state.
 """
 
 from __future__ import annotations
 
+import _random
 import copy
+import ctypes
+import io
+import random
+import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+import torch.distributed as dist
+from numpy.random import mtrand
 
+from adaptor.checkpoint import disk
 from adaptor.errors import CheckpointError
+from adaptor.replica.group import gather_values
 
 # Per inner optimizer, per param group: every key but `params`, `step`, and classes, which never change.
 Groups = tuple[tuple[Mapping[str, Any], ...], ...]
@@ -170,3 +185,234 @@ def _scheduled(
     vars(stand_in).update((name, value) for name, value in state.items() if name in vars(stand_in))
     stand_in.step(increment, **also)
     return dict(stand_in.state_dict()), moved
+
+
+class LoaderStates:
+    """The states of the loaders of a data-parallel group; empty without arguments.
+
+    Args:
+        name: of this rank's file below the folder of a step.
+        save_state: returns the state of this rank's loader.
+        group: the data-parallel group; all its ranks make this object together.
+    """
+
+    def __init__(
+        self,
+        name: str = "",
+        save_state: Callable[[], Any] = lambda: None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._name = name
+        self._save_state = save_state
+        self._group = group
+        self._own: Any = None
+        self._files: Mapping[str, bytes] = {}
+        self.exchange()
+
+    def take(self) -> Mapping[str, bytes]:
+        """Return the files of the last exchange: loaders give no data between the door and the next step."""
+        return self._files
+
+    def exchange(self) -> Mapping[str, bytes]:
+        """Exchange the states with the group: collective, on the main thread."""
+        if self._group is not None:
+            self._own = self._save_state()
+            own_files = {} if self._own is None else {self._name: _encoded(self._own)}
+            self._files = {
+                name: file for files in gather_values(own_files, self._group) for name, file in files.items()
+            }
+        return self._files
+
+    def own(self) -> Any:
+        """Return the state of this rank's loader at the end of the step, also while data are replayed."""
+        return self._own
+
+    def put_back(self, files: Mapping[str, bytes]) -> None:
+        """Put the states of a step in the place of the last exchange."""
+        self._files = files
+        if self._name in files:
+            content = io.BytesIO(files[self._name])
+            self._own = torch.load(content, weights_only=False)["dataloader_state_dict"]
+
+
+def _encoded(state: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save({"dataloader_state_dict": state}, file)
+    return file.getvalue()
+
+
+def write_loader_states(root: str, step: int, files: Mapping[str, bytes]) -> None:
+    """Write the files of a step to the framework's folder.
+
+    Args:
+        root: the folder of --dataloader-save.
+        step: of the checkpoint.
+        files: by name.
+
+    Raises:
+        CheckpointError: a file cannot be written.
+    """
+    for name, content in files.items():
+        path = Path(root) / f"iter_{step:07d}" / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            disk.replace(path.parent, path.name, content)
+        except OSError as error:
+            raise CheckpointError(f"{path} (--dataloader-save): {error.strerror or error}") from error
+
+
+# numpy's mt19937_state: 624 words and a position. CPython's RandomObject: the position, then the words.
+_WORD = 4
+_MT19937_BYTES = 625 * _WORD
+# A kept view: a call of `ctypes.string_at` takes 20 microseconds in the middle of a training.
+_Memory = ctypes.c_char * _MT19937_BYTES
+
+
+class RandomStates:
+    """The random states that the framework saves.
+
+    Without a group these are the states of one rank: all data-parallel ranks have the same states. With
+    `--data-parallel-random-init` each rank has its own, and the framework saves all states, in the order of
+    ranks. All ranks exchange their states at the door, so that no death loses any.
+    """
+
+    def __init__(self, tracker: Any, group: dist.ProcessGroup | None = None) -> None:
+        """Args:
+        tracker: the framework's CUDA RNG tracker.
+        group: data-parallel ranks with states of their own; all make this object together.
+        """
+        self._tracker = tracker
+        self._group = group
+        self._told: list[Mapping[str, Any]] = []
+        self.exchange()
+
+    def take(self) -> list[Mapping[str, Any]]:
+        """Return the current states; of other ranks the states at the last exchange."""
+        own_states = take_random(self._tracker)
+        if self._group is None:
+            return [own_states]
+        rank = self._group.rank()
+        return [*self._told[:rank], own_states, *self._told[rank + 1 :]]
+
+    def exchange(self) -> list[Mapping[str, Any]]:
+        """Exchange the states with the group: collective, on the main thread.
+
+        Raises what the process group raises.
+        """
+        own_states = take_random(self._tracker)
+        if self._group is None:
+            return [own_states]
+        self._told = gather_values(own_states, self._group)
+        return self._told
+
+    def put_back(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the random states of a step, as `take` returned them here or on a rank with the same part
+        of the model.
+        """
+        own_states = states[0 if self._group is None else self._group.rank()]
+        put_back_random(self._tracker, own_states)
+        self._told = list(states)
+
+
+def take_random(tracker: Any) -> dict[str, Any]:
+    """Return the random states of this process as the framework stores them.
+
+    Args:
+        tracker: the framework's CUDA RNG tracker.
+    """
+    states = {
+        "random_rng_state": _python.take(),
+        "np_rng_state": _numpy.take(),
+        "torch_rng_state": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda_rng_state"] = torch.cuda.get_rng_state()
+    states["rng_tracker_states"] = {
+        # A plain state is replaced by the tracker, never changed in place; a generator lives on.
+        name: state.clone_state() if isinstance(state, torch.Generator) else state
+        for name, state in tracker.get_states().items()
+    }
+    return states
+
+
+def put_back_random(tracker: Any, states: Mapping[str, Any]) -> None:
+    """Set the random states of this process to what `take` returned."""
+    random.setstate(states["random_rng_state"])
+    numpy.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    if "cuda_rng_state" in states:
+        torch.cuda.set_rng_state(states["cuda_rng_state"])
+    tracker.set_states(
+        {
+            name: state.clone_state() if isinstance(state, torch.Generator) else state.clone()
+            for name, state in states["rng_tracker_states"].items()
+        }
+    )
+
+
+class _NumpyState:
+    """Reads numpy's global random state, which takes 150 microseconds, only when it has changed."""
+
+    def __init__(self) -> None:
+        self._generator: Any = None
+        self._memory: Any = None  # of the generator
+        self._seen = b""
+        self._taken: Any = None
+
+    def take(self) -> Any:
+        """Return what `numpy.random.get_state()` returns."""
+        generator = mtrand.get_bit_generator()
+        if type(generator) is not numpy.random.MT19937:
+            return numpy.random.get_state()
+        if generator is not self._generator:
+            self._generator, self._memory = generator, _Memory.from_address(generator.ctypes.state_address)
+            self._seen = b""
+        raw_state = self._memory.raw
+        # The compared memory lacks the spare normal deviate: making a deviate draws numbers, using it does
+        # not.
+        if raw_state != self._seen or self._taken[3]:
+            self._seen, self._taken = raw_state, numpy.random.get_state()
+        return self._taken
+
+
+class _PythonState:
+    """Reads the state of `random`, whose tuple of 625 numbers takes tens of microseconds, only when it has
+    changed.
+
+    Invariant: the compared memory is the generator's own. Memory is only trusted if it holds the 625 numbers
+    of `getstate()`, in CPython's order; otherwise the state is read each time.
+    """
+
+    def __init__(self) -> None:
+        self._generator: random.Random | None = None
+        self._memory: Any = None  # None: the place is not known
+        self._seen = b""
+        self._taken: Any = None
+
+    def take(self) -> Any:
+        """Return what `random.getstate()` returns."""
+        generator: Any = getattr(random.getstate, "__self__", None)
+        if generator is not self._generator:
+            self._find(generator)
+        if self._memory is None:
+            return random.getstate()
+        raw_state = self._memory.raw
+        # The compared memory lacks the spare normal deviate, which is an attribute.
+        if raw_state != self._seen or self._taken[2] != generator.gauss_next:
+            self._seen, self._taken = raw_state, random.getstate()
+        return self._taken
+
+    def _find(self, generator: Any) -> None:
+        self._generator, self._memory, self._seen = generator, None, b""
+        if type(generator) is not random.Random or sys.implementation.name != "cpython":
+            return
+        address = id(generator) + object.__basicsize__
+        *state_words, position = random.getstate()[1]
+        expected = b"".join(word.to_bytes(_WORD, sys.byteorder) for word in (position, *state_words))
+        is_inside = _random.Random.__basicsize__ >= object.__basicsize__ + _MT19937_BYTES
+        if is_inside and (memory := _Memory.from_address(address)).raw == expected:
+            self._memory = memory
+
+
+_python = _PythonState()
+_numpy = _NumpyState()

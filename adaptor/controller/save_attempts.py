@@ -12,7 +12,6 @@ from pathlib import PurePath, PurePosixPath
 from adaptor.controller.membership import Membership
 from adaptor.controller.plan import Group, Groups, NoPlan, Plan, plan
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     BoardRecord,
     Dump,
@@ -27,6 +26,7 @@ from adaptor.protocol.messages import (
     WriteFailed,
     Written,
 )
+from adaptor.protocol.naming import FileEntry
 
 
 @dataclass

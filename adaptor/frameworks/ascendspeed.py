@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 from adaptor import context
 from adaptor.checkpoint import format_torch
-from adaptor.checkpoint.placement import place_of, state_at
-from adaptor.checkpoint.rng import RandomStates
+from adaptor.checkpoint.step_record import RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
-from adaptor.checkpoint.training_state import Files, TrainingState
+from adaptor.checkpoint.training_state import Files, TrainingState, place_of, state_at
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import supported_options
 from adaptor.replica import group

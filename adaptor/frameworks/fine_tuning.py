@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adaptor.checkpoint import folder
+from adaptor.checkpoint import save_folder_claim
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, supported_options
 
@@ -92,7 +92,7 @@ def _require_reference_model(config: Any) -> None:
     if getattr(config, "ref_model", None):
         return
     load = getattr(config, "load", None)
-    if not load or folder.is_same(load, getattr(config, "save", None)):
+    if not load or save_folder_claim.is_same(load, getattr(config, "save", None)):
         raise UnsupportedError(
             f"--stage is dpo without --ref-model, and --load is {load}: after a restart the framework would"
             " take the model in training for the reference model; add --ref-model, let --load name another"

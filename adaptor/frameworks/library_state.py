@@ -16,8 +16,14 @@ from megatron.core import parallel_state
 
 from adaptor import context, devices
 from adaptor.checkpoint import step_record
-from adaptor.checkpoint.placement import CheckpointPlacement, place_of
-from adaptor.checkpoint.training_state import CheckpointContents, TrainingState, in_format, unwrapped
+from adaptor.checkpoint.training_state import (
+    CheckpointContents,
+    CheckpointPlacement,
+    TrainingState,
+    in_format,
+    place_of,
+    unwrapped,
+)
 from adaptor.context import Context
 from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError

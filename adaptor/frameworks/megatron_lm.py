@@ -16,11 +16,16 @@ import torch.distributed as dist
 
 from adaptor import context, devices
 from adaptor.checkpoint import step_record
-from adaptor.checkpoint.loader_states import LoaderStates
-from adaptor.checkpoint.placement import CheckpointPlacement, place_of, state_at
-from adaptor.checkpoint.rng import RandomStates
+from adaptor.checkpoint.step_record import LoaderStates, RandomStates
 from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
-from adaptor.checkpoint.training_state import FLOPS, TrainingState, in_format
+from adaptor.checkpoint.training_state import (
+    FLOPS,
+    CheckpointPlacement,
+    TrainingState,
+    in_format,
+    place_of,
+    state_at,
+)
 from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, layout_beside, megatron_restart, supported_options

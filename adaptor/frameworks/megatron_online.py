@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from adaptor import context
-from adaptor.checkpoint import loader_states
+from adaptor.checkpoint import step_record
 from adaptor.frameworks import loop_recovery
 from adaptor.frameworks.loop_recovery import Recovery
 from adaptor.frameworks.megatron_loop import FlagscaleLoop, MegatronLoop, call_of_train
@@ -61,7 +61,7 @@ def take_place(args: Any) -> None:
     set_args(args, {**record.counters, "iteration": record.step})
     context.part(Recovery).answers.update(answers)
     if record.loaders:  # the script reads these files for its loader, by `iteration`
-        loader_states.write(args.dataloader_save, record.step, record.loaders)
+        step_record.write_loader_states(args.dataloader_save, record.step, record.loaders)
     if consumed_before := answers["tail"]["consumed_before"]:
         # Its data begins there, with an evaluation that may come again.
         consumed = consumed_before["consumed_valid_samples"]

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from adaptor import context, output
-from adaptor.checkpoint import folder, tracker
+from adaptor.checkpoint import save_folder_claim, tracker
+from adaptor.checkpoint.layout_file import LEFT_OUT, START_ONLY
 from adaptor.context import Context
 from adaptor.frameworks import fine_tuning
 from adaptor.protocol.environment import Generation, HeldCopies, Nodes
 from adaptor.protocol.naming import TRACKER
-from adaptor.protocol.start_options import LEFT_OUT, START_ONLY
 
 
 def resume_after_restart(args: Any) -> None:
@@ -36,10 +36,12 @@ def resume_after_restart(args: Any) -> None:
 
 def _load_from_save(args: Any) -> None:
     changed = {name: value for name, value in START_ONLY.items() if _is_given(args, name)}
-    if not folder.is_same(args.load, args.save):
+    if not save_folder_claim.is_same(args.load, args.save):
         state_of_load = "is missing" if args.load is None else f"is {args.load}"
         _say_once(args, f"--load {state_of_load}: the restarted job loads from --save {args.save}")
-    by_load = getattr(args, "ref_model", "none") is None and not folder.is_same(args.load, args.save)
+    by_load = getattr(args, "ref_model", "none") is None and not save_folder_claim.is_same(
+        args.load, args.save
+    )
     if getattr(args, "stage", None) == "dpo" and by_load:
         args.ref_model = fine_tuning.reference_model(args)
         _say_once(args, f"the reference model is that of {args.ref_model}, as at the first start")
@@ -73,7 +75,7 @@ def _has_saved_nothing(args: Any) -> bool:
     """
     if (
         args.load is None
-        or folder.is_same(args.load, args.save)
+        or save_folder_claim.is_same(args.load, args.save)
         or getattr(args, "finetune", False)
         or getattr(args, "reset_iteration", False)
     ):
@@ -107,7 +109,11 @@ def agree(args: Any) -> bool | None:
     from adaptor.replica.group import gather_values
 
     given_args = context.part(_Begun).given
-    if given_args is None or given_args["load"] is None or folder.is_same(given_args["load"], args.save):
+    if (
+        given_args is None
+        or given_args["load"] is None
+        or save_folder_claim.is_same(given_args["load"], args.save)
+    ):
         return None
     began = Namespace(save=args.save, **given_args)
     has_saved = (Path(args.save) / TRACKER).is_file() and not _has_saved_nothing(began)
@@ -117,7 +123,7 @@ def agree(args: Any) -> bool | None:
     from_save = any(is_restart for is_restart, _ in gathered) and gathered[0][1]
     if from_save:
         _load_from_save(args)
-    elif folder.is_same(args.load, args.save):
+    elif save_folder_claim.is_same(args.load, args.save):
         _say_once(
             args,
             f"--save {args.save} has no intact step that is later than that of --load "

@@ -14,10 +14,8 @@ from ascendspeed import get_args
 from ascendspeed.core import parallel_state
 from ascendspeed.optimizer.distrib_optimizer import DistributedOptimizer
 
-from adaptor.checkpoint import shard_exchange
-from adaptor.checkpoint.local_copy import LocalCopy
-from adaptor.checkpoint.shard_exchange import Exchange
-from adaptor.checkpoint.trainee import apart, mirror_of
+from adaptor.checkpoint.shards import Exchange, acknowledge, gather, send_shards
+from adaptor.checkpoint.trainee import LocalCopy, apart, mirror_of
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import ascendspeed, supported_options
 from adaptor.frameworks import ascendspeed_shards as shards
@@ -83,10 +81,10 @@ class _Replicated(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
             mirrors=(mirror,),
         )
         if not self.need_write_file():
-            shard_exchange.send([optimizer], ranks.index(self.save_args["rank"]), exchange)
+            send_shards([optimizer], ranks.index(self.save_args["rank"]), exchange)
             return
-        world = shard_exchange.gather(optimizer, 0, exchange)
-        shard_exchange.acknowledge([optimizer], 0, exchange)
+        world = gather(optimizer, 0, exchange)
+        acknowledge([optimizer], 0, exchange)
         state = ascendspeed.by_chunk(optimizer, world)
         for number, model in enumerate(self.models):
             for dtype, places in model._grad_buffer_param_index_map.items():

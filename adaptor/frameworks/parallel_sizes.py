@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from adaptor.protocol.start_options import UNEVEN
+from adaptor.checkpoint.layout_file import UNEVEN
 
 NEAREST = "nearest"
 # How the framework is told of chunks: they belong to one pipeline parallel size.

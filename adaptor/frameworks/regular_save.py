@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from adaptor import context, descriptors
-from adaptor.checkpoint import checksum_notes, disk, lease_claim, left_overs, regular_folder, tracker
+from adaptor.checkpoint import disk, left_overs, regular_folder, save_folder_claim, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.context import Context
 from adaptor.errors import CheckpointError
 from adaptor.frameworks.failed_saves import FailedSaves, SaveAgreement, SaveFailedError
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation, WorkerPlace
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.worker import runtime
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class RegularSaves:
         place = context.part(WorkerPlace)
         unfinished = ""
         if runtime.get().rank == 0 or (
-            place.node and not place.local_rank and not lease_claim.is_folder_shared(save.root)
+            place.node and not place.local_rank and not save_folder_claim.is_folder_shared(save.root)
         ):
             remains = [save.folder]
             with contextlib.suppress(OSError, CheckpointError):
@@ -247,7 +247,7 @@ class RegularSaves:
         Args:
             path: of the file.
             results: the framework's queue.
-            sums: returns the sums of the tensors in the file (`checksum_notes.leave`).
+            sums: returns the sums of the tensors in the file (`regular_folder.leave_note`).
         """
         is_regular = naming.is_regular(Path(path).parent.name, _generation())
         return _Hashing(Path(path), results, sums) if is_regular else results
@@ -287,7 +287,7 @@ class RegularSaves:
             place.node == 0
             or place.local_rank
             or not _generation()
-            or lease_claim.is_folder_shared(save.root)
+            or save_folder_claim.is_folder_shared(save.root)
         ):
             return
         taken = None
@@ -323,7 +323,7 @@ class RegularSaves:
         folder = taken or save.folder
         for name, content in self.on_top.items():
             with contextlib.suppress(OSError):
-                checksum_notes.leave(folder, _write(folder, name, content))
+                regular_folder.leave_note(folder, _write(folder, name, content))
         regular_folder.sync_regular(save.root, save.step, _generation(), taken)
         old = tracker.tracked_step(save.root) or 0
         runtime.get().session.publishing(lambda: _publish(save, taken))
@@ -407,7 +407,7 @@ class _Hashing:
 
     def put(self, result: Any) -> None:
         """Hash the file, and put the result into the framework's queue."""
-        checksum_notes.hash_and_leave(self.path.parent, self.path, self.sums())
+        regular_folder.hash_and_leave(self.path.parent, self.path, self.sums())
         self.results.put(result)
 
 
@@ -438,7 +438,7 @@ def _hashed(open_archive: Callable[[Any], Any], folder: Path, name: str) -> Iter
     """Write the file `name` of the save in `folder`, and leave its checksum."""
     with HashingFile(folder / name, base_folder=folder) as file, open_archive(file) as archive:
         yield archive
-    checksum_notes.leave(folder, file.entry(name))
+    regular_folder.leave_note(folder, file.entry(name))
 
 
 def _write(folder: Path, name: str, content: bytes) -> FileEntry:

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from adaptor import output, text
-from adaptor.checkpoint import disk, left_overs, manifest, reshaped, tracker
+from adaptor.checkpoint import disk, left_overs, manifest, tracker
 from adaptor.errors import AdaptorError, CheckpointError, ResumeError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.replica.group import gather_values
 from adaptor.transform import agreement, run
 from adaptor.transform import target as targets
@@ -238,7 +238,7 @@ def _publish(order: run.TransformOrder, save: Path, written: _Written) -> bytes:
     run.finish(target, order, staging, written, verify=False)
     made_folder = staging / naming.final_name(order.step)
     manifest_bytes = disk.read(made_folder / naming.MANIFEST, manifest.LARGEST)
-    kept = reshaped.put_in_place(save, order.step, made_folder)
+    kept = left_overs.put_in_place(save, order.step, made_folder)
     _say(
         f"step {order.step} in {save} has {order.sizes} now; what it was made from stays as {kept.name},"
         " until somebody removes it"

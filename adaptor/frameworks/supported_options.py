@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from adaptor import context, plug_ins
-from adaptor.checkpoint import folder
+from adaptor.checkpoint import save_folder_claim
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.frameworks import parallel_sizes
 
@@ -226,7 +226,7 @@ def require_restorable(config: Any, name: str, *obstacles: tuple[Any, str]) -> N
 
 def _require_loader_folder(config: Any) -> None:
     states = getattr(config, "dataloader_save", None)
-    if isinstance(states, str) and folder.is_same(states, config.save):
+    if isinstance(states, str) and save_folder_claim.is_same(states, config.save):
         raise UnsupportedError(
             f"--dataloader-save is {states}, which is the --save folder, where a checkpoint appears as a"
             " whole: use a folder of its own, which may be below --save, or set ENABLE_TTP=False"

@@ -26,9 +26,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from adaptor import context, output, text
 from adaptor.checkpoint import publish, step_record, tracker
-from adaptor.checkpoint.placement import CheckpointPlacement
 from adaptor.checkpoint.trainee import write_group
-from adaptor.checkpoint.training_state import TrainingState
+from adaptor.checkpoint.training_state import CheckpointPlacement, TrainingState
 from adaptor.controller.plan import Plan, groups_of, plan
 from adaptor.devices.device import Device
 from adaptor.errors import CheckpointError
@@ -36,8 +35,8 @@ from adaptor.host_copy import content
 from adaptor.online.transfer import TransferChannel
 from adaptor.protocol.copy_file import CopyFile, CopyHeader, digest_of
 from adaptor.protocol.environment import Generation, HeldCopies
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import BoardRecord, Phase
+from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.state_provider import DumpRun
 from adaptor.replica import optimizer_state, twin
 from adaptor.replica.group import gather_values

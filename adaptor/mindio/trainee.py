@@ -17,8 +17,8 @@ from torch.distributed import distributed_c10d
 from adaptor.devices.device import HOST, Device
 from adaptor.mindio.handlers import Handlers
 from adaptor.mindio.replicas import StateCopies
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import GroupOrder, Share
+from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.state_provider import DumpRun
 
 

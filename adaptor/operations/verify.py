@@ -16,7 +16,7 @@ from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError
 from adaptor.operations import job_folder
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.terminal import FINDING, OK, USAGE, show
 from adaptor.text import shown
 from adaptor.verification import agreed_state

@@ -1,4 +1,4 @@
-"""The environment variables from an agent to its workers, and the variables of torch elastic."""
+"""The environment variables from an agent to its workers and of torch elastic, and the files of stacks."""
 
 from __future__ import annotations
 
@@ -133,3 +133,23 @@ def ending_signals() -> list[signal.Signals]:
     names = [name.strip() for name in os.environ.get(HANDLED, "SIGHUP").split(",")]
     handled = [signal.Signals[name] for name in names if name in _NAMES]
     return list(dict.fromkeys([*BY_HAND, *handled]))
+
+
+# For a worker that does not answer. No framework uses real-time signals, and an agent sends this signal only
+# to a process that handles it.
+STACK_SIGNAL = signal.SIGRTMIN + 13
+
+
+def stack_folder(log_path: str, generation: str) -> Path:
+    """Return the folder of the stacks of a generation's first incident, with `rank<n>.txt` for each rank."""
+    return Path(log_path).resolve() / f"stacks-{generation[:8]}"
+
+
+def stack_folder_of(first_folder: Path, incident: int) -> Path:
+    """Return the folder of the stacks of `incident`, from the folder of the generation's first incident."""
+    return first_folder if incident <= 1 else first_folder.with_name(f"{first_folder.name}-{incident}")
+
+
+def stack_scratch(place: Path, rank: int) -> Path:
+    """Return the file in the agent's scratch folder for the stacks of a worker after `STACK_SIGNAL`."""
+    return place / f"stacks-rank{rank}.txt"

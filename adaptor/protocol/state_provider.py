@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from adaptor.devices.device import Device
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import GroupOrder, Share
+from adaptor.protocol.naming import FileEntry
 
 
 class Trainee(Protocol):

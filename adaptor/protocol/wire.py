@@ -1,4 +1,13 @@
-"""Framing: four bytes of length, then one msgpack message of a known type. Nothing is ever unpickled.
+"""Framing, and the proofs of both sides of a connection.
+
+A frame is four bytes of length, then one msgpack message of a known type. Nothing is ever unpickled.
+
+Between agents the job's secret is proved. The controller sends a nonce. The agent answers with a nonce of its
+own and its proof: a digest, under the secret, of its role and both nonces. Only then does the controller
+prove itself, so a client without the secret gets nothing but a random number. Both nonces are new with every
+connection, so a recorded proof is useless on another connection; the role in the digest prevents that a proof
+is sent back to its sender. Abstract unix sockets have no permissions, but the kernel knows the users of both
+sides (`is_same_user`): the user of the connecting process, and of the process that called `listen`.
 
 A lost node between machines is noticed by its silence (`notice_silence`): the kernel tells, not its
 processes.
@@ -7,15 +16,19 @@ processes.
 from __future__ import annotations
 
 import asyncio
+import hmac
+import os
+import secrets
 import socket
+import struct
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar, cast
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import msgspec
 
 from adaptor import text
-from adaptor.protocol import wire
-from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import (
     Addressed,
     ControllerToAgent,
@@ -25,6 +38,38 @@ from adaptor.protocol.messages import (
     Message,
     ToWorker,
 )
+
+
+def deadline(seconds: float) -> AbstractAsyncContextManager[object]:
+    """Return `asyncio.timeout` (3.11 and later), or an equivalent on 3.10; raises asyncio.TimeoutError."""
+    if hasattr(asyncio, "timeout"):
+        timer: AbstractAsyncContextManager[object] = asyncio.timeout(seconds)
+        return timer
+    return _Deadline(seconds)
+
+
+class _Deadline:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._expired = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def expire() -> None:
+            self._expired = True
+            task.cancel()
+
+        self._handle = asyncio.get_running_loop().call_later(self._seconds, expire)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._handle.cancel()
+        if self._expired and kind is asyncio.CancelledError:
+            raise asyncio.TimeoutError
+
 
 # The largest messages are lists of files: some hundred bytes each, thousands of them.
 MAX_SIZE = 16 * 1024 * 1024
@@ -174,8 +219,8 @@ class Kept(Message, frozen=True):
     values: dict[str, bytes]
 
 
-to_store: wire.Decoder[Keep | Ask] = wire.Decoder(msgspec.msgpack.Decoder(Keep | Ask))
-from_store: wire.Decoder[Kept] = wire.Decoder(msgspec.msgpack.Decoder(Kept))
+to_store: Decoder[Keep | Ask] = Decoder(msgspec.msgpack.Decoder(Keep | Ask))
+from_store: Decoder[Kept] = Decoder(msgspec.msgpack.Decoder(Kept))
 
 
 # Between machines, the kernel asks the kernel of the other side after this time without data, and again after
@@ -198,3 +243,74 @@ def notice_silence(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
+
+
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+
+
+async def prove_controller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Prove the controller's side, after the other side has proved to be an agent of this job.
+
+    The answer with the controller's proof is under way on return.
+
+    Raises:
+        ConnectionError: the other side does not know the secret.
+    """
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(own_nonce)
+    theirs = await reader.readexactly(_NONCE_BYTES)
+    proof = await reader.readexactly(_PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"agent", own_nonce, theirs)):
+        raise ConnectionError("the other side does not know the secret of this job")
+    writer.write(_proof(secret, b"controller", own_nonce, theirs))
+
+
+async def prove_agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
+    """Prove the agent's side.
+
+    Raises:
+        ConnectionError: the other side does not know the secret.
+        EOFError: the other side rejects the proof.
+    """
+    theirs = await reader.readexactly(_NONCE_BYTES)
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    writer.write(own_nonce + _proof(secret, b"agent", theirs, own_nonce))
+    proof = await reader.readexactly(_PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"controller", theirs, own_nonce)):
+        raise ConnectionError("the other side does not know the secret of this job")
+
+
+def prove_agent_blocking(connection: socket.socket, secret: bytes) -> None:
+    """Prove the agent's side like `prove_agent`, over a blocking socket.
+
+    Raises:
+        ConnectionError, EOFError: as `prove_agent`.
+    """
+    theirs = exactly(connection, _NONCE_BYTES)
+    own_nonce = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(own_nonce + _proof(secret, b"agent", theirs, own_nonce))
+    proof = exactly(connection, _PROOF_BYTES)
+    if not hmac.compare_digest(proof, _proof(secret, b"controller", theirs, own_nonce)):
+        raise ConnectionError("the other side does not know the secret of this job")
+
+
+def _proof(secret: bytes, role: bytes, controllers: bytes, agents: bytes) -> bytes:
+    return hmac.digest(secret, role + controllers + agents, "sha256")
+
+
+class Socket(Protocol):
+    """A socket, or asyncio's view of a socket."""
+
+    def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
+
+
+_CREDENTIALS = "3i"  # pid, uid, gid
+
+
+def is_same_user(connection: Socket) -> bool:
+    """Return True if the process on the other side of `connection` has the user of this process."""
+    peer_credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize(_CREDENTIALS)
+    )
+    return bool(struct.unpack(_CREDENTIALS, peer_credentials)[1] == os.getuid())

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.store import catalog, completeness, layout, prune, push, store_requests
 from adaptor.store.client import Store, Stored
 from adaptor.store.push import Pushed, Sending

@@ -18,7 +18,7 @@ import xxhash
 
 from adaptor.checkpoint import disk, hashing, manifest
 from adaptor.errors import CheckpointError, StoreError
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.store import store_requests, upload_journal
 from adaptor.store.client import PIECE, Store
 from adaptor.store.layout import UploadedPart

@@ -21,10 +21,10 @@ import xxhash
 
 from adaptor.checkpoint import disk, layout_file, manifest, publish, tracker
 from adaptor.checkpoint.hashing import HashingFile
-from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.store import catalog, completeness, store_requests
 from adaptor.store.catalog import Checkpoint
 from adaptor.store.client import PIECE, DamagedError, Store

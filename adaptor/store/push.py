@@ -18,7 +18,7 @@ from adaptor.checkpoint import manifest
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.store import catalog, completeness, large_file, layout, prune
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
 from adaptor.store.large_file import LargeFile

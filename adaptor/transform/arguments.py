@@ -6,9 +6,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+from adaptor.checkpoint.layout_file import UNEVEN
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
-from adaptor.protocol.start_options import UNEVEN
 from adaptor.transform.sizes import Sizes
 
 # The arguments that are read, with their largest values. No model has larger numbers, which would only take

@@ -33,7 +33,7 @@ from adaptor.checkpoint.layout_file import (
 )
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.transform import rules, sharded_target, writing
 from adaptor.transform.copying import Files
 from adaptor.transform.model import Slot, View

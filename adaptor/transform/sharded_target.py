@@ -18,9 +18,9 @@ from typing import Annotated, Any
 import msgspec
 import xxhash
 
-from adaptor.checkpoint import disk, integrity
+from adaptor.checkpoint import dcp, disk
 from adaptor.checkpoint.layout_file import Piece
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.transform import rules, sharded_index, sharded_names, writing
 from adaptor.transform.contents import STATES
 from adaptor.transform.copying import Files
@@ -146,7 +146,7 @@ def write_rest(
         entries.append(_small(folder, name, content))
     if target.has_integrity:
         paths = [entry.path for entry in entries]
-        entries.append(_small(folder, integrity.NAME, integrity.content(folder, digests, paths)))
+        entries.append(_small(folder, dcp.INTEGRITY, dcp.integrity_content(folder, digests, paths)))
     return entries
 
 

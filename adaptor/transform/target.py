@@ -15,10 +15,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaptor.checkpoint import integrity
-from adaptor.checkpoint.layout_file import JobLayout
+from adaptor.checkpoint import dcp
+from adaptor.checkpoint.layout_file import UNEVEN, JobLayout
 from adaptor.errors import CheckpointError, UnsupportedError
-from adaptor.protocol.start_options import UNEVEN
 from adaptor.transform import described, rules, sharded_names
 from adaptor.transform.contents import STATES
 from adaptor.transform.model import Buffer, Group, Slot, View, resized
@@ -96,7 +95,7 @@ class TargetCheckpoint:
     def has_integrity(self) -> bool:
         """Return whether the target gets an `integrity.json`: if the source's job asks for one or has one."""
         is_requested = getattr(self.source.args, "verify_integrity", False)
-        return self.format != "torch" and bool(is_requested or (self.source.folder / integrity.NAME).exists())
+        return self.format != "torch" and bool(is_requested or (self.source.folder / dcp.INTEGRITY).exists())
 
     def own(self, rank: Rank) -> Iterator[Slot]:
         """Yield the entries of a rank that no rank before it has: the entries it writes in the format

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from adaptor.checkpoint import disk, linux_calls
+from adaptor.checkpoint import disk
 from adaptor.checkpoint.hashing import Digests, crc32
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.transform.copying import Files
 from adaptor.transform.pickles import STORAGES
 from adaptor.transform.records import (
@@ -87,7 +87,7 @@ class HashedFile:
             self._progress(count)
         length = self.bytes - self._begun_bytes
         if length >= _BEGIN_TO_WRITE:
-            linux_calls.begin_to_write(self._descriptor, self._begun_bytes, length)
+            disk.begin_to_write(self._descriptor, self._begun_bytes, length)
             self._begun_bytes = self.bytes
 
     def entry(self, name: str) -> FileEntry:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.verification.agreed_state import AgreedGroup, AgreedState
 
 _PART = ".state."

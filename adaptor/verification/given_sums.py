@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 import torch
 
-from adaptor.checkpoint import in_place_holder, shard_exchange, shards
+from adaptor.checkpoint import in_place_holder, shards
 from adaptor.checkpoint.file_parts import Region
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import CheckpointError
 from adaptor.verification import state_sums
@@ -77,7 +77,7 @@ class GivenSums:
     def _take_shards(self, position: int, optimizer: Any, names: Mapping[int, str]) -> dict[int, Sums]:
         weight = state_sums.rounding_of(optimizer) if state_sums.is_plain(self._state) else None
         by_index: dict[int, Sums] = {}
-        for index, reader in shard_exchange.own_shards(optimizer, position, self._exchange).items():
+        for index, reader in shards.own_shards(optimizer, position, self._exchange).items():
             read = self._with_progress(reader)
             by_index[index] = state_sums.sums_of_shard(optimizer, index, read, names, weight)
             self._exchange.check()

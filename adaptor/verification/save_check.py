@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 import xxhash
 
-from adaptor.checkpoint import checksum_notes, format_torch, shards, step_record
+from adaptor.checkpoint import format_torch, regular_folder, shards, step_record
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.context import Context
 from adaptor.errors import CheckpointError
@@ -152,7 +152,7 @@ class SaveCheck:
             CheckpointError: a tensor has other bits than the planned tensor had.
         """
         for path in [path for path in self.planned if Path(path).parent == folder]:
-            sums, written = self.planned.pop(path), checksum_notes.tensors_of(Path(path))
+            sums, written = self.planned.pop(path), regular_folder.tensors_of(Path(path))
             wrong = [name for name, bits in sums.items() if written.get(name) != bits.text]
             if not written:
                 self.not_compared.add("files of writers that the adaptor does not see")

@@ -73,7 +73,7 @@ def sum_between(tensor: torch.Tensor, begin: int, places: Places) -> int:
 
 
 def sums_of_world(optimizer: Any, world: Mapping[Any, Any], names: Mapping[int, str]) -> Sums:
-    """Return the sums of a gathered state, in the form of `shard_exchange.gather`."""
+    """Return the sums of a gathered state, in the form of `shards.gather`."""
     sums: Sums = {}
     for number in range(len(optimizer.buffers)):
         places = places_of(optimizer, number, names)

@@ -17,10 +17,9 @@ from typing import Any
 
 from torch.distributed import DistStoreError, PrefixStore, ProcessGroupGloo, Store
 
-from adaptor.protocol import authentication, wire
-from adaptor.protocol.authentication import is_same_user
+from adaptor.protocol import wire
 from adaptor.protocol.messages import Endpoint
-from adaptor.protocol.wire import Ask, Keep, from_store
+from adaptor.protocol.wire import Ask, Keep, from_store, is_same_user
 
 # Between two attempts, the pause of a rejected agent, too.
 PAUSE_S = 0.2
@@ -169,7 +168,7 @@ def _connect_once(place: Endpoint, secret: bytes, timeout_s: float) -> socket.so
     connection = _reach(place, timeout_s)
     try:
         connection.settimeout(timeout_s)
-        authentication.answer_blocking(connection, secret)
+        wire.prove_agent_blocking(connection, secret)
     except BaseException:
         connection.close()
         raise

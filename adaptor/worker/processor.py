@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 
 from adaptor import context, output, text, threads
 from adaptor.descriptors import Descriptors
-from adaptor.protocol import stack_files, wire
+from adaptor.protocol import environment, wire
 from adaptor.protocol.messages import (
     BusyProbe,
     BusyReport,
@@ -289,7 +289,7 @@ class Processor:
         """
         until = time.monotonic() + LOOK_S
         collectives = threads.Background(lambda: self._note_collectives(incident), "ttp-collectives")
-        path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.txt"
+        path = environment.stack_folder_of(self._stacks_folder, incident) / f"rank{self._rank}.txt"
         standing = stacks.look(path, LOOK_S, lambda: self._note("stacks", str(path)))
         collectives.within(max(0.0, until - time.monotonic()))
         return standing
@@ -310,7 +310,9 @@ class Processor:
 
     def _note_collectives(self, incident: int) -> None:
         """Report the collectives begun by this rank; a hang may keep the thread."""
-        path = stack_files.of_incident(self._stacks_folder, incident) / f"rank{self._rank}.collectives.json"
+        path = (
+            environment.stack_folder_of(self._stacks_folder, incident) / f"rank{self._rank}.collectives.json"
+        )
         with contextlib.suppress(Exception):  # the record is for people; the save goes on without the record
             if collectives_text := flight_recorder.write(path):
                 self._note("collectives", collectives_text)

@@ -13,7 +13,7 @@ from typing import Protocol
 from adaptor import context, engines, hooks, output, text
 from adaptor.config import Config
 from adaptor.errors import AdaptorError, StartError, StepError, UnsupportedError
-from adaptor.protocol import stack_files
+from adaptor.protocol import environment
 from adaptor.protocol.board import Board
 from adaptor.protocol.environment import (
     AGENT,
@@ -73,7 +73,7 @@ class Runtime:
             environ[AGENT],
             settings.timeout_s,
             int(environ.get("MASTER_PORT", "0")),
-            stack_files.folder(settings.log_path, environ.get(GENERATION, "")),
+            environment.stack_folder(settings.log_path, environ.get(GENERATION, "")),
         )
         board = Board(self.rank, environ[BOARD], environ[BOARD_RANKS])
         board.hold_lifeline()
@@ -112,7 +112,7 @@ class Runtime:
     def hear_signals(self) -> None:
         """See `Processor.hear_signals`, and `stacks.write_when_told`."""
         self.processor.hear_signals()
-        stacks.write_when_told(stack_files.scratch(Path(os.environ[SCRATCH]), self.rank))
+        stacks.write_when_told(environment.stack_scratch(Path(os.environ[SCRATCH]), self.rank))
 
     def tell_of_copy(self, step: int) -> None:
         """Tell the agent of a new copy of this rank's state in host memory; from any thread."""
@@ -177,7 +177,7 @@ class Runtime:
 
     def _send_layout(self, trainee: Trainee, origin: int) -> None:
         from adaptor import patching
-        from adaptor.checkpoint import lease_claim
+        from adaptor.checkpoint import save_folder_claim
 
         if "torch" in sys.modules:  # as in every training: a dump then need not read this from a disk
             from adaptor.worker import dump_store  # noqa: F401
@@ -187,8 +187,8 @@ class Runtime:
                 f"--save is {text.encodable(trainee.save)}: its name is not UTF-8, so the adaptor cannot save"
                 " into it: choose another folder"
             )
-        lease_claim.require_same_user(trainee.save)
-        lease_claim.tell_of_own_disk(trainee.save)
+        save_folder_claim.require_same_user(trainee.save)
+        save_folder_claim.tell_of_own_disk(trainee.save)
         if self.online not in ("", OFF, UNDECIDED):
             self._go_without_online()
         fingerprint = patching.fingerprint("ttp")

@@ -14,8 +14,8 @@ from pathlib import Path
 from types import FrameType
 
 from adaptor import context
+from adaptor.protocol.environment import STACK_SIGNAL as SIGNAL
 from adaptor.protocol.messages import CALL, Standing
-from adaptor.protocol.stack_files import SIGNAL
 from adaptor.text import encodable
 from adaptor.threads import within
 from adaptor.waits import Waits

@@ -32,7 +32,7 @@ from adaptor.launchers.spares.replacements import Replacements, Starter
 from adaptor.launchers.spares.slot_filling import fill_online
 from adaptor.launchers.spares.spare_gate import SpareGate, StartCounts
 from adaptor.launchers.spares.spare_pool import Spares
-from adaptor.protocol import stack_files
+from adaptor.protocol import environment
 from adaptor.protocol.messages import (
     Addressed,
     AgentTerminationRequested,
@@ -301,7 +301,7 @@ class AgentControl:
         """
         newcomers = processes if self._joins else ()
         self._replacements.begin(starter, spares_alone=not self._may_restart, newcomers=newcomers)
-        folder = stack_files.folder(self._config.log_path, self.generation)
+        folder = environment.stack_folder(self._config.log_path, self.generation)
         self.workers.watch(processes, folder, self._scratch)
         self._has_workers = True
         self.thread.spawn(

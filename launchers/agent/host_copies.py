@@ -36,8 +36,8 @@ from adaptor.protocol.copy_file import (
     from_keeper,
     to_keeper,
 )
-from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Endpoint
+from adaptor.protocol.wire import deadline
 
 
 class CopyFiles:

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from adaptor.protocol import stack_files
+from adaptor.protocol import environment
 from adaptor.protocol.board import BoardMemory
 
 _LAUNCHERS = Path(__file__).absolute().parents[1]
@@ -257,7 +257,7 @@ class StackCollector:
 
     def begin_incident(self, incident: int) -> None:
         """Begin an incident in which the job hangs."""
-        self._folder = stack_files.of_incident(self._first, incident)
+        self._folder = environment.stack_folder_of(self._first, incident)
 
     def end_incident(self) -> None:
         """End an incident after which all ranks train on."""
@@ -299,9 +299,9 @@ class StackCollector:
         self._write(self._folder / f"rank{rank}.native.txt", completed.stdout or completed.stderr)
 
     def _ask(self, rank: int, pid: int) -> None:
-        if not self._of(rank).exists() and _handles(pid, stack_files.SIGNAL):
+        if not self._of(rank).exists() and _handles(pid, environment.STACK_SIGNAL):
             self._asked_at[rank] = pid, self._size(rank)
-            os.kill(pid, stack_files.SIGNAL)
+            os.kill(pid, environment.STACK_SIGNAL)
 
     def _await(self, rank: int, pid: int) -> None:
         """Wait until a worker has written stacks after the signal; a stopped worker writes nothing."""
@@ -316,7 +316,7 @@ class StackCollector:
             size_now = size
 
     def _size(self, rank: int) -> int:
-        return stack_files.scratch(self._scratch, rank).stat().st_size
+        return environment.stack_scratch(self._scratch, rank).stat().st_size
 
     def _written_before(self, rank: int, pid: int) -> int:
         """Return the bytes written by a process in earlier incidents."""
@@ -325,7 +325,7 @@ class StackCollector:
 
     def _keep(self, rank: int, pid: int) -> None:
         if not self._of(rank).exists():
-            written = stack_files.scratch(self._scratch, rank).read_bytes()
+            written = environment.stack_scratch(self._scratch, rank).read_bytes()
             stack_text = written[self._written_before(rank, pid) :].decode(errors="replace")
             self._write(self._of(rank), stack_text or f"Nothing was written. State: {_state(pid)}\n")
 

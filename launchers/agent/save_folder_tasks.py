@@ -2,9 +2,8 @@
 
 The disk may be slow or hang, so no order runs on the control thread.
 
-Rank 0 takes the lease before it trains (`adaptor.checkpoint.lease_claim`), and notes the folder in a file;
-the agent of node 0 refreshes the lease from then on, also without living workers, and releases it at the
-end.
+Rank 0 takes the lease before it trains (`checkpoint.save_folder_claim`), and notes the folder in a file; the
+agent of node 0 refreshes the lease from then on, also without living workers, and releases it at the end.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from typing import ParamSpec, TypeVar
 import msgspec
 
 from adaptor import text
-from adaptor.checkpoint import disk, lease_claim, left_overs, publish, tracker
+from adaptor.checkpoint import disk, left_overs, publish, save_folder_claim, tracker
 from adaptor.checkpoint.lease import Lease, Owner, go_on_without
 from adaptor.errors import CheckpointError
 from adaptor.launchers.agent.control_thread import call_in_thread
 from adaptor.protocol import naming
-from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import Find, FromAgent, Prepare, Prepared, Publish, Published, PublishFailed
+from adaptor.protocol.wire import deadline
 from adaptor.threads import Reserve
 
 P = ParamSpec("P")
@@ -161,9 +160,9 @@ class JobLease:
     def environment(self) -> dict[str, str]:
         """Return the environment variables with which a worker takes the lease."""
         return {
-            lease_claim.NOTE: str(self._note),
-            lease_claim.PATIENCE: f"{self._timeout_s:g}",
-            lease_claim.OWNER: msgspec.json.encode(self._owner).decode(),
+            save_folder_claim.NOTE: str(self._note),
+            save_folder_claim.PATIENCE: f"{self._timeout_s:g}",
+            save_folder_claim.OWNER: msgspec.json.encode(self._owner).decode(),
         }
 
     def keep(self, save: Path) -> None:

@@ -26,9 +26,7 @@ from adaptor.launchers.agent import processes
 from adaptor.launchers.agent.processes import StackCollector, WorkerLifelines
 from adaptor.launchers.control.agent_connections import RejectedConnections
 from adaptor.protocol import wire
-from adaptor.protocol.authentication import is_same_user
 from adaptor.protocol.board import BoardMemory
-from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import (
     BoardRecord,
     BusyProbe,
@@ -42,6 +40,7 @@ from adaptor.protocol.messages import (
     Phase,
     ToWorker,
 )
+from adaptor.protocol.wire import deadline, is_same_user
 
 # The time for the answer to a busy probe: a healthy worker answers at once.
 LOOKED_S = 1.0

@@ -1,6 +1,6 @@
 """Connections between agents and the controller: `AgentListener` accepts, `connect` makes them.
 
-Both sides prove the job's secret before any other message (`adaptor.protocol.authentication`). Between
+Both sides prove the job's secret before any other message (`adaptor.protocol.wire`). Between
 machines agents connect over TCP. On one machine they connect to an abstract unix socket, which has no
 permissions; the kernel gives each side the user of the other, and only the same user is accepted.
 
@@ -28,10 +28,9 @@ import msgspec
 from adaptor.controller.failover import TRY_CONNECT_TIMEOUT_S
 from adaptor.errors import StartError
 from adaptor.launchers.control.credentials import UNIX, Tls
-from adaptor.protocol import authentication, wire
-from adaptor.protocol.authentication import is_same_user
-from adaptor.protocol.deadline import deadline
+from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello, Endpoint
+from adaptor.protocol.wire import deadline, is_same_user
 
 _log = logging.getLogger("adaptor")
 
@@ -224,7 +223,7 @@ class AgentListener(Generic[T]):
                     wire.notice_silence(connection)
                 certificates = await self._tls.newest() if self._tls is not None else None
                 reader, writer = await _streams(connection, certificates and certificates.server)
-                await authentication.challenge(reader, writer, self._secret)
+                await wire.prove_controller(reader, writer, self._secret)
                 self._unproved.pop(task, None)
                 if self._first_at_once:
                     hello = await self._first(reader)
@@ -429,7 +428,7 @@ async def _prove(
         sock=connection, ssl=context, server_hostname=address if context is not None else None
     )
     try:
-        await authentication.answer(reader, writer, secret)
+        await wire.prove_agent(reader, writer, secret)
     except BaseException:
         writer.close()
         raise

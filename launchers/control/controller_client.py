@@ -36,8 +36,8 @@ from adaptor.launchers.control.credentials import UNIX, Invitation, Tls, kind_of
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.log import tell_error
 from adaptor.protocol import wire
-from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello, ControllerToAgent, Endpoint, FromAgent, Recovered, Verdict
+from adaptor.protocol.wire import deadline
 
 # The time an agent waits at a standby that still has the controller. A standby without a loss after this
 # time means that only the network between the agent and the controller is cut.

@@ -31,7 +31,6 @@ from adaptor.launchers.control.agent_connections import (
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.log import tell_error
 from adaptor.protocol import wire
-from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -45,7 +44,7 @@ from adaptor.protocol.messages import (
     ToController,
     Welcome,
 )
-from adaptor.protocol.wire import Ask, Keep, Kept, to_store
+from adaptor.protocol.wire import Ask, Keep, Kept, deadline, to_store
 
 Send = Callable[[Sequence[ControllerToAgent]], None]
 # Seconds between two ticks of the controller's clock: deadlines are tens of seconds.

@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 from adaptor.config import Config
 from adaptor.errors import ConfigError, StartError
-from adaptor.protocol.deadline import deadline
+from adaptor.protocol.wire import deadline
 
 _log = logging.getLogger("adaptor")
 # The time a connection waits for the files: their file system may hang.

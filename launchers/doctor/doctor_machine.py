@@ -23,7 +23,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from adaptor import devices, distributions, host_memory
-from adaptor.checkpoint import disk, linux_calls
+from adaptor.checkpoint import disk
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.config import Config
 from adaptor.errors import AdaptorError
@@ -323,7 +323,7 @@ def _exchange(place: Path) -> Finding:
     first_path, second_path = place / "a", place / "b"
     first_path.mkdir()
     second_path.mkdir()
-    if linux_calls.exchange(first_path, second_path):
+    if disk.exchange(first_path, second_path):
         return Finding("exchange", "OK", "two folders can exchange their names at once")
     description = "two folders cannot exchange their names at once (NFS cannot)"
     remedy = "a checkpoint of a step that was saved before is replaced in two steps: docs/promises.md"

@@ -43,7 +43,7 @@ from adaptor.launchers.platforms.reading import (
     number,
     shown,
 )
-from adaptor.protocol.authentication import is_same_user
+from adaptor.protocol.wire import is_same_user
 
 _FILE = "RANK_TABLE_FILE"
 _RANK = "RANK_ID"

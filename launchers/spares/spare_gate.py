@@ -28,7 +28,6 @@ from adaptor import output
 from adaptor.launchers.control.agent_connections import AgentListener, RejectedConnections
 from adaptor.launchers.control.credentials import Invitation, Tls
 from adaptor.protocol import wire
-from adaptor.protocol.deadline import deadline
 from adaptor.protocol.messages import AgentHello, Endpoint
 from adaptor.protocol.spare_messages import (
     Gate,
@@ -44,6 +43,7 @@ from adaptor.protocol.spare_messages import (
     TakePlace,
     from_spare_node,
 )
+from adaptor.protocol.wire import deadline
 
 T = TypeVar("T")
 

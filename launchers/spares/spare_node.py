@@ -37,7 +37,6 @@ from adaptor.launchers.spares.spare_pool import (
     workers_are_forks,
 )
 from adaptor.protocol import wire
-from adaptor.protocol.deadline import deadline
 from adaptor.protocol.environment import AGENT
 from adaptor.protocol.spare_messages import (
     Gate,
@@ -55,6 +54,7 @@ from adaptor.protocol.spare_messages import (
     ToSpareNode,
     to_spare_node,
 )
+from adaptor.protocol.wire import deadline
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler

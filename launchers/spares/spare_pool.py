@@ -22,8 +22,8 @@ from adaptor.launchers.agent import processes
 from adaptor.launchers.agent.processes import SPARE, WORKER
 from adaptor.launchers.spares import worker_forks
 from adaptor.protocol import wire
-from adaptor.protocol.deadline import deadline
 from adaptor.protocol.spare_messages import Become, Forked, Import, Ready, from_spare
+from adaptor.protocol.wire import deadline
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler

@@ -112,7 +112,7 @@ def install(injector: Injector) -> None:
     before("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump")
     _wrap("adaptor.worker.freezer", "Freezer.bring_to", _let_through(injector))
     for act in ("send", "gather"):
-        before("dump-gather", "adaptor.checkpoint.shard_exchange", act)
+        before("dump-gather", "adaptor.checkpoint.shards", act)
     before("dump-gather", "adaptor.checkpoint.in_place_holder", "take_part")
     before("dump-gather", "adaptor.checkpoint.in_place", "InPlace.write")
     after("dump-write", "adaptor.checkpoint.hashing", "HashingFile.write")
@@ -286,7 +286,7 @@ def _watch_copies(injector: Injector) -> None:
         injector.reach("copy")
         return wrapped(into[half:], given[half:])
 
-    _wrap("adaptor.checkpoint.local_copy", "LocalCopy.take", is_inside)
+    _wrap("adaptor.checkpoint.trainee", "LocalCopy.take", is_inside)
     wrapt.wrap_function_wrapper(torch, "_foreach_copy_", strikes_half_way)
 
 

@@ -6,8 +6,8 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import Find, Prepare, Publish
+from adaptor.protocol.naming import FileEntry
 from tests.simulation.clock import Body, Clock, Process
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ from collections import ChainMap, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import Dump, GroupOrder
+from adaptor.protocol.naming import FileEntry
 from tests.simulation.clock import Body
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import contextlib
 import ssl
 from typing import Any
 
-from adaptor.protocol import authentication, wire
+from adaptor.protocol import wire
 from adaptor.protocol.messages import ControllerToAgent, StandbyState, Welcome
 
 
@@ -22,7 +22,7 @@ class Agent:
         return cls(*await asyncio.open_connection("127.0.0.1", port, ssl=tls))
 
     async def prove(self, secret: str) -> None:
-        await authentication.answer(self.reader, self.writer, bytes.fromhex(secret))
+        await wire.prove_agent(self.reader, self.writer, bytes.fromhex(secret))
 
     def say(self, *messages: Any) -> None:
         self.writer.write(b"".join(wire.frame(message) for message in messages))

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from adaptor.protocol import environment, wire
 from adaptor.protocol.board import Board
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Dump,
     Exit,
@@ -37,6 +36,7 @@ from adaptor.protocol.messages import (
     WriteFailed,
     Written,
 )
+from adaptor.protocol.naming import FileEntry
 
 ORIGIN = 10
 RANK = int(os.environ["RANK"])

@@ -27,7 +27,7 @@ from adaptor.launchers.control import agent_connections, credentials
 from adaptor.launchers.control import agent_connections as rejected_module
 from adaptor.launchers.control.agent_connections import AgentListener, connect, read_hello, try_connect
 from adaptor.launchers.control.credentials import Contexts, Tls
-from adaptor.protocol import authentication, wire
+from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello
 from tests.certificates import Authority
 from tests.ports import free_port
@@ -205,7 +205,7 @@ def test_the_gate_of_a_node_that_may_be_gone(who: str, monkeypatch: pytest.Monke
         if who == "stranger":
             writer.write(secrets.token_bytes(64))
         elif len(came) == 3:
-            await authentication.challenge(reader, writer, SECRET)
+            await wire.prove_controller(reader, writer, SECRET)
         if who != "crowded":
             await reader.read()
 

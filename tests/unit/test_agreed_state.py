@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from adaptor import context
 from adaptor.checkpoint import manifest, publish, state_writer, tracker
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import CheckpointError
 from adaptor.frameworks import compared_save

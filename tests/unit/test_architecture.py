@@ -87,9 +87,9 @@ READS_SETTINGS = {
 # part of it (`adaptor.context`).
 STATE = {
     "adaptor._enabled": "nothing else is imported before the adaptor is enabled",
-    "adaptor.checkpoint.lease_claim._claimed": "a process claims one save folder",
-    "adaptor.checkpoint.rng._numpy": "what was read last of numpy's random state, which is the process's",
-    "adaptor.checkpoint.rng._python": "what was read last of the state of `random`, which is the process's",
+    "adaptor.checkpoint.save_folder_claim._claimed": "a process claims one save folder",
+    "adaptor.checkpoint.step_record._numpy": "the last read random state of numpy, of the whole process",
+    "adaptor.checkpoint.step_record._python": "the last read state of `random`, of the whole process",
     "adaptor.context._context": "the context itself",
     "adaptor.devices.cpu._active": "without anything else of the adaptor",
     "adaptor.output._streams": "the threads of stdout and stderr",

@@ -18,7 +18,7 @@ from adaptor.checkpoint import manifest, publish, tracker
 from adaptor.checkpoint.dcp import METADATA, RankPart
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from tests.faults import sharded
 
 WHOLE = torch.arange(12, dtype=torch.float32).reshape(4, 3)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from adaptor.checkpoint import manifest, publish, shard_exchange, state_writer, training_state
-from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
+from adaptor.checkpoint import manifest, publish, shards, state_writer, training_state
+from adaptor.checkpoint.shards import DumpCancelled, Exchange
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import CheckpointError
@@ -192,7 +192,7 @@ def load(path: Path) -> Any:
 def test_shards_make_a_whole_wherever_they_come_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, message: int
 ) -> None:
-    monkeypatch.setattr(shard_exchange, "_MESSAGE", message)
+    monkeypatch.setattr(shards, "_MESSAGE", message)
     results, root = dump(tmp_path, count, writer=count // 2)
     written = results[count // 2]
     assert [entry.path for entry in written.files] == [
@@ -432,13 +432,13 @@ def test_a_holder_that_sends_nothing_ends_the_dump(tmp_path: Path) -> None:
 
 def test_a_sender_may_drop_its_group_once_it_returns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gathered = threading.Event()
-    acknowledge = shard_exchange.acknowledge
+    acknowledge = shards.acknowledge
 
     def late(*args: Any) -> None:
         gathered.set()
         acknowledge(*args)
 
-    monkeypatch.setattr(shard_exchange, "acknowledge", late)
+    monkeypatch.setattr(shards, "acknowledge", late)
     (tmp_path / "out").mkdir()
 
     def sender(group: Any) -> bool:

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from adaptor.checkpoint import format_torch_dist, shard_exchange, state_writer
+from adaptor.checkpoint import format_torch_dist, shards, state_writer
 from adaptor.checkpoint.format_torch_dist import Sharding
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import UnsupportedError
@@ -64,7 +64,7 @@ def test_an_optimizer_with_the_whole_state_in_a_group_of_one(stored: bool) -> No
     rank = Rank(0, 1)
     optimizer, places = optimizer_of(rank)
     state = TrainingState([rank.model], optimizer, None, "mp_rank_00", stored=(stored,))
-    world = shard_exchange.gather(optimizer, 0, Exchange(None, 0, [[0]]))
+    world = shards.gather(optimizer, 0, Exchange(None, 0, [[0]]))
     saved = Sharding(0, {}, (), ()).optimizer(state, {}, [{"optimizer": 7}], [world])
     assert saved["group"] == (0, 1, 0 if stored else 1)
     assert saved["ranges"] == [[(0, 22), (22, 2)]], "buckets without padding"

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from adaptor.checkpoint import hashing, linux_calls, manifest
+from adaptor.checkpoint import disk, hashing, manifest
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 
 
 def _folder(path: Path, **files: bytes) -> Manifest:
@@ -171,7 +171,7 @@ def test_the_disk_begins_between_two_syncs(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(hashing, "_BEGIN", 8)
     monkeypatch.setattr(hashing, "_GROWTH", 8)
     told: list[str] = []
-    begin_to_write, fdatasync = linux_calls.begin_to_write, os.fdatasync
+    begin_to_write, fdatasync = disk.begin_to_write, os.fdatasync
 
     def begin(descriptor: int) -> None:
         begin_to_write(descriptor)
@@ -181,7 +181,7 @@ def test_the_disk_begins_between_two_syncs(tmp_path: Path, monkeypatch: pytest.M
         fdatasync(descriptor)
         told.append(f"sync {os.fstat(descriptor).st_size}")
 
-    monkeypatch.setattr(linux_calls, "begin_to_write", begin)
+    monkeypatch.setattr(disk, "begin_to_write", begin)
     monkeypatch.setattr(os, "fdatasync", sync)
     monkeypatch.setattr(hashing.time, "monotonic", lambda: 0.0)
     with HashingFile(tmp_path / "file") as file:
@@ -193,7 +193,7 @@ def test_the_disk_begins_between_two_syncs(tmp_path: Path, monkeypatch: pytest.M
 def test_a_file_system_that_takes_no_hint_is_no_error() -> None:
     reader, writer = os.pipe()
     try:
-        linux_calls.begin_to_write(writer)  # ESPIPE
+        disk.begin_to_write(writer)  # ESPIPE
     finally:
         os.close(reader)
         os.close(writer)
@@ -217,15 +217,15 @@ def test_what_this_process_cannot_open_is_not_called_wrong(tmp_path: Path) -> No
 def test_room_is_reserved_and_a_file_keeps_its_size(tmp_path: Path) -> None:
     """Where there is none, or the file has no such thing, writing goes on."""
     with (tmp_path / "file").open("wb") as file:
-        linux_calls.reserve(file.fileno(), 1 << 20)
+        disk.reserve(file.fileno(), 1 << 20)
         status = os.fstat(file.fileno())
         assert status.st_size == 0
         file.write(b"content")
-        linux_calls.reserve(file.fileno(), 1 << 62)  # ENOSPC or EFBIG
+        disk.reserve(file.fileno(), 1 << 62)  # ENOSPC or EFBIG
     assert (tmp_path / "file").read_bytes() == b"content"
     reader, writer = os.pipe()
     try:
-        linux_calls.reserve(writer, 1 << 20)  # ESPIPE
+        disk.reserve(writer, 1 << 20)  # ESPIPE
         os.write(writer, b"on")
         assert os.read(reader, 2) == b"on"
     finally:

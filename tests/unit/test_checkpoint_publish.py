@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from adaptor.checkpoint import disk, left_overs, linux_calls, manifest, publish, regular_folder, tracker
+from adaptor.checkpoint import disk, left_overs, manifest, publish, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.manifest import Manifest
-from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.checkpoint.tracker import locked
 from adaptor.controller.save_attempts import PublishTarget
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from tests.unit.threads import LONG_S, Thread
 
 STEP = 20
@@ -81,7 +81,7 @@ def crash_before(call: int) -> Iterator[_Clock]:
 @pytest.fixture(autouse=True)
 def _watch_calls_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """fsync and the exchange of two names raise no audit event."""
-    fsync, exchange = os.fsync, linux_calls.exchange
+    fsync, exchange = os.fsync, disk.exchange
 
     def watched_fsync(descriptor: int) -> None:
         CLOCK.tick("os.fsync")
@@ -92,7 +92,7 @@ def _watch_calls_without_events(monkeypatch: pytest.MonkeyPatch) -> None:
         return exchange(one, other)
 
     monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(linux_calls, "exchange", watched_exchange)
+    monkeypatch.setattr(disk, "exchange", watched_exchange)
 
 
 @pytest.fixture
@@ -332,7 +332,7 @@ def test_no_crash_breaks_a_regular_save(
     root: Path, copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(linux_calls, "exchange", lambda one, other: False)
+        monkeypatch.setattr(disk, "exchange", lambda one, other: False)
     (root / naming.regular_name(STEP)).mkdir()
     write(root / naming.regular_name(STEP), b"regular")
     survive_every_crash(
@@ -345,7 +345,7 @@ def test_a_newer_save_of_the_same_step_replaces_the_older_one(
     root: Path, copies: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(linux_calls, "exchange", lambda one, other: False)
+        monkeypatch.setattr(disk, "exchange", lambda one, other: False)
         # For a moment no folder bears the name; clean() ends that moment.
         monkeypatch.setattr(sys.modules[__name__], "named_is_there", lambda root, named: True)
     dump(root, b"first")
@@ -366,12 +366,12 @@ def test_two_names_are_exchanged_where_the_filesystem_can(tmp_path: Path) -> Non
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()
-    if not linux_calls.exchange(tmp_path / "a", tmp_path / "b"):
+    if not disk.exchange(tmp_path / "a", tmp_path / "b"):
         pytest.skip("this filesystem cannot exchange two names")
     assert (tmp_path / "a" / "b").exists()
     assert (tmp_path / "b" / "a").exists()
     with pytest.raises(OSError, match="No such file"):
-        linux_calls.exchange(tmp_path / "a", tmp_path / "missing")
+        disk.exchange(tmp_path / "a", tmp_path / "missing")
 
 
 def test_a_complete_checkpoint_of_the_framework_wins(root: Path) -> None:
@@ -834,7 +834,7 @@ def test_a_regular_save_does_not_wait_until_an_older_version_is_removed(
     root: Path, slow_disk: SlowDisk, monkeypatch: pytest.MonkeyPatch, exchanges: bool
 ) -> None:
     if not exchanges:
-        monkeypatch.setattr(linux_calls, "exchange", lambda one, other: False)
+        monkeypatch.setattr(disk, "exchange", lambda one, other: False)
     for content in (b"older", b"newer"):
         folder = _large(root / naming.regular_name(STEP))
         (folder / "other.pt").write_bytes(content)

@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from adaptor.checkpoint import rng
+from adaptor.checkpoint import step_record
 
 
 class _Tracker:
@@ -22,7 +22,7 @@ class _Tracker:
 
 
 def test_what_was_taken_stays() -> None:
-    (taken,) = rng.RandomStates(_Tracker()).take()
+    (taken,) = step_record.RandomStates(_Tracker()).take()
     before = random.getstate(), torch.get_rng_state()
     random.random()
     torch.rand(1)
@@ -44,13 +44,13 @@ def test_numpy_s_state_is_what_numpy_says() -> None:
     before = numpy.random.get_state()
     for change in changes:
         change()
-        taken, real = rng._numpy.take(), numpy.random.get_state()
+        taken, real = step_record._numpy.take(), numpy.random.get_state()
         assert numpy.array_equal(taken[1], real[1])
         assert (taken[0], *taken[2:]) == (real[0], *real[2:])
 
 
 def test_python_s_state_is_what_python_says() -> None:
-    taken = rng._PythonState()
+    taken = step_record._PythonState()
     before = random.getstate()
     changes: list[Callable[[], object]] = [
         lambda: None,
@@ -74,7 +74,7 @@ def test_python_s_state_is_taken_each_time_where_its_place_is_not_known(
     class Other(random.Random):
         pass
 
-    taken = rng._PythonState()
+    taken = step_record._PythonState()
     assert taken.take() is taken.take()
     for generator in (Other(3), random.Random(4)):  # another one takes the place of the module's
         monkeypatch.setattr(random, "getstate", generator.getstate)
@@ -87,7 +87,7 @@ def test_a_generator_of_the_tracker_is_copied() -> None:
     tracker = _Tracker()
     generator = torch.Generator()
     tracker.states = {"graph-safe": generator}
-    taken = rng.take(tracker)["rng_tracker_states"]["graph-safe"]
+    taken = step_record.take_random(tracker)["rng_tracker_states"]["graph-safe"]
     before = taken.get_state()
     torch.rand(1, generator=generator)
     assert torch.equal(taken.get_state(), before)

@@ -20,7 +20,6 @@ from adaptor.launchers.control.controller_host import AgentRegistry
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.protocol import messages, wire
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     AgentHello,
     BoardRecord,
@@ -42,6 +41,7 @@ from adaptor.protocol.messages import (
     WriteFailed,
     Written,
 )
+from adaptor.protocol.naming import FileEntry
 from tests.unit.any_message import any_of
 
 EXAMPLES = int(os.environ.get("TTP_FUZZ_EXAMPLES", "100"))

@@ -10,7 +10,6 @@ import pytest
 
 from adaptor.controller import hang_detector
 from adaptor.controller.controller import Controller, Orders
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -33,6 +32,7 @@ from adaptor.protocol.messages import (
     Share,
     Written,
 )
+from adaptor.protocol.naming import FileEntry
 from tests.unit.traces import Trace, replay
 
 TRACES = sorted((Path(__file__).parent / "controller_traces").glob("*.txt"))

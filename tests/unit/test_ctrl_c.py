@@ -11,7 +11,7 @@ import pytest
 
 from adaptor.checkpoint import hashing, manifest
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from tests.unit.launching import DROPPED, HEARS_CTRL_C, interrupted_in_import
 from tests.unit.test_serve import job  # noqa: F401
 from tests.waiting import LONG_S

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from adaptor.protocol.deadline import _Deadline, deadline
+from adaptor.protocol.wire import _Deadline, deadline
 from tests.unit.threads import LONG_S
 
 

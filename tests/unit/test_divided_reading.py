@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from adaptor.checkpoint import hashing
 from adaptor.checkpoint.divided_reading import Division, Reader, views
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 
 NAMES = ("mp_rank_00/model.pt", "mp_rank_01/model.pt", "__1_0.distcp", "__11_0.distcp", "common.pt")
 PREFIXES = ("mp_rank_00/", "mp_rank_01/model.pt", "__1_", "__11_", "")

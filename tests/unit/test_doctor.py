@@ -19,7 +19,7 @@ from adaptor.launchers.cli import ttp
 from adaptor.launchers.doctor import doctor_job
 from adaptor.launchers.doctor.doctor_job import Save, Speed
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.records import Plan, Replicas
 from tests import certificates
 

@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 
 from adaptor.launchers.control import agent_connections
 from adaptor.launchers.control.controller_host import DumpStoreServer
-from adaptor.protocol import authentication
+from adaptor.protocol import wire
 from adaptor.protocol.messages import Endpoint, Standing
 from adaptor.worker import stacks, thread_frames
 from adaptor.worker.dump_store import DumpStore as Client
@@ -194,7 +194,7 @@ def test_who_is_turned_out_comes_again() -> None:
             if len(came) < 3:
                 writer.close()
                 return
-            await authentication.challenge(reader, writer, secret)
+            await wire.prove_controller(reader, writer, secret)
             proved.set()
             writer.close()
 

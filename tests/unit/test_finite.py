@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from adaptor.checkpoint import shards, state_writer, training_state
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import CheckpointError
 from adaptor.protocol.messages import GroupOrder

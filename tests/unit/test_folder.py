@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from adaptor import output
-from adaptor.checkpoint import folder, publish
+from adaptor.checkpoint import publish, save_folder_claim
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import ConfigError
 from adaptor.protocol import naming
@@ -20,8 +20,8 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_folder_is_made(tmp_path: Path) -> None:
-    folder.require_writable(tmp_path / "a" / "b")
-    folder.require_writable(str(tmp_path / "12:30"))
+    save_folder_claim.require_writable(tmp_path / "a" / "b")
+    save_folder_claim.require_writable(str(tmp_path / "12:30"))
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["12:30", "a"]
 
 
@@ -32,7 +32,7 @@ def test_an_object_store_is_no_folder(
     """Last words, and the regular saves beside them, would be in a folder `msc:` of one machine."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"--save is .*: the checkpoint after a failure needs a folder"):
-        folder.require_writable(save)
+        save_folder_claim.require_writable(save)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -52,11 +52,11 @@ def test_checkpoints_that_no_tracker_names_are_told(
     back = f"; to go back to step 20, write 20 into {tmp_path / naming.TRACKER}"
     for step, words in ((0, ""), (20, back)):
         with pytest.raises(ConfigError) as caught:
-            folder.require_no_later_step(tmp_path, step)
+            save_folder_claim.require_no_later_step(tmp_path, step)
         assert str(caught.value) == f"{refused} {step}: {remedy}{words}"
     assert said(capsys) == ""
     (tmp_path / naming.TRACKER).unlink()
-    folder.require_no_later_step(tmp_path, 0)
+    save_folder_claim.require_no_later_step(tmp_path, 0)
     assert "holds checkpoints up to step 30 that no tracker names" in said(capsys)
-    folder.require_no_later_step(tmp_path, 30)
+    save_folder_claim.require_no_later_step(tmp_path, 30)
     assert said(capsys) == ""

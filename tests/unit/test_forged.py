@@ -8,7 +8,6 @@ import pytest
 
 from adaptor.controller.controller import Controller, Orders
 from adaptor.launchers.control.controller_host import AgentRegistry
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -32,6 +31,7 @@ from adaptor.protocol.messages import (
     Verdict,
     Written,
 )
+from adaptor.protocol.naming import FileEntry
 
 STEP = 5
 FOLDER = f"/save/iter_{STEP:07d}_tmp_0f3a"

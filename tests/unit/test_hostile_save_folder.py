@@ -24,10 +24,10 @@ from hypothesis import strategies as st
 from adaptor import output
 from adaptor.checkpoint import left_overs, manifest, publish, regular_folder, tracker
 from adaptor.checkpoint.hashing import HashingFile
-from adaptor.checkpoint.save_folder_lock import locked
+from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError, ResumeError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from tests.unit.test_resume_check import (
     FILES,
     NEWER,

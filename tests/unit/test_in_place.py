@@ -34,7 +34,7 @@ from adaptor.checkpoint.archive_layout import ArchiveLayout, join_crcs
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest
 from adaptor.checkpoint.in_place_holder import Order
-from adaptor.checkpoint.shard_exchange import DumpCancelled, Exchange
+from adaptor.checkpoint.shards import DumpCancelled, Exchange
 from adaptor.devices.device import Host
 from adaptor.errors import CheckpointError
 from tests.unit.test_checkpoint_dump import RECORD, Rank, dump, load, together, whole_state, without_padding

@@ -18,17 +18,15 @@ from adaptor.checkpoint import (
     file_parts,
     in_place,
     in_place_holder,
-    integrity,
     manifest,
     publish,
-    shard_exchange,
     shards,
 )
 from adaptor.checkpoint.hashing import BLOCK, HashingFile
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Exchange
 from adaptor.errors import CheckpointError
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from tests.faults import sharded
 from tests.unit.test_checkpoint_dump import Rank, together
 from tests.unit.test_in_place import DTYPES, half, one_param, peak, same
@@ -129,9 +127,9 @@ def in_both_ways(
             layout = dcp_layout.lay_out(part, planned, objects)
         small: dict[str, Callable[[Any], Any]] = {part.part_file: part.write_part}
         if verify:
-            digest = integrity.digest()
+            digest = dcp.sha256()
             layout.reader = digest.update
-            small = integrity.with_part(small, 0, {part.data_file: digest.hexdigest})
+            small = dcp.with_integrity_part(small, 0, {part.data_file: digest.hexdigest})
         with in_place.InPlace({part.data_file: layout}, [ranks[0].optimizer], exchange, 1) as archives:
             assert archives.write()
             entries = archives.finish()
@@ -197,7 +195,7 @@ def test_a_byte_that_another_one_is_read_for_is_not_vouched_for(tmp_path: Path) 
     planned = PlannedTensors("meta")
     part = dcp.RankPart(0, saved(planned.state_of(rank.optimizer, 0)[0][DTYPES], planned.cast))
     layout = dcp_layout.lay_out(part, planned)
-    layout.reader = integrity.digest().update
+    layout.reader = dcp.sha256().update
     largest = max(layout.entries, key=lambda entry: entry.size)
     changed = -(-largest.begin // BLOCK) * BLOCK
     with in_place.InPlace({part.data_file: layout}, [rank.optimizer], exchange, 1) as archives:
@@ -316,14 +314,14 @@ def test_a_holder_sends_its_shards_where_nothing_can_be_laid_out(tmp_path: Path)
     def writer(group: Any) -> Any:
         exchange = Exchange(group, 0, [[0, 1]], folder=tmp_path)
         in_place.decline(exchange)
-        return shard_exchange.gather(ranks[0].optimizer, 0, exchange), shard_exchange.acknowledge(
+        return shards.gather(ranks[0].optimizer, 0, exchange), shards.acknowledge(
             [ranks[0].optimizer], 0, exchange
         )
 
     def holder(group: Any) -> Any:
         exchange = Exchange(group, 1, [[0, 1]], folder=tmp_path)
         gathers = in_place_holder.take_part([ranks[1].optimizer], 0, exchange)
-        shard_exchange.send([ranks[1].optimizer], 0, exchange)
+        shards.send_shards([ranks[1].optimizer], 0, exchange)
         return gathers
 
     (state, _), gathers = together(tmp_path, [writer, holder])

@@ -22,7 +22,7 @@ from adaptor.checkpoint.file_parts import PartWriter, Region, WrittenPart
 from adaptor.checkpoint.in_place import InPlace
 from adaptor.checkpoint.in_place_holder import own_readers
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Exchange
 from tests.unit.test_checkpoint_dump import Rank
 from tests.unit.test_in_place import DTYPES, half, one_param, same
 from tests.unit.test_in_place_dcp import Planner, set_block, world_of

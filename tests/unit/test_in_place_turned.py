@@ -17,7 +17,7 @@ from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.in_place_holder import own_readers
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source, StridedView
-from adaptor.checkpoint.shard_exchange import Exchange
+from adaptor.checkpoint.shards import Exchange
 from adaptor.devices.device import Host
 from tests.faults import sharded
 from tests.unit.test_in_place import DTYPES, half, one_param

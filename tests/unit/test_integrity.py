@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from adaptor.checkpoint import checksum_notes, integrity, manifest, publish, regular_folder
+from adaptor.checkpoint import dcp, manifest, publish, regular_folder
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
-from tests.unit import test_checkpoint_dcp as dcp
+from adaptor.protocol.naming import FileEntry
+from tests.unit import test_checkpoint_dcp
 
 STEP = 3
 FINAL = naming.final_name(STEP)
@@ -43,13 +43,13 @@ def _framework_saves(folder: Path) -> None:
 def _dump(folder: Path) -> list[FileEntry]:
     """The files of two writers, as those of last words."""
     entries = []
-    for number, planner in enumerate(dcp.HALVES):
+    for number, planner in enumerate(test_checkpoint_dcp.HALVES):
         part = dcp.RankPart(planner.rank, planner)
         files: dict[str, Callable[[Any], Any]] = {}
         if number == 0:
             files["metadata.json"] = lambda file: file.write(b"{}")
         files |= {part.data_file: part.write_data, part.part_file: part.write_part}
-        for name, act in integrity.with_part(files, planner.rank).items():
+        for name, act in dcp.with_integrity_part(files, planner.rank).items():
             with HashingFile(folder / f"{name}.1") as file:
                 act(file)
             entries.append(file.entry(name, 1))
@@ -101,7 +101,7 @@ def test_a_regular_save_lists_no_file_that_goes(tmp_path: Path) -> None:
     regular_folder.prepare_regular(tmp_path, STEP)
     folder = tmp_path / naming.regular_name(STEP)
     (folder / "__0_0.distcp").write_bytes(b"tensors")
-    checksum_notes.hash_and_leave(folder, folder / "__0_0.distcp")
+    regular_folder.hash_and_leave(folder, folder / "__0_0.distcp")
     _framework_saves(folder)
     assert len(framework_checks(folder)) == 2
     regular_folder.sync_regular(tmp_path, STEP)
@@ -113,5 +113,5 @@ def test_a_regular_save_lists_no_file_that_goes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"{}", b"[1", b'{"algorithm": "md5", "files": {"a": 1}}'])
 def test_a_file_of_another_form_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "integrity.json").write_bytes(content)
-    integrity.settle(tmp_path)
+    regular_folder.settle_integrity(tmp_path)
     assert (tmp_path / "integrity.json").read_bytes() == content

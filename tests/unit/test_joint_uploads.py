@@ -17,7 +17,7 @@ from torch.distributed import checkpoint
 from adaptor.checkpoint import layout_file, regular_folder, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.store import catalog, completeness, layout, pull, push
 from adaptor.store.client import Store
 from adaptor.store.joint import JointPush, Others, Patience, announced, divide

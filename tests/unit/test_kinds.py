@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from adaptor.checkpoint.local_copy import LocalCopy
-from adaptor.checkpoint.trainee import replicas_of
+from adaptor.checkpoint.trainee import LocalCopy, replicas_of
 from adaptor.errors import UnsupportedError
 from adaptor.replica import supported_optimizers, twin
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from adaptor import output
-from adaptor.checkpoint import lease, lease_claim, left_overs
+from adaptor.checkpoint import lease, left_overs, save_folder_claim
 from adaptor.checkpoint.lease import Lease, Owner
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
@@ -205,7 +205,7 @@ def test_what_is_no_lease_is_replaced(tmp_path: Path, kind: str) -> None:
 def test_a_lease_that_cannot_be_written_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lease_claim.claim(tmp_path / "gone", {})
+    save_folder_claim.claim(tmp_path / "gone", {})
     (line,) = said(capsys).splitlines()
     lease = tmp_path / "gone" / naming.LEASE
     assert f"the lease {lease} cannot be taken (No such file or directory)" in line

@@ -14,7 +14,7 @@ from adaptor import context, patches, patching
 from adaptor.checkpoint import hashing, publish, resume_check, tracker
 from adaptor.checkpoint.divided_reading import CheckedFiles
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 
 pytestmark = pytest.mark.usefixtures("group_of_one", "_patched")
 

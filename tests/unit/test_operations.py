@@ -28,7 +28,6 @@ from adaptor.launchers.records.job_files import LIMITS_S, JobFiles, StepTimer
 from adaptor.launchers.records.job_records import JobStatus
 from adaptor.operations import job_folder
 from adaptor.protocol import naming, records
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     AgentHello,
     AgentTerminationRequested,
@@ -57,6 +56,7 @@ from adaptor.protocol.messages import (
     Unprotected,
     Verdict,
 )
+from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.records import Notice, Status, StepTimes
 from adaptor.verification.agreed_state import AgreedGroup, AgreedShard, AgreedState
 from tests import operator_files

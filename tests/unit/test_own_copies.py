@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import linux_calls, regular_folder, tracker, tracker_rollback
+from adaptor.checkpoint import disk, regular_folder, resume_selection, tracker
 from adaptor.protocol import naming
 from tests.unit.test_checkpoint_publish import Crash, _watch_calls_without_events, crash_before  # noqa: F401
 from tests.unit.test_own_disks import (
@@ -229,7 +229,7 @@ def test_wherever_a_start_ends_that_completes_a_save(
         write(root, node, NEWER, THIRD)
     name(roots[0], 0, NEWER, THIRD)
     if not exchanges:
-        monkeypatch.setattr(linux_calls, "exchange", lambda one, other: False)
+        monkeypatch.setattr(disk, "exchange", lambda one, other: False)
     cases = []
     for call in itertools.count(1):
         here = f"{call:03d}"
@@ -237,7 +237,7 @@ def test_wherever_a_start_ends_that_completes_a_save(
             shutil.copytree(place / "save", place / here)
         try:
             with crash_before(call):
-                assert tracker_rollback.complete(places[1] / here, naming.final_name(NEWER), THIRD) == ""
+                assert resume_selection.complete(places[1] / here, naming.final_name(NEWER), THIRD) == ""
             break
         except Crash:
             cases.append(here)
@@ -255,10 +255,10 @@ def test_wherever_a_start_ends_that_completes_a_save(
 # Rank 1 brings the save to disk when rank 2 has found that it is at work; two FIFOs let them meet.
 MEET = """
 import os, sys
-from adaptor.checkpoint import tracker_rollback
+from adaptor.checkpoint import resume_selection
 rank, last = sys.argv[2], os.environ["LAST_NODE"]
 os.environ["GROUP_RANK"] = min(rank, last)
-complete, fsync, met = tracker_rollback.complete, os.fsync, []
+complete, fsync, met = resume_selection.complete, os.fsync, []
 
 def meet():
     if not met:
@@ -282,9 +282,9 @@ def come(*args):
     return why
 
 if rank == "1":
-    tracker_rollback.complete, os.fsync = work, bring
+    resume_selection.complete, os.fsync = work, bring
 if rank == "2":
-    tracker_rollback.complete = come
+    resume_selection.complete = come
 """
 
 

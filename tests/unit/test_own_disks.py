@@ -13,18 +13,9 @@ from typing import Any
 
 import pytest
 
-from adaptor.checkpoint import (
-    checksum_notes,
-    left_overs,
-    manifest,
-    publish,
-    regular_folder,
-    tracker,
-    tracker_rollback,
-)
+from adaptor.checkpoint import left_overs, manifest, publish, regular_folder, resume_selection, tracker
 from adaptor.checkpoint.hashing import HashingFile
-from adaptor.checkpoint.resume_selection import Found, judge
-from adaptor.checkpoint.tracker_rollback import Agreed
+from adaptor.checkpoint.resume_selection import Agreed, Found, judge
 from adaptor.errors import ResumeError
 from adaptor.protocol import environment, naming
 from tests.unit.test_checkpoint_publish import Crash, _watch_calls_without_events, crash_before  # noqa: F401
@@ -44,7 +35,7 @@ def write(root: Path, node: int, step: int, generation: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with HashingFile(path, base_folder=saving) as file:
             file.write(f"{name} of node {node}, step {step}, generation {generation}".encode())
-        checksum_notes.leave(saving, file.entry(path.relative_to(saving).as_posix()))
+        regular_folder.leave_note(saving, file.entry(path.relative_to(saving).as_posix()))
     return saving
 
 
@@ -262,8 +253,8 @@ def test_after_a_crash_while_all_go_back(tmp_path: Path) -> None:
             roots.append(Path(shutil.copytree(place / "save", place / here)))
         try:
             with crash_before(call):
-                assert tracker_rollback.follow(roots[1], Agreed(OLDER, (NEWER,))) == ""
-                tracker_rollback.go_back(roots[0], OLDER, tracker_rollback.names_aside(roots[0], [NEWER]))
+                assert resume_selection.follow(roots[1], Agreed(OLDER, (NEWER,))) == ""
+                resume_selection.go_back(roots[0], OLDER, resume_selection.names_aside(roots[0], [NEWER]))
             break
         except Crash:
             cases.append(here)
@@ -500,7 +491,7 @@ def test_a_disk_that_refuses_to_go_back_is_one_line(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", refuse)
-        why = tracker_rollback.follow(roots[1], Agreed(OLDER, (NEWER,)))
+        why = resume_selection.follow(roots[1], Agreed(OLDER, (NEWER,)))
     assert why == f"{roots[1] / naming.final_name(NEWER)}: Read-only file system (go_back)"
     asks = judge(roots[0], roots[0], None)
     assert next(asks)[0] == roots[0] / naming.final_name(NEWER)  # type: ignore[index]
@@ -519,9 +510,9 @@ def test_machines_that_see_other_times_of_the_same_files_go_back_once(tmp_path: 
     root = place / "save"
     write(root, 0, NEWER, SECOND)
     name(root, 0, NEWER, SECOND)
-    aside = tracker_rollback.names_aside(root, [NEWER])
-    assert tracker_rollback.follow(root, Agreed(OLDER, (NEWER,))) == ""
-    tracker_rollback.go_back(root, OLDER, aside)
+    aside = resume_selection.names_aside(root, [NEWER])
+    assert resume_selection.follow(root, Agreed(OLDER, (NEWER,))) == ""
+    resume_selection.go_back(root, OLDER, aside)
     assert tracker.tracked_step(root) == OLDER
     names = sorted(path.name for path in root.iterdir())
     assert names == [naming.aside_name(NEWER, 1), naming.final_name(OLDER), naming.TRACKER]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.checkpoint import disk, hashing, linux_calls, page_cache, publish
+from adaptor.checkpoint import disk, hashing, page_cache, publish
 from adaptor.checkpoint.page_cache import DirectWriter
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
@@ -51,7 +51,7 @@ def _write(file: int, blocks: list[bytes], shift: int = 0) -> list[bool]:
 def test_what_is_taken_is_in_the_file(file: int) -> None:
     blocks = _blocks()
     taken = _write(file, blocks)
-    assert set(taken) == {linux_calls.is_on_own_disk(file)}
+    assert set(taken) == {disk.is_on_own_disk(file)}
     assert os.pread(file, COUNT * BLOCK, 0) == b"".join(blocks)
 
 
@@ -65,7 +65,7 @@ def test_a_disk_that_asks_for_larger_units_gets_it_through_the_cache(file: int) 
 def test_memory_has_no_disk_to_write_to() -> None:
     descriptor = os.memfd_create("file")
     try:
-        assert not linux_calls.is_on_own_disk(descriptor)
+        assert not disk.is_on_own_disk(descriptor)
         assert not any(_write(descriptor, _blocks()))
     finally:
         os.close(descriptor)
@@ -85,7 +85,7 @@ def test_whatever_ends_a_write_is_raised_where_its_block_is_waited_for(
     def refuse(descriptor: int, data: memoryview, at: int) -> int:
         raise MemoryError("no page")
 
-    if not linux_calls.is_on_own_disk(file):
+    if not disk.is_on_own_disk(file):
         pytest.skip("nothing is taken there")
     monkeypatch.setattr(os, "pwrite", refuse)
     with DirectWriter([file], BLOCK) as writer:
@@ -153,7 +153,7 @@ def _read_from_disk() -> int:
 
 def test_all_of_it_is_read_once_where_the_disk_is_the_machines_own(checkpoint: Path) -> None:
     descriptor = os.open(checkpoint, os.O_RDONLY)
-    expected = SIZE if linux_calls.is_on_own_disk(descriptor) else 0
+    expected = SIZE if disk.is_on_own_disk(descriptor) else 0
     os.close(descriptor)
     before = _read_from_disk()
     assert page_cache.read_ahead(checkpoint, SIZE) == expected

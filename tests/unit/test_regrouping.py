@@ -15,7 +15,6 @@ from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import ROUND_S, ROUNDS
 from adaptor.controller.regrouping import ECHO_S, MOST_LIMITS
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -45,6 +44,7 @@ from adaptor.protocol.messages import (
     Starting,
     Written,
 )
+from adaptor.protocol.naming import FileEntry
 
 RANKS = range(4)
 MOST_RECOVERIES = 10

@@ -17,13 +17,12 @@ import pytest
 import torch
 
 from adaptor import context
-from adaptor.checkpoint import checksum_notes, disk, hashing, manifest, regular_folder
+from adaptor.checkpoint import disk, hashing, manifest, regular_folder
 from adaptor.checkpoint.lease import LeaseContent, Owner
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation, WorkerPlace
-from adaptor.protocol.file_entry import FileEntry
-from adaptor.protocol.naming import MANIFEST, TRACKER
+from adaptor.protocol.naming import MANIFEST, TRACKER, FileEntry
 
 FILE = "iter_0000003/mp_rank_00/model_optim_rng.pt"
 
@@ -220,7 +219,7 @@ def test_of_an_asynchronous_save_they_are_told_when_all_ranks_have_met(tmp_path:
 @pytest.mark.usefixtures("rank_0", "armed")
 def test_a_changed_byte_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What `torch.save` writes into the folder of the save is hashed; a copy elsewhere is left alone."""
-    monkeypatch.setattr(checksum_notes, "_SMALL", -1)  # else what nobody has hashed would be, too
+    monkeypatch.setattr(regular_folder, "_SMALL", -1)  # else what nobody has hashed would be, too
     with saves().regular(str(tmp_path), 3):
         folder = Path(saves().renamed(str(tmp_path / "iter_0000003")))
         (folder / "mp_rank_00").mkdir()
@@ -251,7 +250,7 @@ def test_checksums_survive_a_crash_before_the_name(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000003_saving"
     regular_folder.prepare_regular(tmp_path, 3)
     (folder / "a.pt").write_bytes(b"content")
-    checksum_notes.leave(folder, FileEntry("a.pt", 7, hashing.hash_file(folder / "a.pt")))
+    regular_folder.leave_note(folder, FileEntry("a.pt", 7, hashing.hash_file(folder / "a.pt")))
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy / folder.name)
     regular_folder.publish_regular(tmp_path, 3)
@@ -287,22 +286,22 @@ def test_a_note_of_an_earlier_file_is_not_read(tmp_path: Path) -> None:
     (folder := tmp_path / "iter_0000003_saving").mkdir()
     file = folder / "a.pt"
     file.write_bytes(b"earlier")
-    checksum_notes.leave(folder, FileEntry("a.pt", 7, hashing.hash_file(file)))
-    assert checksum_notes.entries(folder, [file])[0].xxh3_128 is not None
+    regular_folder.leave_note(folder, FileEntry("a.pt", 7, hashing.hash_file(file)))
+    assert regular_folder.noted_entries(folder, [file])[0].xxh3_128 is not None
     written = (folder / "a.pt.ttp-xxh3").stat().st_mtime_ns
     file.write_bytes(b"another")
     os.utime(file, ns=(written + 1, written + 1))
-    assert checksum_notes.entries(folder, [file])[0].xxh3_128 is None
+    assert regular_folder.noted_entries(folder, [file])[0].xxh3_128 is None
 
 
 def test_a_note_that_cannot_be_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder := tmp_path / "iter_0000003_saving").mkdir()
     (folder / "a.pt").write_bytes(b"written")
-    checksum_notes.leave(folder, FileEntry("a.pt", 7, hashing.hash_file(folder / "a.pt")))
+    regular_folder.leave_note(folder, FileEntry("a.pt", 7, hashing.hash_file(folder / "a.pt")))
     unlink = Path.unlink
 
     def refuses(path: Path, missing_ok: bool = False) -> None:
-        if checksum_notes.is_note(path):
+        if regular_folder.is_note(path):
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
         unlink(path, missing_ok)
 
@@ -322,7 +321,7 @@ def test_the_tensors_of_torch_dist_have_a_checksum_before_their_writer_says_that
 
     class Results:
         def put(self, result: str) -> None:
-            found.append((result, checksum_notes.entries(folder, [file])))
+            found.append((result, regular_folder.noted_entries(folder, [file])))
 
     results = Results()
     saves().hashing(file, results).put("written")
@@ -338,7 +337,7 @@ def test_what_nobody_has_hashed_gets_a_checksum_unless_it_is_large(
     saving.mkdir()
     for name, size in ((".metadata", 10), ("__0_0.distcp", 11)):
         (saving / name).write_bytes(bytes(size))
-    monkeypatch.setattr(checksum_notes, "_SMALL", 10)
+    monkeypatch.setattr(regular_folder, "_SMALL", 10)
     regular_folder.sync_regular(tmp_path, 3)
     regular_folder.publish_regular(tmp_path, 3)
     final = tmp_path / "iter_0000003"

@@ -24,8 +24,7 @@ from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.spares import spare_pool
 from adaptor.launchers.spares.replacements import Replacements
 from adaptor.launchers.spares.spare_pool import MOST_DEATHS, Spare
-from adaptor.protocol import stack_files
-from adaptor.protocol.deadline import deadline
+from adaptor.protocol import environment
 from adaptor.protocol.environment import AGENT, BOARD, BOARD_RANKS, GENERATION, NEWCOMER, SCRATCH
 from adaptor.protocol.messages import (
     BoardRecord,
@@ -41,6 +40,7 @@ from adaptor.protocol.messages import (
     RegroupFailed,
     Replace,
 )
+from adaptor.protocol.wire import deadline
 from adaptor.worker.runtime import UNDECIDED
 from tests import waiting
 from tests.unit.nodes import ROOT, is_gone, state_of
@@ -313,7 +313,7 @@ def test_the_stacks_of_a_hung_process_are_written_before_it_is_ended(
         node.workers.order(0, Freeze(incident, stacks=True))
         await node.replacements.replace(Replace(incident, 1, 0), always)
         await node.has_run(0)
-        return stack_files.of_incident(tmp_path, incident) / "rank0.txt"
+        return environment.stack_folder_of(tmp_path, incident) / "rank0.txt"
 
     async def act(node: Node) -> None:
         await node.begin(0)

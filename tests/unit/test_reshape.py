@@ -13,7 +13,7 @@ import pytest
 
 from adaptor import context, output
 from adaptor.__main__ import main
-from adaptor.checkpoint import left_overs, linux_calls, manifest, tracker
+from adaptor.checkpoint import disk, left_overs, manifest, tracker
 from adaptor.errors import ResumeError, UnsupportedError
 from adaptor.frameworks import reshape, reshape_sizes
 from adaptor.protocol import naming
@@ -128,13 +128,13 @@ def test_after_any_crash_the_next_start_goes_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where the file system exchanges two names, the final name is always that of a whole checkpoint."""
-    exchange = linux_calls.exchange
+    exchange = disk.exchange
 
     def watched(one: Path, other: Path) -> bool:
         CLOCK.tick("renameat2")
         return exchanges and exchange(one, other)
 
-    monkeypatch.setattr(linux_calls, "exchange", watched)
+    monkeypatch.setattr(disk, "exchange", watched)
     between = 0
     for call in itertools.count(1):
         here = Path(shutil.copytree(pristine, tmp_path / str(call)))
@@ -164,7 +164,7 @@ def test_a_crash_in_the_middle_of_an_exchange_of_a_step_that_the_user_chose(save
     (save / naming.TRACKER).write_text(str(STEP + 1))
     beside = made.with_name(f"{FOLDER}.{made.stat().st_ino}")
     made.rename(beside)
-    if not linux_calls.exchange(beside, save / FOLDER):
+    if not disk.exchange(beside, save / FOLDER):
         pytest.skip("this file system does not exchange names")
     left_overs.clean(save)
     assert (save / KEPT / "which").exists()

@@ -35,7 +35,7 @@ from adaptor.checkpoint import (
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest, HashingFile
 from adaptor.errors import ResumeError
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from tests.faults.warm import Warm
 from tests.unit.test_checkpoint_publish import Crash, crash_before
 from tests.unit.threads import LONG_S

@@ -16,8 +16,8 @@ from adaptor.errors import CheckpointError
 from adaptor.launchers.agent import save_folder_tasks
 from adaptor.launchers.agent.save_folder_tasks import SaveFolderTasks
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import Find, Prepare, Prepared, Publish, Published, PublishFailed
+from adaptor.protocol.naming import FileEntry
 from tests.unit.threads import LONG_S
 
 

@@ -244,7 +244,7 @@ def test_the_page_names_each_metric(job: Path) -> None:
 def test_the_newest_checkpoint_is_among_the_metrics(job: Path, tmp_path: Path) -> None:
     from adaptor.checkpoint.manifest import Manifest
     from adaptor.protocol import naming
-    from adaptor.protocol.file_entry import FileEntry
+    from adaptor.protocol.naming import FileEntry
 
     folder = tmp_path / "save" / naming.final_name(8)
     folder.mkdir(parents=True)

@@ -18,7 +18,7 @@ from adaptor.checkpoint.hashing import BLOCK, BlockDigest
 from adaptor.errors import StoreError
 from adaptor.launchers.cli.ttp import main
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
+from adaptor.protocol.naming import FileEntry
 from adaptor.store import address, catalog, layout
 from adaptor.store.client import PIECE
 from adaptor.store.opening import open_store

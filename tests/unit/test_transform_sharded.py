@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from adaptor.__main__ import main
-from adaptor.checkpoint import integrity, layout_file, manifest, tracker
+from adaptor.checkpoint import dcp, layout_file, manifest, tracker
 from adaptor.protocol import naming
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import FFN, STEP
@@ -311,7 +311,7 @@ def test_a_target_that_could_not_load_it(
 
 def _framework_checks(folder: Path) -> list[str]:
     """The names that Megatron-LM's `--verify-integrity` compares; it raises where one differs."""
-    said = json.loads((folder / integrity.NAME).read_text())
+    said = json.loads((folder / dcp.INTEGRITY).read_text())
     assert said["algorithm"] == "sha256"
     for name, digest in said["files"].items():
         assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest, name
@@ -331,8 +331,8 @@ def test_the_digests_that_the_framework_checks(tmp_path: Path) -> None:
     assert _transform(tmp_path / "b", tmp_path / "c", "--tp", "1", "--pp", "2", *SHARDED) == 0
     assert _framework_checks(tmp_path / "c" / STEP_FOLDER) == names
     assert _transform(tmp_path / "b", tmp_path / "d", "--tp", "1") == 0
-    assert not (tmp_path / "d" / STEP_FOLDER / integrity.NAME).exists(), "the format torch has none"
+    assert not (tmp_path / "d" / STEP_FOLDER / dcp.INTEGRITY).exists(), "the format torch has none"
 
 
 def test_no_digests_where_nobody_asks_for_them(sharded: Path) -> None:
-    assert not (sharded / STEP_FOLDER / integrity.NAME).exists()
+    assert not (sharded / STEP_FOLDER / dcp.INTEGRITY).exists()

@@ -25,7 +25,7 @@ __all__ = ["launcher", "zygote"]
 TRAINS = """
 import os, sys
 from pathlib import Path
-from adaptor.checkpoint import folder, lease_claim
+from adaptor.checkpoint import save_folder_claim
 from adaptor.protocol.messages import Share
 from adaptor.worker import runtime
 from tests import waiting
@@ -34,9 +34,9 @@ rank, shared, save = int(os.environ["RANK"]), Path("SHARED"), "SAVE".replace("RA
 session = runtime.get().session
 if rank == 1 and OTHER:
     os.setgroups([]); os.setgid(OTHER); os.setuid(OTHER)
-folder.require_writable(save)
+save_folder_claim.require_writable(save)
 if rank == 0:
-    lease_claim.claim(save)
+    save_folder_claim.claim(save)
 (shared / f"ready{rank}").touch()
 waiting.exist(*(shared / f"ready{other}" for other in (0, 1)))
 loop = Loop(session, CountingTrainee(save, (Share("g", 0, 1),)))

@@ -19,7 +19,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from adaptor.protocol import messages, wire
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,
     BoardRecord,
@@ -36,6 +35,7 @@ from adaptor.protocol.messages import (
     Share,
     Welcome,
 )
+from adaptor.protocol.naming import FileEntry
 from tests.unit.any_message import any_of
 
 DIRECTIONS = {

@@ -51,7 +51,6 @@ import msgspec
 from adaptor.controller.controller import Controller
 from adaptor.controller.incident_state import Orders, Stage
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import (
     Addressed,
     AgentHello,
@@ -103,6 +102,7 @@ from adaptor.protocol.messages import (
     WriteFailed,
     Written,
 )
+from adaptor.protocol.naming import FileEntry
 
 GROUP = "g"
 RANKS_PER_NODE = 2

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from adaptor.devices.device import HOST, Device
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import GroupOrder, Share
+from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.state_provider import DumpRun
 from adaptor.worker.session import Session
 

@@ -22,8 +22,8 @@ from adaptor.checkpoint import disk, manifest, publish
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.mindio.client.sdk_session import MindioSession
 from adaptor.protocol import naming
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages import GroupOrder, Share
+from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.state_provider import DumpRun
 
 _LEFT = ".written"

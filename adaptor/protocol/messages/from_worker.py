@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import msgspec
 
-from adaptor.protocol.file_entry import FileEntry
 from adaptor.protocol.messages.parts import (
     BoardRecord,
     Message,
@@ -15,6 +14,7 @@ from adaptor.protocol.messages.parts import (
     StageNumber,
     Standing,
 )
+from adaptor.protocol.naming import FileEntry
 
 
 class Hello(Message, frozen=True):
