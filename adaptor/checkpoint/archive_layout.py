@@ -38,12 +38,10 @@ _CRC_POLYNOMIAL = 0xEDB88320
 
 @dataclass(frozen=True)
 class ArchiveEntry(Generic[T]):
-    """A file in the archive; all in bytes.
+    """A file in the archive: `header` (right behind the entry before), `begin` and `size` of its data, in
+    bytes.
 
-    Attributes:
-        header: the start of its header, right behind the data of the entry before
-        begin, size: of its data
-        content: the data, of bytes; or the caller's description of a tensor whose data other ranks write
+    `content`: the data, of bytes; or the caller's description of a tensor whose data other ranks write.
     """
 
     name: str
@@ -67,21 +65,14 @@ class FileLayout(Protocol[T]):
     reader: Callable[[bytes], object] | None
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes around the data, each with its place.
-
-        Args:
-            crcs: the CRC-32 of each entry, in order.
-        """
+        """Yield the bytes around the data, each with its place, from the CRC-32 of each entry in order."""
 
 
 class ArchiveLayout(Generic[T]):
     """The layout of the archive that `torch.load` reads as `value`.
 
-    Args:
-        value: the saved value.
-        planned: returns the description of a storage that other ranks write, None for a storage with data.
-
-    Attributes: see `FileLayout`; and structure: the pickled value, with references in place of tensors
+    `planned` returns the description of a storage that other ranks write, None for a storage with data.
+    `structure` is the pickled value, with references in place of tensors.
     """
 
     def __init__(self, value: Any, planned: Callable[[torch.UntypedStorage], T | None]) -> None:
@@ -124,11 +115,7 @@ class ArchiveLayout(Generic[T]):
         return entry
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes around the data, each with its place.
-
-        Args:
-            crcs: the CRC-32 of each entry, in order.
-        """
+        """See `FileLayout`."""
         crc_iterator = iter(crcs)
         all_crcs = [
             crc32(content, 0) if content is not None else next(crc_iterator) for _, content in self._all
@@ -219,9 +206,7 @@ def join_crcs(parts: Sequence[tuple[int, int]]) -> int:
 
 @functools.lru_cache(1024)
 def _power(count: int) -> int:
-    """Return x to the power of 8 * `count`, modulo the polynomial: the effect of `count` zero bytes on a
-    CRC.
-    """
+    """Return x to the power of 8 * `count` modulo the polynomial: the effect of zero bytes on a CRC."""
     result, square = 1 << 31, 1 << 23
     while count:
         if count & 1:
@@ -243,10 +228,7 @@ def _multiply(first: int, second: int) -> int:
 
 
 class SequenceLayout(Generic[T]):
-    """The layout of a file to which contents are added.
-
-    Attributes: see `FileLayout`; an archive among the contents has several entries.
-    """
+    """The layout of a file to which contents are added; an archive among them has several entries."""
 
     def __init__(self) -> None:
         self.reader: Callable[[bytes], object] | None = None
@@ -270,7 +252,7 @@ class SequenceLayout(Generic[T]):
         return self._add(ArchiveLayout(tensor, lambda storage: None), self.size)
 
     def add_part(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Add a contiguous part of a tensor in the host's memory without a copy; return place and size.
+        """Add a contiguous part of a tensor in host memory without a copy; return place and size.
 
         torch.save would write all memory behind the tensor.
         """
@@ -279,12 +261,7 @@ class SequenceLayout(Generic[T]):
         return self._add(ArchiveLayout(stand_in_for(tensor), lambda storage: content), self.size)
 
     def add_planned(self, tensor: torch.Tensor, placeholder: T) -> tuple[int, int]:
-        """Add a tensor whose data other ranks write; return place and size, in bytes.
-
-        Args:
-            tensor: of the same shape and dtype, on any device.
-            placeholder: stands in the entry in place of data.
-        """
+        """Add a tensor whose data other ranks write, with a `placeholder`; return place and size."""
         alike = tensor.dtype, tensor.shape, tensor.stride()
         if alike not in self._planned:  # most layers of a model have equal tensors
             self._planned[alike] = ArchiveLayout(stand_in_for(tensor), lambda storage: placeholder)
@@ -318,11 +295,7 @@ class SequenceLayout(Generic[T]):
         return begin, archive.size
 
     def around(self, crcs: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield the bytes around the data, each with its place.
-
-        Args:
-            crcs: the CRC-32 of each entry, in order.
-        """
+        """See `FileLayout`."""
         at, data = 0, b""
         for begin, piece in self._around(crcs):
             if begin != at + len(data):  # adjacent pieces are joined
@@ -341,11 +314,7 @@ class SequenceLayout(Generic[T]):
 
 
 def stand_in_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape in host memory that is allocated and never written.
-
-    Args:
-        tensor: contiguous, on any device.
-    """
+    """Return a contiguous tensor of the same shape in host memory that is allocated and never written."""
     make: Any = torch.UntypedStorage  # torch.empty would fill its memory where a job is deterministic
     storage = make(tensor.numel() * tensor.dtype.itemsize)
     return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())

@@ -50,12 +50,7 @@ class _Known:
 
 
 class RankPart:
-    """The part of a checkpoint that one rank writes.
-
-    Args:
-        rank: names the files.
-        planner: a SavePlanner, set up with the state dict of the rank.
-    """
+    """The part of a checkpoint that one rank writes, from a SavePlanner that has its state dict."""
 
     def __init__(self, rank: int, planner: Any) -> None:
         self.data_file = f"__{rank}_0.distcp"
@@ -88,13 +83,7 @@ class RankPart:
         return [(item, self._planner.resolve_data(item)) for item in self._plan.items]
 
     def note(self, item: Any, start: int, length: int) -> None:
-        """Note the place of an item in the data file.
-
-        Args:
-            item: of the plan.
-            start: its place in bytes.
-            length: in bytes.
-        """
+        """Note the place and the length of an item in the data file, in bytes."""
         from torch.distributed.checkpoint.filesystem import _StorageInfo
         from torch.distributed.checkpoint.storage import WriteResult
 
@@ -111,11 +100,7 @@ class RankPart:
 
 
 def by_itself(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the host in memory of its own: torch would save all memory behind a view.
-
-    Args:
-        tensor: on any device.
-    """
+    """Return the tensor on the host in memory of its own: torch would save all memory behind a view."""
     tensor = tensor.detach().cpu()
     return tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor
 
@@ -126,12 +111,10 @@ def import_torch() -> None:
 
 
 def join(folder: Path, entries: Sequence[FileEntry]) -> tuple[FileEntry, ...]:
-    """Join the parts of the metadata and of `integrity.json`, if any, and return the files of the checkpoint.
+    """Join the parts of the metadata and of `integrity.json`, if any; return the files of the checkpoint.
 
-    A call may be repeated after a crash. A part is read only if it equals, bit for bit, its writer's report.
-
-    Raises:
-        CheckpointError: a part differs from its report, or the parts do not make a whole.
+    A call may be repeated after a crash. A part is read only if it equals its writer's report bit for bit.
+    Raises CheckpointError if it does not, or the parts do not make a whole.
     """
     return _join_integrity(folder, _join_metadata(folder, tuple(entries)))
 
@@ -196,12 +179,9 @@ def sha256() -> hashlib._Hash:
 def with_integrity_part(
     files: Mapping[str, _Write], rank: int, other_digests: Mapping[str, Callable[[], str]] | None = None
 ) -> dict[str, _Write]:
-    """Return the files of a writer, and behind them the part with the digests of all other files.
+    """Return the files of writer `rank`, and behind them the part with the digests of all others.
 
-    Args:
-        files: the files of the writer, by name.
-        rank: names the part.
-        other_digests: for each earlier file a function that returns the digest in hexadecimal.
+    `other_digests` has for each earlier file a function that returns the digest in hexadecimal.
     """
     digests: dict[str, str] = {}
 
@@ -245,10 +225,7 @@ def _join_integrity(folder: Path, entries: tuple[FileEntry, ...]) -> tuple[FileE
 def integrity_content(folder: Path, digests: Mapping[str, str], other_names: Sequence[str]) -> bytes:
     """Return the content of the file, for a checkpoint that is complete but for this file.
 
-    Args:
-        folder: of the checkpoint.
-        digests: of files that were hashed while they were written, by name.
-        other_names: the names of further files, which are small.
+    `digests`: of files that were hashed while written; `other_names`: further, small files.
     """
     all_digests = {**digests, **{name: _sha256(folder / name) for name in other_names}}
     return Integrity(_ALGORITHM, dict(sorted(all_digests.items()))).encode()

@@ -30,20 +30,14 @@ _WITHOUT_MEMORY = b"_rebuild_meta_tensor_no_storage"
 
 
 class PlannedObjects:
-    """The values with stand-ins that a framework saves as objects, and pickles at once.
-
-    Args:
-        planned: the maker of the stand-ins.
-    """
+    """The values with stand-ins that a framework saves as objects, and pickles at once."""
 
     def __init__(self, planned: PlannedTensors) -> None:
         self._planned = planned
         self._values: dict[str, Any] = {}
 
     def token_for(self, value: Any) -> Any:
-        """Return the text that the framework pickles in place of `value`; `value` itself without
-        stand-ins.
-        """
+        """Return the text to pickle in place of `value`; `value` itself without stand-ins."""
         if not any(self._planned.stands_for_state(tensor) for tensor in _tensors(value)):
             return value
         token = f"{_TOKEN}{len(self._values)}"
@@ -65,13 +59,7 @@ def lay_out(
 ) -> SequenceLayout[Source]:
     """Lay out the data file of `part`, in place of `write_data`.
 
-    Args:
-        part: notes the place of each item.
-        planned: the maker of the stand-ins.
-        objects: values with stand-ins.
-
-    Raises:
-        CannotBePlanned: the content of a tensor is not known.
+    `objects`: values with stand-ins. Raises CannotBePlanned if the content of a tensor is not known.
     """
     layout: SequenceLayout[Source] = SequenceLayout()
     contents = part.contents()
@@ -144,15 +132,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def require_no_stand_in(content: bytes, name: str) -> None:
-    """Refuse a pickle that contains a stand-in as a tensor.
-
-    Args:
-        content: the output of torch.save.
-        name: of the content, for the error.
-
-    Raises:
-        CannotBePlanned: a stand-in is in the pickle.
-    """
+    """Raise CannotBePlanned if the output of torch.save, `content`, has a stand-in as a tensor."""
     if _WITHOUT_MEMORY in content:
         raise CannotBePlanned(name)
 

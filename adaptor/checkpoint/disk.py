@@ -110,11 +110,7 @@ def free_name(root: Path, name: Callable[[int], str]) -> Path:
 
 
 def open_regular(path: Path) -> int:
-    """Open a regular file, or a link to a regular file, for reading; return its descriptor.
-
-    Raises:
-        OSError: the file is missing, or is a FIFO, a device, a socket or a folder.
-    """
+    """Open a regular file, or a link to one, for reading; return its descriptor. Raises OSError."""
     # Checked before the open, because opening a device may act on it; and after, because the file may have
     # been replaced in between.
     _require_regular(path.stat(), path)
@@ -135,11 +131,7 @@ def _require_regular(status: os.stat_result, path: Path) -> None:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        OSError: as `open_regular`, or the file has more than `limit` bytes.
-    """
+    """Return the content of a regular file. Raises OSError, also for more than `limit` bytes."""
     with os.fdopen(open_regular(path), "rb") as file:
         content = read_at_most(file, limit + 1)
     if len(content) > limit:
@@ -151,10 +143,6 @@ def read_at_most(file: _Readable, count: int) -> bytes:
     """Return the next `count` bytes of a file, fewer if the file ends.
 
     `file.read(count)` would allocate `count` bytes first, perhaps far more than the file has.
-
-    Args:
-        file: is read from its current position.
-        count: in bytes.
     """
     pieces = []
     while count and (piece := file.read(min(count, _PIECE))):
@@ -166,10 +154,8 @@ def read_at_most(file: _Readable, count: int) -> bytes:
 def create(folder: Path, name: str) -> int:
     """Make the file `name` (with `/`) below `folder` anew, and the folders between; return its descriptor.
 
-    A file of this name is removed first. No link is followed below `folder`, and `folder` must not be a link.
-
-    Raises:
-        OSError: `folder` is missing, a part of `name` is a link or a file, or the disk refuses.
+    A file of this name is removed first. No link is followed, and `folder` must not be a link. Raises
+    OSError.
     """
     *between, last = PurePosixPath(name).parts
     folder_descriptor = os.open(folder, _FOLDER)
@@ -193,15 +179,9 @@ def create(folder: Path, name: str) -> int:
 
 
 def open_below(folder: Path, name: str, flags: int) -> int:
-    """Open a regular file below a folder; return its descriptor.
+    """Open the regular file `name` (with `/`) below `folder` with `flags` of os.open; return its descriptor.
 
-    Args:
-        folder: must not be a link; no link is followed below.
-        name: of the file, with `/`.
-        flags: of os.open, for reading or for writing.
-
-    Raises:
-        OSError: the file is missing, or is no regular file.
+    No link is followed, and `folder` must not be a link. Raises OSError.
     """
     *between, last = PurePosixPath(name).parts
     folder_descriptor = os.open(folder, _FOLDER)
@@ -276,9 +256,7 @@ def sync_folders(folder: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder in which a process may be writing: its room is free at once, not at the end of the
-    writes.
-    """
+    """Remove a folder in which a process may be writing; its room is free at once, not after the writes."""
     for path in files(folder):
         with contextlib.suppress(OSError):
             os.close(os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC))
@@ -306,8 +284,7 @@ def make_private(folder: Path) -> None:
 def ensure_private(folder: Path) -> None:
     """Make a folder as `make_private` does, unless another process of this user has made it.
 
-    Raises:
-        CheckpointError: the path is a link or a file, or belongs to another user.
+    Raises CheckpointError if the path is a link or a file, or belongs to another user.
     """
     try:
         make_private(folder)
@@ -329,8 +306,7 @@ def _owner_below(root: Path, user: int) -> int:
 def probe_rights(folder: Path) -> os.stat_result:
     """Return the status of a file that this process makes in `folder`: its owner and its rights.
 
-    The user number of the process does not tell: a server may give another number to root, and have no
-    rights.
+    The user number does not tell: a server may give root another number, and no rights.
     """
     path = folder / f"{PROBE}{secrets.token_hex(4)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -352,9 +328,8 @@ def name_user(number: int) -> str:
 def share_folder(folder: Path) -> None:
     """Give a private folder the rights that it would have had if made without `make_private`.
 
-    An empty folder inside shows these rights: the umask alone does not, because the folder above may give
-    default rights (ACL) to everything below. On a file system without rights, or with errors, nothing
-    changes: no checkpoint is lost for its rights.
+    An empty folder inside shows these rights: the folder above may give default rights (ACL), which the umask
+    does not tell. After an error nothing changes: no checkpoint is lost for its rights.
     """
     with contextlib.suppress(OSError):
         sample = folder / f"{PROBE}rights"
@@ -377,11 +352,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Swap two names in one step; return False if the system or its file system cannot.
-
-    Raises:
-        OSError: the swap is supported, and has failed: a name is missing, or the folder may not be changed.
-    """
+    """Swap two names in one step; return False if the system or its file system cannot. Raises OSError."""
     renameat2 = getattr(_libc, "renameat2", None)
     if renameat2 is None:
         return False
@@ -394,37 +365,23 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def begin_to_write(descriptor: int, begin: int = 0, count: int = 0) -> None:
-    """Let the disk begin to write the content of a file, without a wait.
+    """Let the disk begin to write `count` bytes of a file from `begin`, without a wait; 0: to its end.
 
     This is a hint: a file system without support writes at the next sync, which also reports errors.
-
-    Args:
-        descriptor: of the file.
-        begin: the place of the first byte.
-        count: the number of bytes; 0: to the end of the file.
     """
     _libc.sync_file_range(descriptor, ctypes.c_int64(begin), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
 
 
 def reserve(descriptor: int, count: int) -> None:
-    """Let the file system find room for the first bytes of a file before they are written, all at once.
+    """Let the file system find room for the first `count` bytes of a file at once; its size does not change.
 
-    This is a hint: a file system without support, or without room, finds room or reports an error at each
-    write.
-
-    Args:
-        descriptor: of the file, whose size does not change.
-        count: the number of bytes.
+    This is a hint: without support, or without room, each write finds room or reports an error.
     """
     _libc.fallocate(descriptor, _FALLOC_KEEP_SIZE, ctypes.c_int64(0), ctypes.c_int64(count))
 
 
 def is_on_own_disk(descriptor: int) -> bool:
-    """Return True if a file is on a file system (ext4, xfs) that only this kernel writes to.
-
-    Args:
-        descriptor: of the file.
-    """
+    """Return True if a file is on a file system (ext4, xfs) that only this kernel writes to."""
     status_buffer = ctypes.create_string_buffer(_STATFS_BYTES)
     if _libc.fstatfs(descriptor, status_buffer) != 0:
         return False

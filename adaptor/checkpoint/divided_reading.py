@@ -59,12 +59,7 @@ def in_blocks(file: FileEntry) -> bool:
 
 
 class Division:
-    """The part of one rank in the reading of a checkpoint.
-
-    Args:
-        rank: a number in `readers`.
-        readers: all ranks.
-    """
+    """The part of one rank, a number in `readers`, in the reading of a checkpoint."""
 
     def __init__(self, rank: int, readers: Sequence[Reader]) -> None:
         self._rank = rank
@@ -80,9 +75,7 @@ class Division:
         self._known: dict[frozenset[int], list[int]] = {}
 
     def whole_files(self, files: Sequence[FileEntry]) -> list[FileEntry]:
-        """Return the files that the rank compares: each file has one reader, and the readers are spread over
-        all ranks.
-        """
+        """Return the files that the rank compares: each file has one reader, spread over all ranks."""
         whole_file_list = []
         for number, file in enumerate(files):
             ranks = self._ranks_of(file)
@@ -91,12 +84,9 @@ class Division:
         return whole_file_list
 
     def blocks(self, file: FileEntry) -> tuple[int, int]:
-        """Return the first of the blocks of a file that the rank reads, and the number behind the last block.
+        """Return the first block of a file that the rank reads, and the number behind the last block.
 
         The ranks have the blocks in their order; a rank without blocks has an empty part.
-
-        Args:
-            file: with a checksum of its blocks.
         """
         ranks = self._ranks_of(file)
         place = bisect.bisect_left(ranks, self._rank)
@@ -173,12 +163,7 @@ class CheckedFiles:
         self._paths: set[Path] = set()
 
     def add(self, folder: Path, files: Iterable[FileEntry]) -> None:
-        """Add compared files; a file without a checksum stays out, because only its size was compared.
-
-        Args:
-            folder: of the checkpoint.
-            files: with paths below the folder.
-        """
+        """Add compared files; a file without a checksum stays out, because only its size was compared."""
         self._paths.update(
             (folder / file.path).absolute()
             for file in files

@@ -50,9 +50,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class WrittenPart(msgspec.Struct, frozen=True):
-    """A part in the file: place and size in bytes, CRC-32, and the digests of its whole blocks, joined in
-    order.
-    """
+    """A part in the file: place and size in bytes, CRC-32, and the digests of its whole blocks, joined."""
 
     file: int
     at: int
@@ -134,13 +132,7 @@ def _between(pieces: Sequence[_Piece], begin: int, end: int) -> Sequence[_Piece]
 class PartWriter:
     """Writes the parts of one process; a context manager, after whose end no write is under way.
 
-    Args:
-        files: descriptors, by the number of the file.
-        exchange: the attempt of the dump.
-
-    Attributes:
-        parts: the written parts
-        not_finite: elements of world tensors in the non-finite parts
+    `files` are descriptors, by the number of the file. `not_finite`: elements in the non-finite `parts`.
     """
 
     def __init__(self, files: Sequence[int], exchange: Exchange) -> None:
@@ -166,13 +158,7 @@ class PartWriter:
         self._direct.__exit__(kind, error, trace)
 
     def add_content(self, file: int, at: int, content: torch.Tensor) -> None:
-        """Add a part of the file with this number.
-
-        Args:
-            file: the number.
-            at: the place in bytes.
-            content: flat bytes in the host's memory.
-        """
+        """Add flat bytes in host memory at byte `at` of the file with this number."""
         view = _view(content)
         for begin, end in _cut(at, len(view)):  # a tensor without elements has no bytes
             part = view[begin:end]
@@ -181,13 +167,9 @@ class PartWriter:
     def add_shards(
         self, regions: Sequence[Region], optimizers: Sequence[Any], own_shards: Sequence[Mapping[int, Any]]
     ) -> None:
-        """Add the elements of `regions` that this rank has.
+        """Add the elements of `regions` (of all files) that this rank has.
 
-        Args:
-            regions: of all files.
-            optimizers: of the chain.
-            own_shards: per optimizer, the readers of the shards that this rank gives
-                (`shards.own_shards`).
+        `own_shards`: per optimizer, the readers of the shards that this rank gives (`shards.own_shards`).
         """
         # Once for each bucket, not for each region: a file of one archive per tensor has many regions.
         buckets: dict[tuple[int, int], list[shards.Bucket]] = {}
@@ -241,18 +223,10 @@ class PartWriter:
                     self._stretches.append(_Stretch(region.file, at + low, high - low, read))
 
     def write_for(self, seconds: float) -> bool:
-        """Write for a while the parts that were added before the first call; no write is under way on return.
+        """Write for some `seconds`, and a block more at most, the added parts; return True if all is on disk.
 
-        Args:
-            seconds: the time limit, exceeded by the time for a block at most.
-
-        Returns:
-            True if all is on the disk.
-
-        Raises:
-            CheckpointError: other bytes were written than those of the state that this rank gives.
-            OSError: the disk refuses.
-            DumpCancelled: the dump was abandoned.
+        No write is under way on return. Raises CheckpointError (other bytes than those of the state were
+        written), OSError, DumpCancelled.
         """
         until = time.monotonic() + seconds
         self._steps = self._steps or self._run()
@@ -303,9 +277,7 @@ def _show(
 
 
 class _Shard:
-    """Reads the elements of a region in one shard's part of a bucket; between params the elements are
-    zero.
-    """
+    """Reads the elements of a region in one shard's part of a bucket; zero between params."""
 
     def __init__(
         self,
@@ -425,16 +397,7 @@ def _view(content: torch.Tensor) -> memoryview:
 
 
 def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
-    """Write at a place of a file.
-
-    Args:
-        descriptor: of the file.
-        data: is written completely.
-        at: the place in bytes.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Write all of `data` at byte `at` of a file. Raises OSError."""
     view = memoryview(data)
     while view:
         count = os.pwrite(descriptor, view, at)
@@ -442,16 +405,7 @@ def write_all(descriptor: int, data: bytes | memoryview, at: int) -> None:
 
 
 def read_all(descriptor: int, count: int, at: int) -> bytes:
-    """Read at a place of a file.
-
-    Args:
-        descriptor: of the file.
-        count: the number of bytes; fewer are returned if the file ends.
-        at: the place in bytes.
-
-    Raises:
-        OSError: the disk refuses.
-    """
+    """Read `count` bytes at byte `at` of a file, fewer if the file ends. Raises OSError."""
     data = os.pread(descriptor, count, at)
     while len(data) < count and (chunk := os.pread(descriptor, count - len(data), at + len(data))):
         data += chunk

@@ -92,9 +92,7 @@ def make(state: TrainingState, first: int) -> TorchFormat:
 
 
 def _as_saved(world: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """Return world tensors as the optimizer saves them: up to Megatron-core 0.6 by bucket, with the
-    padding.
-    """
+    """Return world tensors as the optimizer saves them: up to Megatron-core 0.6 by bucket, with padding."""
     storage = optimizer_state.storage_of(optimizer)
     if storage is not None:
         return storage.as_saved(world)

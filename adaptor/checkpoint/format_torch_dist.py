@@ -55,14 +55,10 @@ def plain_stand_in(optimizer: Any, live: Any, plain: Any) -> Any:
 
 
 def gathered_stand_in(optimizer: Any, plain: Any, gathered: Mapping[Any, Any], stored: bool) -> Any:
-    """Return a stand-in for a distributed optimizer with the state of all its shards.
+    """Return a stand-in for a distributed optimizer with the gathered state of all its shards.
 
-    Its buffers are the buffers of `gathered`, without padding at the end of buckets.
-
-    Args:
-        plain: the saved state besides the shards.
-        gathered: the state of the shards, as `shards.gather` returns it.
-        stored: False: another group saves the state, as the first optimizer instance does for the second.
+    Its buffers have no padding at the end of buckets. `plain`: the saved state besides the shards; not
+    `stored`: another group saves the state, as the first optimizer instance does for the second.
     """
     stand_in = copy.copy(optimizer)
     stand_in.buffers = [_without_padding(optimizer, buffer) for buffer in optimizer.buffers]
@@ -218,10 +214,7 @@ class Sharding:
     ) -> tuple[dcp.RankPart, Any, Files]:
         """Return the part of the rank, the state common to all ranks, and the small files.
 
-        Args:
-            state: the training state.
-            body: the saved dict.
-            saved_as: returns the value that is pickled in place of the value of an object.
+        `saved_as` returns the value that is pickled in place of the value of an object.
         """
         from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
         from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -276,10 +269,8 @@ def _bases(tree: Any) -> Iterator[Any]:
 def make(state: TrainingState, first: int) -> CheckpointFormat:
     """Make the format; see `training_state.FormatFactory`.
 
-    Versions without a description of the sharding get the format `torch`, which they load as well.
-
-    Raises:
-        UnsupportedError: nobody has said how the state is sharded.
+    Versions without a description of the sharding get the format `torch`, which they load as well. Raises
+    UnsupportedError if nobody has said how the state is sharded.
     """
     contents = state.contents
     is_described = contents.metadata is not None and contents.random is not None
@@ -315,15 +306,8 @@ def agree(
 ) -> Sharding:
     """Agree on how the state is saved: collective, before the first step.
 
-    Args:
-        state: the training state of the rank.
-        metadata: the framework's arguments for all its `sharded_state_dict`s.
-        random: the framework's saved random states: a ShardedObject.
-        first: the lowest rank of the rank's group.
-        peers: the ranks with the same model but for experts, which include all ranks of a group.
-
-    Raises:
-        UnsupportedError: the state cannot be saved.
+    `random` is the framework's ShardedObject; `peers` are the ranks with the same model but for experts,
+    which include all ranks of the group of `first`. Raises UnsupportedError.
     """
     kind = metadata.get("distrib_optim_sharding_type")
     if kind not in KINDS:

@@ -83,11 +83,7 @@ class BlockDigest:
 
 
 class Digests:
-    """All checksums of a file that is hashed front to back; a large file has the checksum of its blocks, too.
-
-    Attributes:
-        bytes: the number of added bytes
-    """
+    """All checksums of a file that is hashed front to back (`bytes` so far)."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -127,16 +123,9 @@ def blocks_of(entry: FileEntry) -> int:
 
 
 def block_digests(path: Path, first: int, end: int, threads: int = 1) -> bytes:
-    """Return the xxh3-128 of each of the blocks [`first`, `end`) of a file, joined in order.
+    """Return the xxh3-128 of the blocks [`first`, `end`) of a file, joined in order; fewer at its end.
 
-    Args:
-        path: of the file.
-        first: the number of a block.
-        end: the number behind the last block; if the file ends before, fewer digests are returned.
-        threads: the number of threads that read at the same time.
-
-    Raises:
-        OSError: the file is missing, or cannot be read.
+    Several `threads` read at the same time. Raises OSError.
     """
     descriptor = disk.open_regular(path)
     try:
@@ -182,12 +171,11 @@ def join_blocks(digests: bytes) -> str:
 
 
 class HashingFile:
-    """A write-only binary file that hashes and counts the bytes on the way: `torch.save(obj,
-    HashingFile(path))`.
+    """A write-only binary file that hashes and counts its bytes: `torch.save(obj, HashingFile(path))`.
 
-    torch writes its archives front to back and never seeks (its writer refuses to), so one pass is enough.
-    `progress` is called with the number of bytes of each written slice; an exception from `progress` ends the
-    write. The file is made anew; no link is followed below `base_folder`, by default the folder of the file.
+    torch writes its archives front to back and never seeks, so one pass is enough. `progress` is called with
+    the number of bytes of each written slice; an exception from `progress` ends the write. The file is made
+    anew; no link is followed below `base_folder`, by default the folder of the file.
     """
 
     def __init__(
@@ -244,9 +232,7 @@ class HashingFile:
                 os.fsync(self._file.fileno())
 
     def entry(self, path: str, attempt: int | None = None) -> FileEntry:
-        """Return the entry of the written file, to be published under `path` relative to the checkpoint
-        folder.
-        """
+        """Return the entry of the written file, under `path` relative to the checkpoint folder."""
         return self._digests.entry(path, attempt)
 
     def __enter__(self) -> HashingFile:
@@ -295,10 +281,7 @@ _BEGIN = 4 << 20
 class PacedSync:
     """Syncs files while they are written, because one long sync at the end would look like a halt.
 
-    The length of the stretches between syncs follows the speed of the disk.
-
-    Args:
-        shortest: bytes of the first and of the shortest stretch.
+    The length of the stretches between syncs follows the speed of the disk; `shortest` is in bytes.
     """
 
     def __init__(self, shortest: int) -> None:
@@ -307,9 +290,7 @@ class PacedSync:
         self._idle = 0  # bytes since the disk was last told to begin
 
     def wrote(self, descriptor: int, count: int) -> None:
-        """Note that `count` bytes were written to a file; sync the file at the end of a stretch. Raises
-        OSError.
-        """
+        """Note that `count` bytes were written to a file; sync it at the end of a stretch. Raises OSError."""
         self._waiting += count
         self._idle += count
         if self._waiting >= self._stretch:

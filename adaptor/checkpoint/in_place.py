@@ -62,14 +62,8 @@ _AHEAD = 4  # blocks that the disk reads while one is given to a reader
 class InPlace:
     """The archives of one attempt, as their writer sees them; used as a context.
 
-    Args:
-        layouts: of each file, by path below the folder, with the source of each planned tensor.
-        optimizers: of the chain.
-        exchange: with the folder.
-        attempt: its number in the incident.
-
-    Attributes:
-        not_finite: of the written elements, with the rank of the exchange that gave them
+    `layouts` are by path below the folder, with the source of each planned tensor. `not_finite`: of the
+    written elements, with the rank of the exchange that gave them.
     """
 
     def __init__(
@@ -120,10 +114,8 @@ class InPlace:
     def write(self) -> bool:
         """Have all parts written; return False if a holder does not see the files: then all holders send.
 
-        Raises:
-            CheckpointError: a rank could not write; DumpCancelled.
-            OSError: this rank could not write.
-            RuntimeError: from the process group, when a peer is gone.
+        Raises CheckpointError (another rank could not write), DumpCancelled, OSError (this rank could not),
+        RuntimeError (a peer is gone).
         """
         regions = list(self._regions())
         with PartWriter(self._files, self._exchange) as writer:
@@ -141,11 +133,9 @@ class InPlace:
         return is_unchanged
 
     def finish(self) -> list[FileEntry]:
-        """Write the bytes around the data, and return the entries of the files, which are on disk afterwards.
+        """Write the bytes around the data; return the entries of the files, which are on disk afterwards.
 
-        Raises:
-            CheckpointError: no rank has written some part, or the disk returns other bytes than were written.
-            OSError: the disk refuses.
+        Raises CheckpointError if a part is missing or the disk returns other bytes than written, OSError.
         """
         entries = []
         for number, (name, layout) in enumerate(self._layouts.items()):
@@ -237,10 +227,7 @@ class InPlace:
             send(order, rank, self._exchange)
 
     def _is_there(self, part: WrittenPart) -> bool:
-        """Read a part of another kernel again; return True if the part equals its report.
-
-        The other ranks are told meanwhile to wait.
-        """
+        """Read a part of another kernel again, while other ranks wait; return True if unchanged."""
         descriptor = disk.open_below(self._root, self._drafts[part.file], os.O_RDONLY)
         try:
             crc = 0
@@ -258,10 +245,7 @@ class InPlace:
     def _digest(self, draft: str, layout: FileLayout[Source], parts: Sequence[WrittenPart]) -> str:
         """Return the digest of a file; blocks with bytes of several parts are read.
 
-        For a reader all blocks are read, and compared with their digests.
-
-        Raises:
-            CheckpointError: a block has changed.
+        For a reader all blocks are read and compared. Raises CheckpointError if a block has changed.
         """
         digests_by_block = {}
         for part in parts:
@@ -295,10 +279,8 @@ class InPlace:
 
 
 def decline(exchange: Exchange) -> None:
-    """Tell the other holders that nothing can be laid out: they send their shards instead.
-
-    Raises:
-        RuntimeError: from the process group, when a peer is gone.
+    """Tell the other holders that nothing can be laid out, so they send. Raises RuntimeError (a peer is
+    gone).
     """
     for rank in _others(exchange):
         send(Offer([], [], b"", 0), rank, exchange)

@@ -27,8 +27,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Offer(msgspec.Struct):
-    """The files of the writer. `token` stands at byte 0 of the first file; the holder's token belongs at byte
-    `slot`.
+    """The files of the writer, whose `token` is at byte 0 of the first; the holder's goes to byte `slot`.
 
     Without files nothing can be laid out, and the holder sends its shards.
     """
@@ -50,9 +49,7 @@ class Answer(msgspec.Struct):
 
 
 class Order(enum.Enum):
-    """The order of the writer to a holder: to write for a round, to wait for the next order, to send its
-    shards instead, or to leave.
-    """
+    """The order of the writer to a holder: write for a round, wait, send your shards instead, or leave."""
 
     WRITE = "write"
     WAIT = "wait"
@@ -76,32 +73,14 @@ def seen(descriptor: int) -> Answer:
 
 
 def send(message: Any, to: int, exchange: Exchange) -> None:
-    """Send a message to one rank.
-
-    Args:
-        message: of a class above.
-        to: the rank, in the exchange.
-        exchange: with the process group.
-
-    Raises:
-        RuntimeError: from the process group, when the rank is gone.
-    """
+    """Send a message of a class above to one rank of the exchange. Raises RuntimeError if it is gone."""
     content = bytearray(msgspec.msgpack.encode(message))
     for tensor in (torch.tensor([len(content)]), torch.frombuffer(content, dtype=torch.uint8)):
         shards.group_of(exchange).send([tensor], to, exchange.tag).wait()
 
 
 def receive(kind: type[T], source: int, exchange: Exchange) -> T:
-    """Return the next message of one rank.
-
-    Args:
-        kind: of the message.
-        source: the rank, in the exchange.
-        exchange: with the process group.
-
-    Raises:
-        RuntimeError: from the process group, when the rank is gone.
-    """
+    """Return the next message of one rank of the exchange. Raises RuntimeError if the rank is gone."""
     length = torch.zeros(1, dtype=torch.int64)
     shards.group_of(exchange).recv([length], source, exchange.tag).wait()
     content = torch.zeros(int(length), dtype=torch.uint8)
@@ -113,17 +92,11 @@ ROUND_S = 1.0  # far below the time-out of a message, which is the time-out of t
 
 
 def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> bool:
-    """Write the own parts of the archives of another rank, as a holder; return True if the writer gathers
+    """Write the own parts of the archives of `writer`, as a holder; return True if the writer gathers
     instead.
 
-    Args:
-        optimizers: of the chain.
-        writer: the rank, in the exchange, that makes the archives.
-        exchange: with the folder.
-
-    Raises:
-        CheckpointError: nothing can be written here, as the writer has been told; DumpCancelled.
-        RuntimeError: from the process group, when the writer is gone.
+    Raises CheckpointError (nothing can be written, as the writer has been told), DumpCancelled, RuntimeError
+    (the writer is gone).
     """
     assert exchange.folder is not None
     own_by_optimizer = own_readers(optimizers, exchange)
@@ -148,12 +121,7 @@ def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> boo
 def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[int, Any]]:
     """Return, per optimizer of the chain, the readers of the shards that this rank gives, by index.
 
-    Args:
-        optimizers: of the chain.
-        exchange: names the shards.
-
-    Raises:
-        CheckpointError: the rank lacks a shard that it was chosen for, or has no state yet.
+    Raises CheckpointError if the rank lacks a chosen shard, or has no state yet.
     """
     readers: list[Mapping[int, Any]] = []
     for position, optimizer in enumerate(optimizers):
@@ -171,19 +139,9 @@ def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[i
 
 
 def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange: Exchange) -> Order:
-    """Write for a round at each order to write, until the writer orders to send or to leave.
+    """Write for a round at each order to write, and return the first order to send or to leave.
 
-    Args:
-        parts: of the rank.
-        add: adds the parts to `parts`, before the first round.
-        writer: the rank, in the exchange.
-        exchange: with the folder.
-
-    Returns:
-        The last order.
-
-    Raises:
-        CheckpointError: the parts cannot be written, as the writer has been told; DumpCancelled.
+    `add` adds the parts before the first round. Raises CheckpointError, DumpCancelled.
     """
     assert exchange.folder is not None
     failed: Exception | None = None

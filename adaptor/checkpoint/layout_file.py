@@ -163,11 +163,7 @@ def _packed(text: bytes) -> bytes:
 
 
 def read(path: Path) -> JobLayout:
-    """Read a layout file.
-
-    Raises:
-        CheckpointError: the file cannot be read, is damaged, lacks ranks, or has ranks of several jobs.
-    """
+    """Read a layout file. Raises CheckpointError if damaged, incomplete, or of ranks of several jobs."""
     ranks = read_part(path)
     require_complete(ranks, path)
     return JobLayout(FORMAT, ranks)
@@ -187,33 +183,22 @@ class _Places(msgspec.Struct):
 
 
 def folders(path: Path) -> set[str]:
-    """Return the folders of all model-parallel ranks of the job, as the format `torch` names them.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is damaged.
+    """Return the folders of all model-parallel ranks of the job, by the format `torch`. Raises
+    CheckpointError.
     """
     return {place.folder for place in places(_content(path), str(path))}
 
 
 def places(content: bytes, source_name: str) -> tuple[RankPlace, ...]:
-    """Return the places of all model-parallel ranks of the job, without their parts of the model.
+    """Return the places of all model-parallel ranks, without their parts of the model.
 
-    Args:
-        content: of a layout file.
-        source_name: the name of the file, for the message.
-
-    Raises:
-        CheckpointError: the content is damaged.
+    `source_name` is for the message of the CheckpointError.
     """
     return _decoded(content, source_name, _Places).ranks
 
 
 def read_part(path: Path) -> tuple[RankLayout, ...]:
-    """Read a layout file that may have only some ranks of a job.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is damaged.
-    """
+    """Read a layout file that may have only some ranks of a job. Raises CheckpointError."""
     layout = _decoded(_content(path), str(path), JobLayout)
     if layout.format != FORMAT:
         raise CheckpointError(f"{path}: format {layout.format}; this version reads format {FORMAT}")
@@ -252,11 +237,7 @@ def is_of_one_job(first: RankLayout, second: RankLayout) -> bool:
 
 
 def require_complete(layouts: Iterable[RankLayout], source_path: Path) -> None:
-    """Refuse layouts of several jobs, or without some stage or tensor-parallel rank.
-
-    Raises:
-        CheckpointError: names the difference, or the missing rank.
-    """
+    """Refuse layouts of several jobs, or without some rank, with a CheckpointError that names it."""
     ranks = list(layouts)
     if not ranks:
         raise CheckpointError(f"{source_path}: has no layout of any rank")

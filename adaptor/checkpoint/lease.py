@@ -272,12 +272,9 @@ def _look(root: Path) -> _Seen | None:
 
 
 class Lease:
-    """The lease of a save folder for `owner`; a thread touches the lease until `release`.
+    """The lease of a save folder for the process `owner`; a thread touches the lease until `release`.
 
-    Args:
-        root: the save folder.
-        owner: the leasing process, which may be another process.
-        generation: of the workers, if a worker takes the lease.
+    `generation`: of the workers, if a worker takes the lease.
     """
 
     def __init__(self, root: Path, owner: Owner, generation: str = "") -> None:
@@ -292,14 +289,8 @@ class Lease:
     def take(self, stale_s: float = STALE_S, patience_s: float = 0.0) -> None:
         """Take the lease; the lease of a dead owner is replaced, with a line.
 
-        Args:
-            stale_s: the time after which an unchanged lease of another machine is stale.
-            patience_s: the time for a leaving job to leave.
-
-        Raises:
-            ConfigError: another job has the lease.
-            CheckpointError: the disk refuses.
-            OSError: the disk refuses.
+        `stale_s`: after this time an unchanged lease of another machine is stale; `patience_s`: a leaving job
+        may take this time. Raises ConfigError if another job has the lease, CheckpointError, OSError.
         """
         path, seen_before = self._root / naming.LEASE, self._after_who_is_leaving(stale_s, patience_s)
         if seen_before is not None and seen_before.owner != self._owner:
@@ -346,9 +337,7 @@ class Lease:
         return seen_lease
 
     def leave(self) -> None:
-        """Mark the lease as leaving, in a thread: the job saves for the last time, so a restarted job
-        waits.
-        """
+        """Mark the lease as leaving, in a thread: the job saves for the last time, a restarted job waits."""
         with contextlib.suppress(RuntimeError):  # no thread is available: the restarted job is refused
             self._marker.start()
 
@@ -363,9 +352,7 @@ class Lease:
                 _write(self._root, msgspec.structs.replace(written, generation=generation, leaving=True))
 
     def keep(self) -> None:
-        """Touch the lease from now on, in a thread; without a thread the lease holds on this machine
-        alone.
-        """
+        """Touch the lease from now on, in a thread; without a thread it holds on this machine alone."""
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 

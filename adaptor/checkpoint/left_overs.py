@@ -112,9 +112,10 @@ def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
 
 
 def remove_beside(folders: list[Path], remove: Callable[[Path], object], patience_s: float) -> bool:
-    """Call `remove` for each of `folders`, in a thread; wait at most `patience_s` seconds for the thread.
+    """Call `remove` for each of `folders` in a thread; wait at most `patience_s`; return True if it has
+    ended.
 
-    The next start removes the rest. Return True if the thread has come to its end.
+    The next start removes the rest.
     """
 
     def remove_all() -> None:
@@ -178,14 +179,7 @@ _EXCHANGED = re.compile(r"(iter_[0-9]{7,18})\.([0-9]{1,20})")
 def put_in_place(root: Path, step: int, complete_folder: Path) -> Path:
     """Give `complete_folder` the final name of `step`, and return the new path of the former checkpoint.
 
-    Args:
-        root: the save folder.
-        step: of both checkpoints.
-        complete_folder: a complete checkpoint below `reshape_name(step)`, under the final name; all of it is
-            on disk.
-
-    Raises:
-        CheckpointError: the disk refuses, or another process holds the lock.
+    `complete_folder` is on disk below `reshape_name(step)`, under the final name. Raises CheckpointError.
     """
     final = root / naming.final_name(step)
     with locked(root):
@@ -206,11 +200,8 @@ def put_in_place(root: Path, step: int, complete_folder: Path) -> Path:
 def restore_reshaped(root: Path) -> None:
     """Finish an exchange that a crash has interrupted.
 
-    The former checkpoint is kept; the checkpoint that the tracker names gets its name back.
-
-    Raises:
-        OSError: the disk refuses.
-        CheckpointError: another process holds the lock.
+    The former checkpoint is kept; the checkpoint that the tracker names gets its name back. Raises OSError,
+    CheckpointError (another process holds the lock).
     """
     if not (_is_lost(root) or any(_beside(root))):
         return

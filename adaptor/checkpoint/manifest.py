@@ -59,10 +59,7 @@ class Manifest:
         part: bool = False,
         state: AgreedState | None = None,
     ) -> Manifest:
-        """Return a manifest with the current time; `files` are sorted by path.
-
-        `groups`, `world_size`, `generation`, `part` and `state` are kept.
-        """
+        """Return a manifest with the current time; `files` are sorted by path."""
         created = datetime.now(timezone.utc).isoformat(timespec="microseconds")
         ordered = tuple(sorted(files, key=lambda f: f.path))
         return cls(step, ordered, groups, world_size, created, generation, part, state)
@@ -126,12 +123,7 @@ class _Body(msgspec.Struct):
 
 
 def read(folder: Path) -> Manifest:
-    """Return the manifest of `folder`.
-
-    Raises:
-        CheckpointError: no manifest, or a damaged manifest.
-        UnreadableError: the system cannot tell.
-    """
+    """Return the manifest of `folder`. Raises CheckpointError; UnreadableError: the system cannot tell."""
     path = folder / naming.MANIFEST
     try:
         text = disk.read(path, LARGEST)
@@ -142,14 +134,7 @@ def read(folder: Path) -> Manifest:
 
 
 def decode(text: bytes, path: str) -> Manifest:
-    """Return the manifest of a file with this content.
-
-    Args:
-        path: of the file, for the message.
-
-    Raises:
-        CheckpointError: the content is damaged, or names a file outside of its folder.
-    """
+    """Return the manifest of the file at `path` with this content. Raises CheckpointError."""
     try:
         parsed_body = json.loads(text, object_pairs_hook=_without_duplicates, parse_constant=_refuse_constant)
         if isinstance(parsed_body, dict) and parsed_body.get("format", FORMAT) != FORMAT:
@@ -176,11 +161,7 @@ def decode(text: bytes, path: str) -> Manifest:
 
 
 def require_inside(files: Iterable[FileEntry]) -> None:
-    """Refuse names that lead out of the checkpoint folder, or that no file can have.
-
-    Raises:
-        ValueError: the first bad name.
-    """
+    """Raise ValueError for names that lead out of the checkpoint folder, or that no file can have."""
     for entry in files:
         if not _is_inside(entry.path):
             raise ValueError(f"{entry.path!r} is no name of a file below the folder")
@@ -208,25 +189,17 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Refuse a JSON object with a repeated key: of two files with the same name only the last would be
-    checked.
-    """
+    """Refuse a repeated key: of two files with the same name only the last would be checked."""
     if len(dict(pairs)) < len(pairs):
         raise ValueError("a key is there twice")
     return dict(pairs)
 
 
 def defects(folder: Path, *, checksums: bool = True, step: int | None = None) -> list[str]:
-    """Compare the checkpoint in `folder` with its manifest.
+    """Compare the checkpoint in `folder` with its manifest; return one line for each problem.
 
-    Files that are not in the manifest are ignored.
-
-    Args:
-        checksums: False: compare presence and sizes only.
-        step: the expected step of the manifest, if known.
-
-    Returns:
-        One line for each problem; an empty list if the checkpoint is intact.
+    Files that are not in the manifest are ignored. Without `checksums` only presence and sizes are compared.
+    `step`: the expected step, if known.
     """
     try:
         manifest = read(folder)
@@ -255,11 +228,7 @@ class Examined:
 
 
 def examine(folder: Path, entry: FileEntry, *, checksums: bool = True) -> Examined:
-    """Compare a file of the checkpoint in `folder` with its `entry`.
-
-    Args:
-        checksums: False: compare presence and size only.
-    """
+    """Compare a file of the checkpoint with its `entry`; without `checksums` presence and size only."""
     path = folder / entry.path
     try:
         status = path.stat()
@@ -283,11 +252,7 @@ def examine(folder: Path, entry: FileEntry, *, checksums: bool = True) -> Examin
 
 
 def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True) -> list[str]:
-    """Return the problems of these `files` of the checkpoint in `folder`, like `defects`.
-
-    Without `checksums` only presence and sizes are compared. A problem with a file that may be intact is
-    `Unreadable`.
-    """
+    """Return the problems of these `files`, like `defects`; `Unreadable` if a file may be intact."""
     examined = (examine(folder, entry, checksums=checksums) for entry in files)
     return [
         Unreadable(examined_file.problem) if examined_file.state == "unreadable" else examined_file.problem
@@ -297,13 +262,7 @@ def compare(folder: Path, files: Iterable[FileEntry], *, checksums: bool = True)
 
 
 def read_if_intact(folder: Path) -> Manifest | None:
-    """Return the folder's own manifest; None if it is missing or damaged.
-
-    The files are then compared with the manifest of rank 0.
-
-    Raises:
-        UnreadableError: the system cannot tell.
-    """
+    """Return the folder's own manifest; None if it is missing or damaged. Raises UnreadableError."""
     try:
         return read(folder)
     except UnreadableError:
@@ -313,18 +272,10 @@ def read_if_intact(folder: Path) -> Manifest | None:
 
 
 def other_save_problem(folder: Path, generation: str) -> str:
-    """Return a problem if the folder's own manifest is of another save of the step than rank 0's manifest,
-    else "".
+    """Return a problem if the folder's own manifest is of another save of the step than rank 0's, else "".
 
-    Each start of the workers is a generation of its own, whose saves of a step are equal. Saves of earlier
-    versions have no generation.
-
-    Args:
-        folder: of the checkpoint.
-        generation: of the workers in the manifest of rank 0.
-
-    Raises:
-        UnreadableError: the system cannot tell.
+    Each start of the workers is a `generation`, whose saves of a step are equal. Saves of earlier versions
+    have no generation. Raises UnreadableError.
     """
     own_manifest = read_if_intact(folder)
     if (
@@ -338,19 +289,10 @@ def other_save_problem(folder: Path, generation: str) -> str:
 
 
 def own_files(folder: Path, theirs: Sequence[FileEntry], generation: str) -> tuple[FileEntry, ...]:
-    """Return the files of the folder's own manifest, if it is of the same save and has other files than rank
-    0.
+    """Return the folder's own files, if its manifest is of the same save, with other files than rank 0's.
 
-    Empty if both have the same files, or if the folder must have all files, as in the format `torch_dist`, of
-    which ranks may read any file: then the folder is compared with the files of rank 0.
-
-    Args:
-        folder: of the checkpoint.
-        theirs: the files in the manifest of rank 0.
-        generation: in the manifest of rank 0.
-
-    Raises:
-        UnreadableError: the system cannot tell.
+    Empty if both have the same files, or if the folder must have all files (`torch_dist`, of which ranks may
+    read any file): then it is compared with the files of rank 0. Raises UnreadableError.
     """
     own_manifest, known_files = read_if_intact(folder), {file.path: file for file in theirs}
     if own_manifest is None:
@@ -373,15 +315,10 @@ def _may_be_same(first: FileEntry, second: FileEntry) -> bool:
 def missing_from_part(
     folder: Path, part: Sequence[FileEntry], theirs: Sequence[FileEntry], loads: Sequence[str]
 ) -> list[str]:
-    """Return the files that a rank is about to load and that a part lacks; a line each.
+    """Return a line for each file that a rank is about to load and a part lacks.
 
-    An optimizer is needed only if rank 0 sees an optimizer, too: a job may save none.
-
-    Args:
-        folder: of the checkpoint.
-        part: the files in the folder, from `own_files`.
-        theirs: the files in the manifest of rank 0.
-        loads: the beginnings of the paths of the loaded files, below the folder.
+    `part` comes from `own_files`; `theirs` are the files of rank 0; `loads` are the beginnings of the loaded
+    paths. An optimizer is needed only if rank 0 sees one, too: a job may save none.
     """
     have, names = {file.path for file in part}, {PurePosixPath(file.path).name for file in theirs}
     needed_paths = [

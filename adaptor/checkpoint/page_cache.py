@@ -32,11 +32,9 @@ _ALIGNMENT = 4096
 
 
 class DirectWriter:
-    """Writes blocks of some files in threads; a context manager, after whose end no write is under way.
+    """Writes blocks of `block` bytes of some files (descriptors) in threads.
 
-    Args:
-        files: descriptors, by the number of the file.
-        block: bytes of each block.
+    A context manager, after whose end no write is under way.
     """
 
     def __init__(self, files: Sequence[int], block: int) -> None:
@@ -74,13 +72,7 @@ class DirectWriter:
     def take(self, file: int, data: memoryview, at: int) -> bool:
         """Copy a block and let a thread write it; return False if the caller has to write.
 
-        Args:
-            file: the number.
-            data: of the size of a block.
-            at: its place in bytes, a multiple of the size.
-
-        Raises:
-            OSError: the disk has refused this block or an earlier block.
+        `at` is a multiple of the block's size. Raises OSError if this block or an earlier one was refused.
         """
         if not self._is_able or (direct := self._opened(file)) is None or not self._prepare():
             return False
@@ -166,11 +158,7 @@ _PIECE = 1 << 20
 
 
 def begin_read_ahead(folder: Path) -> None:
-    """Start to read a checkpoint in a thread, without a wait.
-
-    Args:
-        folder: of the checkpoint.
-    """
+    """Start to read a checkpoint in a thread, without a wait."""
 
     def work() -> None:
         with contextlib.suppress(Exception):  # it only saves time
@@ -181,20 +169,10 @@ def begin_read_ahead(folder: Path) -> None:
 
 
 def read_ahead(folder: Path, limit_bytes: int) -> int:
-    """Ask the kernel to read the files of a checkpoint on a disk of this machine.
+    """Ask the kernel to read the files of a checkpoint on a disk of this machine; return the bytes.
 
-    A file system that machines share is left alone: each machine would read what others load.
-
-    Args:
-        folder: of the checkpoint.
-        limit_bytes: nothing of a larger checkpoint is read.
-
-    Returns:
-        The number of requested bytes.
-
-    Raises:
-        CheckpointError: no manifest.
-        OSError: a file cannot be opened.
+    A file system that machines share is left alone: each machine would read what others load. A checkpoint
+    above `limit_bytes` is not read. Raises CheckpointError without a manifest, OSError.
     """
     saved_manifest = manifest.read(folder)
     if sum(file.bytes for file in saved_manifest.files) > limit_bytes:

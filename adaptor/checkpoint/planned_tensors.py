@@ -55,9 +55,8 @@ class CannotBePlanned(Exception):
 class PlannedTensors:
     """Makes stand-ins, and recognises stand-ins by their storage.
 
-    Args:
-        device: `cpu`, where a stand-in can be pickled like the tensor; `meta`, where no foreign code can read
-            a stand-in.
+    `device`: `cpu`, where a stand-in can be pickled like the tensor; `meta`, where no foreign code can read a
+    stand-in.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -76,11 +75,7 @@ class PlannedTensors:
         return state
 
     def source_of(self, storage: torch.UntypedStorage) -> Source | None:
-        """Return the source of a storage; None if the storage is no stand-in.
-
-        Raises:
-            CannotBePlanned: the stand-in has changed.
-        """
+        """Return the source of a storage; None for other storages. Raises CannotBePlanned."""
         source_record = self._made.get(storage._cdata)
         if source_record is None:
             return None
@@ -168,12 +163,9 @@ class PlannedTensors:
 
 
 class _KeptStandIn:
-    """A stand-in, or a copy of a stand-in; kept, because otherwise the number of its storage could be used
-    again.
+    """A stand-in or a copy of one; kept, because otherwise the number of its storage could be used again.
 
-    Args:
-        source: its content; set to None when the tensor changes.
-        tensor: with the whole storage.
+    `source` is set to None when `tensor`, with the whole storage, changes.
     """
 
     def __init__(self, source: Source, tensor: torch.Tensor) -> None:
@@ -271,12 +263,7 @@ _MOST_RUNS = 100_000
 
 
 class StridedView:
-    """A view of a world tensor.
-
-    Args:
-        begin: its first element in the world tensor.
-        view: of each dimension its size and its step in the world tensor, which is 1 or more.
-    """
+    """A view of a world tensor from element `begin` on, with size and step (1 or more) of each dimension."""
 
     def __init__(self, begin: int, view: Sequence[tuple[int, int]]) -> None:
         *outer, (self._length, self._step) = view
@@ -287,12 +274,7 @@ class StridedView:
             self._rows = (self._rows[:, None] + places).view(-1)
 
     def runs(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """Yield the runs of its elements in [`low`, `high`) of the world tensor: begin and end of each.
-
-        Args:
-            low: an element of the world tensor.
-            high: the element behind the last.
-        """
+        """Yield begin and end of each run of its elements in [`low`, `high`) of the world tensor."""
         firsts, lasts = self._within(low, high)
         starts, ends = firsts.tolist(), lasts.tolist()
         if not starts:
@@ -336,12 +318,7 @@ class StridedView:
 def require_few_runs(sources: Sequence[Source], optimizers: Sequence[Any]) -> None:
     """Refuse sources that the ranks of a group would have to write in too many short runs.
 
-    Args:
-        sources: of tensors of the file.
-        optimizers: of the chain.
-
-    Raises:
-        CannotBePlanned: too many runs.
+    Raises CannotBePlanned.
     """
     count = 0
     for source in sources:

@@ -34,18 +34,9 @@ def prepare(
     """Make an empty temporary folder for the last words of `step`, and return the folder.
 
     Useless folders are removed, so that their room is free: a stale folder of the same name and, for the
-    `first` order of the incident, the framework's own unfinished saves. No call waits for a slow disk.
-
-    Args:
-        root: the save folder; made if missing.
-        step: the step that will be saved.
-        term: of the controller that has ordered the folder.
-        number: of the folder, from 0; no other process may be at work in the folder.
-        generation: of the workers.
-        first: whether this is the first order of the incident, under the controller of node 0.
-
-    Raises:
-        CheckpointError: the disk refuses.
+    `first` order of the incident under the controller of node 0, the framework's own unfinished saves. No
+    call waits for a slow disk. No other process may be at work in folder `number` of `term`. Raises
+    CheckpointError.
     """
     root.mkdir(parents=True, exist_ok=True)
     folder = root / naming.temporary_name(step, term, number, generation)
@@ -145,10 +136,8 @@ def find(root: Path, step: int, generation: str) -> int:
 
     Last words of an earlier step count as well: no rank trains afterwards, and the survivors had no later
     step. After a regular save of an earlier step a later step may exist. The process that made the checkpoint
-    may have died before the tracker was replaced, or before its report.
-
-    Raises:
-        CheckpointError: no such checkpoint.
+    may have died before the tracker was replaced, or before its report. Raises CheckpointError if there is
+    none.
     """
     for saved_step in reversed(tracker.steps(root)):
         candidate = saved_step >= step or tracker.are_last_words(root, saved_step)
@@ -168,8 +157,7 @@ def _require_names(folder: Path, files: Iterable[FileEntry]) -> None:
 
 
 def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
-    """Take a folder, if it exists, from an agent that may be at work in it: stopped, cut off, or on a hanging
-    disk.
+    """Take a folder, if it exists, from an agent that may still be at work in it.
 
     By name the agent finds nothing any more; a file that the agent has open is removed, and written anew.
     """
@@ -184,8 +172,7 @@ def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
 def _tell_tracker(root: Path, step: int, generation: str) -> None:
     """Let the tracker name `step`, or a later step of this run.
 
-    Raises:
-        CheckpointError: the tracker names a later step of another run, which a restart would load.
+    Raises CheckpointError if it names a later step of another run, which a restart would load.
     """
     named = tracker.tracked_step(root)
     if named is not None and named > step and not tracker.is_of_generation(root, named, generation):

@@ -39,14 +39,9 @@ class _ChecksumNote(msgspec.Struct):
 
 
 def leave_note(folder: Path, entry: FileEntry, tensors: Mapping[str, str] | None = None) -> None:
-    """Leave the checksum of a file of the save in `folder`; called after the file was written.
+    """Leave the checksum of a written file of the save in `folder`, unless the disk refuses.
 
-    If the disk refuses (full disk, name too long), no note is left.
-
-    Args:
-        folder: of the save.
-        entry: of the file.
-        tensors: the sums of the tensors in the file, by name (`verification`).
+    `tensors`: the sums of the tensors in the file, by name (`verification`).
     """
     note = _ChecksumNote(entry.bytes, entry.xxh3_128 or "", entry.xxh3_128_blocks, tensors or {})
     text = msgspec.json.encode(note)
@@ -61,10 +56,7 @@ def leave_note(folder: Path, entry: FileEntry, tensors: Mapping[str, str] | None
 
 
 def hash_and_leave(folder: Path, path: Path, tensors: Mapping[str, str] | None = None) -> None:
-    """Hash a file of the save in `folder`, which has been written, and leave its checksum.
-
-    If the file cannot be read, no note is left. `tensors`: see `leave_note`.
-    """
+    """Hash a written file and leave its checksum, if the file can be read; `tensors`: see `leave_note`."""
     with contextlib.suppress(OSError):
         leave_note(folder, hashing.entry_of(path, path.relative_to(folder).as_posix()), tensors)
 
@@ -79,12 +71,9 @@ def tensors_of(path: Path) -> Mapping[str, str]:
 
 
 def complete_notes(folder: Path, files: list[Path]) -> None:
-    """Hash the files of a save in `folder` without a note, unless they are large.
+    """Hash the files of a save in `folder` without a note, unless they are large. Raises OSError.
 
     Only files of a process that the adaptor cannot look into are large and without a note.
-
-    Raises:
-        OSError: a file is missing.
     """
     for path in files:
         state = path.stat()
@@ -104,11 +93,7 @@ def without_file(folder: Path) -> bool:
 
 
 def require_readable(folder: Path) -> None:
-    """Read each note, because `noted_entries` ignores a note that cannot be read.
-
-    Raises:
-        OSError: a note cannot be read, though the note may be intact.
-    """
+    """Read each note, because `noted_entries` ignores an unreadable note. Raises OSError."""
     for path in disk.files(folder):
         if is_note(path):
             try:
@@ -124,11 +109,7 @@ def _noted(note: Path) -> Path:
 
 
 def noted_entries(folder: Path, files: list[Path]) -> list[FileEntry]:
-    """Return the entries of the manifest for `files`, without a checksum where no note is left.
-
-    Raises:
-        OSError: a file is missing.
-    """
+    """Return the entries for `files`, without a checksum where no note is left. Raises OSError."""
     earlier = _of_earlier_call(folder)
     file_entries = []
     for path in files:
@@ -196,11 +177,7 @@ _IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 @disk.one_line
 def prepare_regular(root: Path, step: int, generation: str = "") -> None:
-    """Make the folder for a regular save of the framework, on each rank.
-
-    Raises:
-        CheckpointError: another user has put a link or a folder in its place.
-    """
+    """Make the folder for a regular save of the framework, on each rank. Raises CheckpointError."""
     saving = root / naming.regular_name(step, generation)
     root.mkdir(parents=True, exist_ok=True)
     disk.ensure_private(saving)
@@ -211,10 +188,8 @@ def take_on_own_disk(root: Path, step: int, generation: str = "") -> Path | None
     """Take a regular save that rank 0 has renamed, if the save has its temporary name here: on another disk.
 
     Only an existing folder can be renamed: a client of a shared file system may answer all else from a cache.
-    Of nodes that share the other disk, one takes the save. An empty folder is removed.
-
-    Returns:
-        The new path of the save; None if missing.
+    Of nodes that share the other disk, one takes the save. An empty folder is removed. Returns the new path;
+    None if missing.
     """
     saving, taken = root / naming.regular_name(step, generation), root / naming.taken_name(step, generation)
     try:
@@ -236,21 +211,11 @@ def take_on_own_disk(root: Path, step: int, generation: str = "") -> Path | None
 
 @disk.one_line
 def complete_on_own_disk(root: Path, step: int, generation: str) -> bool:
-    """Name a save on a disk of this node's own, if the job ended before the save was named.
+    """Name a save on a disk of this node's own, if the job ended before that; return True if named.
 
     Rank 0 has named the save, so every rank had written. After a power cut some files may be missing: the
     save is completed only if each file has the size in its note; the following check reads the files.
-
-    Args:
-        root: the save folder.
-        step: of the save.
-        generation: of the workers that have made the save, from the manifest of rank 0.
-
-    Returns:
-        True if the save has its name.
-
-    Raises:
-        CheckpointError: the disk refuses.
+    `generation`: of the workers, from the manifest of rank 0. Raises CheckpointError.
     """
     folder = root / naming.taken_name(step, generation)
     if not left_overs.is_left_over(folder):
@@ -272,11 +237,9 @@ def complete_on_own_disk(root: Path, step: int, generation: str) -> bool:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Work on a folder that other ranks find, too; one rank does. A file system without locks lets all ranks
-    work.
+    """Work on a folder that other ranks find, too; one rank does, or all on a file system without locks.
 
-    Raises:
-        FileNotFoundError: the folder has another name by now, or another rank is at work in it.
+    Raises FileNotFoundError if the folder has another name by now, or another rank is at work in it.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -296,9 +259,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def _is_noted(folder: Path, step: int, generation: str) -> bool:
     """Return True if each file of an unfinished save equals its note, and no noted file is missing.
 
-    Raises:
-        OSError: a note cannot be read.
-        UnreadableError: the manifest of an earlier call cannot be read.
+    Raises OSError, UnreadableError.
     """
     saved_manifest = manifest.read_if_intact(folder)  # none yet, or half of one
     if saved_manifest is not None and (saved_manifest.step, saved_manifest.generation) != (step, generation):
@@ -350,12 +311,9 @@ def publish_regular(
 ) -> None:
     """Give a regular save, which the framework wrote to `regular_name(step, generation)`, its final name.
 
-    The tracker is not touched: the caller replaces the tracker by `tracker.advance`. A complete checkpoint of
-    the same step is replaced by the newer save, without a moment in which neither has the name if the file
-    system can exchange two names. `taken`: the result of `take_on_own_disk`; `state`: for the manifest.
-
-    Raises:
-        CheckpointError: the save is missing or empty, or the disk refuses.
+    The caller replaces the tracker (`tracker.advance`). A complete checkpoint of the same step is replaced
+    without a moment in which neither has the name if the file system can exchange two names. `taken`: the
+    result of `take_on_own_disk`. Raises CheckpointError if the save is missing or empty, or the disk refuses.
     """
     saving, final = taken or root / naming.regular_name(step, generation), root / naming.final_name(step)
     if not saving.is_dir():

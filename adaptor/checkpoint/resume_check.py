@@ -130,13 +130,7 @@ def require_intact(
 
 
 def _readers(order: _CheckOrder, loads: tuple[str, ...], unnamed: str = "") -> list[Reader]:
-    """Return every rank's view of a checkpoint.
-
-    Args:
-        order: of rank 0.
-        loads: see `require_intact`.
-        unnamed: why a save that was written on this disk cannot get its name.
-    """
+    """Return every rank's view of a checkpoint; `unnamed`: why a save on this disk cannot get its name."""
     folder = Path(order.folder)
     view = divided_reading.view(folder)
     is_there, is_other = bool(view) or os.path.lexists(folder), False
@@ -153,9 +147,7 @@ def _gather(own_value: _T) -> list[_T]:
 
 
 def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
-    """Do the agreed actions, on each disk that rank 0 does not see by one rank of the disk; return
-    problems.
-    """
+    """Do the agreed actions, on each disk that rank 0 does not see by one rank; return problems."""
     import torch.distributed as dist
 
     rank, problem = dist.get_rank(), ""
@@ -171,12 +163,7 @@ def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
 
 
 def _require_nothing(load: Path) -> None:
-    """Refuse a folder if rank 0 sees no checkpoint, and another rank sees one: they would load different
-    steps.
-
-    Raises:
-        ResumeError: on all ranks.
-    """
+    """Raise ResumeError on all ranks if rank 0 sees no checkpoint, and another rank sees one."""
     text = tracker.tracker_text(load)
     named = RELEASE if text == RELEASE else tracker.tracked_step(load)
     (_, first), *other_values = _gather((context.part(WorkerPlace).node, named))
@@ -193,13 +180,10 @@ def _word(named: str | int | None) -> str:
 
 
 def _require_one_step(root: Path, save: Path) -> None:
-    """Make sure that the framework takes the step of rank 0's tracker: the framework takes the largest of all
-    ranks.
+    """Make sure that the framework takes the step of rank 0's tracker: it takes the largest of all ranks.
 
-    A rank whose tracker names no step would not load at all. Trackers are set in the save folder.
-
-    Raises:
-        ResumeError: on all ranks; a tracker cannot be set.
+    A rank whose tracker names no step would not load at all. Trackers are set in the save folder. Raises
+    ResumeError on all ranks.
     """
     import torch.distributed as dist
 
@@ -230,8 +214,7 @@ def _require_one_step(root: Path, save: Path) -> None:
 def _examine(order: _CheckOrder, readers: Sequence[Reader]) -> tuple[Found, tuple[FileEntry, ...]]:
     """Compare a checkpoint with its manifest, together with all other ranks.
 
-    Returns:
-        The findings, and the files of this node, if it has only a part of the checkpoint.
+    Returns the findings, and the files of this node, if it has only a part of the checkpoint.
     """
     import torch.distributed as dist
 
@@ -277,13 +260,7 @@ def _lacking(folder: str, readers: Sequence[Reader]) -> list[str]:
 
 @dataclass
 class _Compared:
-    """The part of a rank.
-
-    Attributes:
-        problems: with the files
-        digests: by path, of the blocks that this rank has read
-        part: the files, if this node has only a part of the checkpoint
-    """
+    """The part of a rank; `digests` of the blocks that it has read, by path; `part`: the files of a part."""
 
     problems: list[str] = field(default_factory=list)
     digests: dict[str, bytes] = field(default_factory=dict)

@@ -59,18 +59,10 @@ def names_aside(root: Path, steps: Iterable[int]) -> dict[int, Path]:
 
 @disk.one_line
 def go_back(root: Path, step: int, aside: Mapping[int, Path]) -> None:
-    """Move the folders of other steps aside, and let the tracker name `step`.
+    """Move the folders of other steps aside, to the paths in `aside`, and let the tracker name `step`.
 
     The tracker comes last, as ever. After a crash in between, the tracker names a missing folder, which the
-    next start treats as damage.
-
-    Args:
-        root: the save folder.
-        step: the loaded step.
-        aside: the new path of each other step.
-
-    Raises:
-        CheckpointError: the disk refuses.
+    next start treats as damage. Raises CheckpointError.
     """
     for aside_step, target in aside.items():
         # A shared file system may show other times of its files on each machine, as if each had a disk of its
@@ -85,14 +77,8 @@ def go_back(root: Path, step: int, aside: Mapping[int, Path]) -> None:
 def complete(root: Path, name: str, generation: str) -> str:
     """Name a regular save on this disk, if rank 0 has named its own and the job ended then.
 
-    Args:
-        root: the save folder.
-        name: of the folder of the checkpoint.
-        generation: of the workers that have saved the checkpoint, as rank 0 sees.
-
-    Returns:
-        Why a written save cannot get its name, in a line; "" if it has its name, is missing, or is
-        incomplete. Never raises, because all ranks wait.
+    Returns why a written save cannot get its name, in a line; "" if it has its name, is missing, or is
+    incomplete. Never raises, because all ranks wait.
     """
     step = naming.step_of(name)
     try:
@@ -111,12 +97,9 @@ def complete(root: Path, name: str, generation: str) -> str:
 
 
 def follow(root: Path, agreed: Agreed) -> str:
-    """Carry out `agreed` on a disk that rank 0 does not see; called by one rank of the disk.
+    """Carry out `agreed` on a disk that rank 0 does not see, left-overs included; called by one of its ranks.
 
-    Left-overs of dead processes on the disk are removed, too: rank 0 cleans its own disk alone.
-
-    Returns:
-        Why it cannot be done, in a line; "" if done. Never raises, because all ranks wait.
+    Returns why it cannot be done, in a line; "" if done. Never raises, because all ranks wait.
     """
     if not agreed.may_change:
         return settle(root, agreed.step, may_change=False)
@@ -136,17 +119,10 @@ def follow(root: Path, agreed: Agreed) -> str:
 
 
 def settle(root: Path, step: int, *, may_change: bool) -> str:
-    """Let the tracker on this disk name `step`, if it names no step or a later step.
+    """Let the tracker on this disk name the `step` of rank 0, if it names no step or a later step.
 
-    The framework takes the largest step of all ranks.
-
-    Args:
-        root: the folder of checkpoints.
-        step: the step of rank 0's tracker.
-        may_change: whether the job saves in the folder.
-
-    Returns:
-        Why it cannot be done, in a line; "" if done. Never raises, because all ranks wait.
+    The framework takes the largest step of all ranks. `may_change`: whether the job saves in the folder.
+    Returns as `follow`.
     """
     named = tracker.tracked_step(root)
     if named is not None and named <= step:
@@ -231,17 +207,9 @@ def judge(
 ) -> Judgement:
     """Decide on the checkpoint for the framework; ask for comparisons until the named checkpoint is intact.
 
-    Args:
-        load: the folder that the framework loads from.
-        save: the folder that this job saves to.
-        chosen: the step that the user named, None for the step of the tracker.
-        refused: checkpoints of `load` that are not taken, by step, with the reason.
-
-    Returns:
-        True if rank 0 sees a checkpoint to load.
-
-    Raises:
-        ResumeError: a checkpoint is damaged, and no other may replace it; or it cannot be read.
+    `chosen`: the step that the user named, None for the step of the tracker; `refused`: checkpoints of `load`
+    that are not taken, by step, with the reason. Returns True if rank 0 sees a checkpoint to load. Raises
+    ResumeError if a checkpoint is damaged and no other may replace it, or cannot be read.
     """
     _require_readable(load)
     named = tracker.tracked_step(load) if chosen is None else chosen
@@ -312,11 +280,7 @@ def _of_none(root: Path, problem_lines: list[str], damaged: dict[int, Found]) ->
 
 
 def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
-    """Have actions done on the disks that rank 0 does not see.
-
-    Raises:
-        ResumeError: an action fails.
-    """
+    """Have actions done on the disks that rank 0 does not see. Raises ResumeError."""
     examined = yield agreed
     if examined.problems:
         advice = "" if agreed.may_change else f"; {ALIKE}"
@@ -324,11 +288,7 @@ def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
 
 
 def _examine(root: Path, step: int, refused: Mapping[int, str]) -> Generator[Files, Found, Found]:
-    """Return the problems of a checkpoint; none if it has no manifest to compare with.
-
-    Raises:
-        ResumeError: a file cannot be read, and no other is damaged.
-    """
+    """Return the problems of a checkpoint; none if it has no manifest. Raises ResumeError if unreadable."""
     folder = root / naming.final_name(step)
     if step in refused:
         return Found([refused[step]])
@@ -382,13 +342,10 @@ def _refusal(unreadable: Sequence[str]) -> str:
 
 
 def _of_tracker(root: Path) -> list[str]:
-    """Return the problem of a tracker that names no step; no problem if no checkpoint exists.
+    """Return the problem of a tracker that names no step; none if no checkpoint exists.
 
-    If the tracker says `release`, the framework begins from a converted model, as the user wanted; a line
-    names the newer checkpoints.
-
-    Raises:
-        ResumeError: the tracker is not a file, so the framework could load nothing.
+    If it says `release`, the framework begins from a converted model, as the user wanted; a line names the
+    newer checkpoints. Raises ResumeError if the tracker is not a file.
     """
     path = root / naming.TRACKER
     own_steps = [step for step in tracker.steps(root) if tracker.has_manifest(root, step)]

@@ -32,11 +32,9 @@ PATIENCE = "TTP_OWNER_PATIENCE"
 
 
 def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Take the lease of the save folder for the job of this worker, and keep the lease while the worker
-    lives.
+    """Take the lease of the save folder for the job, while this worker lives.
 
-    Raises:
-        ConfigError: another job saves in the folder.
+    Raises ConfigError if another job saves in the folder.
     """
     global _claimed
     root = Path(save).resolve()
@@ -62,13 +60,10 @@ def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
 
 
 def require_same_user(save: str | Path) -> None:
-    """Refuse a rank that writes into the shared folder as another user than rank 0.
+    """Refuse a rank that writes into the shared folder as another user than rank 0. Raises ConfigError.
 
     Drafts are made private, so the first save would fail. Rank 0 has taken the lease by now; a folder without
     the lease of the generation is another node's own disk, or cannot be told.
-
-    Raises:
-        ConfigError: rank 0 writes as another user.
     """
     root, lease_of_job = Path(save), None
     try:
@@ -92,10 +87,7 @@ def require_same_user(save: str | Path) -> None:
 
 
 def is_folder_shared(root: Path) -> bool:
-    """Return True if `root` has the lease that rank 0 has taken: then this node shares the folder.
-
-    Without the lease the folder is on a disk of this node, or the system cannot tell.
-    """
+    """Return True if the folder has the lease that rank 0 has taken: then this node shares the folder."""
     try:
         return _lease_of_this_generation(root) is not None
     except OSError:
@@ -103,8 +95,7 @@ def is_folder_shared(root: Path) -> bool:
 
 
 def tell_of_own_disk(save: str | Path) -> None:
-    """Print, on a node that does not see the lease of node 0, the effect of a folder of its own on last
-    words.
+    """Print the effect of a folder of a node's own, which lacks the lease of node 0, on last words.
 
     Rank 0 has taken the lease by now. One line for each node, at the first start of a job.
     """
@@ -149,8 +140,7 @@ _CREDENTIALS = re.compile(r"(:/+)[^/@]*@")  # before the host
 def require_writable(save: str | Path | None) -> None:
     """Refuse a job without a place for its last words; the folder is made.
 
-    Raises:
-        ConfigError: no folder is named, the folder is in an object store, or cannot be written.
+    Raises ConfigError if no folder is named, it is in an object store, or it cannot be written.
     """
     folder = _require_folder(save)
     try:
@@ -166,11 +156,7 @@ def require_writable(save: str | Path | None) -> None:
 
 
 def require_possible(save: str | Path | None) -> None:
-    """Refuse a folder like `require_writable`, as far as possible without writing anything.
-
-    Raises:
-        ConfigError: as `require_writable`.
-    """
+    """Refuse a folder like `require_writable`, as far as possible without writing. Raises ConfigError."""
     folder = _require_folder(save).absolute()
     nearest_existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest_existing.is_dir():
@@ -200,11 +186,7 @@ def is_same(first: str | Path | None, second: str | Path | None) -> bool:
 
 
 def require_no_later_step(save: str | Path, step: int) -> None:
-    """Refuse a run whose save folder holds a step after `step`: a restart would resume from the later step.
-
-    Raises:
-        ConfigError: the tracker names a later step.
-    """
+    """Refuse a save folder with a step after `step`, which a restart would load. Raises ConfigError."""
     saved = tracker.tracked_step(Path(save))
     if saved is None and context.part(WorkerPlace).rank == 0:
         _tell_of_untracked(Path(save), step)

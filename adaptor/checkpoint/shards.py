@@ -55,9 +55,7 @@ class Bucket:
 
 
 def is_stub(optimizer: Any) -> bool:
-    """Return True if an optimizer has no params on the rank; Megatron-core has such optimizers from 0.11
-    on.
-    """
+    """Return True for an optimizer without params on the rank, which Megatron-core has from 0.11 on."""
     return getattr(optimizer, "is_stub_optimizer", False)
 
 
@@ -76,12 +74,10 @@ def shard_of(optimizer: Any) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class HeldShard:
-    """A shard that this rank holds.
+    """A shard of this rank: its `index` in its group (`Share.index`), its torch optimizer with params and
+    state.
 
-    Attributes:
-        index: its number in its group, as in `Share.index`
-        is_copy: whether it is a mirror's copy of another rank's shard
-        optimizer: the torch optimizer with its params and state
+    `is_copy`: whether it is a mirror's copy of another rank's shard.
     """
 
     index: int
@@ -90,13 +86,9 @@ class HeldShard:
 
 
 def held_shards(optimizer: Any, mirrors: Sequence[Mirror | None] = ()) -> list[HeldShard]:
-    """Return the shards that this rank holds, its own and its copies.
+    """Return the shards that this rank holds, its own and its copies (`mirrors`).
 
     The shards of a group are the shards of the first optimizer of the chain, then of the second, ...
-
-    Args:
-        optimizer: the chain.
-        mirrors: per optimizer of the chain: the copy of a neighbour's shard, or None; empty: none.
     """
     held, offset = [], 0
     for number, chained_optimizer in enumerate(step_record.chain(optimizer)):
@@ -111,11 +103,7 @@ def held_shards(optimizer: Any, mirrors: Sequence[Mirror | None] = ()) -> list[H
 
 
 def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:
-    """Return the buckets of one buffer of a distributed optimizer.
-
-    Raises:
-        CheckpointError: the shards cannot share the elements of a bucket.
-    """
+    """Return the buckets of one buffer of a distributed optimizer. Raises CheckpointError."""
     count = shard_of(optimizer)[1]
     buckets, world = [], 0
     for index, bucket in enumerate(buffer.buckets):
@@ -128,9 +116,7 @@ def buckets_of(optimizer: Any, buffer: Any) -> list[Bucket]:
 
 
 def numel_of(buffer: Any) -> int:
-    """Return the elements of a buffer without the padding of its buckets; not an attribute up to
-    Megatron-core 0.7.
-    """
+    """Return the elements of a buffer without the padding of its buckets."""
     if hasattr(buffer, "numel_unpadded"):
         return int(buffer.numel_unpadded)
     return sum(bucket.numel_unpadded for bucket in buffer.buckets)
@@ -141,13 +127,7 @@ Part = Iterator[tuple[int, int, Mapping[str, torch.Tensor]]]
 
 
 def part_of(optimizer: Any, number: int, bucket: int) -> Part:
-    """Return the rank's part of a bucket.
-
-    Args:
-        optimizer: a distributed optimizer.
-        number: of the buffer.
-        bucket: its number in the buffer.
-    """
+    """Return the rank's part of bucket `bucket` of buffer `number` of a distributed optimizer."""
     (ranges,) = optimizer.gbuf_ranges[number].values()
     for param, param_range in ranges[bucket]["param_map"].items():
         local = param_range["gbuf_local"]
@@ -184,11 +164,7 @@ def places(optimizer: Any) -> list[ParamPiece]:
 
 
 def tensor_of(tensors: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
-    """Return the tensor of a part under `key`.
-
-    Raises:
-        CheckpointError: the optimizer has no such tensor yet.
-    """
+    """Return the tensor of a part under `key`. Raises CheckpointError before the first update."""
     if key not in tensors:
         raise CheckpointError(f"the optimizer has no {key} yet: no update has been made")
     return tensors[key]
@@ -219,10 +195,9 @@ def _nested_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def bad_shards(optimizer: Any, state: Mapping[Any, Any]) -> dict[int, list[str]]:
-    """Return the shards of a distributed optimizer's gathered state that are not finite, with the bad keys of
-    each.
+    """Return the non-finite shards of a distributed optimizer's gathered state, with the bad keys of each.
 
-    Each world tensor is read once; only a tensor that is not finite is examined shard by shard.
+    Each world tensor is read once; only a non-finite tensor is examined shard by shard.
     """
     keys_by_shard: dict[int, list[str]] = {}
     for number, buffer in enumerate(optimizer.buffers):
@@ -312,11 +287,7 @@ class Exchange:
 def send_shards(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> None:
     """Send the shards chosen for the rank; return when the rank `writer` has all.
 
-    `optimizers` are the optimizers of the chain.
-
-    Raises:
-        CheckpointError: no optimizer state exists yet; DumpCancelled.
-        RuntimeError: from the process group, when a peer is gone.
+    Raises CheckpointError (no optimizer state yet), DumpCancelled, RuntimeError (a peer is gone).
     """
     chosen = False
     for position, (optimizer, sources) in enumerate(zip(optimizers, exchange.sources, strict=True)):
@@ -344,14 +315,9 @@ def send_shards(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> N
 
 
 def acknowledge(optimizers: Sequence[Any], position: int, exchange: Exchange) -> None:
-    """Acknowledge the shards of all senders whose shards have arrived completely.
+    """Acknowledge the shards of all senders whose last shards belong to the optimizer at `position`.
 
     The senders do not wait for the shards of others, of which an optimizer for experts may have many.
-
-    Args:
-        optimizers: of the chain.
-        position: of the optimizer whose shards have arrived last.
-        exchange: the senders of all shards.
     """
     last = {
         source: number
@@ -367,15 +333,9 @@ def acknowledge(optimizers: Sequence[Any], position: int, exchange: Exchange) ->
 def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
     """Gather the whole state of the distributed optimizer at `position` of the chain.
 
-    Own shards are copied, the others are received in place from their sources.
-
-    Returns:
-        The same as the optimizer's `get_parameter_state_dp_zero`: per buffer one float32 tensor on the CPU
-        for each of `shards.KEYS`, of `shards.numel_of(buffer)` elements.
-
-    Raises:
-        CheckpointError: a shard is missing, or the dump was abandoned (DumpCancelled).
-        RuntimeError: from the process group, when a peer is gone.
+    Own shards are copied, the others are received in place. Returns the same as the optimizer's
+    `get_parameter_state_dp_zero`: per buffer one float32 tensor on the CPU for each of `KEYS`, of
+    `numel_of(buffer)` elements. Raises CheckpointError, DumpCancelled, RuntimeError (a peer is gone).
     """
     state: dict[Any, Any] = {"buckets_coalesced": True}
     own_readers = own_shards(optimizer, position, exchange)
@@ -395,17 +355,10 @@ def gather(optimizer: Any, position: int, exchange: Exchange) -> dict[Any, Any]:
 
 
 def own_shards(optimizer: Any, position: int, exchange: Exchange) -> dict[int, Callable[[int, int], Part]]:
-    """Return readers of the shards chosen for the rank: its own, or its copy of another.
+    """Return readers of the shards chosen for the rank, its own or its copy, by index.
 
-    A reader is called with the numbers of a buffer and of a bucket.
-
-    Args:
-        optimizer: a distributed optimizer.
-        position: its place in the chain.
-        exchange: the providers of all shards.
-
-    Raises:
-        CheckpointError: the sources do not fit the shards of the rank, which would leave a hole.
+    A reader is called with the numbers of a buffer and of a bucket. Raises CheckpointError if the sources do
+    not fit the shards of the rank, which would leave a hole.
     """
     sources = exchange.sources[position]
     index, count = shard_of(optimizer)

@@ -54,13 +54,9 @@ def _format(state: TrainingState) -> CheckpointFormat:
 
 
 def send_shards(state: TrainingState, writer: int, exchange: Exchange) -> None:
-    """Give the shards of `state` that this rank was chosen to provide to rank `writer` of the exchange.
+    """Write the chosen shards of this rank into the files of `writer` of the exchange, or send them.
 
-    This rank writes the shards into the files of `writer`, or sends them.
-
-    Raises:
-        CheckpointError: a shard is missing; DumpCancelled.
-        RuntimeError: from the process group, when a peer is gone.
+    Raises CheckpointError, DumpCancelled, RuntimeError (a peer is gone).
     """
     with torch.no_grad():
         optimizers = chain(state.optimizer)
@@ -76,26 +72,15 @@ def write_files(
     attempt: int,
     agreed: AgreedGroup | None = None,
 ) -> WrittenFiles:
-    """Write the rank's files below `root` (iter_N_tmp), with the shards of all holders.
+    """Write the rank's files below the temporary folder, with the shards of all holders.
 
     If `exchange` has a folder, and all holders see it, each writes its own shards (`in_place`); otherwise the
-    shards are gathered here.
+    shards are gathered here. Each file is written and fsynced under a name that ends in the number of the
+    `attempt`; its final name comes with the publish. So an abandoned attempt that still runs cannot touch the
+    files of another. `agreed`: the sums of the state, from its holders; None: they have sent none.
 
-    Each file is written and fsynced under a name that ends in the number of the `attempt`; its final name
-    comes with the publish. So an abandoned attempt that still runs cannot touch the files of another.
-
-    Args:
-        state: the saved state of the rank besides the shards of others.
-        record: of the step, without tensors.
-        exchange: the sources and the target of the shards.
-        root: the temporary folder.
-        attempt: its number in the incident.
-        agreed: the sums of the state, from its holders; None: they have sent none.
-
-    Raises:
-        CheckpointError: as `send_shards`; other bits than the agreed ones were to be written; or from
-            `exchange.on_not_finite`. Written files are removed.
-        RuntimeError: as `send_shards`.
+    Raises as `send_shards`, and CheckpointError if other bits than the agreed ones were to be written, or
+    what `exchange.on_not_finite` raises. Written files are removed.
     """
     with torch.no_grad():
         if _is_in_place(state, exchange) and (
@@ -190,12 +175,7 @@ _Plan = tuple[Mapping[str, FileLayout[Source]], Files, list[tuple[str, Source]],
 
 
 def _plan(state: TrainingState, record: StepRecord, exchange: Exchange) -> _Plan:
-    """Plan the files of the rank.
-
-    Raises:
-        CheckpointError: the dump was abandoned, or a weight has no main param.
-        Exception: the shards have to be gathered.
-    """
+    """Plan the files of the rank. Raises CheckpointError; another exception: gather the shards."""
     own_format = cast(PlannableFormat, _format(state))
     try:
         return _planned_with(own_format.planned_tensors(), state, record, exchange)
@@ -277,9 +257,7 @@ def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, S
 def _contents(
     state: TrainingState, record: StepRecord, exchange: Exchange, agreed: AgreedGroup | None
 ) -> tuple[Files, str]:
-    """Return the writers of all files and a text about non-finite parts, after a report to
-    `exchange`.
-    """
+    """Return the writers of all files and a text about non-finite parts, which `exchange` was told."""
     weights, gathered, bad_subjects = _gathered(state, exchange)
     body, not_finite = _body(state, record, weights, gathered, exchange)
     if all(world is None for world in gathered):  # otherwise its tensors have been examined
@@ -315,9 +293,7 @@ def _write(content: bytes, file: HashingFile) -> None:
 
 
 def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[Any], list[tuple[str, int]]]:
-    """Return all main params, the state of each optimizer (None without shards), and the parts that are not
-    finite, each with its giver.
-    """
+    """Return all main params, the state of each optimizer (None without shards), and the non-finite parts."""
     weights = Weights(exchange.device.to_host)
     gathered: list[Any] = []
     bad_subjects: list[tuple[str, int]] = []

@@ -188,12 +188,10 @@ def _scheduled(
 
 
 class LoaderStates:
-    """The states of the loaders of a data-parallel group; empty without arguments.
+    """The states of the loaders of a data-parallel group, whose ranks make this object together.
 
-    Args:
-        name: of this rank's file below the folder of a step.
-        save_state: returns the state of this rank's loader.
-        group: the data-parallel group; all its ranks make this object together.
+    `name`: of this rank's file below the folder of a step; `save_state` returns the state of its loader.
+    Empty without arguments.
     """
 
     def __init__(
@@ -242,16 +240,7 @@ def _encoded(state: Any) -> bytes:
 
 
 def write_loader_states(root: str, step: int, files: Mapping[str, bytes]) -> None:
-    """Write the files of a step to the framework's folder.
-
-    Args:
-        root: the folder of --dataloader-save.
-        step: of the checkpoint.
-        files: by name.
-
-    Raises:
-        CheckpointError: a file cannot be written.
-    """
+    """Write the files of a step, by name, below the folder of --dataloader-save. Raises CheckpointError."""
     for name, content in files.items():
         path = Path(root) / f"iter_{step:07d}" / name
         try:
@@ -277,10 +266,7 @@ class RandomStates:
     """
 
     def __init__(self, tracker: Any, group: dist.ProcessGroup | None = None) -> None:
-        """Args:
-        tracker: the framework's CUDA RNG tracker.
-        group: data-parallel ranks with states of their own; all make this object together.
-        """
+        """`tracker`: the framework's CUDA RNG tracker; all ranks of `group` make this object together."""
         self._tracker = tracker
         self._group = group
         self._told: list[Mapping[str, Any]] = []
@@ -295,10 +281,7 @@ class RandomStates:
         return [*self._told[:rank], own_states, *self._told[rank + 1 :]]
 
     def exchange(self) -> list[Mapping[str, Any]]:
-        """Exchange the states with the group: collective, on the main thread.
-
-        Raises what the process group raises.
-        """
+        """Exchange the states with the group: collective, on the main thread."""
         own_states = take_random(self._tracker)
         if self._group is None:
             return [own_states]
@@ -306,20 +289,14 @@ class RandomStates:
         return self._told
 
     def put_back(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the random states of a step, as `take` returned them here or on a rank with the same part
-        of the model.
-        """
+        """Restore the states that `take` returned here, or on a rank with the same part of the model."""
         own_states = states[0 if self._group is None else self._group.rank()]
         put_back_random(self._tracker, own_states)
         self._told = list(states)
 
 
 def take_random(tracker: Any) -> dict[str, Any]:
-    """Return the random states of this process as the framework stores them.
-
-    Args:
-        tracker: the framework's CUDA RNG tracker.
-    """
+    """Return the random states of this process as the framework, with this CUDA RNG tracker, stores them."""
     states = {
         "random_rng_state": _python.take(),
         "np_rng_state": _numpy.take(),

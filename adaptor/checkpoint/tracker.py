@@ -39,12 +39,7 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @contextlib.contextmanager
 def locked(root: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
-    """Hold the lock of the save folder `root`.
-
-    Raises:
-        CheckpointError: another process of this user has held the lock for longer than `patience_s`.
-        OSError: the disk refuses.
-    """
+    """Hold the lock of the save folder. Raises CheckpointError after `patience_s`, OSError."""
     lock = root / naming.LOCK
     descriptor = _take(lock, time.monotonic() + patience_s, patience_s)
     try:
@@ -111,9 +106,7 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _is_of_this_user(root: Path, descriptor: int) -> bool:
-    """Return True if the file has the owner and the rights of a file that this process makes in the
-    folder.
-    """
+    """Return True if the file has the owner and the rights of a file that this process makes there."""
     probe_status, lock_status = disk.probe_rights(root), os.fstat(descriptor)
     return (probe_status.st_uid, probe_status.st_mode) == (lock_status.st_uid, lock_status.st_mode)
 
@@ -168,8 +161,7 @@ def tracker_text(root: Path) -> str:
 def advance(root: Path, step: int) -> bool:
     """Let the tracker name `step`, unless it names a later step; return True if changed.
 
-    `release` (a converted model to start from) counts as older than any step: the framework replaces it as
-    well.
+    `release` counts as older than any step: the framework replaces it as well.
     """
     with locked(root):
         return advance_under_lock(root, step)

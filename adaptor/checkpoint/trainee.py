@@ -43,9 +43,7 @@ from adaptor.verification.given_sums import GivenSums
 
 @dataclass(frozen=True)
 class _PreUpdateSnapshot:
-    """The changes that a step has made at the door, and the amounts by which the framework moves the rest
-    later.
-    """
+    """The changes of a step at the door, and the amounts by which the framework moves the rest later."""
 
     scalers: tuple[Mapping[str, Any] | None, ...]
     rng: Sequence[Mapping[str, Any]]
@@ -203,16 +201,7 @@ def write_group(
     order: GroupOrder,
     run: DumpRun,
 ) -> tuple[FileEntry, ...]:
-    """Do a rank's part of saving a group, as `Trainee.dump` describes it.
-
-    Args:
-        state: of the rank.
-        mirrors: per optimizer of the chain: its copy of another shard.
-        device: where its tensors lie.
-        record: of the step.
-        order: the ranks that give the shards, and the writer.
-        run: the folder, the partners, and the callbacks of this dump.
-    """
+    """Do a rank's part of saving a group, as `Trainee.dump` describes it."""
     ranks = order.ranks
     holders = iter([ranks.index(holder) for holder in order.holders])
     counts = [shards.shard_of(inner)[1] for inner in step_record.chain(state.optimizer)]
@@ -257,15 +246,9 @@ def replicas_of(
 ) -> tuple[Mirror | None, ...]:
     """Make the copies of neighbours' shards, one per optimizer of the chain, None where no copy is needed.
 
-    Collective, after the state is loaded. Rank 0 prints the replicas of the job.
-
-    Args:
-        size: of the data-parallel group, context parallel included.
-        experts: ranks with the same experts.
-        is_repeated: the line was printed before.
-
-    Raises:
-        UnsupportedError: a shard cannot be mirrored, or the state of an optimizer is not protected.
+    Collective, after the state is loaded. Rank 0 prints the replicas of the job, unless `is_repeated`.
+    `size`: of the data-parallel group, context parallel included; `experts`: ranks with the same experts.
+    Raises UnsupportedError.
     """
     for torchs in step_record.inner(optimizer):
         supported_optimizers.require_protected(torchs)
@@ -385,15 +368,7 @@ class _Kept:
 
 
 class LocalCopy:
-    """The local copy of one rank of a Megatron job.
-
-    Args:
-        optimizer: its chain of optimizers, or a bare optimizer.
-        mirrors: per optimizer of the chain: the copy of a neighbour's shard, or None.
-
-    Attributes:
-        optimizer, mirrors: stand-ins for the arguments, with the state before the last update
-    """
+    """The local copy of one rank: stand-ins for its optimizer and mirrors as before the last update."""
 
     def __init__(self, optimizer: Any, mirrors: Sequence[Mirror | None]) -> None:
         inner = [

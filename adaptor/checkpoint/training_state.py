@@ -113,12 +113,8 @@ class FormatFactory(Protocol):
     def __call__(self, state: TrainingState, first: int) -> CheckpointFormat:
         """Make the format in which this rank writes last words; on every rank at the same time.
 
-        Args:
-            state: of the rank, complete but for its format.
-            first: the lowest rank of the rank's group, which the framework lets write.
-
-        Raises:
-            UnsupportedError: the format cannot hold this state.
+        `state` is complete but for its format; the framework lets `first` write, the lowest rank of the
+        group. Raises UnsupportedError.
         """
 
 
@@ -246,15 +242,8 @@ def unwrapped(chunk: Any) -> Any:
 def in_format(name: str, state: TrainingState, first: int, setting: str) -> TrainingState:
     """Return `state` with the chosen format for last words; on every rank at the same time.
 
-    Args:
-        name: of the format, an entry point of `ttp_adaptor.formats`.
-        state: of the rank.
-        first: the lowest rank of the rank's group, which the framework lets write.
-        setting: the setting in which the user has chosen the format, for messages.
-
-    Raises:
-        ConfigError: no format of this name is installed.
-        UnsupportedError: the format cannot hold this state.
+    `name` is an entry point of `ttp_adaptor.formats`, chosen in `setting`; the framework lets `first` write,
+    the lowest rank of the group. Raises ConfigError, UnsupportedError.
     """
     make = cast(FormatFactory, plug_ins.choose(plug_ins.FORMATS, name, setting, "or set ENABLE_TTP=False"))
     return replace(state, format=make(state, first))
@@ -289,18 +278,12 @@ def place_of(
     *,
     copies: bool = True,
 ) -> CheckpointPlacement:
-    """Find the shards and groups of the rank: collective.
+    """Find the shards and groups of the rank: collective among `everyone`.
 
     The shards of a group are the shards of the first optimizer of the chain, then of the second, ... With
     experts, ranks of different groups share the state of the dense optimizer: each group needs the whole
-    state for its weights.
-
-    Args:
-        optimizer: the chain.
-        mirrors: one per optimizer of the chain.
-        group: the folder of the rank's files; equal on ranks with the same model.
-        everyone: all ranks of the job.
-        copies: whether the job may have copies in host memory (TTP_HOST_COPY).
+    state for its weights. `group`: the folder of the rank's files, equal on ranks with the same model;
+    `copies`: whether the job may have copies in host memory (TTP_HOST_COPY).
     """
     inner = step_record.chain(optimizer)
     own_shards = [shards.shard_of(inner_optimizer) for inner_optimizer in inner]
@@ -353,13 +336,7 @@ def state_at(
 ) -> TrainingState:
     """Return the training state of a rank at `place`, from the objects of a framework with arguments.
 
-    Args:
-        place: of the rank.
-        model: its chunks, wrapped or not.
-        optimizer: the chain.
-        scheduler: the parameter scheduler, or None.
-        args: the framework's arguments; saved as on the rank that the framework lets write.
-        further_fields: further fields of `TrainingState`.
+    `args` are saved as on the rank that the framework lets write.
     """
     return TrainingState(
         model=[unwrapped(chunk) for chunk in model],

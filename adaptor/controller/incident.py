@@ -361,9 +361,7 @@ class Incident:
 
     @property
     def _needs_the_silent(self) -> bool:
-        """Return True if ranks without an answer hold state that is needed for a save and that no other rank
-        has.
-        """
+        """Return True if only ranks without an answer hold state that is needed for a save."""
         # Called at each tick; with 100,000 ranks the answer takes as long as a tick.
         answer_counts = len(self.state.boards), len(self.state.nodes), len(self.state.membership.layouts)
         if answer_counts != self._needs_by:

@@ -73,18 +73,14 @@ class Membership:
         self.expected.update({node: owner for node, owner in owners.items() if node in self.lost})
 
     def regain(self, hello: AgentHello) -> None:
-        """Note that a spare node has the place of a lost node; its ranks stay dead until they are
-        replaced.
-        """
+        """Note that a spare node has the place of a lost node; its ranks stay dead until replaced."""
         self.lost.discard(hello.node)
         del self.expected[hello.node]
         self.agents.add(hello.node)
         self.enter(hello)
 
     def add(self, layout: Layout) -> str:
-        """Keep the layout of a rank; return the reason, and keep nothing, if the layout does not fit those of
-        other ranks.
-        """
+        """Keep the layout of a rank; if it does not fit those of other ranks, return the reason instead."""
         first = next(iter(self.layouts.values()), layout)
         if first.fingerprint != layout.fingerprint:
             return f"rank {layout.rank} and rank {first.rank} do not run the same framework or patches"

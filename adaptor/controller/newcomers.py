@@ -128,9 +128,7 @@ class Newcomers:
         )
 
     def place(self, node: int) -> None:
-        """Note that the agent of a spare node has come in the place of `node`, and starts the new
-        processes.
-        """
+        """Note that the agent of a spare node has come for `node`, and starts the new processes."""
         for newcomer in self._of(node):
             if newcomer.stage is NewcomerStage.UNPLACED:
                 newcomer.stage = NewcomerStage.STARTING
@@ -201,11 +199,7 @@ class Newcomers:
             newcomer.stage = NewcomerStage.STARTING
 
     def failure_in(self, message: FromNewcomer, attempt: int) -> str:
-        """Take a message; return the predicate of a sentence if the message is a failure, else "".
-
-        Args:
-            attempt: the newest attempt; messages about another attempt do not count.
-        """
+        """Take a message of `attempt`; return the predicate of a sentence if it is a failure, else ""."""
         newcomer = self.by_rank[message.rank]
         if newcomer.stage is NewcomerStage.ENDING and isinstance(message, Died):  # of the attempt before
             newcomer.stage = NewcomerStage.STARTING
@@ -269,13 +263,8 @@ ROUNDS = 2
 class PresenceCheck:
     """The rounds of one attempt.
 
-    Args:
-        time_now: monotonic seconds.
-        timeout_s: the time limit of the recovery in seconds. A new process gets half of the limit, because
-            imports may hold up its answer.
-
-    Attributes:
-        rounds_of_newcomers: the number of rounds in half of the limit
+    A new process gets half of the time limit of the recovery, because imports may hold up its answer:
+    `rounds_of_newcomers`.
     """
 
     def __init__(self, time_now: float, timeout_s: float) -> None:

@@ -127,9 +127,7 @@ _OF_STEPS = attrgetter("phase", "oldest", "finished", "ahead")
 
 
 def _group_equal_boards(boards: Mapping[int, BoardRecord]) -> list[tuple[BoardRecord, list[int]]]:
-    """Return boards that differ in their steps, each with the ranks of equal boards: of thousands, few
-    differ.
-    """
+    """Return boards that differ in their steps, with the ranks of equal boards: few of thousands differ."""
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank, state_of_steps in zip(boards, map(_OF_STEPS, boards.values()), strict=True):
         alike[state_of_steps].append(rank)

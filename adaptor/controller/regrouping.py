@@ -89,8 +89,7 @@ class Regrouping:
     # beside the save
 
     def start_beside_save(self, decision: Plan) -> tuple[Plan, Orders]:
-        """Begin to replace failed ranks if possible; return the plan for the step to save first, and the
-        orders.
+        """Begin to replace failed ranks if possible; return the plan for the step to save first, and orders.
 
         With local copies that step may be the step before the newest.
         """
@@ -108,14 +107,10 @@ class Regrouping:
         return common, orders
 
     def _replace(self, step: int, *, cold: bool) -> Orders:
-        """Begin an attempt to come to `step`.
+        """Begin an attempt to come to `step`; `cold`: without spares, because the last new process has
+        failed.
 
-        Args:
-            step: the step.
-            cold: failed ranks get a fresh process, no spare, because the last new process has failed.
-
-        Raises:
-            CannotRegroupError: the reason why not; nothing has changed.
+        Raises CannotRegroupError; nothing has changed.
         """
         self._planned = self._require_plan(step)
         self._attempts += 1
@@ -154,21 +149,12 @@ class Regrouping:
         return self.cancel(reason)
 
     def _require_plan(self, step: int) -> tuple[Replacement, ...]:
-        """Return the replacements to come to `step`.
-
-        Raises:
-            CannotRegroupError: the reason why not.
-        """
+        """Return the replacements to come to `step`. Raises CannotRegroupError with the reason why not."""
         self._feasibility.require_possible(step)
         return self._feasibility.plan(step)
 
     def cancel(self, reason: str) -> Orders:
-        """Give the recovery up; the save goes on, or is done.
-
-        Returns:
-            No orders, always, for the caller to return: `Incident` sees that `is_pending` is False, and
-                orders the rest.
-        """
+        """Give the recovery up, and return no orders: `Incident` sees that `is_pending` is False."""
         if self.is_pending:
             self.is_pending, self.why_not = False, reason
         return []
@@ -209,9 +195,7 @@ class Regrouping:
         return self.cancel(reason) if reason else []
 
     def on_spare_node(self, node: int) -> Orders:
-        """Note that the agent of a spare node has come in the place of `node`, and starts the new
-        processes.
-        """
+        """Note that the agent of a spare node has come for `node`, and starts the new processes."""
         self._feasibility.places.come(node)
         self.newcomers.place(node)
         self._note_progress()
@@ -245,9 +229,7 @@ class Regrouping:
     # behind it
 
     def start_joining(self, unsaved: str) -> Orders:
-        """Let all ranks come to the step, which is saved; `unsaved`: why the step could not be saved, else
-        "".
-        """
+        """Let all ranks come to the step; `unsaved`: why it could not be saved, "" if it is saved."""
         self.unsaved = unsaved
         self._state.move(Stage.REGROUPING)
         self.begun_at = self._moved_at = self._state.now
@@ -334,9 +316,7 @@ class Regrouping:
         return []
 
     def _on_unexplained(self, rank: int, reason: str) -> Orders:
-        """Try once more, because no loss explains why `rank` cannot join: a survivor keeps its process at
-        its first failure.
-        """
+        """Try once more, because no loss explains why `rank` cannot join; at first it keeps its process."""
         if rank in self.newcomers.by_rank:
             self.newcomers.count_failures([rank])
             return self._retry(reason, cold=True)

@@ -45,9 +45,7 @@ class NonFiniteTracker:
     notes: dict[str, str] = field(default_factory=dict)
 
     def settle(self, group: str, holders: tuple[int, ...], not_finite: str) -> None:
-        """Note that `group` is on disk, from `holders`; `not_finite` names the parts that are not finite, ""
-        if all are.
-        """
+        """Note that `group` is on disk, from `holders`; `not_finite` names its non-finite parts."""
         spoilt = " and ".join(str(rank) for rank in self.ranks.get(group, ()) if rank not in holders)
         if not_finite:
             self.notes[group] = f"in {group} {not_finite}, as before the failure"
@@ -176,9 +174,7 @@ class Writing:
         )
 
     def elsewhere(self, unreachable_ranks: Collection[int], boards: Mapping[int, BoardRecord]) -> Plan | None:
-        """Plan the rest with other writers for `unreachable_ranks`; return None if no group can have another
-        writer.
-        """
+        """Plan the rest with other writers for `unreachable_ranks`; None if no group can have another."""
         new_plan = self.rest(boards, avoid=unreachable_ranks)
         if isinstance(new_plan, NoPlan):
             return None
@@ -195,11 +191,7 @@ class Writing:
     ) -> dict[int, Dump]:
         """Return the order for each rank that takes part in this attempt.
 
-        Args:
-            incident: its number.
-            folder: the temporary folder of the checkpoint.
-            store: host, port and secret of the store over which ranks form groups.
-            timeout_s: seconds that a collective of the dump may take.
+        A collective of the dump may take `timeout_s` seconds.
         """
         names: dict[int, tuple[str, ...]] = {}
         for name, order in self.pending.items():
@@ -226,9 +218,7 @@ class Writing:
         return {rank: dumps[groups] for rank, groups in names.items()}
 
     def awaits(self, message: Written | WriteFailed) -> bool:
-        """Return True if `message` belongs to this attempt, to a group that is not on disk, and to a rank
-        that was asked.
-        """
+        """Return True if `message` belongs to this attempt, a pending group, and a rank that was asked."""
         order = self.pending.get(message.group)
         if order is None or message.attempt != self.attempt:
             return False
@@ -326,11 +316,7 @@ class PublishTarget:
         )
 
     def hand_over(self, last: Collection[int] = ()) -> None:
-        """Choose another agent, because the current agent is lost, has failed or hangs.
-
-        Args:
-            last: nodes whose agents are chosen only if no other agent is left.
-        """
+        """Choose another agent, one of the nodes in `last` only if no other is left."""
         self.number += 1
         self.publisher = min(self._agents, key=lambda node: (node in last, self._fails(node), node))
 

@@ -28,11 +28,7 @@ from adaptor.protocol.messages import BoardRecord, Prepare, Publish, Rename, Wri
 
 
 class IoStallDetector:
-    """The progress of each node's work on the save folder, in one incident.
-
-    Args:
-        patience_s: seconds for which the work of a node may stand still.
-    """
+    """The progress of each node's work on the save folder, which may stand still for `patience_s`."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
@@ -127,9 +123,7 @@ class Reassignment:
     # ranks
 
     def leave_the_stuck(self) -> bool:
-        """Give up the ranks without an answer if other ranks can give their shards; return True if given
-        up.
-        """
+        """Give up the ranks without an answer if others can give their shards; return True if so."""
         stuck = self.liveness.unanswered
         other_ranks = self._others(stuck)
         if not stuck or (
@@ -162,9 +156,7 @@ class Reassignment:
         return overdue
 
     def may_be_held_up(self, overdue: set[int]) -> bool:
-        """Return True if a writer on an `overdue` node may wait for a holder on another node, whose disk
-        hangs.
-        """
+        """Return True if a writer on an `overdue` node may wait for a holder on another node."""
         nodes = self._state.nodes
         return self._writing.is_in_place and any(
             nodes.get(order.writer, -1) in overdue and len({nodes.get(rank, -1) for rank in order.ranks}) > 1
@@ -227,11 +219,7 @@ STAGES = (Stage.PREPARING, Stage.DUMPING, Stage.PUBLISHING)
 
 
 class Saving:
-    """The save of one incident.
-
-    Attributes:
-        outcome: the end of the save; None until then
-    """
+    """The save of one incident; `outcome` is its end."""
 
     def __init__(self, state: IncidentState, freeze_state: FreezeState) -> None:
         self._state = state
@@ -327,9 +315,7 @@ class Saving:
         return []
 
     def on_renamed(self, rank: int, reason: str) -> Orders:
-        """Note that the handler of the script on `rank` has named the checkpoint, or failed for a
-        `reason`.
-        """
+        """Note that the handler of the script on `rank` has named the checkpoint, or failed."""
         if self._stage is not Stage.PUBLISHING or rank != self._rename_rank:
             return []
         return self._lose(reason) if reason else self.on_published(self._writing.step)

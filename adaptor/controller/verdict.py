@@ -261,9 +261,7 @@ def shown_rank(verdict: Verdict, failures: Failures) -> int:
 def end_all(verdict: Verdict, number: int, shown: int, membership: Membership) -> Orders:
     """Return the orders that bring `verdict` to all agents, and let all workers exit.
 
-    Args:
-        number: the incident known to the workers.
-        shown: the rank with the shown exception; -1: none.
+    `number`: the incident known to the workers; `shown`: the rank with the shown exception, -1: none.
     """
     # First to the agents: no worker exits before its agent knows the verdict, whatever dies now.
     verdicts: Orders = [(node, verdict) for node in sorted(membership.agents | membership.late)]

@@ -63,13 +63,9 @@ class Lifeline:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._lock))
 
     def wait(self, is_wanted: Callable[[], bool]) -> bool:
-        """Wait until the thread that holds the lock has ended; other threads of the process run meanwhile.
+        """Wait until the thread that holds the lock has ended; return False if no longer wanted.
 
-        Args:
-            is_wanted: called every half second; the wait ends when it returns False.
-
-        Returns:
-            True if the thread has ended, False if the wait is no longer wanted.
+        Other threads run meanwhile. `is_wanted` is called every half second.
         """
         while is_wanted():
             if self._lock_within(_PATIENCE_S) == errno.EOWNERDEAD:
@@ -309,9 +305,7 @@ class Board:
         return bytes(self._memory[place + _LENGTH.size : place + _LENGTH.size + length])
 
     def hold_lifeline(self) -> None:
-        """Hold the lifeline, so that the agent learns of the end of this process at once; main thread
-        only.
-        """
+        """Hold the lifeline: the agent learns of the end of this process at once; main thread only."""
         Lifeline(self._memory, _LIFELINE).hold()
 
     def start(self, origin: int) -> None:
@@ -322,9 +316,7 @@ class Board:
         self.write()
 
     def go_back(self, step: int) -> None:
-        """Record that the state after `step` is given up; `start` records when the live state is that of
-        `step`.
-        """
+        """Record that the state after `step` is given up; `start` records the live state of `step`."""
         self.finished = self.ahead = step
         self.write()
 
@@ -343,9 +335,7 @@ class Board:
     def turn(self, usual: float) -> None:
         """Record that a phase of the loop (evaluation, save) begins or ends.
 
-        Args:
-            usual: the longest seconds of earlier phases of this kind; 0: no earlier phase; -1: the loop is in
-                no phase now.
+        `usual`: the longest seconds of earlier phases of this kind; 0: none; -1: in no phase now.
         """
         self.usual = usual
         self.turns += 1
@@ -363,9 +353,7 @@ class Board:
         self.write()
 
     def updating(self, copied: bool) -> None:
-        """Record, past the door, that the update changes the live state; the old state is lost unless
-        `copied`.
-        """
+        """Record, past the door, that the update changes the live state; lost unless `copied`."""
         self.live = self.ahead
         if not copied:
             self.oldest = self.live
@@ -383,17 +371,13 @@ class Board:
         self.write()
 
     def changed(self, step: int) -> None:
-        """Mark the live state as half-updated to `step`, without the door, so that the state cannot be
-        saved.
-        """
+        """Mark the live state as half-updated to `step`, without the door, so that it cannot be saved."""
         self.oldest = self.live = step
         self.phase = Phase.BROKEN
         self.write()
 
     def finish(self, step: int) -> None:
-        """Record that `step` is done; after a step without an update the state of earlier steps stays
-        available.
-        """
+        """Record that `step` is done; after a step without an update earlier states stay available."""
         self.finished = step
         self.phase = Phase.RUNNING
         self.write()

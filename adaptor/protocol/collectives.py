@@ -11,9 +11,7 @@ MOST_GROUPS = 64
 
 
 class Newest(NamedTuple):
-    """The newest collective that a rank has begun in a group, with its time: comparable within the rank
-    only.
-    """
+    """The newest collective that a rank has begun in a group; its time compares within the rank only."""
 
     number: int
     name: str
@@ -44,11 +42,7 @@ class _Report(msgspec.Struct, array_like=True):
 
 
 def newest(dump: object) -> Collectives:
-    """Return the newest collective of each group in a dump of torch's recorder.
-
-    Raises:
-        msgspec.ValidationError: `dump` is no such dump.
-    """
+    """Return the newest collective of each group in a dump of torch's recorder. Raises ValidationError."""
     collectives: Collectives = {}
     for entry in msgspec.convert(dump, _Dump).entries:
         backend, _, name = entry.profiling_name.rpartition(":")
@@ -68,10 +62,6 @@ def encode(path: str, collectives: Collectives) -> str:
 
 
 def decode(raw_fields: str) -> tuple[str, Collectives]:
-    """Return the file and the collectives in a report.
-
-    Raises:
-        msgspec.MsgspecError: `raw_fields` is no report of `encode`.
-    """
+    """Return the file and the collectives in a report. Raises msgspec.MsgspecError."""
     report = msgspec.json.decode(raw_fields, type=_Report)
     return report.path, report.groups

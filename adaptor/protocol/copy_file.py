@@ -54,21 +54,12 @@ class CopyHeader(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int]:
-        """Return the start of the workers and the step: copies of all ranks with the same key belong
-        together.
-        """
+        """Return the start of the workers and the step; copies with the same key belong together."""
         return self.generation, self.step
 
 
 class CopyFile:
-    """One file of a host copy, opened by a writer or a reader.
-
-    Args:
-        path: for this process: `/proc/PID/fd/N` of the agent.
-
-    Raises:
-        OSError: the file cannot be opened.
-    """
+    """One file of a host copy, opened by `/proc/PID/fd/N` of the agent. Raises OSError."""
 
     def __init__(self, path: str) -> None:
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -95,12 +86,7 @@ class CopyFile:
         return memoryview(self._memory)[HEADER_BYTES:]
 
     def read(self, start: int, count: int) -> bytes:
-        """Return bytes of the content, though another process may shorten the file: a mapping would kill the
-        reader.
-
-        Raises:
-            EOFError: the file was shortened.
-        """
+        """Return bytes of the content. Raises EOFError if shortened; a mapping would kill the reader."""
         data = os.pread(self._fd, count, HEADER_BYTES + start)
         if len(data) < count:
             raise EOFError("the copy was given up")
@@ -122,11 +108,7 @@ class CopyFile:
         self.note_kept(-1)
 
     def reserve(self, size: int) -> None:
-        """Reserve room for `size` bytes of content, so that writing needs no further memory.
-
-        Raises:
-            OSError: not enough memory.
-        """
+        """Reserve room for `size` bytes, so that writing needs no further memory. Raises OSError."""
         file_bytes = HEADER_BYTES + size
         if os.fstat(self._fd).st_size < file_bytes:
             self._memory = None

@@ -47,11 +47,7 @@ _REPLACED = re.compile(r"replaced_(iter_[0-9]{7,18})")
 
 
 def final_name(step: int) -> str:
-    """Return the folder of the complete checkpoint of `step`.
-
-    Raises:
-        ValueError: `step` is below 0.
-    """
+    """Return the folder of the complete checkpoint of `step`. Raises ValueError below 0."""
     if step < 0:
         raise ValueError(f"step is {step}; a checkpoint belongs to a step of 0 or more")
     return f"iter_{step:07d}"
@@ -120,9 +116,7 @@ def is_reshape(name: str) -> bool:
 
 
 def before_reshape_name(step: int, number: int) -> str:
-    """Return the name of a checkpoint after it was replaced by a checkpoint in other sizes; `number` from
-    1.
-    """
+    """Return the name of a checkpoint that was replaced by one in other sizes; `number` from 1."""
     return f"before_reshape_{final_name(step)}.{number}"
 
 

@@ -129,15 +129,10 @@ class StepVerifier(Protocol):
     """Compares the holders of the state in verified steps (TTP_VERIFY_EVERY); called on the main thread."""
 
     def begin(self, trainee: Any, restored: int | None = None) -> None:
-        """Begin with the state of `trainee`; collective.
+        """Begin with the state of `trainee`; collective. Raises UnsupportedError without second holders.
 
-        Args:
-            trainee: of the rank.
-            restored: the step of the state after an incident, which is compared before the next update; None:
-                training begins.
-
-        Raises:
-            UnsupportedError: no shard has a second holder.
+        `restored`: the step of the state after an incident, which is compared before the next update; None:
+        training begins.
         """
 
     def after_update(self, trainee: Any, step: int) -> None:
@@ -147,15 +142,11 @@ class StepVerifier(Protocol):
         """Compute the sum of the weights that a step begins with."""
 
     def is_equal(self, trainee: Any, saved: int | None = None) -> bool:
-        """Return False if the holders differ, or a shard has changed since its update; collective in
-        verified steps, and before a save. The controller has been told then.
+        """Return False if the holders differ, or a shard has changed since its update.
 
-        Args:
-            trainee: of the rank.
-            saved: the finished step that is about to be saved; None: the next update is about to be made.
-
-        Raises:
-            RuntimeError: a rank is gone.
+        Collective in verified steps, and before a save: `saved` is the finished step to be saved; None: the
+        next update is about to be made. The controller has been told then. Raises RuntimeError if a rank is
+        gone.
         """
 
 

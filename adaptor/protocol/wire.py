@@ -163,14 +163,8 @@ def _checked(length: int) -> int:
 async def read(stream: asyncio.StreamReader, decode: Decoder[T], slow_s: float | None = None) -> T:
     """Return the next message of `stream`, `slow_s` seconds after its beginning at the latest.
 
-    Args:
-        stream: the connection.
-        decode: decodes the message.
-        slow_s: None: no limit.
-
-    Raises:
-        EOFError: the other side is gone (also `asyncio.IncompleteReadError`). ConnectionError,
-            msgspec.DecodeError: the bytes are no message, or came too slowly.
+    Raises EOFError (the other side is gone), ConnectionError or msgspec.DecodeError (the bytes are no
+    message, or came too slowly).
     """
     length = _checked(int.from_bytes(await stream.readexactly(_LENGTH_BYTES), "big"))
     if slow_s is None:
@@ -252,10 +246,7 @@ _PROOF_BYTES = 32
 async def prove_controller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
     """Prove the controller's side, after the other side has proved to be an agent of this job.
 
-    The answer with the controller's proof is under way on return.
-
-    Raises:
-        ConnectionError: the other side does not know the secret.
+    The proof is under way on return. Raises ConnectionError if the other side lacks the secret.
     """
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     writer.write(own_nonce)
@@ -267,12 +258,7 @@ async def prove_controller(reader: asyncio.StreamReader, writer: asyncio.StreamW
 
 
 async def prove_agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
-    """Prove the agent's side.
-
-    Raises:
-        ConnectionError: the other side does not know the secret.
-        EOFError: the other side rejects the proof.
-    """
+    """Prove the agent's side. Raises ConnectionError (no secret), EOFError (the proof is rejected)."""
     theirs = await reader.readexactly(_NONCE_BYTES)
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     writer.write(own_nonce + _proof(secret, b"agent", theirs, own_nonce))
@@ -282,11 +268,7 @@ async def prove_agent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 
 def prove_agent_blocking(connection: socket.socket, secret: bytes) -> None:
-    """Prove the agent's side like `prove_agent`, over a blocking socket.
-
-    Raises:
-        ConnectionError, EOFError: as `prove_agent`.
-    """
+    """Prove the agent's side like `prove_agent`, over a blocking socket."""
     theirs = exactly(connection, _NONCE_BYTES)
     own_nonce = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(own_nonce + _proof(secret, b"agent", theirs, own_nonce))

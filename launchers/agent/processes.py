@@ -244,7 +244,7 @@ class StackCollector:
     """The collector of the stacks of a generation of workers.
 
     Args:
-        folder: the stack folder of the first incident; `stack_files.of_incident` names the others.
+        folder: the stack folder of the first incident; `environment.stack_folder_of` names the others.
         scratch: the agent's folder, to which workers write stacks after the signal.
     """
 
