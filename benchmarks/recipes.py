@@ -193,7 +193,7 @@ def main() -> None:
         print(f"{recipe['name']}: {verdict.outcome}", *verdict.reasons, sep="\n    ")
     print(text := tables(found))
     if given.write:
-        command = f"    python benchmarks/recipes.py {given.recipes.name} --write docs/compatibility.md"
+        command = f"    python benchmarks/recipes.py {given.recipes.name} --write benchmarks/results/recipes.md"
         write_section(given.write, SECTION, f"{command}\n\nOn {time.strftime('%Y-%m-%d')}.\n\n{text}")
 
 
