@@ -193,7 +193,7 @@ def main() -> None:
         print(f"{recipe['name']}: {verdict.outcome}", *verdict.reasons, sep="\n    ")
     print(text := tables(found))
     if given.write:
-        command = f"    python benchmarks/recipes.py {given.recipes.name} --write benchmarks/results/recipes.md"
+        command = f"    python benchmarks/recipes.py {given.recipes.name} --write {given.write}"
         write_section(given.write, SECTION, f"{command}\n\nOn {time.strftime('%Y-%m-%d')}.\n\n{text}")
 
 
