@@ -29,8 +29,7 @@ from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.job_records import JobRecords
 from adaptor.launchers.spares.replacements import Replacements, Starter
-from adaptor.launchers.spares.slot_filling import fill_online
-from adaptor.launchers.spares.spare_gate import SpareGate, StartCounts
+from adaptor.launchers.spares.spare_gate import SpareGate, StartCounts, fill_online
 from adaptor.launchers.spares.spare_pool import Spares
 from adaptor.protocol import environment
 from adaptor.protocol.messages import (

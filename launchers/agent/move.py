@@ -25,8 +25,7 @@ from adaptor.launchers.agent.node import Node
 from adaptor.launchers.rendezvous.rendezvous_errors import UNMET
 from adaptor.launchers.rendezvous.rendezvous_handler import Rendezvous
 from adaptor.launchers.rendezvous.waiting import wait_for
-from adaptor.launchers.spares.slot_filling import Places
-from adaptor.launchers.spares.spare_gate import StartCounts
+from adaptor.launchers.spares.spare_gate import Places, StartCounts
 from adaptor.protocol.messages import Endpoint, Verdict
 
 

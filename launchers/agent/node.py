@@ -35,8 +35,14 @@ from adaptor.launchers.records.log import Log
 from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.spares import spare_node
 from adaptor.launchers.spares.replacements import Starter
-from adaptor.launchers.spares.slot_filling import MOVES_S, Places, fill_for_restart
-from adaptor.launchers.spares.spare_gate import NO_STARTS, SpareGate, StartCounts
+from adaptor.launchers.spares.spare_gate import (
+    MOVES_S,
+    NO_STARTS,
+    Places,
+    SpareGate,
+    StartCounts,
+    fill_for_restart,
+)
 from adaptor.launchers.spares.spare_node import Taken
 from adaptor.protocol.environment import (
     AGENT,

@@ -223,7 +223,7 @@ def _run_with_survivors(
     from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
     from adaptor.launchers.agent.elastic_outputs import Tee
     from adaptor.launchers.records.operator_summary import conclude
-    from adaptor.launchers.rendezvous import moved_job, waiting
+    from adaptor.launchers.rendezvous import rendezvous_store, waiting
     from adaptor.launchers.rendezvous.rendezvous_errors import MovedError
     from adaptor.launchers.rendezvous.rendezvous_handler import Registry
 
@@ -236,7 +236,7 @@ def _run_with_survivors(
         record.common = spare_node.about_this_node(parsed, record.facts)
     _insert_program(parsed, WORKER)
     _keep_ignoring_hangups(parsed)
-    job = moved_job.MovedJob(parsed)
+    job = rendezvous_store.MovedJob(parsed)
     if engine.has_own_agent:
         # torch makes its agent by this name.
         api.LocalElasticAgent = partial(SurvivorsAgent, settings, _job(parsed), parts, record)  # type: ignore[misc, assignment]
@@ -254,7 +254,7 @@ def _run_with_survivors(
                 return 0
             parsed.node_rank = record.place.node
             if record.place.store is not None:
-                moved_job.go_to_store(parsed, record.place.store)
+                rendezvous_store.go_to_store(parsed, record.place.store)
         code = last_line.run_to_the_last_line(parsed, engine, record)
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")

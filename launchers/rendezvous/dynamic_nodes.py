@@ -3,9 +3,9 @@
 Order: torch sorts nodes by address, so a late node could become node 0, whose agent has the job's history
 (incidents, files, used restarts), and node 0 could differ from the node with the rendezvous store, so that
 the loss of either would end the job. Here earlier nodes come first. Invariant: an agent with the store is
-node 0 as long as it lives. The owner of the store is known by who opened its port (`c10d_store.py`), not by
-names: several agents may run on the machine of --rdzv-endpoint. All agents order nodes alike: the sort keys
-travel in torch's own state.
+node 0 as long as it lives. The owner of the store is known by who opened its port (`rendezvous_store.py`),
+not by names: several agents may run on the machine of --rdzv-endpoint. All agents order nodes alike: the sort
+keys travel in torch's own state.
 
 Losses: torch compares the time written by a node with the clock of the reading agent. Clocks of machines
 differ, and after a pause of a machine the times of all nodes are too old at once. A living node that is

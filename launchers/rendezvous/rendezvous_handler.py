@@ -18,10 +18,9 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 
 from adaptor import output
-from adaptor.launchers.rendezvous import c10d_store, dynamic_nodes
-from adaptor.launchers.rendezvous.fixed_nodes import FixedNodes
-from adaptor.launchers.rendezvous.next_store import NextStore
+from adaptor.launchers.rendezvous import dynamic_nodes, rendezvous_store
 from adaptor.launchers.rendezvous.rendezvous_errors import NotTakenInError
+from adaptor.launchers.rendezvous.rendezvous_store import FixedNodes, NextStore
 from adaptor.launchers.rendezvous.waiting import AGAIN_S, FIRST_S, Interrupted, wait_for
 from adaptor.protocol.messages import Endpoint
 
@@ -65,7 +64,7 @@ class Registry:
             trouble = text
 
         def connect() -> Rendezvous:
-            handler, has_store = c10d_store.connect(self._registry, params, note)
+            handler, has_store = rendezvous_store.connect(self._registry, params, note)
             next_store = NextStore(self._registry, params)
             rendezvous = Rendezvous(
                 handler,
@@ -82,7 +81,7 @@ class Registry:
         return wait_for(
             connect,
             lambda: _with(trouble, rendezvous_name),
-            limit=lambda: c10d_store.limit(params),
+            limit=lambda: rendezvous_store.limit(params),
             first_s=AGAIN_S if is_alone else FIRST_S,
             look=self._look,
         )

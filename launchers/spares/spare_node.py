@@ -266,18 +266,18 @@ def _find_gate(host: str, port: int, run_id: str, note: Callable[[str], None]) -
     """Return the invitation to the gate; node 0 may start at any time after the spare."""
     from torch.distributed import PrefixStore, TCPStore
 
-    from adaptor.launchers.rendezvous import c10d_store
+    from adaptor.launchers.rendezvous import rendezvous_store
 
     while True:
-        c10d_store.wait_until_it_answers(host, port, float("inf"), note)
+        rendezvous_store.wait_until_it_answers(host, port, float("inf"), note)
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, multi_tenant=True)
             gate = PrefixStore(f"{run_id}/{PREFIX}", store)
             while not gate.check([GATE]):
-                time.sleep(c10d_store.TRY_S)
+                time.sleep(rendezvous_store.TRY_S)
             return bytes(gate.get(GATE))
         except RuntimeError:  # node 0 has ended before it opened its gate; it may start again
-            time.sleep(c10d_store.TRY_S)
+            time.sleep(rendezvous_store.TRY_S)
 
 
 async def stay_at_gate(

@@ -12,8 +12,7 @@ from adaptor.controller.hang_detector import HangDetector
 from adaptor.launchers.agent.save_folder_tasks import CLEAN_S
 from adaptor.launchers.agent.worker_watch import EXIT_GRACE_S, PROGRESS_S, SHUTDOWN_GRACE_S
 from adaptor.launchers.control.agent_connections import CONNECT_TIMEOUT_S
-from adaptor.launchers.spares.slot_filling import fill_online
-from adaptor.launchers.spares.spare_gate import StartCounts
+from adaptor.launchers.spares.spare_gate import StartCounts, fill_online
 from adaptor.protocol.board import BoardMemory
 from adaptor.protocol.messages import (
     Addressed,

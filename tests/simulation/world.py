@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
 
-from adaptor.launchers.spares.slot_filling import fill_for_restart
-from adaptor.launchers.spares.spare_gate import StartCounts
+from adaptor.launchers.spares.spare_gate import StartCounts, fill_for_restart
 from adaptor.worker import freezer, pace, update_window
 from tests.simulation import jobs
 from tests.simulation.agent import Agent

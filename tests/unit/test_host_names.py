@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.launchers.rendezvous import c10d_store
+from adaptor.launchers.rendezvous import rendezvous_store
 from tests import waiting
 from tests.ports import free_port
 from tests.unit.launching import Launcher, launcher, zygote
@@ -83,9 +83,9 @@ def test_the_machine_is_known_by_its_addresses(monkeypatch: pytest.MonkeyPatch) 
     def matches(host: str) -> bool:
         raise socket.gaierror(socket.EAI_NONAME, "no address")
 
-    monkeypatch.setattr(c10d_store.utils, "_matches_machine_hostname", matches)
-    assert c10d_store._is_here("127.0.0.2")
-    assert not c10d_store._is_here("192.0.2.1")
+    monkeypatch.setattr(rendezvous_store.utils, "_matches_machine_hostname", matches)
+    assert rendezvous_store._is_here("127.0.0.2")
+    assert not rendezvous_store._is_here("192.0.2.1")
 
 
 @pytest.mark.parametrize("node", [0, 1])
@@ -111,9 +111,9 @@ def test_a_name_of_node_0_that_has_no_address(node: int, renamed: str, launcher:
 
 def test_a_signal_while_one_node_waits_for_its_own_store(launcher: Launcher) -> None:
     stopped = (
-        "import os, signal, threading\nimport adaptor.launchers.rendezvous.c10d_store as c10d_store\n"
+        "import os, signal, threading\nfrom adaptor.launchers.rendezvous import rendezvous_store\n"
         "def connect(*_):\n    os.kill(os.getpid(), signal.SIGTERM)\n    threading.Event().wait()\n"
-        "c10d_store.connect = connect\n"
+        "rendezvous_store.connect = connect\n"
     )
     ended = launcher.run(launcher.script("print('started')"), before=stopped)
     assert ended.code == 128 + signal.SIGTERM

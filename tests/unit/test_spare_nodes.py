@@ -21,8 +21,7 @@ from adaptor.launchers.control import agent_connections, credentials
 from adaptor.launchers.control.agent_connections import AgentListener, connect
 from adaptor.launchers.control.credentials import Invitation
 from adaptor.launchers.spares import spare_gate, spare_node
-from adaptor.launchers.spares.slot_filling import COMES_S, Places, fill_for_restart
-from adaptor.launchers.spares.spare_gate import SpareGate, StartCounts
+from adaptor.launchers.spares.spare_gate import COMES_S, Places, SpareGate, StartCounts, fill_for_restart
 from adaptor.launchers.spares.spare_node import WarmProcesses, stay_at_gate, wait_at_gate
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello, Endpoint
