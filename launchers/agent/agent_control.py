@@ -11,7 +11,7 @@ import enum
 import queue
 import subprocess
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from adaptor import hooks, text
@@ -106,7 +106,7 @@ class AgentControl:
         self._scratch = scratch
         self.thread = ControlThread(self._on_failure, self._on_broken_off)
         self.workers = Workers(self.thread.loop, self._hear)
-        self._copies = copies
+        self.copies = copies
         self.hooks = parts
         self.records = JobRecords(config, job, max_restarts, self.workers, self._newest_copy, parts)
         self.gate: SpareGate | None = None
@@ -198,7 +198,7 @@ class AgentControl:
         return is_known and self.verdict is None
 
     def _newest_copy(self) -> int | None:
-        return self._copies.newest(is_kept=self.keeper is not None) if self.makes_copies else None
+        return self.copies.newest(is_kept=self.keeper is not None) if self.makes_copies else None
 
     def _on_broken_off(self, reason: str) -> None:
         """End all workers: nothing runs on the control thread any more."""
@@ -341,7 +341,7 @@ class AgentControl:
                 self.workers.order(rank, message)
             case Prepare() | Publish() | Find():
                 self._descriptors.release()
-                self.thread.spawn(self._answer(self._folder_tasks.do(order, self.node, self.generation)))
+                self.thread.spawn(self._carry_out(order))
             case Replace():
                 self.thread.spawn(self._replace(order))
             case FillPlaces():
@@ -352,20 +352,19 @@ class AgentControl:
                 self.dismissed = True
                 self._stop_sending(Forwarding.JUDGED_HERE)
                 assert self.client is not None
-                for report in self.client.said:  # a controller that has left gives no verdict
+                for report in self.client.succession.said:  # a controller that has left gives no verdict
                     if failure := worker_watch.failure_in(report):
                         self.judge(failure)
             case Verdict():
                 self.verdict = order
                 self.thread.spawn(self._reap_workers())
 
-    async def _answer(self, work: Coroutine[object, None, FromAgent]) -> None:
-        self._forward(await work)
+    async def _carry_out(self, order: Prepare | Publish | Find) -> None:
+        self._forward(await self._folder_tasks.do(order, self.node, self.generation))
 
     async def _replace(self, order: Replace) -> None:
         self._descriptors.release()
-        failed = await self._replacements.replace(order, self._wants_replacements)
-        if failed is not None:
+        if (failed := await self._replacements.replace(order, self._wants_replacements)) is not None:
             self._forward(failed)
 
     async def _fill_places(self, order: FillPlaces) -> None:
@@ -437,18 +436,14 @@ class AgentControl:
         await self._replacements.end(is_last=is_last)
         self.records.look_at_last_moments(self.controller_host)
         await self.workers.end()
-        client, self.client = self.client, None
-        if client is not None:
-            # Other nodes may still be at work in the folder; the next job's first rank also cleans the
-            # folder.
-            if (
-                client.controller_host is not None
-                and client.alone
-                and client.controller_host.controller.membership.save
-                and not self._folder_tasks.busy
-            ):
-                save = Path(client.controller_host.controller.membership.save)
-                # The next start may complete a regular save on a disk of this node alone.
-                with contextlib.suppress(CheckpointError):
-                    await self._folder_tasks.clean(save, saves=self.node == 0)
-            await client.close()
+        host, client = self.controller_host, self.client
+        self.client = None
+        if client is None:
+            return
+        # Other nodes may still be at work in the folder; the next job's first rank also cleans the folder.
+        save = host.controller.membership.save if host is not None and host.nodes == 1 else ""
+        if save and not self._folder_tasks.busy:
+            # The next start may complete a regular save on a disk of this node alone.
+            with contextlib.suppress(CheckpointError):
+                await self._folder_tasks.clean(Path(save), saves=self.node == 0)
+        await client.close()

@@ -322,7 +322,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._record.verdict = verdict
         self._tell(verdict)
         if verdict.agreed is not None:
-            self._node.forget_copies(verdict.agreed)
+            self._control.copies.forget_after(verdict.agreed)
         if verdict.stop and (self._remaining_restarts or verdict.exit_code == EXIT_NO_PROGRESS):
             self._record.stopped = f"; not started again: {verdict.stop}"
         action = "the job ends"

@@ -177,17 +177,12 @@ class Node:
             ).generation
             join = client.join(host, invitation_bytes, tuple(ranks), place.owner if place is not None else "")
             own_invitation = wait_for(lambda: wait(join), lambda: awaited_place)
-            control.records.files.job = name_of(
-                own_invitation.job
-            )  # after a take-over this node writes to the same folder
+            # After a take-over this node writes to the same folder.
+            control.records.files.job = name_of(own_invitation.job)
         if self._config.host_copy != 0 and nodes > 1:
             self._keep_copies(client, node, nodes, store)
         control.generation = os.environ[GENERATION] = own_invitation.generation
         os.environ[IS_RESTART] = str(int(own_invitation.restart))
-
-    def forget_copies(self, step: int) -> None:
-        """Give up copies in host memory of steps after `step`."""
-        self._copies.forget_after(step)
 
     def _keep_copies(self, client: ControllerClient, node: int, nodes: int, store: Store) -> None:
         """Keep host copies of the previous node, and give those of this node to the next node."""
@@ -236,13 +231,8 @@ class Node:
             is_first: whether this node is node 0, whose gate serves spare nodes from now on.
         """
         if self.control.gate is None:
-            gate = self.control.gate = SpareGate(
-                credentials.kind_of(self._config),
-                self._config.port,
-                self._tls,
-                common,
-                self.control.lose_absent,
-            )
+            kind, lose_absent = credentials.kind_of(self._config), self.control.lose_absent
+            gate = self.control.gate = SpareGate(kind, self._config.port, self._tls, common, lose_absent)
             self._gate = self.control.thread.wait_for(gate.open(host))
         if is_first:
             self.control.thread.loop.call_soon_threadsafe(self.control.gate.begin_turn)
@@ -279,8 +269,7 @@ class Node:
         taken: Taken | None = None,
         own_gate: Gate | None = None,
     ) -> None:
-        """Keep a connection to the gate of node 0 for the life of this process; its loss means that the
-        node is lost.
+        """Keep a connection to the gate of node 0 for the life of this process: without it the node is lost.
 
         Args:
             taken: the place that this spare node has taken, with its connection; None for other nodes.
@@ -299,11 +288,9 @@ class Node:
         self.control.thread.wait_for(self._at_gate.begin())
 
     def fill(self, lost: Sequence[int], counts: StartCounts) -> dict[int, str]:
-        """Give the places of lost nodes to spare nodes, for a restart; the arguments are those of
-        `fill_for_restart`.
-        """
-        assert self.control.gate is not None
+        """Give the places of lost nodes to spare nodes for a restart, as `fill_for_restart`."""
         host = self.control.controller_host
+        assert self.control.gate is not None
         assert host is not None
         work = fill_for_restart(self.control.gate, host.controller.membership, lost, counts, host.until)
         return self.control.thread.wait_for(work)
@@ -388,10 +375,9 @@ class Node:
 
     def record_next_action(self, action: str) -> None:
         """Add the action after the verdict to the report of the last incident."""
+        report = self.control.records.report
         with contextlib.suppress(RuntimeError):  # the control thread has ended
-            self.control.thread.loop.call_soon_threadsafe(
-                self.control.records.report.record_next_action, action
-            )
+            self.control.thread.loop.call_soon_threadsafe(report.record_next_action, action)
 
     def dismiss(self, *, at_once: bool = False) -> None:
         """Stop reporting: the agent is about to end its workers, and their deaths are no failures.
@@ -417,9 +403,7 @@ class Node:
         Args:
             is_last: there is no next generation, for which a spare may wait.
         """
-        if (
-            self.control.verdict is not None
-        ):  # what is removed then must not be what others have begun to write
+        if self.control.verdict is not None:  # what is removed must not be what others have begun to write
             self.control.settled.wait()
         with contextlib.suppress(ControlThreadError):
             self.control.thread.wait_for(self.control.end(is_last=is_last))

@@ -71,11 +71,7 @@ class StandbyListener:
         self._listener: AgentListener[AgentHello] | None = None
 
     def listen(self, secret: bytes, address: str) -> Endpoint:
-        """Listen from now on; return the endpoint.
-
-        Args:
-            address: of this node for other nodes.
-        """
+        """Listen at `address`, by which other nodes reach this node; return the endpoint."""
         self._listener = AgentListener(
             secret, self._tls, self._rejected, self._welcome, read_hello, further_connections=self._nodes
         )
@@ -103,7 +99,7 @@ class StandbyListener:
         if hello.node >= self._nodes:
             self._rejected.count("came as a node that the job does not have")
             return
-        if not self.waiting.is_my_turn and not await self.waiting.wait(hello.node):
+        if not await self.waiting.wait(hello.node):
             self._rejected.count("waited for a controller here, and came again")
             return
         if self._host is not None:
@@ -128,17 +124,14 @@ class WaitingAgents:
     def __len__(self) -> int:
         return len(self._superseded)
 
-    @property
-    def is_my_turn(self) -> bool:
-        """Return whether the turn has begun."""
-        return self._turn.is_set()
-
     def begin_turn(self) -> None:
         """Let all waiting agents go on."""
         self._turn.set()
 
     async def wait(self, node: int) -> bool:
         """Wait until the turn of this node; return False if the same agent connects again meanwhile."""
+        if self._turn.is_set():
+            return True
         event_before, own_event = self._superseded.get(node), asyncio.Event()
         self._superseded[node] = own_event
         if event_before is not None:
@@ -171,6 +164,14 @@ class ControllerClient:
         recurrence: the faults of earlier generations; each verdict is added.
         open_store: is called with the address of this node before its controller takes over; returns the
             address of the rendezvous store in the place of the store of node 0.
+
+    Attributes:
+        secret: of the agents of this generation; empty before the first meeting with the controller.
+        address: of this node for other nodes, after the meeting with the controller.
+        succession: the next controllers, and the reports that they must know.
+        controller_host: with the controller; None on other nodes.
+        reporter: the node whose controller ended the last incident and wrote the report; None before. Kept
+            after the node leaves: a later line may name the node.
     """
 
     def __init__(
@@ -198,10 +199,10 @@ class ControllerClient:
         self._obey = obey
         self._on_controller_unreachable = on_controller_unreachable
         self._recurrence = recurrence
-        self._secret = b""
+        self.secret = b""
         self._kind = kind_of(config)
-        self._address = LOOPBACK
-        self._succession = Succession(node, nodes)
+        self.address = LOOPBACK
+        self.succession = Succession(node, nodes)
         self._send: Send | None = None  # None: no controller is connected
         self._resting = False
         self._knows_standbys = asyncio.Event()
@@ -209,31 +210,7 @@ class ControllerClient:
         self.listener = StandbyListener(nodes, self._kind, config.port, tls, self._rejected)
         self._tasks: set[asyncio.Task[None]] = set()
         self.controller_host: ControllerHost | None = None
-        # The node whose controller ended the last incident and wrote the report; None before. Kept after the
-        # node leaves: a later line may name the node.
         self.reporter: int | None = None
-
-    @property
-    def alone(self) -> bool:
-        """Return whether the job has only this node."""
-        return self._nodes == 1
-
-    @property
-    def secret(self) -> bytes:
-        """Return the secret of the agents of this generation; empty before the first meeting with the
-        controller.
-        """
-        return self._secret
-
-    @property
-    def address(self) -> str:
-        """Return the address of this node for other nodes, after the meeting with the controller."""
-        return self._address
-
-    @property
-    def said(self) -> Sequence[FromAgent]:
-        """Return the reports that a controller must know, of processes that are not replaced."""
-        return self._succession.said
 
     async def host(self, host: str, restart: bool, job: str) -> Invitation:
         """Run the first controller on this node.
@@ -246,13 +223,13 @@ class ControllerClient:
             The invitation, with which other nodes find the controller.
         """
         drawn = Invitation.draw(self._kind, restart, job)
-        self._secret = drawn.secret
+        self.secret = drawn.secret
         if self._kind != UNIX:
-            self._address = host
+            self.address = host
         self._run_controller()
         if self._nodes == 1:
             return drawn
-        endpoint = self.listener.listen(self._secret, self._address)
+        endpoint = self.listener.listen(self.secret, self.address)
         return drawn._replace(port=endpoint.port, name=drawn.name if endpoint.port else endpoint.address)
 
     async def join(
@@ -268,13 +245,13 @@ class ControllerClient:
             StartError: the settings of the nodes differ, or no controller answers.
         """
         invitation = Invitation.decode(invitation_bytes, self._kind)
-        self._secret = invitation.secret
+        self.secret = invitation.secret
         reader, writer = await connect(*invitation.address(host), invitation.secret, self._tls)
         endpoint = None
         if self._kind != UNIX:
-            self._address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
+            self.address = host if host == LOOPBACK else writer.get_extra_info("sockname")[0]
         if stands_by(self._node):
-            endpoint = self.listener.listen(self._secret, self._address)
+            endpoint = self.listener.listen(self.secret, self.address)
         self._send = _to(writer)
         self.send(AgentHello(self._node, ranks, endpoint, socket.gethostname(), os.getpid(), owner))
         self._spawn(self._follow(reader, writer))
@@ -292,7 +269,7 @@ class ControllerClient:
 
     def send(self, message: FromAgent) -> None:
         """Send `message` to the controller; keep messages that the next controller must know."""
-        self._succession.keep(message)
+        self.succession.keep(message)
         if self._send is not None:
             self._send(message)
 
@@ -328,7 +305,7 @@ class ControllerClient:
     # with a controller here
 
     def _run_controller(self) -> ControllerHost:
-        address = LOOPBACK if self._nodes == 1 else self._address
+        address = LOOPBACK if self._nodes == 1 else self.address
         self.controller_host = controller_host = ControllerHost(
             term=self._node,
             world_size=self._world_size,
@@ -351,11 +328,11 @@ class ControllerClient:
 
     def _take_over(self) -> None:
         """Run the controller on this node, after the loss of the controllers of all earlier terms."""
-        if self._succession.verdict is not None:
-            self.listener.begin_turn(None, self._succession.verdict)
+        if self.succession.verdict is not None:
+            self.listener.begin_turn(None, self.succession.verdict)
             return
         controller_host = self._run_controller()
-        controller_host.take_over(self._succession.standby_state, self._open_store(self._address))
+        controller_host.take_over(self.succession.standby_state, self._open_store(self.address))
         self._report_again()
         for node in range(self._node):
             controller_host.lose(node)
@@ -389,32 +366,30 @@ class ControllerClient:
             self._on_order(await wire.read(reader, wire.to_agent, wire.SLOW_S))
 
     def _on_order(self, order: ControllerToAgent) -> None:
-        if self._succession.accept(order):
+        if self.succession.accept(order):
             if isinstance(order, Verdict | Recovered):
                 self._incident_report.record_end(order.incident)
-                self.reporter = self._node if self.controller_host is not None else self._succession.term
+                self.reporter = self._node if self.controller_host is not None else self.succession.term
             if isinstance(order, Verdict):
                 self._recurrence.note(order)
                 self._knows_standbys.set()  # not needed any more: the starting workers are ended
             self._obey(order)
-        if self._succession.knows_standby_endpoints:
+        if self.succession.knows_standby_endpoints:
             self._knows_standbys.set()
 
     async def _connect_to_next(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """Connect to the next controller; return None if this node runs the controller now, or none is
-        left.
-        """
-        while self._succession.go_on():
-            if self._succession.is_mine:
+        """Connect to the next controller; return None if this node runs it now, or none is left."""
+        while self.succession.go_on():
+            if self.succession.is_mine:
                 try:
                     self._take_over()
                 except Exception as error:  # other agents go on to the next node
                     self._on_controller_unreachable()
                     tell_error("an error of ttprun while its controller took over", error)
                 return None
-            endpoint = self._succession.endpoint
+            endpoint = self.succession.endpoint
             assert endpoint is not None
-            connection = await try_connect(endpoint.address, endpoint.port, self._secret, self._tls)
+            connection = await try_connect(endpoint.address, endpoint.port, self.secret, self._tls)
             if connection is not None:
                 return connection
         self._on_controller_unreachable()
@@ -422,7 +397,7 @@ class ControllerClient:
 
     def _report_again(self) -> None:
         assert self._send is not None
-        for message in self._succession.all_again:
+        for message in self.succession.all_again:
             self._send(message)
 
 

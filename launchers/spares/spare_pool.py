@@ -329,8 +329,7 @@ class Spares:
             count = f"only {len(self._waiting)} of {self._count} spare processes wait"
             condition = "once they are used up, "
         self._tell_once(
-            f"{count} on this node: {reason}; {condition}new processes import by themselves",
-            reason,
+            f"{count} on this node: {reason}; {condition}new processes import by themselves", reason
         )
 
     def _tell_once(self, line: str, why: str = "") -> None:

@@ -151,7 +151,7 @@ def test_nothing_of_one_machine_can_be_reached_from_another(two_nodes: Job) -> N
 def test_the_secret_is_seen_nowhere(two_plain_nodes: Job) -> None:
     """Not in the environment of a worker, on a command line or in the log."""
     job = two_plain_nodes
-    (secret,) = (word for word in client_of(job.nodes[0])._secret.split() if len(word) == 64)
+    (secret,) = (word for word in client_of(job.nodes[0]).secret.split() if len(word) == 64)
     job.train("step")
     worker = Path(f"/proc/{job.workers[0].process.pid}")
     seen = [(worker / name).read_bytes() for name in ("environ", "cmdline")]
@@ -309,7 +309,7 @@ def test_the_report_is_where_the_verdict_came_from(two_nodes: Job) -> None:
     assert Path(job.nodes[0].control.report_path).parents[2] == job.logs
     lose(job.nodes.pop(0))
     (node,) = job.nodes
-    waiting.until(lambda: client_of(node)._succession.is_mine, "node 1 has noticed that")
+    waiting.until(lambda: client_of(node).succession.is_mine, "node 1 has noticed that")
     assert node.control.report_path == "on node 0"
 
 
@@ -331,7 +331,8 @@ def test_a_death_that_the_controller_does_not_hear_any_more(two_nodes: Job) -> N
     controller_host_of(job.nodes[0]).receive = lambda *args: True  # type: ignore[method-assign]
     job.workers[1].process.kill()
     waiting.until(
-        lambda: any(isinstance(one, Died) for one in client_of(job.nodes[1]).said), "node 1 has told it"
+        lambda: any(isinstance(one, Died) for one in client_of(job.nodes[1]).succession.said),
+        "node 1 has told it",
     )
     job.nodes.pop(0).close()
     assert job.verdict().line.startswith("rank 1 ended with status -9 after node 0 had finished")
@@ -447,7 +448,7 @@ def test_strangers_do_not_disturb_a_job(two_plain_nodes: Job, monkeypatch: pytes
 def test_one_connection_of_each_node_waits_at_a_standby(two_plain_nodes: Job) -> None:
     job = two_plain_nodes
     standby = client_of(job.nodes[1])
-    port, secret = port_of(job.nodes[1]), standby._secret.hex()
+    port, secret = port_of(job.nodes[1]), standby.secret.hex()
 
     async def act() -> None:
         agents = [await Agent.connect(port) for _ in range(40)]
