@@ -51,7 +51,7 @@ OPTIONAL_PARTS = {
         "store": "adaptor.store.command:add",
     },
     AGENT_HOOKS: {
-        "doctor": "adaptor.launchers.doctor.hooks:DoctorHooks",
+        "doctor": "adaptor.launchers.doctor.doctor_command:DoctorHooks",
         "operations": "adaptor.launchers.operations.hooks:OperationsHooks",
         "store": "adaptor.launchers.store.hooks:StoreHooks",
     },

@@ -28,7 +28,7 @@ from adaptor.launchers.agent.move import Move
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.cli.last_line import RunRecord
 from adaptor.launchers.control import credentials
-from adaptor.launchers.records.operator_summary import Account, say
+from adaptor.launchers.records.log import Account, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
 from adaptor.launchers.rendezvous.waiting import EndRequests, wait_for
@@ -218,7 +218,7 @@ class SurvivorsAgent(LocalElasticAgent):
             store.set(_RESTARTS, str(self._account.begun))
         elif not self._record.has_started:
             begun_restarts = int(store.get(_RESTARTS))
-            self._account.begin_after(begun_restarts)
+            self._account.begun = begun_restarts
             self._remaining_restarts -= begun_restarts
 
     def _keep_place(self, worker_group: Any, *, joins: bool) -> None:

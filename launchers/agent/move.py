@@ -22,9 +22,8 @@ from torch.distributed.elastic.agent.server.api import _RoleInstanceInfo
 from adaptor import output, text
 from adaptor.controller.failover import empty_places_after, may_go_on
 from adaptor.launchers.agent.node import Node
-from adaptor.launchers.rendezvous.rendezvous_errors import UNMET
 from adaptor.launchers.rendezvous.rendezvous_handler import Rendezvous
-from adaptor.launchers.rendezvous.waiting import wait_for
+from adaptor.launchers.rendezvous.waiting import UNMET, wait_for
 from adaptor.launchers.spares.spare_gate import Places, StartCounts
 from adaptor.protocol.messages import Endpoint, Verdict
 

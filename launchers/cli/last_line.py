@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from adaptor import engines, output, text
 from adaptor.errors import AdaptorError
-from adaptor.launchers.records.operator_summary import Account
+from adaptor.launchers.records.log import Account
 from adaptor.launchers.spares.spare_node import Taken
 from adaptor.protocol.messages import Verdict
 from adaptor.protocol.spare_messages import SpareHello, TakePlace
@@ -71,7 +71,7 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     from adaptor.launchers.records import log
-    from adaptor.launchers.rendezvous import rendezvous_errors
+    from adaptor.launchers.rendezvous import waiting
 
     try:
         run.run(parsed)  # type: ignore[no-untyped-call]
@@ -82,25 +82,25 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             return USAGE_EXIT_CODE
         _conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save)
         return int(verdict.exit_code)
-    except rendezvous_errors.NotTakenInError as error:
+    except waiting.NotTakenInError as error:
         output.tell(f"[ttp] {error}")
         return 1
-    except (*rendezvous_errors.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
+    except (*waiting.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
         verdict = record.verdict
         if engine.has_own_agent and not record.has_started:
-            output.tell(f"ttprun: error: {rendezvous_errors.no_start_reason(error, parsed)}")
+            output.tell(f"ttprun: error: {waiting.no_start_reason(error, parsed)}")
             return USAGE_EXIT_CODE
-        if verdict is not None and rendezvous_errors.lacks_means(error):
+        if verdict is not None and waiting.lacks_means(error):
             reason = text.describe(error)
             _conclude(f"{verdict.line}; the workers cannot be started again: {reason}", verdict.save)
             return int(verdict.exit_code)
         if verdict is None:
             raise
-        if not isinstance(error, rendezvous_errors.UNMET):
+        if not isinstance(error, waiting.UNMET):
             log.tell_error("an error in ttprun itself", error)
             _conclude(f"{verdict.line}; ttprun has failed: {text.describe(error)}", verdict.save)
             return 1
-        reason = rendezvous_errors.no_restart_reason(error, parsed)
+        reason = waiting.no_restart_reason(error, parsed)
         _conclude(f"{verdict.line}; nodes cannot meet again, {reason}", verdict.save)
         return int(verdict.exit_code)
     except SignalException as error:
@@ -144,7 +144,7 @@ def end_by(sigval: signal.Signals, record: RunRecord) -> int:
 
 
 def _conclude(line: str, save: str = "") -> None:
-    from adaptor.launchers.records.operator_summary import conclude
+    from adaptor.launchers.records.log import conclude
 
     conclude(line, save)
 

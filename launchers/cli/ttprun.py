@@ -222,10 +222,10 @@ def _run_with_survivors(
 
     from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
     from adaptor.launchers.agent.elastic_outputs import Tee
-    from adaptor.launchers.records.operator_summary import conclude
+    from adaptor.launchers.records.log import conclude
     from adaptor.launchers.rendezvous import rendezvous_store, waiting
-    from adaptor.launchers.rendezvous.rendezvous_errors import MovedError
     from adaptor.launchers.rendezvous.rendezvous_handler import Registry
+    from adaptor.launchers.rendezvous.waiting import MovedError
 
     # A pipe without a reader must not block a restart: divert torch's log, and its copies of worker output.
     output.divert_logging()

@@ -1,25 +1,30 @@
 """`ttp doctor`: checks whether a job could be protected on this node, before a job starts.
 
 Each check prints one line: the result and, for a problem, the remedy. FAIL: `ttprun` would refuse to start,
-or a fault would lose steps. WARN: the setup could be better.
+or a fault would lose steps. WARN: the setup could be better. Every ttprun imports this module for its hook,
+so the checks are imported by the command alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from adaptor import config, engines, hooks, misspelt, text
 from adaptor.errors import AdaptorError, ConfigError
+from adaptor.hooks import AgentHooks
 from adaptor.launchers.cli import plan
-from adaptor.launchers.doctor import doctor_machine, doctor_nodes
-from adaptor.launchers.doctor.doctor_job import Finding, PlannedJob
 from adaptor.terminal import FINDING, OK, Add, show
+
+if TYPE_CHECKING:
+    from adaptor.launchers.doctor.doctor_job import Finding, PlannedJob
 
 # Of torchrun's rendezvous c10d.
 RENDEZVOUS_PORT = 29400
@@ -71,6 +76,8 @@ def add(add_command: Add) -> None:
 
 
 def _answer(parsed: argparse.Namespace) -> int:
+    from adaptor.launchers.doctor.doctor_job import PlannedJob
+
     if parsed.nodes > 1 and parsed.save is None:
         raise ConfigError(f"--nodes is {parsed.nodes}: name the folder in which they meet: --save DIR")
     nodes, script = parsed.nnodes or parsed.nodes, plan.script_of(parsed.script)
@@ -107,6 +114,9 @@ def findings(
         nodes: the number of nodes that run the doctor at the same time.
         job: the job to run on this node.
     """
+    from adaptor.launchers.doctor import doctor_machine, doctor_nodes
+    from adaptor.launchers.doctor.doctor_job import Finding
+
     try:
         settings = config.load()
         misspelt.refuse(os.environ)
@@ -135,3 +145,37 @@ def findings(
             yield Finding(name, "FAIL", str(error))
         except Exception as error:  # a failed check hides no other check
             yield Finding(name, "WARN", f"this could not be checked: {text.describe(error)}")
+
+
+class DoctorHooks(AgentHooks):
+    """`ttprun FLAGS -m adaptor.launchers.cli.ttp doctor` starts no worker: workers may be unable to start."""
+
+    def ttp_command(self, parsed: argparse.Namespace) -> list[str]:
+        script = parsed.training_script
+        is_ttp = script == "adaptor.launchers.cli.ttp" if parsed.module else Path(script).name == "ttp"
+        is_doctor = is_ttp and list(parsed.training_script_args[:1]) == ["doctor"]
+        return arguments_of_job(parsed) if is_doctor else []
+
+
+def arguments_of_job(parsed: argparse.Namespace) -> list[str]:
+    """Return the arguments of `ttp` for a ttprun whose job is the doctor.
+
+    Nodes, ranks and rendezvous port are taken from the flags of ttprun; the doctor's own arguments win.
+    """
+    from torch.distributed import run
+
+    script_arguments, taken = list(parsed.training_script_args), list[str]()
+    fewest, most_nodes = run.parse_min_max_nnodes(parsed.nnodes)
+    if fewest == most_nodes and not parsed.standalone:
+        taken += ["--nnodes", str(most_nodes)]
+        options = (
+            script_arguments[: script_arguments.index("--")] if "--" in script_arguments else script_arguments
+        )
+        if any(option.partition("=")[0] == "--save" for option in options):
+            taken += ["--nodes", str(most_nodes)]
+    with contextlib.suppress(ValueError):  # auto, on a machine that has no such device
+        taken += ["--nproc-per-node", str(run.determine_local_world_size(parsed.nproc_per_node))]
+    port = parsed.rdzv_endpoint.rpartition(":")[2] if parsed.rdzv_backend != "static" else parsed.master_port
+    if str(port).isdigit():
+        taken += ["--rdzv-port", str(port)]
+    return ["doctor", *taken, *script_arguments[1:]]

@@ -23,7 +23,7 @@ from adaptor.launchers.records.incident_record import (
     notice_of_save,
 )
 from adaptor.launchers.records.job_files import JobFiles
-from adaptor.launchers.records.operator_summary import TrackerReading
+from adaptor.launchers.records.log import TrackerReading
 from adaptor.protocol import records
 from adaptor.protocol.messages import (
     Addressed,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc
 
-from adaptor.launchers.rendezvous.rendezvous_errors import plain_node
+from adaptor.launchers.rendezvous.waiting import plain_node
 
 
 @dataclass(frozen=True, repr=False)

@@ -19,9 +19,8 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from adaptor import output
 from adaptor.launchers.rendezvous import dynamic_nodes, rendezvous_store
-from adaptor.launchers.rendezvous.rendezvous_errors import NotTakenInError
 from adaptor.launchers.rendezvous.rendezvous_store import FixedNodes, NextStore
-from adaptor.launchers.rendezvous.waiting import AGAIN_S, FIRST_S, Interrupted, wait_for
+from adaptor.launchers.rendezvous.waiting import AGAIN_S, FIRST_S, Interrupted, NotTakenInError, wait_for
 from adaptor.protocol.messages import Endpoint
 
 # Seconds between two checks of the agent with the store whether the others have left, which takes

@@ -34,8 +34,7 @@ from adaptor.errors import StartError
 from adaptor.launchers.cli import flags
 from adaptor.launchers.platforms import reading
 from adaptor.launchers.rendezvous import dynamic_nodes
-from adaptor.launchers.rendezvous.rendezvous_errors import HostUnknownError, MovedError, plain_node
-from adaptor.launchers.rendezvous.waiting import wait_for
+from adaptor.launchers.rendezvous.waiting import HostUnknownError, MovedError, plain_node, wait_for
 from adaptor.protocol.messages import Endpoint
 
 # The pause between two tries whether the store answers, and the longest try: the kernel repeats its request

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from adaptor import output
-from adaptor.launchers.records import operator_summary
-from adaptor.launchers.records.operator_summary import Account
+from adaptor.launchers.records import log
+from adaptor.launchers.records.log import Account
 from adaptor.protocol.messages import Fault, Recovered, Verdict
 from tests.unit.threads import LONG_S
 
@@ -92,8 +92,8 @@ def test_where_the_reports_are(said: list[str]) -> None:
 def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A save folder that does not answer before this is set; then its tracker names step 20."""
     answers = threading.Event()
-    monkeypatch.setattr(operator_summary, "PROMPT_S", 0.05)
-    monkeypatch.setattr(operator_summary, "tracked_step", lambda root: 20 if answers.wait(LONG_S) else None)
+    monkeypatch.setattr(log, "PROMPT_S", 0.05)
+    monkeypatch.setattr(log, "tracked_step", lambda root: 20 if answers.wait(LONG_S) else None)
     yield answers
     answers.set()
 
@@ -101,7 +101,7 @@ def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_a_save_folder_that_hangs_costs_no_line(
     said: list[str], hung: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator_summary, "TRACKER_S", 0.05)
+    monkeypatch.setattr(log, "TRACKER_S", 0.05)
     account = Account(3)
     account.fault(lost(30, "/save"), time.time(), "")
     account.fault(lost(30, "/save"), time.time(), "")
@@ -114,7 +114,7 @@ def test_the_last_line_does_not_wait_for_a_save_folder_that_hangs(
     said: list[str], hung: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the tracker names comes in a line after it, once it is known."""
-    monkeypatch.setattr(operator_summary, "TRACKER_S", LONG_S)
+    monkeypatch.setattr(log, "TRACKER_S", LONG_S)
     account = Account(3)
     account.fault(lost(30, "/save"), time.time(), "")
     say = said.append
@@ -129,8 +129,8 @@ def test_the_last_line_does_not_wait_for_a_save_folder_that_hangs(
 
 
 def test_the_last_line_has_the_newest_checkpoint(said: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator_summary, "PROMPT_S", LONG_S)
-    monkeypatch.setattr(operator_summary, "tracked_step", lambda root: 20)
+    monkeypatch.setattr(log, "PROMPT_S", LONG_S)
+    monkeypatch.setattr(log, "tracked_step", lambda root: 20)
     account = Account(3)
     for _ in range(2):
         account.fault(lost(30, "/save"), time.time(), "")

@@ -377,7 +377,7 @@ def test_an_empty_file_of_torchs_for_an_error(launcher: Launcher) -> None:
 
 def test_an_error_of_ttprun_between_the_verdict_and_the_restart(launcher: Launcher) -> None:
     before = (
-        "from adaptor.launchers.records.operator_summary import Account\n"
+        "from adaptor.launchers.records.log import Account\n"
         "def restart(self):\n    raise ValueError('odd')\nAccount.restart = restart\n"
     )
     job = Training(launcher, before=before)
@@ -439,7 +439,7 @@ from pathlib import Path
 from tests import waiting
 from adaptor.checkpoint import left_overs
 from adaptor.launchers.agent import save_folder_tasks
-from adaptor.launchers.records import operator_summary as tracker_reading
+from adaptor.launchers.records import log as tracker_reading
 tracker_reading.TRACKER_S = save_folder_tasks.CLEAN_S = 600
 def hangs(act):
     def waits(*args, **kwargs):

@@ -22,7 +22,7 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
 from adaptor.launchers.cli import ttp
-from adaptor.launchers.records import operator_summary
+from adaptor.launchers.records import log
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import LIMITS_S, JobFiles, StepTimer
 from adaptor.launchers.records.job_records import JobStatus
@@ -226,8 +226,8 @@ def test_the_steps_of_a_state_that_is_lost_with_a_disk_that_hangs(
 ) -> None:
     """The file is there all the same, and says later what the job has gone on from."""
     answers = threading.Event()
-    monkeypatch.setattr(operator_summary, "TRACKER_S", 0.05)
-    monkeypatch.setattr(operator_summary, "tracked_step", lambda root: 45 if answers.wait(LONG_S) else None)
+    monkeypatch.setattr(log, "TRACKER_S", 0.05)
+    monkeypatch.setattr(log, "tracked_step", lambda root: 45 if answers.wait(LONG_S) else None)
     job = Recorded(tmp_path)
     job.rank_1_is_killed(100.0, LOST)
     assert job.incident()["steps_lost"] is None

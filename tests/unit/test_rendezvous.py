@@ -25,9 +25,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from adaptor.checkpoint.lease import Lease, Owner, go_on_without
 from adaptor.launchers.cli import flags
 from adaptor.launchers.rendezvous import dynamic_nodes, waiting
-from adaptor.launchers.rendezvous.rendezvous_errors import MovedError
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
 from adaptor.launchers.rendezvous.rendezvous_store import MovedJob
+from adaptor.launchers.rendezvous.waiting import MovedError
 from tests.ports import free_port
 
 

@@ -21,8 +21,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from adaptor.launchers.rendezvous.dynamic_nodes import SignsOfLife
-from adaptor.launchers.rendezvous.rendezvous_errors import NotTakenInError
 from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
+from adaptor.launchers.rendezvous.waiting import NotTakenInError
 from tests import waiting
 from tests.unit.threads import Thread
 

@@ -284,7 +284,7 @@ def test_nodes_that_are_awaited(
 def test_two_signals_while_nodes_are_awaited(place: str, by: signal.Signals, launcher: Launcher) -> None:
     second = (
         "\nimport adaptor.launchers.agent.elastic_agent as agent\n"
-        "import adaptor.launchers.records.operator_summary as account\n"
+        "import adaptor.launchers.records.log as account\n"
         f"before = {place}\n"
         "def interrupted(*arguments):\n"
         f"    signal.raise_signal({by:d})\n"
