@@ -22,33 +22,16 @@ from adaptor.terminal import exit_code_of
 # The core's settings; a setting of an optional part names its group itself.
 GROUPS: Mapping[str, Sequence[str]] = {
     "After a fault": (
-        "TTP_ONLINE",
-        "TTP_SPARES",
-        "TTP_NO_PROGRESS",
-        "TTP_FAILED_SAVE",
-        "TTP_CORRUPTION",
-        "TTP_OT",
-        "TTP_GRACE",
-        "TTP_HANG",
+        *("TTP_ONLINE", "TTP_SPARES", "TTP_NO_PROGRESS", "TTP_FAILED_SAVE"),
+        *("TTP_CORRUPTION", "TTP_OT", "TTP_GRACE", "TTP_HANG"),
     ),
     "What is protected": (
-        "ENABLE_TTP",
-        "TTP_REPLICA",
-        "TTP_LOCAL_COPY",
-        "TTP_HOST_COPY",
-        "TTP_VERIFY_EVERY",
-        "TTP_VERIFY_SAVES",
-        "TTP_DRILL_EVERY",
-        "TTP_REQUIRE_PROTECTION",
+        *("ENABLE_TTP", "TTP_REPLICA", "TTP_LOCAL_COPY", "TTP_HOST_COPY"),
+        *("TTP_VERIFY_EVERY", "TTP_VERIFY_SAVES", "TTP_DRILL_EVERY", "TTP_REQUIRE_PROTECTION"),
     ),
     "Several nodes": (
-        "TTP_TLS_CERT",
-        "TTP_TLS_KEY",
-        "TTP_TLS_CA",
-        "TTP_TLS",
-        "TTP_PORT",
-        "TTP_PLATFORM",
-        "TTP_BATCH",
+        *("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_TLS"),
+        *("TTP_PORT", "TTP_PLATFORM", "TTP_BATCH"),
     ),
     "For operators": ("TTP_LOG_PATH",),
     "Logs and recordings": ("TTP_LOG_LEVEL", "TTP_LOG_STDOUT", "TTP_LAYOUT_ONLY"),
@@ -56,13 +39,8 @@ GROUPS: Mapping[str, Sequence[str]] = {
 }
 # The torchrun flags that most jobs need.
 TORCHS = (
-    "nnodes",
-    "nproc_per_node",
-    "node_rank",
-    "master_addr",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "max_restarts",
+    *("nnodes", "nproc_per_node", "node_rank", "master_addr"),
+    *("rdzv_backend", "rdzv_endpoint", "max_restarts"),
 )
 SPARE_HELP = "wait, without --node-rank, to take the place of a node that is lost"
 SUMMARY = "torchrun for a job that survives the death, the hang and the exceptions of its processes."
@@ -205,18 +183,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def without(flag: str, arguments: list[str]) -> tuple[list[str], bool]:
     """Return the arguments without `flag`, which takes no value, and whether ttprun's own flags had it."""
-    torchs = _torchs()
-    for place, argument in enumerate(arguments):
-        if argument == "--":
-            break
-        if argument == flag:
-            _, arguments_before = _split(
-                [argument for argument in arguments[:place] if argument != DRY_RUN], torchs
-            )
-            if _comes_before_the_script(arguments_before, torchs):
-                return [*arguments[:place], *arguments[place + 1 :]], True
-            break
-    return arguments, False
+    place = _place_of(flag, arguments)
+    if place is None or arguments[place] != flag:
+        return arguments, False
+    return [*arguments[:place], *arguments[place + 1 :]], True
 
 
 def take_hosts(arguments: list[str]) -> tuple[list[str], str | None]:
@@ -225,23 +195,26 @@ def take_hosts(arguments: list[str]) -> tuple[list[str], str | None]:
     Raises:
         ConfigError: FILE is missing.
     """
+    place = _place_of(HOSTS, arguments)
+    if place is None:
+        return arguments, None
+    _, equals, path = arguments[place].partition("=")
+    next_index = place + 1 if equals else place + 2
+    if next_index > len(arguments) or not (path := path if equals else arguments[place + 1]):
+        raise ConfigError(f"{HOSTS}: name a file with a line 'HOST RACK' for each node")
+    return [*arguments[:place], *arguments[next_index:]], path
+
+
+def _place_of(flag: str, arguments: list[str]) -> int | None:
+    """Return the index of `flag`, or of `flag=value`, before the script; None without it."""
     torchs = _torchs()
     for place, argument in enumerate(arguments):
         if argument == "--":
             break
-        name, equals, value = argument.partition("=")
-        if name != HOSTS:
-            continue
-        _, arguments_before = _split(
-            [argument for argument in arguments[:place] if argument not in (DRY_RUN, SPARE)], torchs
-        )
-        if not _comes_before_the_script(arguments_before, torchs):
-            break
-        next_index = place + 1 if equals else place + 2
-        if next_index > len(arguments) or not (path := value if equals else arguments[place + 1]):
-            raise ConfigError(f"{HOSTS}: name a file with a line 'HOST RACK' for each node")
-        return [*arguments[:place], *arguments[next_index:]], path
-    return arguments, None
+        if argument.partition("=")[0] == flag:
+            before = [argument for argument in arguments[:place] if argument not in (DRY_RUN, SPARE)]
+            return place if _comes_before_the_script(_split(before, torchs)[1], torchs) else None
+    return None
 
 
 def given_names(arguments: list[str]) -> set[str]:

@@ -237,16 +237,8 @@ def scheduler(settings: Config) -> Iterator[Finding]:
 
 
 CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (
-    software,
-    kernel,
-    device,
-    network,
-    certificates,
-    limits,
-    folders,
-    stacks,
-    clock,
-    scheduler,
+    *(software, kernel, device, network, certificates),
+    *(limits, folders, stacks, clock, scheduler),
 )
 
 

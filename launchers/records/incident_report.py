@@ -1,6 +1,4 @@
-"""The report of an incident: events are collected during the incident and written to a file after its
-end.
-"""
+"""The report of an incident: events are collected during the incident and written to a file after its end."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from functools import cache, partial
 
 from adaptor.controller.incident_state import Orders
 from adaptor.launchers.records.incident_record import (
+    NOTICED,
     ORDERS,
     GoneOn,
     Happened,
@@ -65,14 +64,8 @@ _log = logging.getLogger("adaptor")
 # Logged at DEBUG only: a line takes longer than the decision about one rank, so with thousands of ranks
 # these lines would delay orders. The report has all events.
 _OF_EACH_RANK = {
-    "calls",
-    "collectives",
-    "freeze",
-    "frozen",
-    "dump-ordered",
-    "exit",
-    "regroup-ordered",
-    "joined",
+    *("calls", "collectives", "freeze", "frozen"),
+    *("dump-ordered", "exit", "regroup-ordered", "joined"),
 }
 # Orders that are formatted only when the file is written, unless each order is a line of the log.
 _SEEN = frozenset({Freeze, Dump, EndScript, Exit, Regroup})
@@ -155,27 +148,27 @@ class IncidentReport:
                 _log.warning("rank %d: not protected: %s", rank, why)
             case Dying(rank=rank, at=at, board=board) if not self._ended:
                 self._noticed.add(rank)
-                self._add("fault-noticed", at, rank, node, f"{board.phase_name} after step {board.finished}")
+                self._add(NOTICED, at, rank, node, f"{board.phase_name} after step {board.finished}")
             case Died(rank=rank, status=status, at=at, board=board) if not self._ended and status != 0:
                 reason_text = f" ({message.why})" if message.why else ""
                 state_text = f"status {status}{reason_text}, {board.phase_name} after step {board.finished}"
-                self._add("died" if rank in self._noticed else "fault-noticed", at, rank, node, state_text)
+                self._add("died" if rank in self._noticed else NOTICED, at, rank, node, state_text)
             case Raised(rank=rank, error=error, calls=calls) if not self._ended:
                 self._noticed.add(rank)
-                self._add("fault-noticed", time_now, rank, node, error)
+                self._add(NOTICED, time_now, rank, node, error)
                 if calls and len(self._noticed) <= MOST_CALLS:
                     self._add("calls", time_now, rank, node, calls)
             case Corruption() if not self._ended:
                 self._record_corruption(message, time_now)
             case TerminationRequested(rank=rank, signal=name) if not self._ended:
                 self._noticed.add(rank)
-                self._add("fault-noticed", time_now, rank, node, f"told to end by {name}")
+                self._add(NOTICED, time_now, rank, node, f"told to end by {name}")
             case AgentTerminationRequested(signal=name, error=error) if not self._ended:
-                self._add("fault-noticed", time_now, None, node, error or f"told to end by {name}")
+                self._add(NOTICED, time_now, None, node, error or f"told to end by {name}")
             case NodeStalled(seconds=seconds) if not self._happened:  # repeated during the incident
                 self._still_s = seconds
             case AgentLost():
-                self._add("fault-noticed", time_now, None, node, "the connection to the agent is gone")
+                self._add(NOTICED, time_now, None, node, "the connection to the agent is gone")
             case Frozen(incident=number) | TimelineEvent(incident=number) if number <= self._over:
                 pass  # the report is already written
             case Hello(rank=rank, pid=pid):
@@ -263,10 +256,8 @@ class IncidentReport:
                 self._reset()
             return
         if isinstance(order, Freeze) and order.stacks and not self._happened:
-            description, still_text = f"nothing has moved for {self._still_s:.0f} s", f"{self._still_s:.3f}"
-            self._add(
-                "fault-noticed", time_now, None, None, description, further_data={records.STILL: still_text}
-            )
+            description, still = f"nothing has moved for {self._still_s:.0f} s", f"{self._still_s:.3f}"
+            self._add(NOTICED, time_now, None, None, description, further_data={records.STILL: still})
         if isinstance(order, Publish):
             self._size = sum(entry.bytes for entry in order.files)
         event_name = ORDERS.get(type(order), "")
@@ -343,7 +334,7 @@ class IncidentReport:
         last = f"step {message.agreed}" if message.agreed >= 0 else "none"
         detail = f"{message.text}; {role}: rank {' and '.join(map(str, ranks))}; newest agreed: {last}"
         for rank in ranks:
-            self._add("fault-noticed", time_now, rank, self._nodes.get(rank), message.text)
+            self._add(NOTICED, time_now, rank, self._nodes.get(rank), message.text)
         self._add("corruption", time_now, min(ranks), self._nodes.get(min(ranks)), detail)
 
     def _add(
@@ -359,13 +350,8 @@ class IncidentReport:
     ) -> None:
         origin_text = f"rank {rank}" if rank is not None else f"node {node}" if node is not None else "job"
         about = detail if step is None else f"step {step}"
-        _log.log(
-            logging.DEBUG if event_name in _OF_EACH_RANK else logging.INFO,
-            "%s: %s %s",
-            origin_text,
-            event_name,
-            about,
-        )
+        level = logging.DEBUG if event_name in _OF_EACH_RANK else logging.INFO
+        _log.log(level, "%s: %s %s", origin_text, event_name, about)
         pid = None if rank is None else self._pids.get(rank)
         event = Happened(at, event_name, rank, node, detail, step, pid)
         self._happened.append(event)
