@@ -26,9 +26,8 @@ from adaptor.launchers.agent import elastic_outputs
 from adaptor.launchers.agent.elastic_outputs import ElasticEvents
 from adaptor.launchers.agent.move import Move
 from adaptor.launchers.agent.node import Node
-from adaptor.launchers.cli.last_line import RunRecord
 from adaptor.launchers.control import credentials
-from adaptor.launchers.records.log import Account, say
+from adaptor.launchers.records.log import Account, RunRecord, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
 from adaptor.launchers.rendezvous.waiting import EndRequests, wait_for

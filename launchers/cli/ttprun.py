@@ -15,13 +15,14 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from adaptor import _script, config, devices, distributions, engines, hooks, misspelt, output
-from adaptor.errors import ConfigError, StartError
+from adaptor import _script, config, devices, distributions, engines, hooks, misspelt, output, text
+from adaptor.errors import AdaptorError, ConfigError, StartError
 from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent.processes import WORKER
-from adaptor.launchers.cli import flags, last_line, plan, start_checks
+from adaptor.launchers.cli import flags, plan, start_checks
 from adaptor.launchers.platforms import ascend_cards, detect
 from adaptor.launchers.platforms.reading import this_machine
+from adaptor.launchers.records.log import RunRecord, conclude, tell_error
 from adaptor.launchers.rendezvous import agreement
 from adaptor.launchers.spares import spare_node
 from adaptor.terminal import exit_code_of
@@ -33,6 +34,7 @@ TRUSTED = (
     "[ttp] TTP_TLS is plain: the network of this job is trusted; whoever reaches it can read what agents say,"
     " and act as one of them"
 )
+USAGE_EXIT_CODE = 2
 DEVICE_WORKER = Path(devices.__file__).with_name("__main__.py")
 
 
@@ -43,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
         return _main(sys.argv[1:] if argv is None else argv)
     except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")
-        return last_line.USAGE_EXIT_CODE
+        return USAGE_EXIT_CODE
     finally:
         output.finish()
 
@@ -174,7 +176,7 @@ def _run(
                 return code
     except (ConfigError, StartError) as error:
         output.tell(f"ttprun: error: {error}")
-        return last_line.USAGE_EXIT_CODE
+        return USAGE_EXIT_CODE
     if engine is not None:
         return _run_with_survivors(parsed, engine, settings, parts, ends)
     return _run_plain(parsed, settings.device)
@@ -222,7 +224,6 @@ def _run_with_survivors(
 
     from adaptor.launchers.agent.elastic_agent import SurvivorsAgent
     from adaptor.launchers.agent.elastic_outputs import Tee
-    from adaptor.launchers.records.log import conclude
     from adaptor.launchers.rendezvous import rendezvous_store, waiting
     from adaptor.launchers.rendezvous.rendezvous_handler import Registry
     from adaptor.launchers.rendezvous.waiting import MovedError
@@ -231,7 +232,7 @@ def _run_with_survivors(
     output.divert_logging()
     processes.TailLog = Tee  # type: ignore[misc]
     facts = agreement.facts_of_this_node(parsed, settings)
-    record = last_line.RunRecord(script=parsed.training_script, facts=facts)
+    record = RunRecord(script=parsed.training_script, facts=facts)
     if flags.may_have_spares(parsed):
         record.common = spare_node.about_this_node(parsed, record.facts)
     _insert_program(parsed, WORKER)
@@ -255,10 +256,10 @@ def _run_with_survivors(
             parsed.node_rank = record.place.node
             if record.place.store is not None:
                 rendezvous_store.go_to_store(parsed, record.place.store)
-        code = last_line.run_to_the_last_line(parsed, engine, record)
+        code = run_to_the_last_line(parsed, engine, record)
     except ConfigError as error:
         output.tell(f"ttprun: error: {error}")
-        code = last_line.USAGE_EXIT_CODE
+        code = USAGE_EXIT_CODE
     except (StartError, MovedError) as error:
         output.tell(f"[ttp] {error}")
     except waiting.Interrupted as error:
@@ -270,7 +271,7 @@ def _run_with_survivors(
             conclude(f"{verdict.line}; {end_text}", verdict.save)
         code, at_once = 128 + error.sigval, True  # the waiting thread would abort the interpreter
     except SignalException as error:  # the signal came during the last line
-        code, at_once = last_line.end_by(error.sigval, record), True
+        code, at_once = end_by(error.sigval, record), True
     finally:
         try:
             waiting.hear_signals()
@@ -288,6 +289,94 @@ def _run_with_survivors(
 def _job(parsed: argparse.Namespace) -> str:
     """Return the job id given by the user; '' without one."""
     return "" if parsed.standalone or parsed.rdzv_id == _NO_ID else str(parsed.rdzv_id)
+
+
+def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, record: RunRecord) -> int:
+    """Run the job and print its last line; return the exit code. Work on disks may follow.
+
+    Args:
+        engine: knows its own exit codes.
+        record: the notes of the agent.
+    """
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from adaptor.launchers.rendezvous import waiting
+
+    try:
+        run.run(parsed)  # type: ignore[no-untyped-call]
+    except AdaptorError as error:
+        verdict = record.verdict
+        if verdict is None:
+            output.tell(f"ttprun: error: {error}")
+            return USAGE_EXIT_CODE
+        conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save)
+        return int(verdict.exit_code)
+    except waiting.NotTakenInError as error:
+        output.tell(f"[ttp] {error}")
+        return 1
+    except (*waiting.UNMET, AssertionError, OSError, RuntimeError, ValueError) as error:
+        verdict = record.verdict
+        if engine.has_own_agent and not record.has_started:
+            output.tell(f"ttprun: error: {waiting.no_start_reason(error, parsed)}")
+            return USAGE_EXIT_CODE
+        if verdict is not None and waiting.lacks_means(error):
+            reason = text.describe(error)
+            conclude(f"{verdict.line}; the workers cannot be started again: {reason}", verdict.save)
+            return int(verdict.exit_code)
+        if verdict is None:
+            raise
+        if not isinstance(error, waiting.UNMET):
+            tell_error("an error in ttprun itself", error)
+            conclude(f"{verdict.line}; ttprun has failed: {text.describe(error)}", verdict.save)
+            return 1
+        reason = waiting.no_restart_reason(error, parsed)
+        conclude(f"{verdict.line}; nodes cannot meet again, {reason}", verdict.save)
+        return int(verdict.exit_code)
+    except SignalException as error:
+        return end_by(error.sigval, record)
+    except ChildFailedError as error:
+        verdict = record.verdict
+        if verdict is None:
+            code = error.get_first_failure()[1].exitcode
+            meant = engine.exit_code(code)
+            if meant is None:
+                return USAGE_EXIT_CODE
+            output.tell(text.say(error))
+            return _of_a_process(meant)
+        if record.refused_after is not None:
+            last = record.refused_after
+            record.account.failed(f"{last.line}; not started again: {verdict.line}")
+            return int(last.exit_code)
+        if verdict.outcome == "refused":
+            output.tell(f"ttprun: error: {verdict.line}")
+        else:
+            record.account.failed(f"{verdict.line}{record.stopped}")
+        return int(verdict.exit_code)
+    record.account.ended()
+    return 0
+
+
+def end_by(sigval: signal.Signals, record: RunRecord) -> int:
+    """Print the last line of a job ended by a signal; return the exit code.
+
+    Further signals are ignored: the remaining work takes some seconds at most, also if the disk hangs.
+    """
+    from adaptor.launchers.rendezvous import waiting
+
+    waiting.ignore_signals()
+    verdict = record.verdict
+    if verdict is None:
+        conclude(f"ended by {sigval.name}, and the workers with it", record.save)
+    else:
+        record.account.failed(verdict.line)
+    return 128 + sigval
+
+
+def _of_a_process(code: int) -> int:
+    """Return the exit code of a process as in a shell: 128 + N after signal N."""
+    return code if code > 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -11,13 +11,17 @@ import logging.handlers
 import os
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from adaptor import output, text, threads
 from adaptor.checkpoint.tracker import tracked_step
 from adaptor.config import Config
+from adaptor.launchers.spares.spare_node import Taken
 from adaptor.protocol.messages import Fault, Recovered, Verdict
+from adaptor.protocol.spare_messages import SpareHello, TakePlace
 
 _log = logging.getLogger("adaptor")
 
@@ -301,6 +305,43 @@ class Account:
         without = f" ({self._recoveries} without a restart)" if self._recoveries else ""
         reports_place = f"; reports {self._reports}" if self._reports else ""
         return f"{self.incidents} incident{several}{without}, {_lost(self._lost)}{reports_place}"
+
+
+@dataclass
+class RunRecord:
+    """The notes of the agent for `ttprun`; torch elastic itself returns only an exit code.
+
+    Attributes:
+        verdict: the last verdict; None without one
+        refused_after: the verdict before `verdict`, if `verdict` refuses to go on after a fault
+        has_started: whether workers were started
+        save: the save folder of the last generation, '' without training
+        stopped: why remaining restarts are not used, as a part of the last line
+        account: of incidents, restarts and lost steps
+        end_agent: ends the agent's control thread; returns whether the thread had failed. The function keeps
+            the agent alive: torch's rendezvous must not be deleted while its own thread uses it
+        facts: of the node, which must be the same on all nodes of the job
+        script: the script or module of the job, as in the command
+        common: the facts that a spare node must share with this node; None: the job takes no spare nodes
+        taken: the place that this spare node has taken; None for other nodes
+    """
+
+    verdict: Verdict | None = None
+    refused_after: Verdict | None = None
+    has_started: bool = False
+    save: str = ""
+    stopped: str = ""
+    account: Account = field(default_factory=lambda: Account(0))
+    end_agent: Callable[[], bool] = lambda: False
+    facts: dict[str, str] = field(default_factory=dict)
+    script: str = ""
+    common: SpareHello | None = None
+    taken: Taken | None = None
+
+    @property
+    def place(self) -> TakePlace | None:
+        """Return the place that the spare node has taken; None for other nodes."""
+        return self.taken.place if self.taken is not None else None
 
 
 def conclude(line: str, save: str = "", tracker: TrackerReading | None = None) -> None:

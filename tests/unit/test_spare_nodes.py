@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 from adaptor import config
 from adaptor.controller.membership import Membership
 from adaptor.errors import ConfigError, StartError
-from adaptor.launchers.cli import flags, last_line, ttprun
+from adaptor.launchers.cli import flags, ttprun
 from adaptor.launchers.control import agent_connections, credentials
 from adaptor.launchers.control.agent_connections import AgentListener, connect
 from adaptor.launchers.control.credentials import Invitation
@@ -422,7 +422,7 @@ def test_a_spare_that_could_take_no_place_is_refused(
     arguments: list[str], words: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTP_TLS", "plain")  # as the flag does, which is undone after the test
-    assert ttprun.main([flags.SPARE, "--ttp-tls", "plain", *arguments, __file__]) == last_line.USAGE_EXIT_CODE
+    assert ttprun.main([flags.SPARE, "--ttp-tls", "plain", *arguments, __file__]) == ttprun.USAGE_EXIT_CODE
     assert f"ttprun: error: {words}" in capfd.readouterr().err
 
 
