@@ -78,7 +78,7 @@ class SurvivorsAgent(LocalElasticAgent):
         self._agreement = Agreement(self._handler, record.facts)
         self._node = Node(self._config, job, spec.max_restarts, nodes, self._handler.open_store, parts)
         self._control = self._node.control
-        self._control.records.name_script(record.script)
+        self._control.records.status.script = record.script
         self._later_nodes = (
             LaterNodes(self._handler, self._node.fits, self._node.ask_for_nodes) if nodes else None
         )

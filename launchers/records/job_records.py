@@ -53,19 +53,15 @@ class JobRecords:
         self._hooks = parts
         self.files = JobFiles(config.log_path, job)
         self.report = IncidentReport(self.files, self._notify)
-        self._status = JobStatus(self.files, self.report, max_restarts, newest_copy)
+        self.status = JobStatus(self.files, self.report, max_restarts, newest_copy)
 
     def _notify(self, make: Callable[[], Notice]) -> None:
         hooks.each(self._hooks, lambda hook: hook.notify(make))
 
-    def name_script(self, script: str) -> None:
-        """Name the script of the job in the status from now on."""
-        self._status.script = script
-
     def begin(self, generation: int) -> None:
         """Begin the generation of workers with the number `generation`."""
         self.report.begin(generation)
-        self._status.begin()
+        self.status.uses.begin()
 
     def look(
         self,
@@ -87,14 +83,13 @@ class JobRecords:
                 folder = self.files.folder
                 hooks.each(self._hooks, lambda hook: hook.has_controller(folder, took_over=True))
             self._look_at_uses()
-            self._status.look(boards, host.controller, node, host.nodes, generation, spare_nodes)
+            self.status.look(boards, host.controller, node, host.nodes, generation, spare_nodes)
             self.report.record_progress(max((board.finished for board in boards), default=-1))
         except Exception as error:
             tell_error("the status of the job is not written", error)
 
     def look_at_last_moments(self, host: ControllerHost | None) -> None:
-        """Read the last step of the workers and the save after it, before the boards are closed; never
-        raise.
+        """Read the last step of the workers and the save after it, before the boards close; never raise.
 
         Args:
             host: of the controller; None: on another node.
@@ -104,19 +99,18 @@ class JobRecords:
         try:
             self._look_at_uses()
             newest = self._workers.newest_step()
-            self._status.note_last_step(newest)
+            self.status.note_last_step(newest)
             self.report.record_progress(newest)
         except Exception as error:
             tell_error("the status of the job does not have the last step", error)
 
     def _look_at_uses(self) -> None:
-        reading = self._workers.spent()
-        if reading is not None:
-            self._status.look_at_uses(reading)
+        if (reading := self._workers.spent()) is not None:
+            self.status.uses.look(reading)
 
     def close(self) -> None:
         """Write the last status."""
-        self._status.end()
+        self.status.end()
         self.report.close()
 
 
@@ -133,6 +127,10 @@ class JobStatus:
 
     Args:
         newest_copy: returns the newest safe step in host memory; None without one.
+
+    Attributes:
+        script: the script of the job, once known.
+        uses: the uses of time of the first worker of the node (`Board.spend`).
     """
 
     def __init__(
@@ -153,19 +151,11 @@ class JobStatus:
         self._step = -1
         self._step_time = 0.0
         self._timer = StepTimer()
-        self._uses = TimeUses()
+        self.uses = TimeUses()
         self._save = ""  # the save folder; restarted ranks report the folder when they begin to train
         self.script = ""
         self._holders: tuple[object, int | None] = (None, None)  # the members, and their holders
         self._trains = 0  # the newest generation whose ranks all train
-
-    def begin(self) -> None:
-        """Begin a generation of workers."""
-        self._uses.begin()
-
-    def look_at_uses(self, reading: Sequence[float]) -> None:
-        """Read the uses of time of the first worker of the node (`Board.spend`)."""
-        self._uses.look(reading)
 
     def look(
         self,
@@ -192,7 +182,7 @@ class JobStatus:
         self._timer.look(step, time.monotonic(), counts=state == "training")
         if training == members.world_size and generation > self._trains:
             self._trains = generation
-            self._report.record_training(load_s=self._uses.load)
+            self._report.record_training(load_s=self.uses.load)
         open_words = self._report.open_words
         last = self._last
         is_known = last is not None and (last.state, last.open_incident) == (state, open_words)
@@ -220,12 +210,8 @@ class JobStatus:
             ranks=members.world_size,
             ranks_training=training,
             ranks_ended=len(members.dead),
-            step=self._step if self._step >= 0 else None,
-            step_time=utc(self._step_time) if self._step >= 0 else None,
             protected=False if why_not else True if training == members.world_size else None,
             why_not=why_not,
-            incidents=self._report.incidents,
-            last_incident=self._report.last_id,
             open_incident=open_words,
             save=self._save,
             script=self.script,
@@ -233,12 +219,11 @@ class JobStatus:
             shard_holders=self._count_holders(members, generation) if state == "training" else None,
             step_times=self._timer.times(),
             spare_nodes=spare_nodes,
-            spent=self._uses.totals(),
             host_copy_step=copied,
             host_copy_time=None if copied is None else utc(self._copy[1]),
             failed_saves=self._report.failed_saves,
             failed_save=self._report.failed_save,
-            **self._newest_drill(),
+            **self._counts(),
         )
         self._files.write_status(self._last)
 
@@ -267,29 +252,25 @@ class JobStatus:
     def end(self) -> None:
         """Write the end of ttprun, if the node has written a status."""
         if self._last is not None:
-            utc_now = utc(time.time())
-            self._files.write_status(
-                msgspec.structs.replace(
-                    self._last,
-                    time=utc_now,
-                    state="ended",
-                    open_incident="",
-                    step=self._step if self._step >= 0 else None,
-                    step_time=utc(self._step_time) if self._step >= 0 else None,
-                    incidents=self._report.incidents,
-                    last_incident=self._report.last_id,
-                    spent=self._uses.totals(),
-                    **self._newest_drill(),
-                ),
-                always=True,
+            last = msgspec.structs.replace(
+                self._last, time=utc(time.time()), state="ended", open_incident="", **self._counts()
             )
+            self._files.write_status(last, always=True)
 
-    def _newest_drill(self) -> dict[str, Any]:
-        """Return the fields of the status about the newest drill."""
-        if self._report.drilled is None:
-            return {}
-        step, drill_time, problem = self._report.drilled
-        return {"drill_step": step, "drill_time": utc(drill_time), "drill_problem": problem}
+    def _counts(self) -> dict[str, Any]:
+        """Return the fields of the status that also change in the last moments of a job."""
+        report = self._report
+        fields: dict[str, Any] = {
+            "incidents": report.incidents,
+            "last_incident": report.last_id,
+            "spent": self.uses.totals(),
+            "step": self._step if self._step >= 0 else None,
+            "step_time": utc(self._step_time) if self._step >= 0 else None,
+        }
+        if report.drilled is not None:
+            step, drill_time, problem = report.drilled
+            fields |= {"drill_step": step, "drill_time": utc(drill_time), "drill_problem": problem}
+        return fields
 
 
 def _state_of(controller: Controller) -> State:

@@ -606,18 +606,18 @@ def test_the_status_adds_up_what_ranks_do_besides_steps(tmp_path: Path) -> None:
         return [30.0, 1.0, 2.0, save, 100.0, 4.0]  # in the order of USES; a load is told with `training`
 
     first = Watched(tmp_path)
-    first.status.look_at_uses(reading(save=8.0))
+    first.status.uses.look(reading(save=8.0))
     uses = {"data": 1.0, "evaluation": 2.0, "save": 8.0, "other": 4.0}
     assert first.look(1).spent == {"productive": 30.0, "wasted": 0.0, **uses}
-    first.status.look_at_uses(reading(save=0.5))  # of a process that has taken the place of the first
+    first.status.uses.look(reading(save=0.5))  # of a process that has taken the place of the first
     assert first.look(1).spent["save"] == 8.5
     second = Watched(tmp_path)
-    second.status.look_at_uses(reading(save=10.0))
+    second.status.uses.look(reading(save=10.0))
     assert second.look(1).spent["save"] == 18.5
-    first.status.begin()  # the controller is there again, with new workers
-    first.status.look_at_uses(reading(save=2.0))
+    first.status.uses.begin()  # the controller is there again, with new workers
+    first.status.uses.look(reading(save=2.0))
     assert first.look(1, generation=2).spent["save"] == 20.5
-    first.status.look_at_uses(reading(save=3.0))  # a last save
+    first.status.uses.look(reading(save=3.0))  # a last save
     first.status.end()
     assert first.read().spent["save"] == 21.5
 
@@ -626,13 +626,13 @@ def test_steps_that_are_made_again_are_told_as_such(tmp_path: Path) -> None:
     """By a second start of the workers, by the node that takes over, and by another ttprun."""
 
     def look(job: Watched, step: int, seconds: float, generation: int = 1) -> tuple[float, float]:
-        job.status.look_at_uses([seconds, 0.0, 0.0, 0.0, 0.0, 0.0])
+        job.status.uses.look([seconds, 0.0, 0.0, 0.0, 0.0, 0.0])
         spent = job.look(step, generation=generation).spent
         return spent["productive"], spent["wasted"]
 
     first = Watched(tmp_path)
     assert look(first, 10, 10.0) == (10.0, 0.0)
-    first.status.begin()
+    first.status.uses.begin()
     assert look(first, 6, 0.0, generation=2) == (10.0, 0.0)  # what is loaded
     assert look(first, 8, 2.0, generation=2) == (10.0, 2.0)
     assert look(first, 8, 2.5, generation=2) == (10.0, 2.5)
