@@ -89,7 +89,7 @@ def train(out: Path, layout: Layout, steps: int, flips: list[Flip], *options: st
         save=out / "save",
         faults=[str(flip) for flip in flips],
         restarts=len(flips),
-        options=("--ttp-online", "60", "--ttp-spares", "0", "--ttp-verify-every", "1", *options),
+        options=("--ttp-online", "60", "--ttp-spares", "1", "--ttp-verify-every", "1", *options),
         # Megatron's own answer to an infinite number ends the job before the comparison of the holders.
         arguments=("--train-iters", str(steps), "--no-check-for-nan-in-loss-and-grad"),
         timeout_s=900,
@@ -118,7 +118,10 @@ def judge(result: Ended, flips: list[Flip]) -> dict[Flip, str]:
         incidents[step] = incident["cause"]["kind"] == "corruption", "suspects" in text, incident["failed"]
     verdicts = {}
     for flip in flips:
-        is_corruption, is_suspected, ranks = incidents.get(flip.step, (False, False, []))
+        # In fp32 a weight may be a main param, too, which has changed since the step before.
+        steps = [flip.step, flip.step - 1] if flip.kind == "weight" else [flip.step]
+        found = [incidents[step] for step in steps if step in incidents]
+        is_corruption, is_suspected, ranks = found[0] if found else (False, False, [])
         if not is_corruption:
             verdicts[flip] = "missed"
         elif is_suspected:

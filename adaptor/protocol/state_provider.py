@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -126,7 +126,9 @@ class StateCopier(Protocol):
 
 
 class StepVerifier(Protocol):
-    """Compares the holders of the state in verified steps (TTP_VERIFY_EVERY); called on the main thread."""
+    """Compares the holders of the state in verified steps (TTP_VERIFY_EVERY); called on the main thread,
+    unless a method says otherwise.
+    """
 
     def begin(self, trainee: Any, restored: int | None = None) -> None:
         """Begin with the state of `trainee`; collective. Raises UnsupportedError without second holders.
@@ -147,6 +149,18 @@ class StepVerifier(Protocol):
         Collective in verified steps, and before a save: `saved` is the finished step to be saved; None: the
         next update is about to be made. The controller has been told then. Raises RuntimeError if a rank is
         gone.
+        """
+
+    def require_unchanged(self, trainee: Any, step: int, indices: Collection[int]) -> None:
+        """Check that shards have not changed since a verified update; in the thread of a dump.
+
+        Args:
+            trainee: of the rank.
+            step: of the state in memory.
+            indices: of the shards.
+
+        Raises:
+            CheckpointError: a shard has changed.
         """
 
 

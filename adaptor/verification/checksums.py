@@ -63,8 +63,9 @@ class BitSum:
     def value(self) -> str:
         """Return the sum, with the number of tensors, in hexadecimal."""
         if not self._weighted:
-            self._host.update(self._count.to_bytes(8, "little"))
-            return str(self._host.hexdigest())
+            host = self._host.copy()
+            host.update(self._count.to_bytes(8, "little"))
+            return str(host.hexdigest())
         total = self._count
         partial_sums = torch.stack(self._partial_sums).tolist() if self._partial_sums else []
         for place, partial_sum in enumerate(partial_sums):
@@ -100,17 +101,14 @@ class PendingSums:
         self._bits = bits
         self._scalars = scalars
         self._numbers = numbers or {}
-        self._sums: Sums = {}
 
     def read(self) -> Sums:
-        """Return the sums by key; waits for the device."""
-        if not self._sums:
-            self._sums = {
-                **{key: bits.value() for key, bits in self._bits.items()},
-                **self._scalars,
-                **{key: scalar_sum(numbers.tolist()) for key, numbers in self._numbers.items()},
-            }
-        return self._sums
+        """Return the sums by key; waits for the device. From any thread."""
+        return {
+            **{key: bits.value() for key, bits in self._bits.items()},
+            **self._scalars,
+            **{key: scalar_sum(numbers.tolist()) for key, numbers in self._numbers.items()},
+        }
 
 
 def shard_sums(optimizer: torch.optim.Optimizer, weighted: bool | None = None) -> Sums:

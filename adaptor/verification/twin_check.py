@@ -14,8 +14,9 @@ import contextlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from adaptor import context, output
 from adaptor.checkpoint import shards, step_record
 from adaptor.checkpoint.trainee import MegatronTrainee
-from adaptor.errors import UnsupportedError
+from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol.environment import Scratch
 from adaptor.protocol.messages import Corruption
 from adaptor.replica import group
@@ -45,6 +46,8 @@ SELF_TEST = 20
 # up to twice as much, because the sums displace the model from the cache.
 SHARE_OF_TIME = 0.0025
 _NEVER = 1 << 62
+# Before last words: a device that has not computed the sums behind an update in this time does not go on.
+_DEVICE_S = 1.0
 # What a start of the workers leaves to the next one, in the scratch folder of the agent.
 _PROVEN, _OFF = "proven", "off"
 
@@ -83,6 +86,7 @@ class TwinCheck:
         self._step = -1  # of the update behind which `_updated` was computed
         # By the index of the shard; None: there is nothing to compare.
         self._updated: dict[int, PendingSums] | None = None
+        self._mark: Any = None  # behind these sums on the device
         self._gathered: BitSum | None = None
         self._spent_s = 0.0
         self._door_at = 0.0
@@ -140,6 +144,7 @@ class TwinCheck:
         began = time.perf_counter()
         self._step, self._first = step, min(step, self._first)
         self._updated = _sums_of_shards(trainee)
+        self._mark = trainee.device.mark()
         self._spent_s = time.perf_counter() - began
 
     def begin_step(self, trainee: MegatronTrainee) -> None:
@@ -161,6 +166,17 @@ class TwinCheck:
         if goes_on:
             self._choose_interval()
         return goes_on
+
+    def require_unchanged(self, trainee: MegatronTrainee, step: int, indices: Collection[int]) -> None:
+        updated = self._updated
+        if updated is None or self._step != step or not trainee.device.wait(self._mark, _DEVICE_S):
+            return
+        with trainee.device.beside():
+            for index, now in _sums_of_shards(trainee, only=indices).items():
+                changed = verdict.different([without_groups(s.read()) for s in (updated[index], now)])
+                if changed:
+                    where = f"{', '.join(changed)} of shard {self._labels[index]}"
+                    raise CheckpointError(f"{where} changed at rest after the update of step {step}")
 
     def _is_agreed(self, report: Report) -> bool:
         """Compare the reports of all ranks; return whether training goes on. Collective."""
@@ -308,11 +324,15 @@ def _smallest(*numbers: int) -> list[int]:
 
 
 def _sums_of_shards(
-    trainee: MegatronTrainee, start: Callable[[torch.optim.Optimizer], PendingSums] = start_shard_sums
+    trainee: MegatronTrainee,
+    start: Callable[[torch.optim.Optimizer], PendingSums] = start_shard_sums,
+    only: Collection[int] | None = None,
 ) -> dict[int, PendingSums]:
-    """Return the sums of all shards that this rank holds, by index."""
+    """Return the sums of the shards that this rank holds, by index; `only` of some indices."""
     held_shards = shards.held_shards(trainee.state.optimizer, trainee.mirrors)
-    return {shard.index: start(shard.optimizer) for shard in held_shards}
+    return {
+        shard.index: start(shard.optimizer) for shard in held_shards if only is None or shard.index in only
+    }
 
 
 def _weights(trainee: MegatronTrainee) -> BitSum:

@@ -43,7 +43,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
     @property
     def changed_at_rest(self) -> list[str]:
         """Return the keys of changes between the update and the next door."""
-        return _different([self.state, without_groups(self.at_door)])
+        return different([self.state, without_groups(self.at_door)])
 
     @property
     def inputs(self) -> Sums:
@@ -57,7 +57,7 @@ def without_groups(sums: Sums) -> Sums:
     return {key: value for key, value in sums.items() if not key.startswith(_GROUP)}
 
 
-def _different(all_sums: Sequence[Sums]) -> list[str]:
+def different(all_sums: Sequence[Sums]) -> list[str]:
     """Return the keys under which sums differ."""
     keys = sorted({key for sums in all_sums for key in sums})
     return [key for key in keys if len({sums.get(key) for sums in all_sums}) > 1]
@@ -196,7 +196,7 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
         for label, ranks in shards.items()
         if len(ranks) > 1
         and all(reports[rank].shards[label].changed_at_rest for rank in ranks)
-        and not _different([reports[rank].shards[label].at_door for rank in ranks])
+        and not different([reports[rank].shards[label].at_door for rank in ranks])
     }
     at_rest = {
         rank: (label, record.changed_at_rest)
@@ -268,7 +268,7 @@ def _compare(holders: Holders, sums_of: Callable[[int, str], Sums]) -> _Differen
         if not deviating:
             continue
         if not first.label:
-            first = _Difference(label, tuple(_different(list(sums.values()))))
+            first = _Difference(label, tuple(different(list(sums.values()))))
         if 2 * count > len(ranks):
             named |= {rank for rank, rank_hash in hashes.items() if rank_hash != common}
         else:

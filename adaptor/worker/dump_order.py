@@ -62,6 +62,9 @@ def follow(
             note("from-the-local-copy" if past else "through-the-door", f"step {order.step}")
         record = session.record_of(order.step)
         for group in order.groups:
+            if session.window.verifier is not None and not past:
+                given = {index for index, holder in enumerate(group.holders) if holder == rank}
+                session.window.verifier.require_unchanged(session.trainee, order.step, given)
             remarks: list[str] = []
             run = DumpRun(
                 rank=rank,

@@ -6,9 +6,11 @@ import json
 import re
 from pathlib import Path
 
+from adaptor.protocol import naming
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP2_MIRROR, DP4, ITERATIONS
-from tests.faults.scenario import BaselineOf
+from tests.faults.harness import DP2, DP2_MIRROR, DP4, ITERATIONS, Job
+from tests.faults.same import differences
+from tests.faults.scenario import Baseline, BaselineOf
 from tests.integration.test_online import online, trains_on
 
 VERIFIED = ("--ttp-spares", "0", "--ttp-verify-every", "1")
@@ -71,3 +73,34 @@ def test_with_a_local_copy_an_update_is_undone(tmp_path: Path, baseline_of: Base
     assert [line[: len(wrong)] for line in ended.said if "was wrong in" in line] == [wrong]
     assert outcome.steps_in(job.save) == [4, ITERATIONS]
     outcome.assert_same_training(ended, baseline_of(DP2).records)
+
+
+def test_damage_is_found_where_the_other_holder_dies_first(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The new process gets its state from the damaged rank, which still has the sums of its update."""
+    faults = [
+        "rank=1,step=5,phase=between,kind=flip-main,code=11",
+        "rank=3,step=6,phase=forward,kind=sigkill",
+    ]
+    job = online(tmp_path, DP4, faults, options=VERIFIED, save_interval=4)
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    at_rest = "rank 1 is corrupt: param of shard mp_rank_00/1 changed at rest after the update of step 5"
+    assert any(at_rest in line for line in ended.said), ended.said
+    _assert_saved_as_trained(job, baseline_of(DP4))
+
+
+def test_the_save_behind_the_last_step_waits_for_the_verdict(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = [f"rank=1,step={ITERATIONS},phase=between,kind=flip-main,code=11"]
+    job = online(tmp_path, DP4, faults, options=VERIFIED)
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    at_rest = f"param of shard mp_rank_00/1 changed at rest after the update of step {ITERATIONS}"
+    assert any(at_rest in line for line in ended.said), ended.said
+    _assert_saved_as_trained(job, baseline_of(DP4))
+
+
+def _assert_saved_as_trained(job: Job, baseline: Baseline) -> None:
+    """The last checkpoint is that of an undisturbed job, but for the arguments, which tell of the restart."""
+    assert job.save is not None
+    folders = (root / naming.final_name(ITERATIONS) for root in (job.save, baseline.checkpoints))
+    assert [line for line in differences(*folders) if "/args." not in line] == []
