@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from adaptor.errors import UnsupportedError
+from adaptor.checkpoint.shards import HeldShard
+from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol.messages import Corruption, Share
 from adaptor.verification import twin_check, verdict
 from adaptor.verification.twin_check import TwinCheck
@@ -102,7 +105,12 @@ def test_restored_state_is_compared_in_each_step(monkeypatch: pytest.MonkeyPatch
 
 def _trainee(*shares: tuple[Share, ...]) -> Any:
     return types.SimpleNamespace(
-        shares_by_rank=list(shares), state=types.SimpleNamespace(optimizer=types.SimpleNamespace())
+        shares_by_rank=list(shares),
+        state=types.SimpleNamespace(optimizer=types.SimpleNamespace()),
+        mirrors=(),
+        device=types.SimpleNamespace(
+            mark=lambda: None, wait=lambda mark, seconds: True, beside=contextlib.nullcontext
+        ),
     )
 
 
@@ -155,6 +163,24 @@ def test_a_restart_does_not_test_the_layout_again(monkeypatch: pytest.MonkeyPatc
     check, _ = _check(1)
     check.begin(TWINS)
     assert check._every == 0
+
+
+def test_a_shard_that_has_changed_since_its_update_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    param = torch.nn.Parameter(torch.ones(4))
+    param.grad = torch.ones(4)
+    optimizer = torch.optim.AdamW([param])
+    optimizer.step()
+    monkeypatch.setattr(twin_check.shards, "held_shards", lambda *_: [HeldShard(0, False, optimizer)])
+    _others_say(monkeypatch)
+    check, _ = _check(1)
+    check.begin(TWINS)
+    check.after_update(TWINS, 1)
+    check.require_unchanged(TWINS, 1, {0})
+    optimizer.state[param]["exp_avg"].view(torch.int32)[2] ^= 1
+    check.require_unchanged(TWINS, 2, {0})  # these sums are of another step
+    check.require_unchanged(TWINS, 1, {1})  # this rank gives another shard
+    with pytest.raises(CheckpointError, match=r"exp_avg of shard g/0 changed at rest after .* step 1"):
+        check.require_unchanged(TWINS, 1, {0})
 
 
 def test_a_job_without_second_holders_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
