@@ -7,8 +7,6 @@ product tell nobody of, which are
 - the state of a process that is no child of the test (/proc/PID): stopped, its name, its threads, its files;
 - ports, shared memory and control groups that the kernel gives back a moment after the end of a process;
 - the state of a product's thread in the test's own process, where the product itself never waits for it.
-
-`tests/unit/test_tests.py` fails where another file of tests sleeps.
 """
 
 from __future__ import annotations
