@@ -28,12 +28,11 @@ from adaptor.errors import AdaptorError, CheckpointError, ResumeError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
 from adaptor.replica.group import gather_values
-from adaptor.transform import agreement, run
+from adaptor.transform import copying, run
 from adaptor.transform import target as targets
 from adaptor.transform.copying import Files
-from adaptor.transform.opening import open_source, sizes_at
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import SourceCheckpoint
+from adaptor.transform.source import SourceCheckpoint, open_source, sizes_at
 from adaptor.transform.target import TargetCheckpoint
 
 T = TypeVar("T")
@@ -123,8 +122,8 @@ def _begin(
     target = _target(source, wanted_sizes, format)
     target.require_parts()
     with Files() as files:
-        agreement.require_common(source, files)
-        agreement.require_replicas(source, files, everything=False)
+        copying.require_common(source, files)
+        copying.require_replicas(source, files, everything=False)
     _remove_staging(save, keep=staging)
     staging.mkdir(exist_ok=True)
     if (staging / naming.final_name(step)).exists():  # of a start that ended before it could be put in place

@@ -29,8 +29,8 @@ from adaptor.frameworks.parallel_sizes import (
 )
 from adaptor.hooks import WorkerHooks
 from adaptor.protocol import naming
-from adaptor.transform import arguments, opening
-from adaptor.transform.sizes import Reshape, ReshapeSettings, Sizes
+from adaptor.transform.sizes import Reshape, ReshapeSettings, Sizes, untransformable
+from adaptor.transform.source import sizes_at
 
 # Formats that `adaptor transform` writes.
 _FORMATS = ("torch", "torch_dist")
@@ -106,7 +106,7 @@ def _untransformable(args: Any) -> str:
         return f"with --ckpt-format {args.ckpt_format}"
     if getattr(args, "use_checkpoint_args", False):  # they would win over the sizes of the job
         return "with --use-checkpoint-args"
-    return arguments.untransformable(args, described=False)
+    return untransformable(args, described=False)
 
 
 def take(args: Any, requested_sizes: Reshape) -> None:
@@ -297,7 +297,7 @@ def require_sizes_of_checkpoint(args: Any) -> None:
     if not any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
         return
     try:
-        sizes_of_step = opening.sizes_at(load, step)
+        sizes_of_step = sizes_at(load, step)
     except AdaptorError:
         return  # the framework may be able to load it
     if (sizes_of_step.tp, sizes_of_step.pp) != (

@@ -164,7 +164,7 @@ def _run(parsed: argparse.Namespace) -> None:
 
 def _write(parsed: argparse.Namespace, target: TargetCheckpoint, rank: Rank | None) -> None:
     # Imported here: a dry run is quick without numpy.
-    from adaptor.transform import random_states, run
+    from adaptor.transform import copying, run
 
     written = functions.write(
         target,
@@ -181,7 +181,7 @@ def _write(parsed: argparse.Namespace, target: TargetCheckpoint, rank: Rank | No
             " --resume and without --rank gives the checkpoint its name"
         )
         return
-    if line := random_states.line(target.source, target.sizes):
+    if line := copying.line(target.source, target.sizes):
         print(line)
     print(f"{written}: written{', and verified' if parsed.verify else ''}")
 

@@ -1,11 +1,19 @@
 """Reads parts of whole tensors from the files of one layout, in the order of another, piece by piece.
 
-Compares main params with weights, too: the optimizer's params, rounded, are the weights bit for bit.
+Compares main params with weights, too: the optimizer's params, rounded, are the weights bit for bit; and the
+common state of ranks: counters, groups of params, whole tensors.
+
+Ranks draw different random numbers, so random states of new ranks cannot be exact. A rank whose tensor and
+pipeline ranks the source had keeps its states. The states of another rank are drawn from its place and the
+states of tensor rank 0 of its stage, so the same transform gives the same states.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
+import random
+import struct
 from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
@@ -13,11 +21,15 @@ from typing import Any
 
 import numpy
 
-from adaptor.errors import CheckpointError
+from adaptor.checkpoint.layout_file import Piece
+from adaptor.errors import CheckpointError, UnsupportedError
+from adaptor.protocol.naming import MODEL_FILE
 from adaptor.transform import archive as archives
+from adaptor.transform.described import STATES
 from adaptor.transform.model import Slot
-from adaptor.transform.records import SIZES, Archive, ScatteredTensor, StoredTensor
-from adaptor.transform.source import StoredPart, needed, one_of_each, pieces_of
+from adaptor.transform.records import SIZES, Archive, NewTensor, ScatteredTensor, StoredTensor
+from adaptor.transform.sizes import Rank, Sizes
+from adaptor.transform.source import WEIGHT, SourceCheckpoint, StoredPart, needed, one_of_each, pieces_of
 
 # Elements of a piece: 1 MiB of float32 stays in the cache until the piece is hashed and written. By elements,
 # because main params and weights are compared piece by piece.
@@ -208,3 +220,202 @@ def _is_nan(bits: Bits) -> Bits:
 def _is_nan_16(bits: Bits, dtype: str) -> Bits:
     infinite = 0x7F80 if dtype == "bfloat16" else 0x7C00
     return (bits & 0x7FFF) > infinite
+
+
+# The entries that are the same on all ranks.
+_COMMON = ("iteration", "opt_param_scheduler", "checkpoint_version")
+# Larger replicas are compared on request alone: the comparison reads as much again. In bytes.
+_SMALL = 1 << 20
+
+
+def require_common(source: SourceCheckpoint, files: Files) -> None:
+    """Refuse ranks that disagree in counters, schedule, scale of the loss, groups of params or their step.
+
+    Raises:
+        CheckpointError: names the value and the ranks.
+    """
+    first, *other_ranks = source.sizes.ranks
+    for rank in other_ranks:
+        own_value, other_value = source.bodies[first], source.bodies[rank]
+        for key in _COMMON:
+            if _plain(own_value.get(key), files) != _plain(other_value.get(key), files):
+                raise CheckpointError(f"{key}: differs on rank {first} and rank {rank} of {source.folder}")
+        if _plain(_optimizers(own_value), files) != _plain(_optimizers(other_value), files):
+            raise CheckpointError(
+                f"optimizer: the groups of params, their step or the loss scale differ on rank {first} and"
+                f" rank {rank} of {source.folder}"
+            )
+    for rank in source.sizes.ranks:
+        body = source.bodies[rank]
+        steps = {group.get("step") for _, groups in _optimizers(body) for group in groups.values()}
+        if len(steps) > 1:
+            raise CheckpointError(
+                f"{source.file(rank, MODEL_FILE)}: groups of params have the steps {sorted(steps, key=str)}"
+            )
+
+
+def _plain(value: Any, files: Files) -> Any:
+    """Return a value for a comparison, with the bytes of tensors in the place of the tensors."""
+    if isinstance(value, StoredTensor):
+        return value.dtype, value.shape, files.whole(value)
+    if isinstance(value, dict):
+        return {key: _plain(item, files) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, files) for item in value]
+    return value
+
+
+def _optimizers(body: Any) -> list[tuple[Any, dict[Any, Any]]]:
+    """Return for each optimizer its saved state without the groups of params, and the groups by their key."""
+    saved = body.get("optimizer", [])
+    return [
+        (
+            {key: value for key, value in inner_state.items() if key != "optimizer"},
+            {
+                (
+                    group["wd_mult"],
+                    group["lr_mult"],
+                    group.get("is_expert_parallel"),
+                    group.get("is_decoupled_lr"),
+                ): group
+                for group in inner_state["optimizer"]["param_groups"]
+            },
+        )
+        for inner_state in (saved if isinstance(saved, list) else [saved])
+    ]
+
+
+def require_replicas(source: SourceCheckpoint, files: Files, everything: bool) -> None:
+    """Refuse ranks of the `source` whose replicas of a tensor differ.
+
+    Args:
+        source: the checkpoint.
+        files: of the source.
+        everything: compare large tensors, too (weights of other expert ranks, the embedding on the last
+            stage).
+
+    Raises:
+        CheckpointError: names the tensor and the ranks.
+    """
+    for item in source.model.items():
+        if not item.dtype:
+            continue
+        for kind in (WEIGHT, *STATES):
+            for replica_parts in _replicas(source.parts(item.name, kind)):
+                if replica_parts[0].stored.bytes <= _SMALL or everything:
+                    _require_equal(item.name, kind, replica_parts, files)
+
+
+def _replicas(parts: Sequence[StoredPart]) -> list[list[StoredPart]]:
+    by_place: dict[tuple[Piece, ...], list[StoredPart]] = {}
+    for part in parts:
+        by_place.setdefault(part.pieces, []).append(part)
+    return [replica_parts for replica_parts in by_place.values() if len(replica_parts) > 1]
+
+
+def _require_equal(name: str, kind: str, replica_parts: Sequence[StoredPart], files: Files) -> None:
+    for part in replica_parts[1:]:
+        if part.stored == replica_parts[0].stored:
+            continue
+        pieces = zip(files.pieces(replica_parts[0].stored), files.pieces(part.stored), strict=True)
+        if not all(own_piece == other_piece for own_piece, other_piece in pieces):
+            description = kind if kind == WEIGHT else f"state {kind}"
+            raise CheckpointError(
+                f"{name}: its {description} differs on rank {replica_parts[0].rank} and rank {part.rank}"
+            )
+
+
+_WORDS = 624
+# Of a CPU: the seed, the number of unused words, a flag, the next word; the words; the cache of normals.
+_MERSENNE = struct.Struct(f"<Q2iQ{_WORDS}Q3di4xf?3x")
+_PHILOX_BYTES = 16  # of CUDA and NPU: a seed and an offset
+_OF_STAGE = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state")
+
+
+def is_kept(source: SourceCheckpoint, rank: Rank) -> bool:
+    """Return whether a rank keeps the states of a rank of the source."""
+    return rank in source.bodies
+
+
+def line(source: SourceCheckpoint, sizes: Sizes) -> str:
+    """Return the line about exact and derived states, empty where all are exact."""
+    derived = sum(not is_kept(source, rank) for rank in sizes.ranks)
+    if sizes.ranks == source.sizes.ranks:
+        return ""
+    return (
+        f"random states: kept for {len(sizes.ranks) - derived} of {len(sizes.ranks)} ranks,"
+        f" derived for {derived}; ranks have other parts of the model now, so dropout is not that of a run"
+        " that was not transformed"
+    )
+
+
+def states_of(source: SourceCheckpoint, rank: Rank, files: Files) -> list[Any]:
+    """Return the random states of a target's rank, one for each data-parallel rank of the source.
+
+    Raises:
+        UnsupportedError: the states are not stored in the framework's form.
+    """
+    kept = is_kept(source, rank)
+    origin = rank if kept else Rank(0, min(rank.pp, source.sizes.pp - 1), 0)
+    states = source.bodies[origin].get("rng_state")
+    if states is None:
+        return []
+    if not isinstance(states, list):
+        raise UnsupportedError(f"rng_state of rank {origin}: is {type(states).__name__}, not a list")
+    return [
+        state if kept else _derived(state, rank, number, source.sizes, files)
+        for number, state in enumerate(states)
+    ]
+
+
+def _derived(states: dict[str, Any], rank: Rank, number: int, sizes: Sizes, files: Files) -> dict[str, Any]:
+    trackers = states.get("rng_tracker_states") or {}
+    ground = b"".join(files.whole(state) for state in trackers.values())
+
+    def seed(name: str, *place: int) -> int:
+        text = f"{name} {place} {number}".encode()
+        return int.from_bytes(hashlib.sha256(ground + text).digest()[:8], "little") >> 2
+
+    derived_states = dict(states)
+    if rank.pp >= sizes.pp:  # tensor ranks of a stage share these states
+        of_stage = {name: seed(name, rank.pp) for name in _OF_STAGE}
+        derived_states["random_rng_state"] = random.Random(of_stage["random_rng_state"]).getstate()
+        derived_states["np_rng_state"] = numpy.random.RandomState(
+            of_stage["np_rng_state"] % 2**32
+        ).get_state()
+        for name in ("torch_rng_state", "cuda_rng_state"):
+            derived_states[name] = generator(states[name], of_stage[name])
+    derived_states["rng_tracker_states"] = {
+        name: state
+        if name == "data-parallel-rng" and rank.pp < sizes.pp
+        else generator(state, seed(name, *_place(rank)))
+        for name, state in trackers.items()
+    }
+    return derived_states
+
+
+def _place(rank: Rank) -> tuple[int, int, int]:
+    return rank.tp, rank.pp, rank.ep
+
+
+def generator(like: StoredTensor, seed: int) -> NewTensor:
+    """Return the state of a generator of the kind of `like`, seeded with `seed`.
+
+    Raises:
+        UnsupportedError: `like` has the size of no known generator's state.
+    """
+    if like.numel == _PHILOX_BYTES:
+        state = struct.pack("<2q", seed, 0)
+    elif like.numel == _MERSENNE.size:
+        state = _mersenne(seed)
+    else:
+        raise UnsupportedError(f"a random state of {like.numel} bytes is of no generator that is known")
+    return NewTensor("uint8", (len(state),), lambda: [state])
+
+
+def _mersenne(seed: int) -> bytes:
+    """Return the state of torch's generator of a CPU after `manual_seed(seed)`."""
+    state_words = [seed & 0xFFFFFFFF]
+    for place in range(1, _WORDS):
+        state_words.append((1812433253 * (state_words[-1] ^ (state_words[-1] >> 30)) + place) & 0xFFFFFFFF)
+    return _MERSENNE.pack(seed, 1, 1, 0, *state_words, 0.0, 0.0, 0.0, 0, 0.0, False)

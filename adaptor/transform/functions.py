@@ -16,9 +16,8 @@ from adaptor.checkpoint import disk, layout_file
 from adaptor.checkpoint.layout_file import RankLayout
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
-from adaptor.transform.opening import open_source
 from adaptor.transform.sizes import Rank, Sizes
-from adaptor.transform.source import SourceCheckpoint
+from adaptor.transform.source import SourceCheckpoint, open_source
 from adaptor.transform.target import TargetCheckpoint, by_rules, described_by
 
 if TYPE_CHECKING:
@@ -289,7 +288,7 @@ def write(
         CheckpointError: the source is damaged, the target folder is not empty, or the disk refuses.
     """
     # Imported here: without numpy a dry run is quick.
-    from adaptor.transform import agreement, run
+    from adaptor.transform import copying, run
     from adaptor.transform.copying import Files
 
     source = target.source
@@ -299,8 +298,8 @@ def write(
     if problems:
         raise CheckpointError(problems[0])
     with Files() as files:
-        agreement.require_common(source, files)
-        agreement.require_replicas(source, files, everything=verify)
+        copying.require_common(source, files)
+        copying.require_replicas(source, files, everything=verify)
     folder = run.temporary_folder(root, source.step)
     _require_free(root, folder, go_on=resume or only_rank is not None)
     if not folder.exists():

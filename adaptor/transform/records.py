@@ -153,23 +153,6 @@ class Described:
     state: Any = None
 
 
-@dataclass
-class StoredArray:
-    """An array or scalar of numpy: its dtype as numpy writes it (`<u4`), its shape, its bytes."""
-
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
-    data: bytes = b""
-    is_scalar: bool = False
-
-    def loaded(self) -> Any:
-        """Return the array or scalar of numpy."""
-        import numpy
-
-        array = numpy.frombuffer(self.data, self.dtype).reshape(self.shape).copy()
-        return array[()] if self.is_scalar else array
-
-
 @dataclass(frozen=True)
 class ItemKey:
     """The key of an item in the index of a sharded checkpoint (`MetadataIndex`); an object has no offset."""

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import xxhash
 
 from adaptor.checkpoint import disk, layout_file, manifest, publish
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.layout_file import (
     BufferLayout,
     Entry,
@@ -34,12 +34,12 @@ from adaptor.checkpoint.layout_file import (
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.transform import rules, sharded_target, writing
+from adaptor.transform import rules, writing
 from adaptor.transform.copying import Files
 from adaptor.transform.model import Slot, View
-from adaptor.transform.sharded_target import NewItem
 from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.target import TargetCheckpoint
+from adaptor.transform.writing import NewItem
 
 _GENERATION = "transform"
 _NOTE = ".done.json"
@@ -120,9 +120,9 @@ def write_rank(
         if target.format == "torch":
             entries = _write_torch(target, rank, folder, files, progress)
         else:
-            path = folder / sharded_target.data_file(target, rank)
+            path = folder / writing.data_file(target, rank)
             try:
-                entry, items, digest = sharded_target.write_rank(target, rank, folder, files, progress)
+                entry, items, digest = writing.write_rank(target, rank, folder, files, progress)
             except OSError as error:
                 raise CheckpointError(f"{path}: {error.strerror or error}") from error
             entries = [entry]
@@ -150,7 +150,7 @@ def _written(
     path: Path, value: Any, folder: Path, files: Files, progress: Callable[[int], None]
 ) -> FileEntry:
     try:
-        with writing.HashedFile(path, folder, progress) as stream:
+        with HashingFile(path, progress, folder) as stream:
             writing.save(value, stream, path.stem, files)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
@@ -306,11 +306,10 @@ def finish(
         notes = [_note(order, rank) for rank in target.sizes.ranks]
         items = [item for note in notes for item in note.items]
         digests = {path: digest for note in notes for path, digest in note.digests.items()}
-        entries += sharded_target.write_rest(target, order.folder, items, digests)
+        entries += writing.write_rest(target, order.folder, items, digests)
     layout = _layout_content(target)
     if layout is not None:
-        disk.replace(order.folder, naming.LAYOUT, layout)
-        entries.append(FileEntry(naming.LAYOUT, len(layout), xxhash.xxh3_128_hexdigest(layout)))
+        entries.append(writing.write_small(order.folder, naming.LAYOUT, layout))
     problems = manifest.compare(order.folder, entries) if verify else []
     if problems:
         raise CheckpointError(problems[0])

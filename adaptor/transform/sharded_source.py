@@ -25,13 +25,12 @@ from adaptor.checkpoint import disk, layout_file
 from adaptor.checkpoint.layout_file import Entry, JobLayout, OptimizerLayout, RankLayout
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
-from adaptor.transform import archive, arguments, described, sharded_index, sharded_names
-from adaptor.transform.contents import OF_OPTIMIZER, STATES, WITHOUT_OPTIMIZER, ByParam
+from adaptor.transform import archive, described, sharded_index
+from adaptor.transform.described import OF_OPTIMIZER, STATES, WITHOUT_OPTIMIZER, ByParam
 from adaptor.transform.records import SIZES, Archive, DType, ScatteredTensor, Stretch
 from adaptor.transform.rules import Cut
-from adaptor.transform.sharded_index import StoredChunk
-from adaptor.transform.sharded_names import STATE, TensorName
-from adaptor.transform.sizes import Rank, Sizes
+from adaptor.transform.sharded_index import STATE, StoredChunk, TensorName
+from adaptor.transform.sizes import Rank, Sizes, arguments_of
 
 CONFIG, COMMON = "metadata.json", "common.pt"
 _LARGEST_CONFIG = 1 << 20
@@ -70,7 +69,7 @@ class ShardedCheckpoint:
             step_note = f", but of step {saved_step}" if isinstance(saved_step, int) else ""
             raise CheckpointError(f"{folder / COMMON}: is not of step {step}{step_note}")
         self.common: dict[str, Any] = common
-        self.args: Namespace = arguments.of(common, folder / COMMON)
+        self.args: Namespace = arguments_of(common, folder / COMMON)
         self.sizes = Sizes.of(self.args)
         metadata = common.get("content_metadata")
         saved_step = metadata if isinstance(metadata, dict) else {}
@@ -143,7 +142,7 @@ class ShardedCheckpoint:
         """Return the extra state of a module, None without extra state."""
         if entry.layer is None:
             return None
-        name = sharded_names.key_of(described.name_of(entry), is_local=False)
+        name = sharded_index.key_of(described.name_of(entry), is_local=False)
         place = TensorName(name, entry.layer, entry.expert, *_counts(layout))
         archive = self._index.objects.get(f"{place.name()}/shard_0_1")
         return None if archive is None else self._object(archive)
@@ -201,7 +200,7 @@ class ShardedCheckpoint:
         cut = Cut(entry.axis, max(1, len(entry.pieces)), entry.padded)
         stretches: list[Stretch] = []
         dtype = "float32" if front else entry.dtype
-        for region in sharded_names.regions(
+        for region in sharded_index.regions(
             place, entry.whole, cut, entry.pieces, numbered=self._is_numbered
         ):
             chunk = self._chunk_finder(front + region.name, dtype, region.whole_shape)(region.offset)
@@ -214,7 +213,7 @@ class ShardedCheckpoint:
         place = TensorName(entry.key, entry.layer, entry.expert, *_counts(layout))
         cut = Cut(entry.axis, max(1, len(entry.pieces)), entry.padded)
         stretches: list[Stretch] = []
-        for key, at, length in sharded_names.fragments(place, entry.shape, entry.whole, cut, entry.pieces):
+        for key, at, length in sharded_index.fragments(place, entry.shape, entry.whole, cut, entry.pieces):
             name = f"{STATE}{_FLAT_NAMES.get(kind, kind)}.{key}"
             tensor = self._index.tensors.get(name)
             if tensor is None:

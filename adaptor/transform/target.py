@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from adaptor.checkpoint import dcp
 from adaptor.checkpoint.layout_file import UNEVEN, JobLayout
 from adaptor.errors import CheckpointError, UnsupportedError
-from adaptor.transform import described, rules, sharded_names
-from adaptor.transform.contents import STATES
+from adaptor.transform import described, rules, sharded_index
+from adaptor.transform.described import STATES
 from adaptor.transform.model import Buffer, Group, Slot, View, resized
 from adaptor.transform.records import SIZES, NewTensor
 from adaptor.transform.sizes import Rank, Sizes
@@ -169,7 +169,7 @@ class TargetCheckpoint:
     def key(self, name: str) -> str:
         """Return the name in the format `torch_dist` of a tensor of the whole model."""
         is_local = getattr(self.source.args, "transformer_impl", None) == "local"
-        return sharded_names.key_of(self._keys.get(name, name), is_local=is_local)
+        return sharded_index.key_of(self._keys.get(name, name), is_local=is_local)
 
     @cached_property
     def _keys(self) -> Mapping[str, str]:
@@ -223,7 +223,7 @@ class TargetCheckpoint:
 
     def model_state(self, rank: Rank, files: Files) -> dict[str, Any]:
         """Return the content of a rank's MODEL_FILE."""
-        from adaptor.transform.random_states import states_of
+        from adaptor.transform.copying import states_of
 
         chunks: dict[str, Any] = {}
         for key, own_slots in self.views[rank].chunks.items():

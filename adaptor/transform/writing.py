@@ -1,27 +1,40 @@
-"""Writes archives of torch front to back in one pass, hashed on the way, without torch and whole tensors.
+"""Writes the files of a target front to back in one pass, hashed on the way, without torch and whole tensors.
 
 The content has a record in the place of each tensor: a new tensor (`NewTensor`), or a tensor of the source,
 which is copied. A tensor's bytes come in pieces that fit into the cache of a core.
 
-The zip file is written here, not by the standard library, whose CRC-32 takes too much time.
+A checkpoint of the format `torch_dist` has one data file for each model-parallel rank of the target. The
+optimizer's state is written as `fully_reshardable`: a tensor for each param, in its shape, which Megatron-LM
+loads in any parallel sizes. State that ranks share is in the file of the first rank that has it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
-import os
+import json
 import pickle
 import struct
+import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, cast
 
-from adaptor.checkpoint import disk
-from adaptor.checkpoint.hashing import Digests, crc32
+import msgspec
+import xxhash
+
+from adaptor.checkpoint import dcp, disk
+from adaptor.checkpoint.hashing import HashingFile, crc32
+from adaptor.checkpoint.layout_file import Piece
 from adaptor.protocol.naming import FileEntry
-from adaptor.transform.copying import Files
-from adaptor.transform.pickles import STORAGES
+from adaptor.transform import rules, sharded_index
+from adaptor.transform.archive import STORAGES
+from adaptor.transform.copying import Files, states_of
+from adaptor.transform.described import STATES
+from adaptor.transform.model import Slot
 from adaptor.transform.records import (
     SIZES,
     Described,
@@ -30,90 +43,17 @@ from adaptor.transform.records import (
     Name,
     NewTensor,
     ScatteredTensor,
-    StoredArray,
     StoredTensor,
 )
-
-# Smaller writes are gathered, so that the system is not called for each bias; in bytes.
-_SMALL, _GATHERED = 64 << 10, 1 << 20
-# After each so many bytes the system is told to begin to write to the disk, without waiting.
-_BEGIN_TO_WRITE = 32 << 20
-
-
-class HashedFile:
-    """A file that is written front to back and hashed: the file is on disk when it is closed without an
-    error.
-    """
-
-    def __init__(self, path: Path, base_folder: Path, progress: Callable[[int], None]) -> None:
-        self._descriptor = disk.create(base_folder, path.relative_to(base_folder).as_posix())
-        self._digests = Digests()
-        self.bytes = 0
-        self._progress = progress
-        self._gathered = bytearray()
-        self._begun_bytes = 0
-        self._updates: list[Callable[[memoryview], object]] = []
-
-    def also(self, update: Callable[[memoryview], object]) -> None:
-        """Pass all bytes written from now on to `update` of another digest."""
-        self._updates.append(update)
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of `data`; return its size in bytes. Raises OSError."""
-        count = len(data)
-        self.bytes += count
-        if count < _SMALL:
-            self._gathered += data
-            if len(self._gathered) >= _GATHERED:
-                self.flush()
-            return count
-        self.flush()
-        self._write(memoryview(data))
-        return count
-
-    def flush(self) -> None:
-        """Write the gathered bytes to the file."""
-        if self._gathered:
-            data, self._gathered = self._gathered, bytearray()
-            self._write(memoryview(data))
-
-    def _write(self, data: memoryview) -> None:
-        self._digests.update(data)
-        for update in self._updates:
-            update(data)
-        while data:
-            count = os.write(self._descriptor, data)
-            data = data[count:]
-            self._progress(count)
-        length = self.bytes - self._begun_bytes
-        if length >= _BEGIN_TO_WRITE:
-            disk.begin_to_write(self._descriptor, self._begun_bytes, length)
-            self._begun_bytes = self.bytes
-
-    def entry(self, name: str) -> FileEntry:
-        """Return the entry of the manifest, under `name`; call after the file is closed."""
-        return self._digests.entry(name)
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self.flush()
-                os.fsync(self._descriptor)
-        finally:
-            os.close(self._descriptor)
+from adaptor.transform.sharded_index import EXTRA_STATE, STATE, ShardedRegion, TensorName
+from adaptor.transform.sharded_source import COMMON, CONFIG, RESHARDABLE
+from adaptor.transform.sizes import Rank
+from adaptor.transform.source import WEIGHT
+from adaptor.transform.target import TargetCheckpoint
 
 
 def described(name: str, state: Any, module: str = "torch.distributed.checkpoint.metadata") -> Described:
-    """Return the description of an object that `__new__` makes and that then gets a state.
-
-    Args:
-        name: of its class.
-        state: of the object.
-        module: of the class.
-    """
+    """Return the description of an object of a class, which `__new__` makes and which then gets a state."""
     return Described(Name(module, name), (), is_new=True, state=state)
 
 
@@ -148,9 +88,6 @@ class _RecordPickler(_Base):  # type: ignore[misc]
     def _save_dtype(self, dtype: DType) -> None:
         self._save_name(Name("torch", dtype.name))
 
-    def _save_array(self, array: StoredArray) -> None:
-        self.save(array.loaded())
-
     def _save_described(self, described: Described) -> None:
         self.save(described.source)
         self.save(described.arguments)
@@ -181,7 +118,6 @@ class _RecordPickler(_Base):  # type: ignore[misc]
 
     dispatch[Name] = _save_name
     dispatch[DType] = _save_dtype
-    dispatch[StoredArray] = _save_array
     dispatch[Described] = _save_described
     dispatch[ItemKey] = _save_item_key
     dispatch[NewTensor] = _save_tensor
@@ -201,7 +137,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def save(value: Any, stream: HashedFile, root: str, files: Files) -> None:
+def save(value: Any, stream: HashingFile, root: str, files: Files) -> None:
     """Write `value` as an archive that torch loads.
 
     Args:
@@ -228,20 +164,14 @@ def save(value: Any, stream: HashedFile, root: str, files: Files) -> None:
 
 
 _ALIGNMENT = 64  # of the data of a file, as torch has it, in bytes
-# Members of more bytes, or that begin behind so many, have their numbers in fields of ZIP64.
-_LIMIT = (1 << 31) - 1
-_ELSEWHERE, _ELSEWHERE_16 = 0xFFFFFFFF, 0xFFFF
-_LOCAL, _CENTRAL, _END = struct.Struct("<4s5H3I2H"), struct.Struct("<4s6H3I5H2I"), struct.Struct("<4s4H2IH")
-_END_64, _LOCATOR_64 = struct.Struct("<4sQ2H2I4Q"), struct.Struct("<4sIQI")
-_DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
-_SIZES_64 = struct.Struct("<2H2Q")
+_DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+_HEADER = 30  # bytes of a local header without name and extra fields
+_EXTRA_64 = 20  # bytes of the extra field of a large member
 _BEHIND = 0x08  # flag: checksum and sizes stand behind the data
-_VERSION, _VERSION_64 = 20, 45
-_DATE = 0x21  # 1980-01-01, the first day that a zip file knows
 
 
 class ZipWriter:
-    """A zip file, whose members are stored uncompressed.
+    """A zip file, whose members are stored uncompressed; `zipfile` alone has a slow CRC-32.
 
     Args:
         write: writes the next bytes of the file.
@@ -251,10 +181,17 @@ class ZipWriter:
     def __init__(
         self, write: Callable[[bytes | bytearray | memoryview], object], tell: Callable[[], int]
     ) -> None:
-        self._write = write
-        self._tell = tell
+        self.write = write
+        self._position = tell
         self._begin = tell()
-        self._directory: list[bytes] = []
+        self._members: list[zipfile.ZipInfo] = []
+
+    def tell(self) -> int:
+        """Return the number of bytes of the archive so far."""
+        return self._position() - self._begin
+
+    def flush(self) -> None:
+        """Do nothing; the standard library calls it."""
 
     def add(self, name: str, size: int, pieces: Iterable[bytes | bytearray | memoryview]) -> None:
         """Add a member whose data begins at a multiple of 64 bytes.
@@ -267,60 +204,254 @@ class ZipWriter:
         Raises:
             ValueError: the pieces have another size.
         """
-        text, begin = name.encode("ascii"), self._tell() - self._begin
-        is_large = size > _LIMIT
-        version = _VERSION_64 if is_large else _VERSION
-        sizes = _SIZES_64.pack(1, 16, 0, 0) if is_large else b""
-        padding = -(begin + _LOCAL.size + len(text) + len(sizes) + 4) % _ALIGNMENT
-        extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding + sizes
-        size_field = _ELSEWHERE if is_large else 0
-        head = (b"PK\3\4", version, _BEHIND, 0, 0, _DATE, 0, size_field, size_field, len(text), len(extra))
-        self._write(_LOCAL.pack(*head) + text + extra)
-        crc = written = 0
+        member = zipfile.ZipInfo(name)  # of the first day that a zip file knows
+        member.flag_bits, member.header_offset = _BEHIND, self.tell()
+        member.file_size = member.compress_size = size
+        is_large = size > zipfile.ZIP64_LIMIT
+        header = _HEADER + len(name) + 4 + _EXTRA_64 * is_large
+        padding = -(member.header_offset + header) % _ALIGNMENT
+        member.extra = struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        self.write(member.FileHeader(zip64=is_large))
+        member.CRC = written = 0
         for piece in pieces:
-            crc = crc32(piece, crc)
+            member.CRC = crc32(piece, member.CRC)
             written += len(piece)
-            self._write(piece)
+            self.write(piece)
         if written != size:
             raise ValueError(f"{name}: has {written} bytes, {size} were expected")
         descriptor = _DESCRIPTOR_64 if is_large else _DESCRIPTOR
-        self._write(descriptor.pack(b"PK\7\x08", crc, size, size))
-        self._directory.append(_entry(text, size, crc, begin))
+        self.write(descriptor.pack(b"PK\7\x08", member.CRC, size, size))
+        member.extra = b""  # not in the directory
+        self._members.append(member)
 
     def close(self) -> None:
         """Write the directory; nothing may be added afterwards."""
-        begin = self._tell() - self._begin
-        directory, count = b"".join(self._directory), len(self._directory)
-        size, end = len(directory), b""
-        if count > _ELSEWHERE_16 - 1 or begin > _LIMIT or size > _LIMIT:
-            end = _END_64.pack(b"PK\6\6", 44, _VERSION_64, _VERSION_64, 0, 0, count, count, size, begin)
-            end += _LOCATOR_64.pack(b"PK\6\7", 0, begin + size, 1)
-        number = min(count, _ELSEWHERE_16)
-        end += _END.pack(b"PK\5\6", 0, 0, number, number, min(size, _ELSEWHERE), min(begin, _ELSEWHERE), 0)
-        self._write(directory + end)
+        with zipfile.ZipFile(cast(Any, self), "w") as directory:
+            directory.filelist.extend(self._members)
 
 
-def _entry(name: bytes, size: int, crc: int, begin: int) -> bytes:
-    """Return the entry of a file in the directory."""
-    large = [size, size] if size > _LIMIT else []
-    if begin > _LIMIT:
-        large.append(begin)
-    extra = struct.pack(f"<2H{len(large)}Q", 1, 8 * len(large), *large) if large else b""
-    version = _VERSION_64 if large else _VERSION
-    size_field = _ELSEWHERE if size > _LIMIT else size
-    place = _ELSEWHERE if begin > _LIMIT else begin
-    head = (
-        b"PK\1\2",
-        version,
-        version,
-        _BEHIND,
-        0,
-        0,
-        _DATE,
-        crc,
-        size_field,
-        size_field,
-        len(name),
-        len(extra),
+# The description of the content for the framework, which loads just these tensors.
+_CONTENT = {
+    "singleton_local_shards": True,
+    "distrib_optim_sharding_type": RESHARDABLE,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def data_file(target: TargetCheckpoint, rank: Rank) -> str:
+    """Return the name of the file of a rank."""
+    return f"__{target.sizes.ranks.index(rank)}_0.distcp"
+
+
+def write_rank(
+    target: TargetCheckpoint, rank: Rank, folder: Path, files: Files, progress: Callable[[int], None]
+) -> tuple[FileEntry, list[NewItem], str]:
+    """Write the file of one rank; return its entry in the manifest, its items for the index, its SHA-256.
+
+    The SHA-256 is empty where the framework does not want one.
+
+    Args:
+        target: the checkpoint to write.
+        rank: of the target.
+        folder: of the file.
+        files: of the source.
+        progress: receives the number of newly written bytes.
+
+    Raises:
+        OSError: the disk refuses.
+        CheckpointError: a file is damaged, or the main params do not round to the weights.
+    """
+    name = data_file(target, rank)
+    items: list[NewItem] = []
+    digest = hashlib.sha256()
+    with HashingFile(folder / name, progress) as stream:
+        if target.has_integrity:
+            stream.also(digest.update)
+        for part, front, kind, region in _tensors(target, rank):
+            dtype = part.item.dtype if kind == WEIGHT else "float32"
+            pieces = partial(target.stored_as, part, kind, files)
+            begin = stream.bytes
+            save(NewTensor(dtype, region.shape, pieces), stream, "archive", files)
+            place = front + region.name, name, begin, stream.bytes - begin
+            items.append(NewItem(*place, dtype, region.whole_shape, region.offset, region.shape))
+        for key, value in _objects(target, rank, files):
+            begin = stream.bytes
+            save([value], stream, "archive", files)
+            items.append(NewItem(key, name, begin, stream.bytes - begin))
+    return stream.entry(name), items, digest.hexdigest() if target.has_integrity else ""
+
+
+def write_rest(
+    target: TargetCheckpoint, folder: Path, items: list[NewItem], digests: Mapping[str, str]
+) -> list[FileEntry]:
+    """Write the files of the whole checkpoint: the index, the common state of all ranks, the name of the
+    format.
+
+    Args:
+        target: the checkpoint to write.
+        folder: of the files.
+        items: of all ranks.
+        digests: the SHA-256 of the ranks' files, by name, where the framework wants them.
+    """
+    with Files() as files:
+        body = target.model_state(target.sizes.ranks[0], files)
+        chunks = target.views[target.sizes.ranks[0]].chunks
+        common = {key: value for key, value in body.items() if key not in chunks and key != "rng_state"}
+        if (saved := common.get("optimizer")) is not None:
+            kind = {"param_state_sharding_type": RESHARDABLE}
+            common["optimizer"] = (
+                {number: {**group_state, **kind} for number, group_state in enumerate(saved)}
+                if isinstance(saved, list)
+                else {**saved, **kind}
+            )
+        common["content_metadata"] = dict(_CONTENT)
+        with HashingFile(folder / COMMON) as stream:
+            save(common, stream, "common", files)
+    entries = [stream.entry(COMMON)]
+    for name, content in (
+        (sharded_index.NAME, index_content(items)),
+        (CONFIG, json.dumps(_CONFIG).encode()),
+    ):
+        entries.append(write_small(folder, name, content))
+    if target.has_integrity:
+        paths = [entry.path for entry in entries]
+        entries.append(write_small(folder, dcp.INTEGRITY, dcp.integrity_content(folder, digests, paths)))
+    return entries
+
+
+def write_small(folder: Path, name: str, content: bytes) -> FileEntry:
+    """Write a small file; return its entry in the manifest."""
+    disk.replace(folder, name, content)
+    return FileEntry(name, len(content), xxhash.xxh3_128_hexdigest(content))
+
+
+def _tensors(target: TargetCheckpoint, rank: Rank) -> Iterator[tuple[Slot, str, str, ShardedRegion]]:
+    """Yield each part that a rank writes: its slot, the prefix of its name, its kind, its region."""
+    for slot in target.own(rank):
+        if not slot.item.dtype:
+            continue
+        kinds = [("", WEIGHT)]
+        if slot.is_param and not target.source.weights_only:
+            kinds += [(f"{STATE}{kind}.", kind) for kind in STATES]
+        for front, kind in kinds:
+            for part, region in _parts(target, slot):
+                yield part, front, kind, region
+
+
+def _parts(target: TargetCheckpoint, slot: Slot) -> Iterator[tuple[Slot, ShardedRegion]]:
+    """Yield the pieces of a rank's tensor, each as a slot."""
+    item = slot.item
+    whole_lengths = list(item.shape)
+    if item.cut.rows:
+        whole_lengths[item.cut.axis or 0] = target.rows
+    place = _place(target, item.name, target.key(item.name))
+    found_regions = sharded_index.regions(place, tuple(whole_lengths), item.cut, slot.pieces, numbered=True)
+    if item.cut.axis is None:
+        yield slot, found_regions[0]
+        return
+    for piece, region in zip(slot.pieces, found_regions, strict=True):
+        yield replace(slot, shape=region.shape, pieces=(Piece(piece.whole, 0, piece.length),)), region
+
+
+def _objects(target: TargetCheckpoint, rank: Rank, files: Files) -> Iterator[tuple[str, Any]]:
+    for slot in target.own(rank):
+        name = slot.item.name
+        if not slot.item.dtype and name.endswith(EXTRA_STATE) and rules.layer_of(name) is not None:
+            key = _place(target, name, sharded_index.key_of(name, is_local=False)).name()
+            yield f"{key}/shard_0_1", slot.item.value
+    states = states_of(target.source, rank, files) if target.sizes.replica(rank) == 0 else []
+    if states:
+        yield f"rng_state/shard_{rank.pp}.{rank.tp}_{target.sizes.pp}.{target.sizes.tp}", states
+
+
+def _place(target: TargetCheckpoint, name: str, key: str) -> TensorName:
+    model = target.source.model
+    return TensorName(key, rules.layer_of(name), rules.expert_of(name), len(model.layers), model.experts)
+
+
+_METADATA, _STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class NewItem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A written item: a chunk of a tensor, or an object, which has no dtype.
+
+    Attributes:
+        name: of the whole tensor, or of the object
+        file: below the checkpoint's folder
+        begin: of its archive in the file, in bytes
+        length: of the archive, in bytes
+        dtype: by torch's name
+        whole: shape of the whole tensor
+        offset: of the chunk in the whole tensor
+        shape: of the chunk
+    """
+
+    name: str
+    file: str
+    begin: _Count
+    length: _Count
+    dtype: str = ""
+    whole: tuple[_Count, ...] = ()
+    offset: tuple[_Count, ...] = ()
+    shape: tuple[_Count, ...] = ()
+
+
+def index_content(items: Iterable[NewItem]) -> bytes:
+    """Return the content of the index of these items, as torch and Megatron-core read it."""
+    tensors: dict[str, list[NewItem]] = {}
+    stored = {}
+    for item in items:
+        tensors.setdefault(item.name, []).append(item)
+        key = ItemKey(item.name, item.offset if item.dtype else None)
+        place = {
+            "relative_path": item.file,
+            "offset": item.begin,
+            "length": item.length,
+            "transform_descriptors": None,
+        }
+        stored[key] = described("_StorageInfo", place, _STORAGE)
+    layout = Described(Name("torch.serialization", "_get_layout"), ("torch.strided",), is_new=False)
+    memory = Described(Name(_METADATA, "_MEM_FORMAT_ENCODING"), (0,), is_new=False)
+    metadata_state: dict[str, Any] = {}
+    for name, chunks in tensors.items():
+        first = chunks[0]
+        if not first.dtype:
+            metadata_state[name] = described("BytesStorageMetadata", {})
+            continue
+        properties = (DType(first.dtype), layout, False, memory, False)
+        metadata_state[name] = described(
+            "TensorStorageMetadata",
+            {
+                "properties": described("TensorProperties", properties),
+                "size": size(first.whole),
+                "chunks": [
+                    described(
+                        "ChunkStorageMetadata",
+                        {"offsets": size(chunk.offset), "sizes": size(chunk.shape)},
+                    )
+                    for chunk in chunks
+                ],
+            },
+        )
+    return structure(
+        described(
+            "Metadata",
+            {
+                "state_dict_metadata": metadata_state,
+                "planner_data": None,
+                "storage_data": stored,
+                "storage_meta": None,
+                "version": "1.0.0",
+                "mcore_data": {},  # which Megatron-core asks for
+            },
+        )
     )
-    return _CENTRAL.pack(*head, 0, 0, 0, 0, place) + name + extra

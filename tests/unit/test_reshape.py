@@ -18,7 +18,7 @@ from adaptor.errors import ResumeError, UnsupportedError
 from adaptor.frameworks import reshape, reshape_sizes
 from adaptor.protocol import naming
 from adaptor.transform import run
-from adaptor.transform.opening import sizes_at
+from adaptor.transform.source import sizes_at
 from tests.faults.warm import Warm
 from tests.unit import small_checkpoint
 from tests.unit.small_checkpoint import STEP, contents, job_arguments

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import enum
 import io
 import struct
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 from adaptor.__main__ import main
+from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.transform import archive, writing
@@ -76,6 +78,18 @@ def with_slots(**attributes: str) -> bytes:
 _NAMESPACE = name("argparse", "Namespace")
 _ENUM = name("megatron.core.enums", "ModelType")
 _ARRAY = name("numpy._core.multiarray", "_reconstruct") + name("numpy", "ndarray") + b"K\x00\x85C\x01b\x87R"
+# Descriptions, which only a reader that trusts carries out.
+ATTACKS_KEPT = {
+    "a member of what is no class": name("__builtin__", "getattr") + text("bomb") + text("boom") + b"\x86R",
+    "a hidden attribute": name("__builtin__", "getattr") + _ENUM + text("__subclasses__") + b"\x86R",
+    "an encoding that is a module": name("_codecs", "encode") + text("x") + text("bomb") + b"\x86R",
+    "numpy loads an object": name("numpy", "dtype") + text("O8") + b"\x89\x88\x87R",
+    "a huge array of numpy": _ARRAY
+    + b"(K\x01\x8a\x06\0\0\0\0\0\x01\x85"
+    + name("numpy", "dtype")
+    + text("f8")
+    + b"\x89\x88\x87R\x89C\x08\0\0\0\0\0\0\0\0tb",
+}
 _FLOATS = name("torch", "FloatStorage")
 
 
@@ -106,11 +120,11 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     ),
     "BUILD gives a Namespace another class": (
         _NAMESPACE + b")\x81" + with_slots(__class__="bomb"),
-        "sets something else than attributes of argparse.Namespace",
+        "sets attributes of a Namespace",
     ),
     "BUILD gives a Namespace a __reduce_ex__": (
         _NAMESPACE + b")\x81}" + text("__reduce_ex__") + _ENUM + b"sb",
-        "sets something else than attributes of argparse.Namespace",
+        "sets attributes of a Namespace",
     ),
     "BUILD of an OrderedDict's slots": (
         name("collections", "OrderedDict") + b")R" + with_slots(__class__="bomb"),
@@ -124,39 +138,23 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "Namespace with arguments": (_NAMESPACE + text("bomb") + b"\x85R", "calls argparse.Namespace"),
     "REDUCE of what was made": (_ENUM + b"K\x01\x85R)R", "calls a Described"),
     "REDUCE of a text": (text("bomb") + b")R", "calls 'bomb'"),
-    "a member of what is no class": (
-        name("__builtin__", "getattr") + text("bomb") + text("boom") + b"\x86R",
-        "takes 'boom' of 'bomb'",
-    ),
-    "a hidden attribute of a class": (
-        name("__builtin__", "getattr") + _ENUM + text("__subclasses__") + b"\x86R",
-        "takes '__subclasses__' of megatron.core.enums.ModelType",
-    ),
     "eval": (name("builtins", "eval") + text("1") + b"\x85R", "has an object of builtins.eval"),
     "an import": (name("importlib", "import_module") + text("bomb") + b"\x85R", "importlib.import_module"),
     "__import__": (name("__builtin__", "__import__") + text("bomb") + b"\x85R", "__builtin__.__import__"),
-    "numpy loads an object": (
-        name("numpy", "dtype") + text("O8") + b"\x89\x88\x87R",
-        "has an array of numpy of 'O8'",
-    ),
-    "an encoding that is a module": (
-        name("_codecs", "encode") + text("x") + text("bomb") + b"\x86R",
-        "encodes a text as 'bomb'",
-    ),
-    "INST": (b"(ibomb\nboom\n", "uses the opcode INST"),
-    "OBJ": (b"(" + _ENUM + b"o", "uses the opcode OBJ"),
+    "INST": (b"(ibomb\nboom\n", "is damaged"),
+    "OBJ": (b"(" + _ENUM + b"o", "is damaged"),
     "NEWOBJ": (name("bomb", "Boom") + b")\x81", "has an object of bomb.Boom"),
-    "NEWOBJ_EX": (_NAMESPACE + b")}\x92", "uses the opcode NEWOBJ_EX"),
-    "extension registry": (b"\x82\xf0", "uses the opcode EXT1"),
-    "extension registry, 2 bytes": (b"\x83\xf0\x00", "uses the opcode EXT2"),
-    "extension registry, 4 bytes": (b"\x84\xf0\x00\x00\x00", "uses the opcode EXT4"),
-    "a persistent id as text": (b"Pbomb\n", "uses the opcode PERSID"),
+    "NEWOBJ_EX": (_NAMESPACE + b")}\x92", "is damaged"),
+    "extension registry": (b"\x82\xf0", "is damaged"),
+    "extension registry, 2 bytes": (b"\x83\xf0\x00", "is damaged"),
+    "extension registry, 4 bytes": (b"\x84\xf0\x00\x00\x00", "is damaged"),
+    "a persistent id as text": (b"Pbomb\n", "is damaged"),
     "a persistent id that is no storage": (text("bomb") + b"Q", "has the persistent id 'bomb'"),
     "a persistent id of another class": (
         b"(" + text("storage") + _NAMESPACE + text("0") + text("cpu") + b"K\x01tQ",
         "has the persistent id a tuple",
     ),
-    "a buffer from outside": (b"\x97", "uses the opcode NEXT_BUFFER"),
+    "a buffer from outside": (b"\x97", "is damaged"),
     "a huge tensor in a small storage": (
         _tensor(_storage("0", b"K\x03"), b"\x8a\x06\0\0\0\0\0\x01\x85", b"K\x01\x85"),
         "is larger than its storage",
@@ -169,14 +167,6 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
         _tensor(_storage("0", b"\x8a\x06\0\0\0\0\0\x01"), b"K\x03\x85", b"K\x01\x85"),
         "storage 0 has 12 bytes",
     ),
-    "a huge array of numpy": (
-        _ARRAY
-        + b"(K\x01\x8a\x06\0\0\0\0\0\x01\x85"
-        + name("numpy", "dtype")
-        + text("f8")
-        + b"\x89\x88\x87R\x89C\x08\0\0\0\0\0\0\0\0tb",
-        "is damaged",
-    ),
     "a text of 2**62 bytes": (b"\x8d" + struct.pack("<Q", 2**62) + b"x", "is damaged"),
     "a number of 2**31 bytes": (b"\x8b" + struct.pack("<i", 2**31 - 1) + b"x", "is damaged"),
     "a large number": (b"\x8b" + struct.pack("<i", 4096) + b"\x7f" * 4096, "has an integer of"),
@@ -185,7 +175,7 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
     "a deep key": (b"}" + b")" + b"\x85" * 3000 + b"Ns", "as a key"),
     "lists that double": (
         b"]" + b"".join(b"q%c(h%ch%cl" % (i, i, i) for i in range(3)),
-        "uses the opcode LIST",
+        "is damaged",
     ),
     "tuples that double": (
         b"N" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60)),
@@ -205,18 +195,36 @@ def _write(file: Path, attack: bytes, method: int = zipfile.ZIP_STORED) -> None:
             after.writestr(one, attack if one.endswith("data.pkl") else content)
 
 
-def _refusal(file: Path) -> str:
-    """Read the file, and return why it is refused; nothing but the file itself may be opened or run."""
+@contextlib.contextmanager
+def _nothing_runs(file: Path) -> Iterator[None]:
+    """Nothing but the file itself may be opened or run inside of the block."""
     global _watching
     _seen.clear()
     _watching = True
     try:
-        with pytest.raises(CheckpointError) as refused:
-            archive.read(file)
+        yield
     finally:
         _watching = False
     assert [event for event in _seen if not event.startswith(f"open ('{file}'")] == []
+
+
+def _refusal(file: Path) -> str:
+    """Read the file, and return why it is refused."""
+    with _nothing_runs(file), pytest.raises(CheckpointError) as refused:
+        archive.read(file)
     return str(refused.value)
+
+
+@pytest.mark.parametrize("attack", ATTACKS_KEPT)
+def test_a_description_runs_nothing_when_read_and_written(tmp_path: Path, bomb: Path, attack: str) -> None:
+    file, again = tmp_path / "file.pt", tmp_path / "again.pt"
+    _write(file, b"\x80\x04" + ATTACKS_KEPT[attack] + b".")
+    with _nothing_runs(file):
+        read = archive.read(file)
+    with HashingFile(again) as stream, Files() as files:
+        writing.save(read, stream, "again", files)
+    assert type(archive.read(again)) is type(read)
+    assert not bomb.exists()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
@@ -324,8 +332,7 @@ def test_all_that_frameworks_save_is_written_again(tmp_path: Path, monkeypatch: 
     monkeypatch.delitem(sys.modules, "megatron")
     read = archive.read(tmp_path / "one.pt")
     assert read["args"].large == 1 << 100
-    assert read["numpy"][1].loaded().tolist() == list(range(624))
-    with writing.HashedFile(tmp_path / "two.pt", tmp_path, lambda count: None) as stream, Files() as files:
+    with HashingFile(tmp_path / "two.pt") as stream, Files() as files:
         writing.save(read, stream, "two", files)
     monkeypatch.setitem(sys.modules, "megatron", type(sys)("megatron"))
     monkeypatch.setitem(sys.modules, "megatron.test_classes", module)

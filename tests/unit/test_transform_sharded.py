@@ -194,7 +194,7 @@ def _in_other_chunks(content: Any) -> None:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (_hostile, ".metadata: has an object of posix.system, which is not read"),
+        (_hostile, ".metadata: has an object of posix.system; not read"),
         (_elsewhere, ".metadata: names the file '../../a/file', which is none of its folder"),
         (_compressed, ".metadata: has items that are compressed"),
         (_behind_the_end, ".distcp: ends before byte 10995"),
