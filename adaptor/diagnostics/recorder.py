@@ -131,8 +131,7 @@ class Recorder(WorkerHooks):
 
     def _make(self, request: requests.Profile | requests.DumpRequest, folder: Path) -> Recording:
         # Imported here: the script imports torch.
-        from adaptor.diagnostics.profiler import Profiler
-        from adaptor.diagnostics.tensor_dump import TensorDump
+        from adaptor.diagnostics.recordings import Profiler, TensorDump
 
         if isinstance(request, requests.Profile):
             return Profiler(request, self._rank, folder, self._writer, self._context.part(Scratch).path)

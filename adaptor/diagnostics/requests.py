@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal, get_args
+
+import msgspec
 
 from adaptor.errors import ConfigError
 from adaptor.setting_values import Setting
 
 # The statistics of a tensor, in the order of computation and output.
-STATISTICS = ("min", "max", "mean", "norm", "nan", "inf")
+Statistic = Literal["min", "max", "mean", "norm", "nan", "inf"]
+STATISTICS: tuple[Statistic, ...] = get_args(Statistic)
 _PAIR = re.compile(r"\s*(\d{1,9})\s*(?:-\s*(\d{1,9})\s*)?", re.ASCII)
-_KEYS = ("steps", "ranks", "modules", "stats", "tensors", "limit")
 _LONGEST_FILE = 1 << 16  # bytes; it becomes a variable of the environment
 _MOST_MIB = 1 << 20
 _SHOWN = 80  # characters of a value in a line that refuses it
@@ -83,8 +84,19 @@ class DumpRequest:
     steps: Ranges
     ranks: Ranges
     modules: tuple[str, ...]
-    stats: tuple[str, ...]
+    stats: tuple[Statistic, ...]
     limit: int
+
+
+class _DumpContent(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON of TTP_DUMP."""
+
+    steps: int | str | list[int]
+    ranks: int | str | list[int] = 0
+    modules: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)] = ("*",)
+    stats: Annotated[tuple[Statistic, ...], msgspec.Meta(min_length=1)] | msgspec.UnsetType = msgspec.UNSET
+    tensors: bool = False
+    limit: Annotated[int, msgspec.Meta(ge=1, le=_MOST_MIB)] = 1024
 
 
 def profile(text: str) -> Profile | None:
@@ -132,14 +144,22 @@ def dump(text: str) -> DumpRequest | None:
     if not text.strip():
         return None
     try:
-        return _dump_of(json.loads(_content(text)))
+        content = msgspec.json.decode(_content(text), type=_DumpContent)
+        if content.tensors and content.stats is not msgspec.UNSET:
+            raise ValueError('it has "stats" and "tensors": leave out one of them')
+        stats = () if content.tensors else STATISTICS
+        return DumpRequest(
+            steps=_steps(_ranges(content.steps)),
+            ranks=_ranges(content.ranks),
+            modules=content.modules,
+            stats=stats if content.stats is msgspec.UNSET else content.stats,
+            limit=content.limit,
+        )
     except OSError as error:
         reason = f"the file cannot be read ({error.strerror})"
     except UnicodeDecodeError:
         reason = "the file is no text"
-    except json.JSONDecodeError as error:
-        reason = f"it is no JSON (line {error.lineno}, column {error.colno}: {error.msg})"
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
         reason = str(error)
     raise _refusal("TTP_DUMP", text, reason)
 
@@ -163,58 +183,8 @@ def _content(text: str) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def _dump_of(request: object) -> DumpRequest:
-    if not isinstance(request, dict):
-        raise ValueError('it must be a JSON object, like {"steps": "10-12", "ranks": "0"}')
-    for key in request:
-        if key not in _KEYS:
-            raise ValueError(f"it has the key {key!r}, which is none of {', '.join(_KEYS)}")
-    if "steps" not in request:
-        raise ValueError('the key "steps" is missing, as in {"steps": "10-12"}')
-    tensors = request.get("tensors", False)
-    if not isinstance(tensors, bool):
-        raise ValueError(f'"tensors" is {tensors!r}: it must be true or false')
-    if tensors and "stats" in request:
-        raise ValueError('it has "stats" and "tensors": leave out one of them')
-    limit = request.get("limit", 1024)
-    if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= _MOST_MIB:
-        raise ValueError(f'"limit" is {limit!r}: it must be a number of MiB from 1 to {_MOST_MIB}')
-    stats = _texts(request, "stats", STATISTICS, f"a list of some of {', '.join(STATISTICS)}")
-    for name in stats:
-        if name not in STATISTICS:
-            raise ValueError(f'"stats" has {name!r}: it must be a list of some of {", ".join(STATISTICS)}')
-    return DumpRequest(
-        steps=_numbers(request, "steps", "", _steps),
-        ranks=_numbers(request, "ranks", "0", lambda ranks: ranks),
-        modules=_texts(
-            request, "modules", ("*",), 'a list of patterns of names, like ["decoder.layers.0.*"]'
-        ),
-        stats=() if tensors else stats,
-        limit=limit,
-    )
-
-
-def _numbers(request: dict[str, object], key: str, default: str, check: Callable[[Ranges], Ranges]) -> Ranges:
-    value = request.get(key, default)
-    if isinstance(value, list) and all(
-        isinstance(number, int) and not isinstance(number, bool) for number in value
-    ):
-        value = ",".join(map(str, value))
-    elif isinstance(value, int) and not isinstance(value, bool):
-        value = str(value)
-    if not isinstance(value, str):
-        raise ValueError(f'"{key}" is {value!r}: it must be like 10, [1, 5] or "10-12"')
-    try:
-        return check(Ranges.parse(value))
-    except ValueError as error:
-        raise ValueError(f'"{key}": {error}') from None
-
-
-def _texts(request: dict[str, object], key: str, default: tuple[str, ...], allowed: str) -> tuple[str, ...]:
-    value = request.get(key, list(default))
-    if not isinstance(value, list) or not value or not all(isinstance(element, str) for element in value):
-        raise ValueError(f'"{key}" is {value!r}: it must be {allowed}')
-    return tuple(value)
+def _ranges(value: int | str | list[int]) -> Ranges:
+    return Ranges.parse(",".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 def _steps(steps: Ranges) -> Ranges:
