@@ -10,7 +10,9 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -138,6 +140,77 @@ def within(limit_s: float, act: Callable[[], T], name: str = "ttp-device") -> T 
     Returns None after `limit_s` seconds.
     """
     return Background(act, name).within(limit_s)
+
+
+# Calls whose threads nobody waits for: `concurrent.futures` joins its threads at the end of a process, and a
+# call may hang for minutes in a function that no handler of a signal interrupts.
+
+
+def start(work: Callable[[], T], name: str) -> Future[T] | None:
+    """Make a call in a new thread; None where no thread can be had."""
+    future: Future[T] = Future()
+    try:
+        threading.Thread(target=_run, args=(future, work), name=name, daemon=True).start()
+    except RuntimeError:
+        return None
+    return future
+
+
+def begin(work: Callable[[], T], name: str) -> Future[T]:
+    """Make a call in a new thread, or in the current thread where no other can be had."""
+    future = start(work, name)
+    if future is None:
+        future = Future()
+        _run(future, work)
+    return future
+
+
+def call(work: Callable[[], T]) -> T:
+    """Return the result of a call; on the main thread Ctrl-C ends the wait for the result."""
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    finished: queue.SimpleQueue[None] = queue.SimpleQueue()
+    future: Future[T] = Future()
+
+    def run() -> None:
+        _run(future, work)
+        finished.put(None)
+
+    if start(run, "ttp-call") is None:
+        return work()
+    finished.get()  # not `result`: Ctrl-C during the release of its lock would become another error
+    return future.result()
+
+
+def _run(future: Future[T], work: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(work())
+    except BaseException as error:  # the reader of the result gets the error
+        future.set_exception(error)
+
+
+# The calls that are made at the same time, ahead of the use of their results.
+AT_ONCE = 4
+
+
+def in_order(calls: Iterable[Callable[[], T]], name: str, at_once: int = AT_ONCE) -> Generator[Future[T]]:
+    """Yield the results of calls in order, with a few calls running ahead, each in its own thread.
+
+    Closed, it begins no more calls, and waits for none.
+
+    Args:
+        calls: the calls.
+        name: of the threads.
+        at_once: the largest number of calls at the same time.
+    """
+    waiting = deque[Future[T]]()
+    for work in calls:
+        waiting.append(begin(work, name))
+        if len(waiting) >= at_once:
+            yield waiting.popleft()
+    yield from waiting
 
 
 os.register_at_fork(after_in_child=reserve.forget)

@@ -29,9 +29,9 @@ from pathlib import Path
 from _bench import Benchmark, spread, table
 
 from adaptor.protocol import naming
-from adaptor.store import catalog, layout, pull, push
-from adaptor.store.client import AT_ONCE, PIECE, Store
-from adaptor.store.opening import open_store
+from adaptor.store import catalog, pull, push
+from adaptor.store.client import PIECE, Store, open_store
+from adaptor.threads import AT_ONCE
 from tests.unit import object_store
 
 STEP = 12
@@ -140,7 +140,7 @@ def choice(url: str, endpoint: str, scratch: Path, count: int, repeats: int) -> 
     object_store.save(root, 1)
     known = push.read_folder(root, 1)
     push.push(store, root, 1)
-    where = layout.place(known)
+    where = catalog.place(known)
     objects = {name: store.get(name, 1 << 20) for name in store.objects(where)}
     for step in range(2, count + 1):
         folder = f"{naming.final_name(step)}/{where.partition('/')[2]}"

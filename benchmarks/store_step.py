@@ -40,8 +40,7 @@ from adaptor.checkpoint import hashing, publish
 from adaptor.launchers.agent.processes import STORE
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.store.settings import rate
-from adaptor.store.upload_order import UploadSettings
+from adaptor.store.settings import UploadSettings, rate
 from tests.unit import object_store
 
 TARGET = 1.01

@@ -4,13 +4,23 @@ The newest checkpoint is the checkpoint of the highest step with a readable mani
 their sizes. An etag that differs from the etag of the upload means that the object was written again: then
 its content decides. Nothing else is read, so the choice among thousands of checkpoints costs a few requests;
 a pull hashes the content.
+
+iter_0000012/0f3a5c21-9be1.../mp_rank_00/model_optim_rng.pt   a file of the folder iter_0000012
+iter_0000012/0f3a5c21-9be1.../ttp_parts/0.json                the part list of node 0: checksums and etags
+iter_0000012/0f3a5c21-9be1.../ttp_manifest.json               written last: completes the checkpoint
+
+The second part of a name has the generation of workers and, by its checksum, the manifest of the checkpoint
+in its save folder. So two checkpoints of a step share no object, even if they are written at the same time,
+and an object of an interrupted push that has its full size already belongs to the checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 from adaptor.checkpoint import manifest
@@ -18,8 +28,8 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.store import layout
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
+from adaptor.store.multipart import bare
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,7 @@ def places(store: Store, step: int) -> tuple[list[str], list[str]]:
     complete, incomplete = {}, []
     for name in store.folders(root):
         prefix = f"{root}/{name}"
-        committed = store.stat(layout.manifest_name(prefix))
+        committed = store.stat(manifest_name(prefix))
         if committed is None:
             incomplete.append(prefix)
         else:
@@ -71,7 +81,7 @@ def read_manifest(store: Store, prefix: str) -> Manifest:
     Raises:
         DamagedError: the object is no manifest of a complete checkpoint of this step.
     """
-    name = layout.manifest_name(prefix)
+    name = manifest_name(prefix)
     try:
         saved_manifest = manifest.decode(store.get(name, manifest.LARGEST), f"{store}/{name}")
     except CheckpointError as error:
@@ -105,7 +115,7 @@ def examine(store: Store, prefix: str) -> Checkpoint:
     return Checkpoint(prefix, saved_manifest)
 
 
-def read_lists(store: Store, prefix: str, stored_objects: dict[str, Stored]) -> dict[int, layout.PartList]:
+def read_lists(store: Store, prefix: str, stored_objects: dict[str, Stored]) -> dict[int, PartList]:
     """Return the part lists of the nodes, by node, among the objects `stored_objects` below `prefix`.
 
     Raises:
@@ -113,25 +123,23 @@ def read_lists(store: Store, prefix: str, stored_objects: dict[str, Stored]) -> 
     """
     lists_by_node = {}
     for name in sorted(stored_objects):
-        if layout.is_parts_name(prefix, name):
-            content = store.get(name, layout.LARGEST_LIST)
-            part_list = layout.decode_parts(content, f"{store}/{name}")
+        if is_parts_name(prefix, name):
+            content = store.get(name, LARGEST_LIST)
+            part_list = decode_parts(content, f"{store}/{name}")
             if not (part_list.node.isascii() and part_list.node.isdigit()):
                 raise DamagedError(f"{store}/{name}: is of {part_list.node!r}, which is no number of a node")
             lists_by_node[int(part_list.node)] = part_list
     return lists_by_node
 
 
-def read_parts(
-    store: Store, prefix: str, stored_objects: dict[str, Stored]
-) -> dict[str, layout.UploadedPart]:
+def read_parts(store: Store, prefix: str, stored_objects: dict[str, Stored]) -> dict[str, UploadedPart]:
     """Return the files that the nodes have written, by path; arguments and errors as in `read_lists`."""
     return parts_of(read_lists(store, prefix, stored_objects), prefix, stored_objects)
 
 
 def parts_of(
-    lists: Mapping[int, layout.PartList], prefix: str, stored_objects: Mapping[str, Stored]
-) -> dict[str, layout.UploadedPart]:
+    lists: Mapping[int, PartList], prefix: str, stored_objects: Mapping[str, Stored]
+) -> dict[str, UploadedPart]:
     """Return the entries of lists by path; of several entries for a path the entry of the stored object.
 
     Args:
@@ -139,7 +147,7 @@ def parts_of(
         prefix: the prefix of the checkpoint.
         stored_objects: the objects below the prefix.
     """
-    parts_by_path: dict[str, layout.UploadedPart] = {}
+    parts_by_path: dict[str, UploadedPart] = {}
     for part_list in lists.values():
         for part in part_list.files:
             stored = stored_objects.get(f"{prefix}/{part.path}")
@@ -148,7 +156,7 @@ def parts_of(
     return parts_by_path
 
 
-def _is_new(store: Store, stored: Stored, part: layout.UploadedPart | None) -> bool:
+def _is_new(store: Store, stored: Stored, part: UploadedPart | None) -> bool:
     """Return whether an object may have been written again. In a folder an etag is made from the inode."""
     return store.address.scheme != "file" and (part is None or part.etag != stored.etag)
 
@@ -160,9 +168,6 @@ def hash_object(store: Store, name: str, size: int) -> str:
         store: the store of the object.
         name: of the object.
         size: of the object, in bytes.
-
-    Raises:
-        StoreError: the store refuses, is silent, or has fewer bytes.
     """
     digest = xxhash.xxh3_128()
     for piece in ranges(store, name, size):
@@ -205,3 +210,129 @@ def is_same(first: FileEntry, second: FileEntry) -> bool:
     """Return whether two entries may have the same content; two checksums are compared."""
     hashes = {first.xxh3_128, second.xxh3_128} - {None}
     return first.path == second.path and first.bytes == second.bytes and len(hashes) < 2
+
+
+# The largest part list that is read, in bytes; the list of 100,000 files has 20 MB.
+LARGEST_LIST = 64 << 20
+_FORMAT = 1
+_PARTS = "ttp_parts"
+
+
+class UploadedPart(msgspec.Struct, frozen=True):
+    """A file that was written to the store.
+
+    Attributes:
+        path: below the folder of the checkpoint
+        xxh3_128: of the sent content, in hexadecimal
+        etag: from the store, without quotes
+    """
+
+    path: str
+    bytes: int
+    xxh3_128: str
+    etag: str
+
+
+class PartList(msgspec.Struct, frozen=True):
+    """The files of a checkpoint that a node has written; the list is written before the first file.
+
+    Attributes:
+        files: the files that are in the store as a whole
+        seen: the `place` of the manifest in the save folder of the node; nodes with the same place share the
+            folder
+        done: the node has sent its whole part
+        sent: bytes so far, also of unfinished files: a sign of life
+    """
+
+    format: int
+    node: str
+    files: tuple[UploadedPart, ...]
+    seen: str = ""
+    done: bool = True
+    sent: int = 0
+
+
+def place(saved_manifest: Manifest) -> str:
+    """Return the prefix of the objects of a checkpoint.
+
+    Args:
+        saved_manifest: the manifest in the save folder.
+    """
+    mark = xxhash.xxh3_64(saved_manifest.encode()).hexdigest()
+    return f"{naming.final_name(saved_manifest.step)}/{generation(saved_manifest)}-{mark}"
+
+
+def generation(saved_manifest: Manifest) -> str:
+    """Return the beginning of the last part of `place`: the generation of workers, `none` if unknown."""
+    return re.sub("[^0-9A-Za-z]", "", saved_manifest.generation)[:8] or "none"
+
+
+def is_of_same_generation(first_place: str, second_place: str) -> bool:
+    """Return whether two prefixes belong to one checkpoint, or to copies by the same workers."""
+    first_generation = first_place.partition("-")[0]
+    return first_place == second_place or (
+        first_generation == second_place.partition("-")[0] and not first_generation.endswith("/none")
+    )
+
+
+def manifest_name(prefix: str) -> str:
+    """Return the name of the manifest of the checkpoint at `prefix`."""
+    return f"{prefix}/{naming.MANIFEST}"
+
+
+def parts_name(prefix: str, node: int) -> str:
+    """Return the name of the part list of a node."""
+    return f"{parts_prefix(prefix)}{node}.json"
+
+
+def is_parts_name(prefix: str, name: str) -> bool:
+    """Return whether an object is a part list."""
+    return name.startswith(parts_prefix(prefix))
+
+
+def parts_prefix(prefix: str) -> str:
+    """Return the beginning of the names of part lists."""
+    return f"{prefix}/{_PARTS}/"
+
+
+def encode_parts(
+    node: int,
+    files: Iterable[UploadedPart],
+    manifest_place: str = "",
+    *,
+    is_complete: bool = True,
+    sent: int = 0,
+) -> bytes:
+    """Return the content of the part list of a node.
+
+    Args:
+        node: its number.
+        files: that are in the store as a whole.
+        manifest_place: the `place` of the manifest in its save folder.
+        is_complete: the node has sent its whole part.
+        sent: bytes so far.
+    """
+    ordered = tuple(sorted(files, key=lambda part: part.path))
+    part_list = PartList(_FORMAT, str(node), ordered, manifest_place, is_complete, sent)
+    return msgspec.json.format(msgspec.json.encode(part_list), indent=1)
+
+
+def decode_parts(content: bytes, name: str) -> PartList:
+    """Return a part list.
+
+    Args:
+        content: of the object.
+        name: of the object, for the message.
+
+    Raises:
+        DamagedError: the content is no part list.
+    """
+    try:
+        part_list = msgspec.json.decode(content, type=PartList)
+    except msgspec.MsgspecError as error:
+        raise DamagedError(f"{name}: is no list of parts ({error})") from None
+    if part_list.format != _FORMAT:
+        raise DamagedError(f"{name}: format {part_list.format}; this version reads format {_FORMAT}")
+    # Earlier versions noted etags with quotes.
+    files = tuple(msgspec.structs.replace(part, etag=bare(part.etag)) for part in part_list.files)
+    return msgspec.structs.replace(part_list, files=files)

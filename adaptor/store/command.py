@@ -15,13 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from adaptor import config, output
+from adaptor import config, output, threads
 from adaptor.checkpoint import tracker
 from adaptor.errors import StoreError
 from adaptor.protocol import naming
-from adaptor.store import catalog, store_requests
-from adaptor.store.client import DamagedError, Store
-from adaptor.store.opening import open_store, open_waiting
+from adaptor.store import catalog
+from adaptor.store.client import DamagedError, Store, open_store, open_waiting
 from adaptor.store.settings import StoreSettings
 from adaptor.store.store_requests import Retrying
 from adaptor.terminal import FINDING, OK, Add
@@ -102,7 +101,7 @@ def _list(parsed: argparse.Namespace) -> int:
         parsed.url, config.load().of(StoreSettings).store_endpoint
     )  # without waiting: a user waits for the answer
     calls = [partial(_rows, store, step) for step in catalog.steps(store)]
-    with contextlib.closing(store_requests.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
+    with contextlib.closing(threads.in_order(calls, "ttp-list", _AT_ONCE)) as coming:
         found_rows = [row for rows in coming for row in rows.result()]
     return _tell(parsed, store, found_rows)
 

@@ -17,10 +17,11 @@ from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from adaptor import threads
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.store import catalog, completeness, layout, prune, push, store_requests
+from adaptor.store import catalog, local_checkpoints, prune, push
 from adaptor.store.client import Store, Stored
 from adaptor.store.push import Pushed, Sending
 
@@ -63,61 +64,52 @@ class Others:
     apart: set[int] = field(default_factory=set)
 
 
+@dataclass
 class Watch:
     """Watches the files of a checkpoint that the nodes have sent.
 
-    Args:
-        store: the store.
-        prefix: of the checkpoint.
-        files: of the leader's manifest.
-        nodes: the other nodes.
-        patience: with the other nodes.
-        at_end: returns whether the job has ended.
-        other_nodes: the knowledge of them from checkpoints before.
-
     Attributes:
+        prefix: of the checkpoint
+        files: of the leader's manifest
+        nodes: the other nodes
+        patience: with the other nodes
+        at_end: returns whether the job has ended
+        others: the knowledge of the other nodes from checkpoints before
         paths: of the files in the store
     """
 
-    def __init__(
-        self,
-        store: Store,
-        prefix: str,
-        files: Sequence[FileEntry],
-        nodes: set[int],
-        patience: Patience,
-        at_end: Callable[[], bool],
-        other_nodes: Others,
-    ) -> None:
-        self._store = store
-        self._prefix = prefix
-        self._sizes = {file.path: file.bytes for file in files}
-        self._nodes = nodes
+    store: Store
+    prefix: str
+    files: Sequence[FileEntry]
+    nodes: set[int]
+    patience: Patience
+    at_end: Callable[[], bool]
+    others: Others
+    paths: set[str] = field(default_factory=set)
+    _objects: dict[str, Stored] = field(default_factory=dict)  # the lists at the last look
+    _lists: dict[int, catalog.PartList] = field(default_factory=dict)
+    _moved: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._sizes = {file.path: file.bytes for file in self.files}
         self._began = time.monotonic()
-        self._patience = patience
-        self._at_end = at_end
-        self.others = other_nodes
-        self.paths: set[str] = set()
-        self._objects: dict[str, Stored] = {}  # the lists at the last look
-        self._lists: dict[int, layout.PartList] = {}
-        self._moved: dict[int, float] = {}
 
     def look(self) -> None:
         """Read the lists that have changed; if the lists have all files, check the objects."""
-        current_time, prefix = time.monotonic(), layout.parts_prefix(self._prefix)
-        stored_objects = self._store.objects(prefix)
+        current_time, prefix = time.monotonic(), catalog.parts_prefix(self.prefix)
+        stored_objects = self.store.objects(prefix)
         changed = {
             name: stored for name, stored in stored_objects.items() if self._objects.get(name) != stored
         }
         self._objects = stored_objects
-        for node, part_list in catalog.read_lists(self._store, self._prefix, changed).items():
+        for node, part_list in catalog.read_lists(self.store, self.prefix, changed).items():
             self._lists[node], self._moved[node] = part_list, current_time
-        parts = catalog.parts_of(self._lists, self._prefix, {})
+        parts = catalog.parts_of(self._lists, self.prefix, {})
         self.paths = set(parts)
         if self.paths >= set(self._sizes):
-            objects = self._store.objects(self._prefix)
+            objects = self.store.objects(self.prefix)
             for path, part in parts.items():
-                stored = objects.get(f"{self._prefix}/{path}")
+                stored = objects.get(f"{self.prefix}/{path}")
                 if stored is None or stored.bytes != self._sizes.get(path, part.bytes):
                     self.paths.discard(path)
 
@@ -125,22 +117,22 @@ class Watch:
     def apart(self) -> set[int]:
         """Return the nodes that are known to have their own disks."""
         return self.others.apart | {
-            node for node, part_list in self._lists.items() if part_list.seen != self._prefix
+            node for node, part_list in self._lists.items() if part_list.seen != self.prefix
         }
 
     def is_given_up(self, node: int) -> bool:
         """Return whether a node does not send its share."""
         part_list = self._lists.get(node)
         if part_list is None:
-            joins = self._patience.joins_at_end if self._at_end() else self._patience.joins
+            joins = self.patience.joins_at_end if self.at_end() else self.patience.joins
             return node in self.others.absent or not self._is_within(joins)
-        return part_list.done or part_list.seen != self._prefix or self._is_still(node)
+        return part_list.done or part_list.seen != self.prefix or self._is_still(node)
 
     def is_awaited(self, node: int) -> bool:
         """Return whether files may come from the disk of a node."""
         part_list = self._lists.get(node)
         if part_list is None:
-            return self._is_within(self._patience.joins)
+            return self._is_within(self.patience.joins)
         return not part_list.done and not self._is_still(node)
 
     def unfinished(self) -> set[int]:
@@ -155,13 +147,13 @@ class Watch:
         return time.monotonic() < self._began + seconds
 
     def _is_still(self, node: int) -> bool:
-        return time.monotonic() - self._moved[node] >= self._patience.moves
+        return time.monotonic() - self._moved[node] >= self.patience.moves
 
     def remember(self) -> None:
         """Keep for the next checkpoint which nodes have joined, and which have their own disks."""
-        joined = self._nodes & set(self._lists)
-        self.others.apart = {node for node in joined if self._lists[node].seen != self._prefix}
-        self.others.absent = self._nodes - joined
+        joined = self.nodes & set(self._lists)
+        self.others.apart = {node for node in joined if self._lists[node].seen != self.prefix}
+        self.others.absent = self.nodes - joined
 
 
 _LOOK_S = 1.0
@@ -201,73 +193,63 @@ def announced(store: Store, step: int, place: str, node: int) -> tuple[str, bool
     places = [f"{root}/{name}" for name in store.folders(root)]
     # A step that was saved again has several places; the place of this node's folder first.
     for prefix in sorted(places, key=lambda candidate_prefix: candidate_prefix != place):
-        if not layout.is_of_same_generation(prefix, place):
+        if not catalog.is_of_same_generation(prefix, place):
             continue
         stored_objects = store.objects(prefix)
-        if layout.manifest_name(prefix) in stored_objects:
+        if catalog.manifest_name(prefix) in stored_objects:
             return prefix, True
         part_lists = [
-            object_name for object_name in stored_objects if layout.is_parts_name(prefix, object_name)
+            object_name for object_name in stored_objects if catalog.is_parts_name(prefix, object_name)
         ]
-        if set(part_lists) - {layout.parts_name(prefix, node)}:
+        if set(part_lists) - {catalog.parts_name(prefix, node)}:
             newest = newest or (prefix, False)
         if prefix == place and newest is not None:
             break
     return newest
 
 
+@dataclass
 class JointPush:
     """A checkpoint that this node sends together with others.
 
-    Args:
-        store: the target.
-        root: the save folder.
-        step: of the checkpoint.
-        node: this node.
-        nodes: the number of nodes.
-        pace: receives the number of bytes of each piece before the piece is sent.
-        wait: waits for a number of seconds, or less.
-        patience: with the other nodes.
-        tell: prints a line about an upload that is begun again or cannot be removed.
+    Attributes:
+        root: the save folder
+        step: of the checkpoint
+        node: this node
+        nodes: the number of nodes
+        pace: receives the number of bytes of each piece before the piece is sent
+        wait: waits for a number of seconds, or less
+        patience: with the other nodes
+        tell: prints a line about an upload that is begun again or cannot be removed
 
     Raises:
         CheckpointError: the save folder has no such checkpoint.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        root: Path,
-        step: int,
-        node: int,
-        nodes: int,
-        pace: Callable[[int], None],
-        wait: Callable[[float], None],
-        patience: Patience,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._store = store
-        self._root = root
-        self._tell = tell
-        self._manifest = push.read_folder(root, step)
-        self._node = node
-        self._nodes = nodes
-        self._pace = pace
-        self._wait = wait
-        self._patience = patience
-        self._shares = divide(self._manifest.files, nodes)
+    store: Store
+    root: Path
+    step: int
+    node: int
+    nodes: int
+    pace: Callable[[int], None]
+    wait: Callable[[float], None]
+    patience: Patience
+    tell: Callable[[str], None] = lambda line: None
+
+    def __post_init__(self) -> None:
+        self._manifest = push.read_folder(self.root, self.step)
+        self._shares = divide(self._manifest.files, self.nodes)
 
     def follow(self, prefix: str) -> int:
         """Send this node's part of the checkpoint at `prefix`; return the number of bytes.
 
         Raises:
             CheckpointError: a file differs from the manifest.
-            StoreError: the store refuses, or does not answer.
         """
-        shares_folder = layout.place(self._manifest) == prefix
+        shares_folder = catalog.place(self._manifest) == prefix
         sending = self._sending(prefix)
         with self._announced(sending):
-            sending.send(self._shares[self._node] if shares_folder else self._manifest.files)
+            sending.send(self._shares[self.node] if shares_folder else self._manifest.files)
         sending.tell(is_complete=True)
         return sending.sent
 
@@ -280,21 +262,20 @@ class JointPush:
 
         Raises:
             CheckpointError: the checkpoint is incomplete or differs from its manifest; nothing is committed.
-            StoreError: the store refuses, or does not answer.
         """
-        saved_manifest, prefix = self._manifest, layout.place(self._manifest)
+        saved_manifest, prefix = self._manifest, catalog.place(self._manifest)
         files, total = len(saved_manifest.files), sum(file.bytes for file in saved_manifest.files)
-        stored_prefix = push.find(self._store, saved_manifest)
+        stored_prefix = push.find(self.store, saved_manifest)
         if stored_prefix is not None:
             self._remove_left_over(stored_prefix)
             return Pushed(stored_prefix, files, total, 0, True)
         sending = self._sending(prefix)
         with self._announced(sending):
-            awaited_nodes = set(range(self._nodes)) - {self._node}
+            awaited_nodes = set(range(self.nodes)) - {self.node}
             watch = Watch(
-                self._store, prefix, saved_manifest.files, awaited_nodes, self._patience, at_end, other_nodes
+                self.store, prefix, saved_manifest.files, awaited_nodes, self.patience, at_end, other_nodes
             )
-            sending.send(self._shares[self._node])
+            sending.send(self._shares[self.node])
             sending.tell(is_complete=True)
             while owed := self._owed(watch):
                 if owed.files:
@@ -302,10 +283,10 @@ class JointPush:
                     sending.send(owed.files)
                     sending.tell(is_complete=True)
                 else:
-                    self._wait(_LOOK_S)
+                    self.wait(_LOOK_S)
         self._require_whole(watch)
-        push.require_same(self._root, saved_manifest)
-        size = push.commit(self._store, saved_manifest)
+        push.require_same(self.root, saved_manifest)
+        size = push.commit(self.store, saved_manifest)
         watch.remember()
         self._remove_left_over(prefix)
         return Pushed(prefix, files, size, size, False)
@@ -316,13 +297,13 @@ class JointPush:
         Raises:
             CheckpointError: names the file or the nodes.
         """
-        folder = self._root / naming.final_name(self._manifest.step)
-        completeness.require(folder, watch.paths)
-        if completeness.names_files(watch.paths):
+        folder = self.root / naming.final_name(self._manifest.step)
+        local_checkpoints.require(folder, watch.paths)
+        if local_checkpoints.names_files(watch.paths):
             return
         # A folder may lack files, and without a layout file the folders are unknown.
         lacks = watch.unfinished()
-        if not completeness.names_folders(watch.paths):
+        if not local_checkpoints.names_folders(watch.paths):
             lacks |= watch.unheard()
         if lacks:
             nodes = ", ".join(map(str, sorted(lacks)))
@@ -332,10 +313,10 @@ class JointPush:
             )
 
     def _remove_left_over(self, prefix: str) -> None:
-        prune.remove_left_over(self._store, self._root, prefix, self._tell)
+        prune.remove_left_over(self.store, self.root, prefix, self.tell)
 
     def _sending(self, prefix: str) -> Sending:
-        return Sending(self._store, self._root, self._manifest, prefix, self._pace, self._node, self._tell)
+        return Sending(self.store, self.root, self._manifest, prefix, self.pace, self.node, self.tell)
 
     @contextlib.contextmanager
     def _announced(self, sending: Sending) -> Iterator[None]:
@@ -344,16 +325,14 @@ class JointPush:
 
         def beat() -> None:
             reported_pieces = 0
-            while not over.wait(self._patience.beats):
+            while not over.wait(self.patience.beats):
                 if sending.pieces != reported_pieces:
                     reported_pieces = sending.pieces
                     with contextlib.suppress(Exception):  # the next request raises the error
                         sending.tell(is_complete=False)
 
         sending.tell(is_complete=False)
-        beating = store_requests.start(
-            beat, "ttp-beat"
-        )  # without a thread the lists of whole files are signs
+        beating = threads.start(beat, "ttp-beat")  # without a thread the lists of whole files are signs
         try:
             yield
         finally:
@@ -370,11 +349,11 @@ class JointPush:
             for file in share
             if file.path not in watch.paths
         ]
-        own_files = [file for node, file in missing if node == self._node or watch.is_given_up(node)]
+        own_files = [file for node, file in missing if node == self.node or watch.is_given_up(node)]
         if missing:
             return _Owed(own_files)
-        lacks = completeness.missing(self._root / naming.final_name(self._manifest.step), watch.paths)
+        lacks = local_checkpoints.missing(self.root / naming.final_name(self._manifest.step), watch.paths)
         # If completeness is unknown, a node with its own disk may have more files.
-        awaited_nodes = set(range(self._nodes)) if lacks else watch.apart
-        is_waiting = any(watch.is_awaited(node) for node in awaited_nodes - {self._node})
+        awaited_nodes = set(range(self.nodes)) if lacks else watch.apart
+        is_waiting = any(watch.is_awaited(node) for node in awaited_nodes - {self.node})
         return _Owed([]) if is_waiting else None

@@ -22,9 +22,8 @@ from typing import Any, TypeVar
 
 from adaptor.errors import StoreError
 from adaptor.store import s3
-from adaptor.store.address import NO_BUCKET, Answers
 from adaptor.store.s3 import S3Bucket
-from adaptor.store.store_requests import BusyError, Retrying
+from adaptor.store.store_requests import NO_BUCKET, Answers, BusyError, Retrying
 
 _LOST = ("NoSuchUpload", "InvalidPart")
 # A busy store answers with a status from 500 on, or with one of these codes.

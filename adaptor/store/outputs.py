@@ -19,9 +19,8 @@ from pathlib import Path
 
 from adaptor.errors import StoreError
 from adaptor.protocol import naming
-from adaptor.store.client import PIECE, Store
-from adaptor.store.opening import open_store
-from adaptor.store.upload_order import OutputSettings
+from adaptor.store.client import PIECE, Store, open_store
+from adaptor.store.settings import OutputSettings
 from adaptor.text import size
 
 # Seconds between two looks at the folders. Each request to a store costs money.
@@ -157,9 +156,6 @@ class OutputUploader:
         Args:
             store: the store.
             everything: send also files whose last upload is recent.
-
-        Raises:
-            StoreError: the store refuses, or does not answer.
         """
         for name, (path, version) in self._files():
             began = time.monotonic()

@@ -2,7 +2,7 @@
 
 Remains are objects without a manifest, and parts of uncompleted uploads, which no listing of objects shows
 and which cost as much as objects. In a store with the interface of S3 the notes in the save folder
-(`upload_journal.py`) name such uploads, after each committed checkpoint; the store's own list of uploads
+(`large_file.py`) name such uploads, after each committed checkpoint; the store's own list of uploads
 names them when old checkpoints are pruned. In a folder (file://) the remains are files: obstore writes each
 object under another name first, and no listing of objects shows the drafts.
 """
@@ -20,9 +20,9 @@ from pathlib import Path
 from adaptor.checkpoint import manifest
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
-from adaptor.store import catalog, layout, upload_journal
+from adaptor.store import catalog, large_file
 from adaptor.store.client import Store
-from adaptor.store.upload_journal import Begun
+from adaptor.store.large_file import Begun
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,6 @@ def prune(store: Store, keep: int, *, dry_run: bool = False, newest: int | None 
         keep: the number of steps with a complete checkpoint that stay, from 1 on.
         dry_run: nothing is removed.
         newest: later steps neither count nor are removed.
-
-    Raises:
-        StoreError: the store refuses, or does not answer.
     """
     if keep < 1:
         raise StoreError(f"--keep is {keep}: it must be a number from 1 on")
@@ -88,8 +85,8 @@ def _remove(store: Store, step: int, dry_run: bool) -> int:
         total += sum(stored.bytes for stored in stored_objects.values())
         if not dry_run:
             # The manifest first: without a manifest the objects are no checkpoint.
-            store.delete([name for name in stored_objects if name == layout.manifest_name(prefix)])
-            store.delete([name for name in stored_objects if name != layout.manifest_name(prefix)])
+            store.delete([name for name in stored_objects if name == catalog.manifest_name(prefix)])
+            store.delete([name for name in stored_objects if name != catalog.manifest_name(prefix)])
     return total + remove_drafts(store, naming.final_name(step), dry_run=dry_run)
 
 
@@ -122,7 +119,7 @@ def remove_left_over(store: Store, root: Path, prefix: str, tell: Callable[[str]
 def _remove_older_drafts(store: Store, prefix: str) -> None:
     """Remove the old drafts below a checkpoint; a slow node may still write an object there."""
     if store.address.scheme == "file":
-        committed = store.stat(layout.manifest_name(prefix))
+        committed = store.stat(catalog.manifest_name(prefix))
         if committed is not None:  # by the clock of the file system
             remove_drafts(store, prefix, cutoff=committed.modified.timestamp() - _LEFT_S)
 
@@ -130,7 +127,7 @@ def _remove_older_drafts(store: Store, prefix: str) -> None:
 def _remove_noted(store: Store, root: Path, prefix: str) -> None:
     if store.multipart is None:
         return
-    for noted in upload_journal.all_of(root, store.identity):
+    for noted in large_file.all_of(root, store.identity):
         if not _is_needed(root, noted.begun, prefix):
             store.multipart.abort(noted.upload)
             noted.forget()
@@ -141,7 +138,7 @@ def _is_needed(root: Path, begun_upload: Begun, prefix: str) -> bool:
     if step is None or (complete is not None and step <= complete):
         return False
     try:
-        return layout.place(manifest.read(root / naming.final_name(step))) == begun_upload.seen
+        return catalog.place(manifest.read(root / naming.final_name(step))) == begun_upload.seen
     except manifest.UnreadableError:
         return True  # the disk may answer the next time
     except CheckpointError:

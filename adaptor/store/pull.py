@@ -19,18 +19,16 @@ from pathlib import Path
 import msgspec
 import xxhash
 
+from adaptor import threads
 from adaptor.checkpoint import disk, layout_file, manifest, publish, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.store import catalog, completeness, store_requests
+from adaptor.store import catalog, local_checkpoints
 from adaptor.store.catalog import Checkpoint
 from adaptor.store.client import PIECE, DamagedError, Store
-
-# Receives the number of pulled bytes and of all bytes.
-Progress = Callable[[int, int], None]
 
 
 @dataclass
@@ -53,20 +51,19 @@ class Pulled:
     untracked: int | None = None
 
 
-def pull(store: Store, root: Path, step: int | None = None, progress: Progress | None = None) -> Pulled:
+def pull(store: Store, root: Path, step: int | None = None) -> Pulled:
     """Bring the newest intact checkpoint, and let the tracker name it.
 
     Args:
         store: the store.
         root: the save folder; a missing folder is made.
         step: this step alone; None: any step.
-        progress: receives the number of pulled bytes and of all bytes.
 
     Raises:
         StoreError: the store has no checkpoint, the folder has a later step, or the store does not answer.
         CheckpointError: the disk refuses, or is too small.
     """
-    return _pulled(store, root, step, _pull_after(store, root, step, None, progress))
+    return _pulled(store, root, step, _pull_after(store, root, step, None))
 
 
 def _pulled(store: Store, root: Path, step: int | None, pulled: Pulled | None) -> Pulled:
@@ -99,8 +96,8 @@ def resume(store: Store, root: Path, step: int | None = None, node: NodeRanks | 
         is_present = local is not None and not _is_damaged(root, step)
         if is_present and not (is_part(root, step) and catalog.places(store, step)[0]):
             return Pulled(step, "", 0, True)
-        return _pulled(store, root, step, _pull_after(store, root, step, None, None, node))
-    return _pull_after(store, root, None, local, None)
+        return _pulled(store, root, step, _pull_after(store, root, step, None, node))
+    return _pull_after(store, root, None, local)
 
 
 def _pull_after(
@@ -108,7 +105,6 @@ def _pull_after(
     root: Path,
     step: int | None,
     local: int | None,
-    progress: Progress | None,
     node: NodeRanks | None = None,
 ) -> Pulled | None:
     """Pull the newest intact checkpoint of a step after `local`, the step that the folder has."""
@@ -137,9 +133,7 @@ def _pull_after(
             tracker.advance(root, saved_manifest.step)  # the process that pulled it may have died before
         else:
             try:
-                _bring(
-                    store, wanted_checkpoint, root, progress or (lambda count, total: None), replaces=damaged
-                )
+                _bring(store, wanted_checkpoint, root, replaces=damaged)
             except DamagedError as error:
                 problems.append(str(error))
                 continue
@@ -176,7 +170,7 @@ def is_part(root: Path, step: int) -> bool:
     """Return whether the folder has only the files that some ranks load, or have saved."""
     try:
         folder = root / naming.final_name(step)
-        return completeness.is_part(folder, manifest.read(folder))
+        return local_checkpoints.is_part(folder, manifest.read(folder))
     except CheckpointError:
         return False  # made by the framework alone, or unknown
 
@@ -263,13 +257,13 @@ def _room(root: Path, needed_bytes: int) -> None:
         )
 
 
-def _bring(store: Store, checkpoint: Checkpoint, root: Path, progress: Progress, *, replaces: bool) -> None:
+def _bring(store: Store, checkpoint: Checkpoint, root: Path, *, replaces: bool) -> None:
     """Bring a checkpoint; `replaces`: the present folder of its name is moved aside after the pull."""
     saved_manifest = checkpoint.saved_manifest
     _room(root, checkpoint.bytes)
     folder = publish.prepare(root, saved_manifest.step, generation=saved_manifest.generation)
     try:
-        _write(store, checkpoint, folder, progress)
+        _write(store, checkpoint, folder)
         if replaces:
             _move_aside(root, saved_manifest.step)
         _set_back(root, saved_manifest.step)  # else no job would resume from it
@@ -296,27 +290,17 @@ def _write_file(folder: Path, file: FileEntry, pieces: Iterator[memoryview]) -> 
     return out.entry(file.path).xxh3_128
 
 
-def _write(store: Store, checkpoint: Checkpoint, folder: Path, progress: Progress) -> None:
+def _write(store: Store, checkpoint: Checkpoint, folder: Path) -> None:
     """Write the files; a few requests run ahead of the disk. Raises DamagedError for wrong content."""
-    come = 0
-
-    def counted(pieces: Iterator[memoryview]) -> Iterator[memoryview]:
-        nonlocal come
-        for piece in pieces:
-            come += len(piece)
-            progress(come, checkpoint.bytes)
-            yield piece
-
     # Closed after an error, when a request may still take minutes.
-    with contextlib.closing(store_requests.in_order(_calls(store, checkpoint), "ttp-pull")) as coming:
+    with contextlib.closing(threads.in_order(_calls(store, checkpoint), "ttp-pull")) as coming:
         for file, pieces in _files(checkpoint, coming):
-            digest = _write_file(folder, file, counted(pieces))
+            digest = _write_file(folder, file, pieces)
             if digest != file.xxh3_128:
                 # A byte may have changed on its way: a second reading decides.
                 name = f"{checkpoint.prefix}/{file.path}"
                 second_reading = catalog.ranges(store, name, file.bytes)
-                come -= file.bytes
-                if _write_file(folder, file, counted(second_reading)) != file.xxh3_128:
+                if _write_file(folder, file, second_reading) != file.xxh3_128:
                     raise DamagedError(f"{store}/{name}: checksum differs from the manifest")
 
 
@@ -364,7 +348,6 @@ def needed(store: Store, checkpoint: Checkpoint, node: NodeRanks) -> set[str] | 
 
     Raises:
         DamagedError: the layout file differs from the manifest.
-        StoreError: the store refuses, or does not answer.
     """
     files = {file.path: file for file in checkpoint.saved_manifest.files}
     folders = {path.partition("/")[0] for path in files if path.startswith(_MODEL_PARALLEL)}

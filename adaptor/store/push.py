@@ -19,10 +19,10 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.store import catalog, completeness, large_file, layout, prune
+from adaptor.store import catalog, large_file, local_checkpoints, prune
+from adaptor.store.catalog import UploadedPart
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
 from adaptor.store.large_file import LargeFile
-from adaptor.store.layout import UploadedPart
 from adaptor.store.multipart import joined, md5
 
 
@@ -77,7 +77,6 @@ def push(
 
     Raises:
         CheckpointError: the checkpoint is incomplete or differs from its manifest; nothing is committed.
-        StoreError: the store refuses, or does not answer.
     """
     saved_manifest = read_folder(root, step)
     total = sum(file.bytes for file in saved_manifest.files)
@@ -85,15 +84,15 @@ def push(
     if stored_prefix is not None:
         prune.remove_left_over(store, root, stored_prefix, tell)
         return Pushed(stored_prefix, len(saved_manifest.files), total, 0, True)
-    prefix = layout.place(saved_manifest)
+    prefix = catalog.place(saved_manifest)
     folder = root / naming.final_name(step)
     if saved_manifest.part:
         raise CheckpointError(
             f"{folder}: has only what the ranks of one node have saved on its own disk, so it is not sent"
             " alone"
         )
-    completeness.require(folder, (file.path for file in saved_manifest.files))
-    sending = Sending(store, root, saved_manifest, prefix, pace, tell=tell)
+    local_checkpoints.require(folder, (file.path for file in saved_manifest.files))
+    sending = Sending(store, root, saved_manifest, prefix, pace, print_line=tell)
     sending.send(saved_manifest.files)
     sending.tell(is_complete=True)
     require_same(root, saved_manifest)
@@ -104,7 +103,7 @@ def push(
 
 def require_same(root: Path, saved_manifest: Manifest) -> None:
     """Refuse to commit a checkpoint that the save folder no longer has. Raises CheckpointError."""
-    if layout.place(read_folder(root, saved_manifest.step)) != layout.place(saved_manifest):
+    if catalog.place(read_folder(root, saved_manifest.step)) != catalog.place(saved_manifest):
         folder = root / naming.final_name(saved_manifest.step)
         raise CheckpointError(f"{folder}: was saved anew while it was sent, so nothing is completed")
 
@@ -116,9 +115,9 @@ def find(store: Store, saved_manifest: Manifest) -> str | None:
     generation.
     """
     for prefix in catalog.places(store, saved_manifest.step)[0]:
-        is_own = prefix == layout.place(saved_manifest)
+        is_own = prefix == catalog.place(saved_manifest)
         if not is_own and not (
-            saved_manifest.generation and _generation(prefix) == layout.generation(saved_manifest)
+            saved_manifest.generation and _generation(prefix) == catalog.generation(saved_manifest)
         ):
             continue
         try:
@@ -141,53 +140,44 @@ def _generation(prefix: str) -> str:
     return prefix.rpartition("/")[2].partition("-")[0]
 
 
+@dataclass
 class Sending:
     """Writes files of a checkpoint, and this node's part list.
 
     An object of an interrupted push is not sent again; its file is read from the disk for the checksum. Large
     files: `large_file.py`.
 
-    Args:
-        store: the target.
-        root: the save folder.
-        saved_manifest: the manifest in the save folder.
-        prefix: of the objects.
-        pace: receives the number of bytes of each piece before the piece is sent, and 0 for a piece in the
-            store.
-        node: the number of this node.
-        tell: prints a line about an upload that is begun again.
-
     Attributes:
+        root: the save folder
+        saved_manifest: the manifest in the save folder
+        prefix: of the objects
+        pace: receives the number of bytes of each piece before the piece is sent, and 0 for a piece in the
+            store
+        node: the number of this node
+        print_line: prints a line about an upload that is begun again
         sent: number of sent bytes
         pieces: number of pieces that were read: a sign of life
     """
 
-    def __init__(
-        self,
-        store: Store,
-        root: Path,
-        saved_manifest: Manifest,
-        prefix: str,
-        pace: Callable[[int], None],
-        node: int = 0,
-        tell: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._store = store
-        self._root = root
-        self._folder = root / naming.final_name(saved_manifest.step)
-        self._manifest_place = layout.place(saved_manifest)
-        self._prefix = prefix
-        self._pace = pace
-        self._node = node
-        self._print = tell
+    store: Store
+    root: Path
+    saved_manifest: Manifest
+    prefix: str
+    pace: Callable[[int], None]
+    node: int = 0
+    print_line: Callable[[str], None] = lambda line: None
+    sent: int = 0
+    pieces: int = 0
+
+    def __post_init__(self) -> None:
+        self._folder = self.root / naming.final_name(self.saved_manifest.step)
+        self._manifest_place = catalog.place(self.saved_manifest)
         self._parts: dict[str, UploadedPart] = {}
         self._lock = threading.Lock()  # guards the list, which a second thread writes, too
-        self.sent = 0
-        self.pieces = 0
         # Read before this node writes a list.
-        self._stored = store.objects(prefix)
+        self._stored = self.store.objects(self.prefix)
         try:
-            self._listed_parts = catalog.read_parts(store, prefix, self._stored)
+            self._listed_parts = catalog.read_parts(self.store, self.prefix, self._stored)
         except DamagedError:
             self._listed_parts = {}  # the files are written again
 
@@ -196,10 +186,9 @@ class Sending:
 
         Raises:
             CheckpointError: a file differs from the manifest.
-            StoreError: the store refuses, or does not answer.
         """
         for file in files:
-            name = f"{self._prefix}/{file.path}"
+            name = f"{self.prefix}/{file.path}"
             stored, part = self._stored.get(name), self._listed_parts.get(file.path)
             uploaded_part = None
             if stored is not None and self._may_be(file, stored, part):
@@ -210,18 +199,18 @@ class Sending:
 
     def _send(self, file: FileEntry, name: str) -> UploadedPart:
         """Write a file as the object `name`."""
-        store, path = self._store, self._folder / file.path
+        store, path = self.store, self._folder / file.path
         if file.bytes > store.piece and store.multipart is not None:
             return LargeFile(
                 store,
                 store.multipart,
-                self._root,
+                self.root,
                 self._manifest_place,
                 path,
                 name,
                 file,
                 self._count,
-                self._print,
+                self.print_line,
             ).send()
         digest = xxhash.xxh3_128()
 
@@ -240,7 +229,7 @@ class Sending:
     @property
     def _is_apart(self) -> bool:
         """Return True if this node's manifest is not the manifest that the prefix is named after."""
-        return self._manifest_place != self._prefix
+        return self._manifest_place != self.prefix
 
     def _may_be(self, file: FileEntry, stored: Stored, part: UploadedPart | None) -> bool:
         """Return whether the stored object may be this file."""
@@ -258,7 +247,7 @@ class Sending:
         read.
         """
         digest, etags = xxhash.xxh3_128(), []
-        size = self._store.part_size(file.bytes)
+        size = self.store.part_size(file.bytes)
         for content in large_file.compared(self._folder / file.path, file, digest, size):
             self._count(0)
             if part is None:
@@ -268,33 +257,33 @@ class Sending:
             return uploaded_part if part.xxh3_128 == uploaded_part.xxh3_128 else None
         if file.xxh3_128 is not None:
             return uploaded_part
-        etag = joined(etags) if file.bytes > self._store.piece else "".join(etags)
+        etag = joined(etags) if file.bytes > self.store.piece else "".join(etags)
         if stored.etag == etag:
             return uploaded_part
         return (
             uploaded_part
-            if catalog.hash_object(self._store, name, file.bytes) == uploaded_part.xxh3_128
+            if catalog.hash_object(self.store, name, file.bytes) == uploaded_part.xxh3_128
             else None
         )
 
     def look_again(self) -> None:
         """Read the objects that other nodes have sent since the last look."""
-        self._stored = self._store.objects(self._prefix)
+        self._stored = self.store.objects(self.prefix)
 
     def tell(self, *, is_complete: bool) -> None:
         """Write the list; `is_complete`: this node has sent its part."""
         with self._lock:
-            content = layout.encode_parts(
-                self._node,
+            content = catalog.encode_parts(
+                self.node,
                 list(self._parts.values()),
                 self._manifest_place,
                 is_complete=is_complete,
                 sent=self.sent,
             )
-            self._store.put(layout.parts_name(self._prefix, self._node), content)
+            self.store.put(catalog.parts_name(self.prefix, self.node), content)
 
     def _count(self, count: int) -> None:
-        self._pace(count)
+        self.pace(count)
         self.sent += count
         self.pieces += 1
 
@@ -310,7 +299,7 @@ def commit(store: Store, saved_manifest: Manifest) -> int:
         CheckpointError: two nodes have different files of one name.
         DamagedError: a file is missing.
     """
-    prefix = layout.place(saved_manifest)
+    prefix = catalog.place(saved_manifest)
     stored_objects = store.objects(prefix)
     lists = catalog.read_lists(store, prefix, stored_objects)
     parts = catalog.parts_of(lists, prefix, stored_objects)
@@ -332,5 +321,5 @@ def commit(store: Store, saved_manifest: Manifest) -> int:
                 f"{store}/{prefix}/{path}: is missing after the upload, so nothing is completed"
             )
         entries.append(FileEntry(path, size, sent.xxh3_128))
-    store.put(layout.manifest_name(prefix), replace(saved_manifest, files=tuple(entries)).encode())
+    store.put(catalog.manifest_name(prefix), replace(saved_manifest, files=tuple(entries)).encode())
     return sum(sizes_by_path.values())

@@ -27,7 +27,7 @@ from adaptor.errors import StoreError
 if TYPE_CHECKING:
     from obstore.store import S3Config
 
-    from adaptor.store.address import Address
+    from adaptor.store.settings import Address
 
 _OWN = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _OF_OBS = ("OBS_ACCESS_KEY_ID", "OBS_SECRET_ACCESS_KEY", "OBS_SECURITY_TOKEN")

@@ -1,10 +1,15 @@
-"""The settings of the object store."""
+"""The settings of the object store, its addresses, and the orders to the uploader of a node."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
+
+from adaptor.errors import StoreError
 from adaptor.setting_values import NotShownError, Setting, number
 
 
@@ -150,3 +155,135 @@ SETTINGS = (
         group="Object storage",
     ),
 )
+
+
+SCHEMES = ("s3", "obs", "gs", "az", "file")
+_PROVIDERS = {
+    "s3": "S3",
+    "obs": "Huawei OBS",
+    "gs": "Google Cloud Storage",
+    "az": "Azure Blob Storage",
+    "file": "a folder",
+}
+# The strictest names of all providers have these characters; Azure allows fewer.
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,62}")
+
+
+@dataclass(frozen=True)
+class Address:
+    """A place in an object store.
+
+    Attributes:
+        scheme: one of SCHEMES
+        bucket: the bucket; of Azure the container; of file:// empty
+        prefix: with `/` between its parts; of file:// the absolute path of the folder
+    """
+
+    scheme: str
+    bucket: str
+    prefix: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.prefix.lstrip('/')}" if self.prefix else "")
+
+    @property
+    def provider(self) -> str:
+        """Return the kind of store, for a message."""
+        return _PROVIDERS[self.scheme]
+
+
+def parse(url: str) -> Address:
+    """Return the address of a URL.
+
+    Raises:
+        StoreError: the URL names no store.
+    """
+    scheme, separator, remainder = url.partition("://")
+    if not separator:
+        raise StoreError(f"{_shown(url)}: is no URL of a store; it must be like s3://bucket/run7")
+    if scheme not in SCHEMES:
+        raise StoreError(f"{_shown(url)}: {scheme}:// is no store that is known; {_known()} are")
+    host, _, path = remainder.partition("/")
+    if "@" in host or ("?" in remainder and scheme != "file"):
+        raise StoreError(
+            f"{_shown(url)}: holds credentials or options; leave them out, they are read from the environment"
+        )
+    if scheme == "file":
+        if host:
+            raise StoreError(f"{_shown(url)}: a folder is named with three slashes, file:///folder")
+        if not path.strip("/"):
+            raise StoreError(f"{_shown(url)}: names no folder; it must be like file:///folder/run7")
+        return Address(scheme, "", str(Path("/", path)))
+    if not _BUCKET.fullmatch(host):
+        raise StoreError(
+            f"{_shown(url)}: {host!r} is no name of a bucket; it has 2 to 63 of the characters a-z 0-9 . _ -"
+        )
+    parts = [part for part in path.split("/") if part]
+    if any(part in (".", "..") or not part.isprintable() for part in parts):
+        raise StoreError(f"{_shown(url)}: a part of the path is . or .., or cannot be printed")
+    return Address(scheme, host, "/".join(parts))
+
+
+def _known() -> str:
+    *first_schemes, last = (f"{scheme}://" for scheme in SCHEMES)
+    return f"{', '.join(first_schemes)} and {last}"
+
+
+def _shown(url: str) -> str:
+    """Return a URL without possible secrets, as a printable line."""
+    plain = "".join(character if character.isprintable() else "?" for character in url)
+    return re.sub(r"://[^/]*@", "://...@", plain.partition("?")[0])
+
+
+class UploadSettings(msgspec.Struct, frozen=True):
+    """The work of an uploader of checkpoints.
+
+    Attributes:
+        every: the smallest number of steps between two sent checkpoints
+        keep: the number of complete checkpoints that stay in the store; 0: all
+        rate: bytes per second of this node, while the job trains; 0: no limit
+        node: the number of this node
+        nodes: the number of nodes of the job
+    """
+
+    url: str
+    endpoint: str
+    save: str
+    every: int
+    keep: int
+    rate: int
+    node: int = 0
+    nodes: int = 1
+
+    def push_command(self, step: int | None = None) -> str:
+        """Return the command line that sends a checkpoint of the save folder by hand.
+
+        Args:
+            step: of the checkpoint; None: the newest.
+        """
+        endpoint = [f"TTP_STORE_ENDPOINT={shlex.quote(self.endpoint)}"] if self.endpoint else []
+        step_options = [] if step is None else ["--step", str(step)]
+        command_words = ["ttp", "store", "push", self.url, self.save, *step_options]
+        return " ".join([*endpoint, *map(shlex.quote, command_words)])
+
+
+class OutputSettings(msgspec.Struct, frozen=True):
+    """The work of an uploader of files that are no checkpoints.
+
+    Attributes:
+        folders: the folders of this node to send
+        rate: bytes per second of this node, while the job trains; 0: no limit
+        node: the number of this node
+    """
+
+    url: str
+    endpoint: str
+    folders: tuple[str, ...]
+    rate: int
+    node: int = 0
+
+
+class End(msgspec.Struct, frozen=True):
+    """The job has ended: send the remaining files within so many seconds; None: without limit."""
+
+    within_s: float | None

@@ -20,13 +20,12 @@ from pathlib import Path
 from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
-from adaptor.store import catalog, completeness, joint, layout, prune, push, seen_checkpoints
-from adaptor.store.client import Store, Stored
+from adaptor.store import catalog, joint, local_checkpoints, prune, push
+from adaptor.store.client import Store, Stored, open_store
 from adaptor.store.joint import PATIENCE, JointPush, Others, Patience
-from adaptor.store.opening import open_store
-from adaptor.store.seen_checkpoints import Saved, SeenCheckpoints
+from adaptor.store.local_checkpoints import Saved, SeenCheckpoints
+from adaptor.store.settings import UploadSettings
 from adaptor.store.store_requests import Backoff
-from adaptor.store.upload_order import UploadSettings
 from adaptor.text import duration, size
 
 LOOK_S = 1.0
@@ -150,7 +149,7 @@ class Uploader:
             prune.remove_left_over(store, self._root, checkpoint.prefix, self._tell_of_upload)
             self._last = checkpoint.saved_manifest.step
             for local in saved:
-                if local.step == self._last and not layout.is_of_same_generation(
+                if local.step == self._last and not catalog.is_of_same_generation(
                     local.place, checkpoint.prefix
                 ):
                     break  # another attempt has sent a checkpoint of this step
@@ -168,7 +167,7 @@ class Uploader:
         """Send a checkpoint; return False if none is due."""
         saved = self._checkpoints.now()
         pending = [candidate for candidate in saved if candidate.place not in self._handled]
-        chosen = seen_checkpoints.choose(pending, self._last, self._order.every, at_end=leaving)
+        chosen = local_checkpoints.choose(pending, self._last, self._order.every, at_end=leaving)
         if chosen is None:
             return False
         chosen_saved = chosen.saved
@@ -273,8 +272,8 @@ class Uploader:
         """Return whether the checkpoint before, of which this node has sent its part, is still being sent."""
         if not self._joined:
             return False
-        signs = store.objects(layout.parts_prefix(self._joined))
-        if not signs or store.stat(layout.manifest_name(self._joined)) is not None:  # removed since, or sent
+        signs = store.objects(catalog.parts_prefix(self._joined))
+        if not signs or store.stat(catalog.manifest_name(self._joined)) is not None:  # removed since, or sent
             self._joined, self._moved_at = "", current_time
             return False
         if signs != self._signs:
@@ -284,7 +283,7 @@ class Uploader:
     def _is_part(self, saved: Saved) -> bool:
         folder = self._root / naming.final_name(saved.step)
         try:
-            return completeness.is_part(folder, push.read_folder(self._root, saved.step))
+            return local_checkpoints.is_part(folder, push.read_folder(self._root, saved.step))
         except manifest.UnreadableError:
             raise
         except CheckpointError:

@@ -28,8 +28,7 @@ from adaptor.launchers.agent.processes import STORE
 from adaptor.launchers.cli import flags
 from adaptor.launchers.store import store_load
 from adaptor.protocol.environment import ending_signals
-from adaptor.store.settings import StoreSettings
-from adaptor.store.upload_order import End, OutputSettings, UploadSettings
+from adaptor.store.settings import End, OutputSettings, StoreSettings, UploadSettings
 
 if TYPE_CHECKING:
     from torch.distributed import Store

@@ -29,7 +29,7 @@ from adaptor.errors import ConfigError, ResumeError, StoreError
 from adaptor.launchers.agent import processes
 from adaptor.launchers.agent.processes import STORE
 from adaptor.launchers.cli import flags
-from adaptor.store import address
+from adaptor.store import settings
 from adaptor.store.settings import StoreSettings
 
 if TYPE_CHECKING:
@@ -72,10 +72,10 @@ def take(parsed: argparse.Namespace) -> Load | None:
     """
     arguments: list[str] = parsed.training_script_args
     url = flags.script_option(arguments, "--load")
-    if url is None or url.partition("://")[0] not in address.SCHEMES or "://" not in url:
+    if url is None or url.partition("://")[0] not in settings.SCHEMES or "://" not in url:
         return None
     try:
-        place = str(address.parse(url))
+        place = str(settings.parse(url))
     except StoreError as error:
         raise ConfigError(f"--load: {error}") from None
     save, step = flags.script_option(arguments, "--save"), flags.script_option(arguments, "--ckpt-step")
@@ -130,7 +130,7 @@ def require_pulls(config: StoreSettings) -> None:
     folders = set()
     for pull in config.pull:
         try:
-            place = address.parse(pull.url)
+            place = settings.parse(pull.url)
         except StoreError as error:
             raise ConfigError(f"TTP_PULL: {error}") from None
         folder = os.path.realpath(pull.folder)

@@ -67,11 +67,11 @@ def main() -> None:
 
 def _probe(url: str, endpoint: str) -> None:
     from adaptor import output
-    from adaptor.store import opening
+    from adaptor.store import client
     from adaptor.text import shown
 
     _end_with_ttprun()
-    opening.probe(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))
+    client.probe(url, endpoint, lambda line: output.tell(shown(f"[ttp] {line}")))
     output.finish()
 
 
@@ -84,7 +84,7 @@ def _pull(url: str, endpoint: str, save: str, step: str, node: str) -> None:
 
     from adaptor import output
     from adaptor.store import pull
-    from adaptor.store.opening import open_waiting
+    from adaptor.store.client import open_waiting
     from adaptor.store.pull import NodeRanks
     from adaptor.text import shown, size
 
@@ -120,7 +120,7 @@ def _data(endpoint: str, *pairs: str) -> None:
 
     from adaptor import output
     from adaptor.store import data_pull
-    from adaptor.store.opening import open_waiting
+    from adaptor.store.client import open_waiting
     from adaptor.text import shown
 
     def leave(number: int, frame: FrameType | None) -> None:
@@ -174,7 +174,7 @@ def _send(task_name: str) -> None:
 
     from adaptor import output
     from adaptor.store.outputs import OutputUploader
-    from adaptor.store.upload_order import End, OutputSettings, UploadSettings
+    from adaptor.store.settings import End, OutputSettings, UploadSettings
     from adaptor.store.uploader import Uploader
 
     with contextlib.suppress(OSError):

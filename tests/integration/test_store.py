@@ -13,7 +13,7 @@ import pytest
 
 from adaptor.protocol import naming
 from adaptor.store import catalog, pull
-from adaptor.store.opening import open_store
+from adaptor.store.client import open_store
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, TP2_DP1, Job
 from tests.faults.same import differences

@@ -20,9 +20,8 @@ from adaptor import config
 from adaptor.errors import ConfigError, StoreError
 from adaptor.launchers.agent.processes import STORE
 from adaptor.launchers.store import store_load as before_start
-from adaptor.store import data_folder, data_pull
-from adaptor.store.client import PIECE, Part, Store
-from adaptor.store.opening import open_store
+from adaptor.store import data_pull
+from adaptor.store.client import PIECE, Part, Store, open_store
 from adaptor.store.settings import StoreSettings
 from adaptor.store.store_requests import Retrying
 from tests import waiting
@@ -73,7 +72,7 @@ def _files(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and not data_folder.is_own(path.name)
+        if path.is_file() and not data_pull.is_own(path.name)
     }
 
 
@@ -109,7 +108,7 @@ def test_a_folder_is_a_store_of_data(tmp_path: Path) -> None:
     """What a pull has left in a folder that was copied there does not come."""
     (tmp_path / "there/deep").mkdir(parents=True)
     (tmp_path / "there/deep/one").write_bytes(b"1")
-    (tmp_path / "there" / data_folder.JOURNAL).write_bytes(b"{}")
+    (tmp_path / "there" / data_pull.JOURNAL).write_bytes(b"{}")
     lines: list[str] = []
     pulls = [(open_store(f"file://{tmp_path}/there"), tmp_path / "here")]
     data_pull.bring(pulls, lines.append)
@@ -152,7 +151,7 @@ def test_a_store_that_is_down_for_a_while(source: Source, tmp_path: Path) -> Non
 def test_a_journal_of_an_earlier_version_counts(source: Source, tmp_path: Path) -> None:
     """Its etags have the quotes of the answers."""
     source.pull(tmp_path)
-    journal = tmp_path / data_folder.JOURNAL
+    journal = tmp_path / data_pull.JOURNAL
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
     quoted = [json.dumps({**line, "version": f'"{line["version"]}"'}) for line in lines]
     journal.write_text("\n".join([*quoted, ""]))
@@ -359,7 +358,7 @@ def test_what_another_machine_writes_is_left(source: Source, tmp_path: Path) -> 
 @pytest.mark.parametrize("kind", ["a link", "a pipe"])
 def test_a_journal_that_is_none(kind: str, source: Source, tmp_path: Path) -> None:
     """Nobody diverts what is written to another file, or lets the start wait for ever."""
-    journal, other = tmp_path / "here" / data_folder.JOURNAL, tmp_path / "other"
+    journal, other = tmp_path / "here" / data_pull.JOURNAL, tmp_path / "other"
     journal.parent.mkdir()
     if kind == "a pipe":
         os.mkfifo(journal)

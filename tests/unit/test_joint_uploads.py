@@ -18,11 +18,10 @@ from adaptor.checkpoint import layout_file, regular_folder, tracker
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.store import catalog, completeness, layout, pull, push
-from adaptor.store.client import Store
+from adaptor.store import catalog, local_checkpoints, pull, push
+from adaptor.store.client import Store, open_store
 from adaptor.store.joint import JointPush, Others, Patience, announced, divide
-from adaptor.store.opening import open_store
-from adaptor.store.upload_order import UploadSettings
+from adaptor.store.settings import UploadSettings
 from adaptor.store.uploader import Uploader
 from tests import waiting
 from tests.unit.fault_proxy import Fault, FaultProxy, faults, server, url
@@ -159,7 +158,7 @@ def test_a_node_that_does_not_join_is_not_waited_for_again(store: Store, tmp_pat
         assert others.absent == {1}
     # When it is there, it is one of them again.
     save(tmp_path, 30)
-    where = layout.place(push.read_folder(tmp_path, 30))
+    where = catalog.place(push.read_folder(tmp_path, 30))
     joint(store, tmp_path, 30, 1, PATIENT).follow(where)
     joint(store, tmp_path, 30, 0, PATIENT).lead(others, lambda: False)
     assert others.absent == set()
@@ -176,11 +175,11 @@ def test_nothing_is_committed_before_all_have_sent(
         files = contents(folder)
     else:
         files = contents(save_part(roots[0], 10, 0)) | contents(save_part(roots[1], 10, 1))
-    where = layout.place(push.read_folder(roots[0], 10))
+    where = catalog.place(push.read_folder(roots[0], 10))
     first = upload(roots[0], 0)
     waiting.until(
         lambda: (
-            bool(store.objects(where).get(layout.parts_name(where, 0)))
+            bool(store.objects(where).get(catalog.parts_name(where, 0)))
             and catalog.read_lists(store, where, store.objects(where))[0].done
         ),
         "node 0 has sent its part",
@@ -234,7 +233,7 @@ def test_a_node_that_stops_in_the_middle_of_its_disk(described: bool, store: Sto
     roots = [tmp_path / "node0", tmp_path / "node1"]
     for node, root in enumerate(roots):
         save_part(root, 10, node, described=described)
-    known, where = push.read_folder(roots[1], 10), layout.place(push.read_folder(roots[0], 10))
+    known, where = push.read_folder(roots[1], 10), catalog.place(push.read_folder(roots[0], 10))
     sending = push.Sending(store, roots[1], known, where, lambda count: None, 1)
     sending.send(known.files)
     sending.tell(is_complete=False)
@@ -269,7 +268,7 @@ def test_what_a_node_has_saved_anew_is_sent_anew(store: Store, tmp_path: Path) -
     """A job that has gone back saves a step again; on a disk of its own nothing but the content tells."""
     roots = [tmp_path / "node0", tmp_path / "node1"]
     files = contents(save_part(roots[0], 10, 0))
-    where = layout.place(push.read_folder(roots[0], 10))
+    where = catalog.place(push.read_folder(roots[0], 10))
     for _ in range(2):
         again = contents(save_part(roots[1], 10, 1))
         joint(store, roots[1], 10, 1, PATIENT).follow(where)
@@ -285,10 +284,10 @@ def test_a_step_that_is_saved_again_is_sent_again_by_all(store: Store, tmp_path:
     save(tmp_path, 10)
     push.push(store, tmp_path, 10)
     save(tmp_path, 10)
-    place = layout.place(push.read_folder(tmp_path, 10))
-    store.put(layout.parts_name(place, 0), layout.encode_parts(0, (), place, is_complete=False))
+    place = catalog.place(push.read_folder(tmp_path, 10))
+    store.put(catalog.parts_name(place, 0), catalog.encode_parts(0, (), place, is_complete=False))
     assert announced(store, 10, place, 1) == (place, False)
-    store.put(layout.manifest_name(place), b"")
+    store.put(catalog.manifest_name(place), b"")
     assert announced(store, 10, place, 1) == (place, True)
 
 
@@ -299,8 +298,8 @@ def test_a_part_waits_while_the_one_before_is_sent(
     roots, store = [tmp_path / "node0", tmp_path / "node1"], open_store(url, server)
     for node, root in enumerate(roots):
         save_part(root, 10, node)
-    places = [layout.place(push.read_folder(roots[0], 10))]
-    store.put(layout.parts_name(places[0], 0), layout.encode_parts(0, (), places[0], is_complete=False))
+    places = [catalog.place(push.read_folder(roots[0], 10))]
+    store.put(catalog.parts_name(places[0], 0), catalog.encode_parts(0, (), places[0], is_complete=False))
     second = upload(roots[1], 1, Patience(0, 0, 3600, 0.1, 0), url=url, endpoint=faults.url)
     waiting.until(lambda: _is_done(store, places[0], 1), "it has sent its part")
     for node, root in enumerate(roots):
@@ -311,8 +310,8 @@ def test_a_part_waits_while_the_one_before_is_sent(
         lambda: second.lines or sum(method == "HEAD" for method, _ in faults.requests) > 1,
         "it has seen that the one before is still being sent",
     )
-    places.append(layout.place(push.read_folder(roots[0], 20)))
-    store.put(layout.parts_name(places[1], 0), layout.encode_parts(0, (), places[1], is_complete=False))
+    places.append(catalog.place(push.read_folder(roots[0], 20)))
+    store.put(catalog.parts_name(places[1], 0), catalog.encode_parts(0, (), places[1], is_complete=False))
     waiting.until(lambda: second.lines or _is_done(store, places[1], 1), "it has sent its part of the newest")
     assert second.end() == []
 
@@ -329,9 +328,9 @@ def test_a_part_that_nobody_names_is_waited_for_once_its_node_has_joined(
     roots = [tmp_path / "node0", tmp_path / "node1"]
     for node, root in enumerate(roots):
         save_part(root, 10, node, described=False)
-    where = layout.place(push.read_folder(roots[0], 10))
-    seen = layout.place(push.read_folder(roots[1], 10))
-    store.put(layout.parts_name(where, 1), layout.encode_parts(1, (), seen, is_complete=False))
+    where = catalog.place(push.read_folder(roots[0], 10))
+    seen = catalog.place(push.read_folder(roots[1], 10))
+    store.put(catalog.parts_name(where, 1), catalog.encode_parts(1, (), seen, is_complete=False))
 
     def wait(seconds: float) -> None:
         joint(store, roots[1], 10, 1, PATIENT).follow(where)
@@ -346,9 +345,9 @@ def test_the_metadata_of_torch_dist_names_all_files(tmp_path: Path) -> None:
     checkpoint.save({"weight": torch.ones(3)}, checkpoint_id=tmp_path, no_dist=True)
     names = {path.name for path in tmp_path.iterdir()}
     (shard,) = names - {".metadata"}
-    assert completeness.missing(tmp_path, names) == ""
-    assert completeness.missing(tmp_path, {".metadata"}) == shard
-    assert completeness.missing(tmp_path, {shard}) == ".metadata"
+    assert local_checkpoints.missing(tmp_path, names) == ""
+    assert local_checkpoints.missing(tmp_path, {".metadata"}) == shard
+    assert local_checkpoints.missing(tmp_path, {shard}) == ".metadata"
 
 
 def test_two_files_of_one_name_are_not_one_checkpoint(store: Store, tmp_path: Path) -> None:
@@ -356,7 +355,7 @@ def test_two_files_of_one_name_are_not_one_checkpoint(store: Store, tmp_path: Pa
     roots = [tmp_path / "node0", tmp_path / "node1"]
     for root in roots:
         save_part(root, 10, 0, described=False)
-    where = layout.place(push.read_folder(roots[0], 10))
+    where = catalog.place(push.read_folder(roots[0], 10))
     joint(store, roots[1], 10, 1, PATIENT).follow(where)
     with pytest.raises(CheckpointError, match="two nodes have different files of this name"):
         joint(store, roots[0], 10, 0, PATIENT).lead(Others(apart={1}), lambda: False)
@@ -399,7 +398,7 @@ def test_a_node_that_is_killed_while_it_sends(
     faults.begin(
         lambda number, method, path: "hold before" if any(path.endswith(name) for name in second) else ""
     )
-    where = layout.place(push.read_folder(root, step))
+    where = catalog.place(push.read_folder(root, step))
     leader = joint(store, root, step, 0, PATIENT if comes_back else Patience(3600, 3600, 0, 3600, 3600))
     done: list[object] = []
 
@@ -407,7 +406,7 @@ def test_a_node_that_is_killed_while_it_sends(
         done.append(leader.lead(Others(), lambda: False))
 
     follower = start(url, faults.url, root, node=1, nodes=2)
-    store.put(layout.parts_name(where, 0), layout.encode_parts(0, (), where, is_complete=False))
+    store.put(catalog.parts_name(where, 0), catalog.encode_parts(0, (), where, is_complete=False))
     assert faults.held.wait(60)
     follower.process.kill()
     follower.process.wait()

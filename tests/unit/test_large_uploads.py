@@ -22,14 +22,14 @@ from adaptor.checkpoint import regular_folder
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.launchers.cli.ttp import main
 from adaptor.protocol import naming
-from adaptor.store import catalog, layout, push, upload_journal
-from adaptor.store.client import AT_ONCE, Store
+from adaptor.store import catalog, large_file, push
+from adaptor.store.client import Store, open_store
 from adaptor.store.joint import JointPush, Others, Patience
 from adaptor.store.multipart import Upload
-from adaptor.store.opening import open_store
 from adaptor.store.prune import prune
-from adaptor.store.upload_order import UploadSettings
+from adaptor.store.settings import UploadSettings
 from adaptor.store.uploader import Uploader
+from adaptor.threads import AT_ONCE
 from tests import waiting
 from tests.unit import object_store
 from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, faults, server, url
@@ -45,7 +45,7 @@ LARGE = (PARTS - 1) * PART + 1000
 HASTY = Patience(0, 0, 0, 3600, 0)
 _PUSHER = (
     f"{HEARS_CTRL_C}\n"
-    "import sys; from pathlib import Path; from adaptor.store import push; from adaptor.store.opening import"
+    "import sys; from pathlib import Path; from adaptor.store import push; from adaptor.store.client import"
     " open_store\nstore = open_store(sys.argv[1], sys.argv[2], piece=int(sys.argv[3]))\n"
     "push.push(store, Path(sys.argv[4]), 12)\n"
 )
@@ -97,7 +97,7 @@ def _has_ended() -> None:
 
 def _noted(store: Store, root: Path) -> set[int]:
     """Return the parts of the one upload that is noted."""
-    found = list(upload_journal.all_of(root, store.identity))
+    found = list(large_file.all_of(root, store.identity))
     return set(found[0].parts) if found else set()
 
 
@@ -426,7 +426,7 @@ def test_a_share_that_was_cut_short_is_gone_on_with(
         paths = [path for _, path in faults.requests if "mp_rank_01" in path]
         return sorted(int(found[1]) for path in paths if (found := re.search(r"partNumber=(\d+)", path)))
 
-    where = layout.place(push.read_folder(root, 12))
+    where = catalog.place(push.read_folder(root, 12))
     refuses = _refuses(PARTS // 2)
     faults.begin(lambda number, method, path: refuses(number, method, path) if "mp_rank_01" in path else "")
     with pytest.raises(StoreError, match="does not allow these credentials to write"):
@@ -477,9 +477,9 @@ def test_what_another_process_completes_meanwhile_is_not_sent_again(
     def overtakes(number: int, method: str, path: str) -> Fault:
         if "partNumber=" in path and not copied:
             copied.append(shutil.copytree(root, tmp_path / "copy", symlinks=True))
-            (one,) = upload_journal.all_of(root, store.identity)
+            (one,) = large_file.all_of(root, store.identity)
             sizes = one.begun.part, one.begun.bytes
-            copy = upload_journal.note(copied[0], direct.identity, one.begun.seen, one.upload, sizes)
+            copy = large_file.note(copied[0], direct.identity, one.begun.seen, one.upload, sizes)
             for part in one.parts.values():
                 copy.add(part)
             push.push(direct, copied[0], 12)
@@ -502,7 +502,7 @@ def test_a_file_that_has_changed_since_it_was_sent_is_sent_again(
     store = open_store(f"{url}-{number}-{listed}", faults.url, piece=PART)
     folder = save(root, 12, first=LARGE)
     known = push.read_folder(root, 12)
-    sending = push.Sending(store, root, known, layout.place(known), lambda count: None)
+    sending = push.Sending(store, root, known, catalog.place(known), lambda count: None)
     sending.send(known.files)
     if listed:
         sending.tell(is_complete=False)
@@ -548,8 +548,8 @@ def test_a_list_of_an_earlier_version_counts(store: Store, faults: FaultProxy, r
     """Its etags have the quotes of the answers."""
     save(root, 12)
     where = push.push(store, root, 12).where
-    name = layout.parts_name(where, 0)
-    known = json.loads(store.get(name, layout.LARGEST_LIST))
+    name = catalog.parts_name(where, 0)
+    known = json.loads(store.get(name, catalog.LARGEST_LIST))
     for file in known["files"]:
         file["etag"] = f'"{file["etag"]}"'
     store.put(name, json.dumps(known).encode())
@@ -578,12 +578,12 @@ def test_a_note_of_another_process_stays(root: Path) -> None:
     root.mkdir()
     url, name = "s3://bucket/run7", "iter_0000012/0f3a5c21-1/file"
     one, other = (
-        upload_journal.note(root, url, "", Upload(name, mark), (PART, LARGE)) for mark in ("one", "other")
+        large_file.note(root, url, "", Upload(name, mark), (PART, LARGE)) for mark in ("one", "other")
     )
-    other.add(upload_journal.Arrived(1, "checksum", "etag"))
-    one.add(upload_journal.Arrived(2, "checksum", "etag"))
+    other.add(large_file.Arrived(1, "checksum", "etag"))
+    one.add(large_file.Arrived(2, "checksum", "etag"))
     one.forget()
-    found = upload_journal.find(root, url, name)
+    found = large_file.find(root, url, name)
     assert found is not None
     assert (found.upload, set(found.parts)) == (other.upload, {1})
     other.forget()

@@ -18,11 +18,9 @@ from adaptor.launchers.store import hooks
 from adaptor.launchers.store.hooks import OutputUploads
 from adaptor.protocol import naming
 from adaptor.store import outputs
-from adaptor.store.client import PIECE
-from adaptor.store.opening import open_store
+from adaptor.store.client import PIECE, open_store
 from adaptor.store.outputs import OutputUploader
-from adaptor.store.settings import StoreSettings
-from adaptor.store.upload_order import OutputSettings
+from adaptor.store.settings import OutputSettings, StoreSettings
 from tests import waiting
 from tests.unit.fault_proxy import FaultProxy, faults, server, url
 

@@ -19,9 +19,8 @@ from adaptor.errors import StoreError
 from adaptor.launchers.cli.ttp import main
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.store import address, catalog, layout
-from adaptor.store.client import PIECE
-from adaptor.store.opening import open_store
+from adaptor.store import catalog, settings
+from adaptor.store.client import PIECE, open_store
 from adaptor.store.pull import pull, resume
 from adaptor.store.push import push, read_folder
 from tests.unit import azure_server, fault_proxy, object_store
@@ -344,7 +343,7 @@ def test_what_a_killed_upload_has_left_in_a_folder_is_removed_with_its_step(
 def test_what_killed_uploads_have_left_is_removed_when_the_checkpoint_is_complete(tmp_path: Path) -> None:
     """But not what another node, which is slow, may be writing."""
     save(tmp_path / "one", 12)
-    folder = tmp_path / "store" / layout.place(read_folder(tmp_path / "one", 12)) / "mp_rank_00"
+    folder = tmp_path / "store" / catalog.place(read_folder(tmp_path / "one", 12)) / "mp_rank_00"
     folder.mkdir(parents=True)
     left, new = (folder / f"{naming.MODEL_FILE}#{number}" for number in (1, 2))
     for path, time in ((left, 0), (new, 2**32)):
@@ -534,6 +533,6 @@ def test_obs_has_the_bucket_in_the_name_of_the_host(monkeypatch: pytest.MonkeyPa
 
 def test_a_url_is_shown_as_it_was_given() -> None:
     for url in ("s3://bucket/run7/a", "file:///folder/run7", "gs://bucket"):
-        assert str(address.parse(url)) == url
+        assert str(settings.parse(url)) == url
     with pytest.raises(StoreError, match="cannot be printed"):
-        address.parse("s3://bucket/a\nb")
+        settings.parse("s3://bucket/a\nb")

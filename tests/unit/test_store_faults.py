@@ -16,8 +16,7 @@ from adaptor.checkpoint import tracker
 from adaptor.errors import CheckpointError, StoreError
 from adaptor.protocol import naming
 from adaptor.store import catalog, pull, push
-from adaptor.store.client import PIECE, Store
-from adaptor.store.opening import open_store
+from adaptor.store.client import PIECE, Store, open_store
 from tests.unit import object_store
 from tests.unit.fault_proxy import Chooses, Fault, FaultProxy, faults, server, url
 from tests.unit.launching import HEARS_CTRL_C
@@ -26,7 +25,7 @@ from tests.unit.object_store import SMALLEST_PART, contents, save
 __all__ = ["faults", "server", "url"]
 # The statement after which the process is told to go on; it has imported all that it needs by then.
 _PUSHER = (
-    "import sys; from pathlib import Path; from adaptor.store import push; from adaptor.store.opening import"
+    "import sys; from pathlib import Path; from adaptor.store import push; from adaptor.store.client import"
     " open_store\nwhile step := sys.stdin.readline():\n"
     "    store = open_store(sys.argv[1], sys.argv[2], piece=int(sys.argv[4]))\n"
     "    push.push(store, Path(sys.argv[3]), int(step))\n"
@@ -187,7 +186,7 @@ def test_a_pull_onto_a_full_disk_leaves_nothing(
     # A limit of this process stands for the disk: the kernel refuses to let a file grow.
     script = (
         "import resource, signal, sys; from pathlib import Path; from adaptor.store import pull\n"
-        "from adaptor.store.opening import open_store; from adaptor.errors import CheckpointError\n"
+        "from adaptor.store.client import open_store; from adaptor.errors import CheckpointError\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))\n"
         "try: pull.pull(open_store(sys.argv[1], sys.argv[2]), Path(sys.argv[3]))\n"

@@ -15,11 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from adaptor import threads
 from adaptor.checkpoint import tracker
 from adaptor.errors import StoreError
 from adaptor.launchers.agent.processes import STORE
-from adaptor.store import push, store_requests
-from adaptor.store.opening import open_store
+from adaptor.store import push
+from adaptor.store.client import open_store
 from adaptor.store.store_requests import RETRY_S, BusyError, Retrying
 from tests.unit.fault_proxy import FaultProxy, faults, server, url
 from tests.unit.launching import HEARS_CTRL_C
@@ -198,7 +199,7 @@ def test_results_come_in_order_and_a_few_calls_run_ahead() -> None:
         return number
 
     taken = []
-    for done in store_requests.in_order([partial(call, number) for number in range(20)], "a-test", 3):
+    for done in threads.in_order([partial(call, number) for number in range(20)], "a-test", 3):
         taken.append(done.result())
         with lock:
             assert begun <= len(taken) + 2
@@ -212,7 +213,7 @@ def test_what_is_closed_begins_no_more_calls_and_waits_for_none() -> None:
         begun.set()
         release.wait()
 
-    with contextlib.closing(store_requests.in_order([held, partial(made.append, 1)], "a-test", 1)) as coming:
+    with contextlib.closing(threads.in_order([held, partial(made.append, 1)], "a-test", 1)) as coming:
         first = next(coming)
         assert begun.wait(60)
     assert not first.done()
@@ -226,6 +227,6 @@ def test_a_machine_without_threads_makes_each_call_all_the_same(monkeypatch: pyt
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert store_requests.call(lambda: 1) == 1
-    assert store_requests.begin(lambda: 2, "a-test").result() == 2
-    assert [one.result() for one in store_requests.in_order([lambda: 3, lambda: 4], "a-test")] == [3, 4]
+    assert threads.call(lambda: 1) == 1
+    assert threads.begin(lambda: 2, "a-test").result() == 2
+    assert [one.result() for one in threads.in_order([lambda: 3, lambda: 4], "a-test")] == [3, 4]

@@ -18,8 +18,8 @@ from adaptor.checkpoint import layout_file, manifest, regular_folder, tracker
 from adaptor.errors import ConfigError, ResumeError
 from adaptor.launchers.store.store_load import Load, StoreResume, take
 from adaptor.protocol import naming
-from adaptor.store import catalog, layout, push
-from adaptor.store.opening import open_store
+from adaptor.store import catalog, push
+from adaptor.store.client import open_store
 from tests.unit.object_store import contents, save
 
 BUCKET, GOOGLE = Load("s3://bk/x", Path("s"), None, (1, 1)), Load("gs://bk/x", Path("s"), None, (1, 1))
@@ -255,7 +255,7 @@ def test_a_node_that_cannot_tell_pulls_the_whole_checkpoint(why: str, described:
         (found,) = catalog.newest_first(store, None, [])
         files = tuple(file for file in found.saved_manifest.files if file.path != naming.LAYOUT)
         made = dataclasses.replace(found.saved_manifest, files=files).encode()
-        store.put(layout.manifest_name(found.prefix), made)
+        store.put(catalog.manifest_name(found.prefix), made)
     if why == "ranks move":
         agents = HashStore()
         agents.set("ttp/resume", b"12")

@@ -24,11 +24,10 @@ from adaptor.launchers.agent.processes import STORE
 from adaptor.launchers.store import hooks
 from adaptor.launchers.store.hooks import JobUploads
 from adaptor.protocol import naming
-from adaptor.store import catalog, push, upload_journal
-from adaptor.store.client import PIECE
-from adaptor.store.opening import open_store
-from adaptor.store.seen_checkpoints import Saved
-from adaptor.store.seen_checkpoints import choose as due
+from adaptor.store import catalog, large_file, push
+from adaptor.store.client import PIECE, open_store
+from adaptor.store.local_checkpoints import Saved
+from adaptor.store.local_checkpoints import choose as due
 from adaptor.store.settings import StoreSettings
 from tests import waiting
 from tests.unit import object_store
@@ -196,7 +195,7 @@ def test_a_large_file_is_gone_on_with_by_the_next_job(
     sender = start(url, faults.url, root)
     assert faults.held.wait(60)
     store = open_store(url, faults.url).identity
-    noted = lambda: [set(one.parts) for one in upload_journal.all_of(root, store)]  # noqa: E731
+    noted = lambda: [set(one.parts) for one in large_file.all_of(root, store)]  # noqa: E731
     waiting.until(lambda: noted() == [{1, 2, 3}], "the others are there")
     sender.tell({"within_s": 0})
     assert "TTP_GRACE is over" in sender.ends()

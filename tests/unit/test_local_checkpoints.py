@@ -14,7 +14,7 @@ import pytest
 
 from adaptor.checkpoint import regular_folder
 from adaptor.protocol import naming
-from adaptor.store.seen_checkpoints import RELIST_S, SETTLED_S, SeenCheckpoints
+from adaptor.store.local_checkpoints import RELIST_S, SETTLED_S, SeenCheckpoints
 
 _LISTED: list[Path] = []
 
