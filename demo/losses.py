@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from adaptor.operations import charts
+from adaptor.operations import timeline
 from demo.records import Step
 
 
@@ -17,7 +17,7 @@ class Difference(NamedTuple):
     """
 
     title: str
-    line: charts.ChartLine
+    line: timeline.ChartLine
     largest: float
     differ: int
     compared: int
@@ -31,9 +31,9 @@ def losses(steps: list[Step]) -> tuple[list[int], list[float]]:
     return sorted(kept), [kept[iteration].loss for iteration in sorted(kept)]
 
 
-def curve(steps: list[Step]) -> charts.ChartLine:
+def curve(steps: list[Step]) -> timeline.ChartLine:
     """Return the loss curve of a run. It must have recorded a step."""
-    return charts.line(*losses(steps))
+    return timeline.line(*losses(steps))
 
 
 def difference(title: str, reference: list[Step], steps: list[Step]) -> Difference:
@@ -44,7 +44,7 @@ def difference(title: str, reference: list[Step], steps: list[Step]) -> Differen
     edge = largest or 1.0  # where all are equal, the curve is the line in the middle
     return Difference(
         title=title,
-        line=charts.line(list(found), list(found.values()), -edge, edge),
+        line=timeline.line(list(found), list(found.values()), -edge, edge),
         largest=largest,
         differ=sum(value != 0 for value in found.values()),
         compared=len(found),

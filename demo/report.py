@@ -6,8 +6,8 @@ from pathlib import Path
 
 import jinja2
 
-from adaptor.operations import incident_section, job_folder, page
-from adaptor.operations.incident_section import Section, section
+from adaptor.operations import job_reader, page
+from adaptor.operations.page import Section, section
 from adaptor.protocol.records import Incident
 from demo.findings import ONLINE, Findings, Survival
 from demo.losses import curve, difference
@@ -46,11 +46,11 @@ def _section(one: Survival, environment: jinja2.Environment) -> tuple[str, Secti
     """Return the heading of a killed run, and the section of its incident."""
     assert one.run.kill is not None
     file = one.incident.path
-    incident = job_folder.read(file, Incident)
+    incident = job_reader.read(file, Incident)
     made = section(
         environment,
         incident,
-        incident_section.stacks_of(file.parents[2], incident),
+        page.stacks_of(file.parents[2], incident),
         fault_at=one.run.kill.time,
         origin="the kill",
         name=one.run.folder.name,

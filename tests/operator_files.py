@@ -1,21 +1,22 @@
-"""Checks what a job has written for operators against the JSON Schemas that the package installs."""
+"""Checks what a job has written for operators against the JSON Schemas that `ttp schema` prints."""
 
 from __future__ import annotations
 
 import json
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 
+from adaptor.protocol import records
+
 
 @cache
 def _validator(name: str) -> Any:
-    text = resources.files("adaptor.operations").joinpath("schema", f"{name}.json").read_text()
-    jsonschema.Draft202012Validator.check_schema(json.loads(text))
-    return jsonschema.Draft202012Validator(json.loads(text))
+    schema = records.schema(name)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    return jsonschema.Draft202012Validator(schema)
 
 
 def assert_valid(logs: Path) -> None:

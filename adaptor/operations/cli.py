@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from adaptor import config, distributions
-from adaptor.operations import access, job_folder, job_reader, verify
+from adaptor.operations import access, job_reader, verify
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.job_reader import JobReader, first_step_again, protection
 from adaptor.operations.settings import HostPort
-from adaptor.operations.trace import chrome_trace
+from adaptor.operations.timeline import chrome_trace
 from adaptor.protocol import records
 from adaptor.protocol.records import Incident, Phases, Status, unix
 from adaptor.terminal import FINDING, OK, Add, CtrlC, show
@@ -76,14 +76,14 @@ def add(add_command: Add) -> None:
 
 
 def _job_folder(parsed: argparse.Namespace) -> Path:
-    return job_folder.find(parsed.where or Path(config.load().log_path))
+    return job_reader.find(parsed.where or Path(config.load().log_path))
 
 
 def _status(parsed: argparse.Namespace) -> int:
     with CtrlC() as ctrl_c:
         while True:
-            status = job_folder.status(_job_folder(parsed))
-            silent_s = job_folder.silent_s(status)
+            status = job_reader.status(_job_folder(parsed))
+            silent_s = job_reader.silent_s(status)
             if parsed.json:
                 print(msgspec.json.encode(status).decode())
             else:
@@ -144,15 +144,15 @@ def _open(status: Status) -> str:
 
 def _incidents(parsed: argparse.Namespace) -> int:
     job = _job_folder(parsed)
-    all_incidents = job_folder.incidents(job)
+    all_incidents = job_reader.incidents(job)
     if parsed.json:
         print(msgspec.json.encode(all_incidents).decode())
         return OK
     for incident in all_incidents:
         show(_incident_lines(incident))
     is_open = ""
-    with contextlib.suppress(job_folder.JobFolderError):  # a job that has just begun has no status
-        is_open = _open(job_folder.status(job))
+    with contextlib.suppress(job_reader.JobFolderError):  # a job that has just begun has no status
+        is_open = _open(job_reader.status(job))
     show([f"{len(all_incidents)} incident{'' if len(all_incidents) == 1 else 's'}{is_open}"])
     return OK
 
@@ -217,7 +217,7 @@ def _report(parsed: argparse.Namespace) -> int:
         from adaptor.operations.page import Pages
     except ModuleNotFoundError as error:
         raise _missing(error, "jinja2", "ttp report") from None
-    save = job_folder.status(job).save
+    save = job_reader.status(job).save
     html = Pages().page(JobReader(job), job_reader.newest(Path(save)) if save else None)
     out = parsed.out or Path("report.html")
     _write(out, html, description := f"the page of {job.name}")
@@ -226,9 +226,9 @@ def _report(parsed: argparse.Namespace) -> int:
 
 def _incident(job: Path, name: str) -> Incident:
     """Return the incident with an id; the newest incident for ''."""
-    known_incidents = job_folder.incidents(job)
+    known_incidents = job_reader.incidents(job)
     if not known_incidents:
-        raise job_folder.JobFolderError(f"{shown(str(job))}: this job has had no incident")
+        raise job_reader.JobFolderError(f"{shown(str(job))}: this job has had no incident")
     chosen = (
         known_incidents[-1]
         if not name
@@ -236,7 +236,7 @@ def _incident(job: Path, name: str) -> Incident:
     )
     if chosen is None:
         ids = ", ".join(incident.id for incident in known_incidents[-10:])
-        raise job_folder.JobFolderError(f"--trace is {name!r}: this job has no such incident, it has {ids}")
+        raise job_reader.JobFolderError(f"--trace is {name!r}: this job has no such incident, it has {ids}")
     return chosen
 
 
@@ -244,7 +244,7 @@ def _write(out: Path, content: str, description: str) -> None:
     try:
         out.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise job_folder.JobFolderError(
+        raise job_reader.JobFolderError(
             f"{shown(str(out))}: {shown(description)} cannot be written ({error.strerror}); name another "
             "--out"
         ) from None
@@ -262,7 +262,7 @@ def _missing(error: ModuleNotFoundError, package: str, command: str, extra: str 
     """Return the error to raise if a package is missing that only one command of `ttp` needs."""
     if (error.name or "").partition(".")[0] != package:
         return error
-    return job_folder.JobFolderError(f"{command} needs {package}: {distributions.install_command(extra)}")
+    return job_reader.JobFolderError(f"{command} needs {package}: {distributions.install_command(extra)}")
 
 
 def _otel(parsed: argparse.Namespace) -> int:
@@ -287,10 +287,10 @@ def _serve(parsed: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise _missing(error, "prometheus_client", "ttp serve") from None
     if (parsed.tls_cert is None) != (parsed.tls_key is None):
-        raise job_folder.JobFolderError("--tls-cert and --tls-key belong together: name both")
+        raise job_reader.JobFolderError("--tls-cert and --tls-key belong together: name both")
     folder = parsed.where or Path(config.load().log_path)
     if not folder.is_dir():
-        raise job_folder.JobFolderError(f"{shown(str(folder))}: there is no such folder; name a TTP_LOG_PATH")
+        raise job_reader.JobFolderError(f"{shown(str(folder))}: there is no such folder; name a TTP_LOG_PATH")
     address = HostPort(parsed.host, parsed.port)
     certificate = (parsed.tls_cert, parsed.tls_key) if parsed.tls_cert is not None else None
     clients = access.clients(address, parsed.token_file, certificate)

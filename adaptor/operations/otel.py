@@ -25,9 +25,9 @@ from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, TraceFlags
 from opentelemetry.trace.status import Status, StatusCode
 
-from adaptor.operations import job_folder
-from adaptor.operations.job_folder import JobFolderError, Summaries
-from adaptor.operations.trace import parts
+from adaptor.operations import job_reader
+from adaptor.operations.job_reader import JobFolderError, Summaries
+from adaptor.operations.timeline import parts
 from adaptor.protocol import records
 from adaptor.protocol.records import Incident, IncidentSummary, unix
 from adaptor.terminal import FINDING, OK, CtrlC
@@ -86,7 +86,7 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
     try:
         with CtrlC() as ctrl_c:
             while True:
-                is_last = not follow or not job_folder.goes_on(job)
+                is_last = not follow or not job_reader.goes_on(job)
                 incident_summaries = summaries.of(job)
                 for place, summary in enumerate(incident_summaries):
                     if summary.id in sent_ids or not (
@@ -94,7 +94,7 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
                     ):
                         continue
                     sent_ids.add(summary.id)
-                    incident = job_folder.read(job / records.INCIDENTS / f"{summary.id}.json", Incident)
+                    incident = job_reader.read(job / records.INCIDENTS / f"{summary.id}.json", Incident)
                     taken = exporter.export(spans(incident, resource)) is SpanExportResult.SUCCESS
                     refused += not taken
                     if as_json:

@@ -2,25 +2,30 @@
 
 A page is one file. It loads nothing from any other place, so it can be sent to anybody: its policy allows
 this style and this script by their digests, and requests to the server of the page.
+
+The section of an incident is made from its file and from the stacks in the log folder.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
+import math
+import re
 import threading
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
-from adaptor.operations import charts, incident_section, job_folder, timeline
-from adaptor.operations.incident_section import Section, section
-from adaptor.operations.job_reader import CheckpointSummary, JobReader, protection
+from adaptor.operations import job_reader, timeline
+from adaptor.operations.job_reader import CheckpointSummary, JobReader, first_step_again, protection
+from adaptor.operations.timeline import Lane, Span
 from adaptor.protocol import records
-from adaptor.protocol.records import Incident, Status, unix
+from adaptor.protocol.records import Event, Incident, Status, unix
 from adaptor.text import duration, size
 
 
@@ -62,7 +67,7 @@ def environment(*folders: Path) -> jinja2.Environment:
         policy=POLICY,
         duration=duration,
         size=size,
-        row=charts.row,
+        row=timeline.row,
         scale_of=timeline.scale,
         tick_labels=timeline.tick_labels,
     )
@@ -107,7 +112,7 @@ class Pages:
         status = reader.status()
         with self._lock:
             newest = self._newest_sections(reader.job)
-        silent_s = job_folder.silent_s(status)
+        silent_s = job_reader.silent_s(status)
         ended_badly = bool(newest) and newest[0].action.startswith("the job ends")
         bad = bool(silent_s) or status.protected is False or (status.state == "ended" and ended_badly)
         is_waiting = status.state in ("incident", "restarting", "starting")
@@ -125,7 +130,7 @@ class Pages:
             spent=spent,
             used={colour: spent.seconds.get(state, 0.0) for colour, (state, _) in _USED.items()},
             used_words={colour: label for colour, (_, label) in _USED.items()},
-            history=charts.history_of(reader.changes(), unix(status.time)),
+            history=timeline.history_of(reader.changes(), unix(status.time)),
             index=reader.summaries(),
             sections=newest,
             refresh_s=refresh_s,
@@ -136,7 +141,7 @@ class Pages:
         entries_by_path: dict[str, tuple[tuple[int, int], Section]] = {}
         # By their names, which begin with the time; incidents of the same second have no order.
         for path in sorted((job / records.INCIDENTS).glob("*.json"))[-2 * MOST_INCIDENTS :]:
-            mark = job_folder.mark_of(path)
+            mark = job_reader.mark_of(path)
             if mark is not None:
                 known_entry = self._sections.get(str(path))
                 entries_by_path[str(path)] = (
@@ -149,11 +154,279 @@ class Pages:
         return newest_sections[:MOST_INCIDENTS]
 
     def _section(self, path: Path) -> Section:
-        incident = job_folder.read(path, Incident)
-        stacks = incident_section.stacks_of(path.parents[2], incident)
+        incident = job_reader.read(path, Incident)
+        stacks = stacks_of(path.parents[2], incident)
         return section(self._environment, incident, stacks)
 
 
 def _age(status: Status, at: float | None) -> str:
     """Return the time from `at`, in Unix seconds, to the status; "" for None."""
     return "" if at is None else duration(max(0.0, unix(status.time) - at))
+
+
+# The page has the stacks of so many ranks, and so many bytes of each: thousands would stall a browser.
+MOST_FILES = 8
+MOST_BYTES = 16_384
+# The largest expected difference between the clocks of a file server and a node.
+_TOLERANCE_S = 5.0
+_NAME = re.compile(r"rank(\d+)(?:\.native)?\.txt")
+
+
+class Stack(NamedTuple):
+    """The content of a file of stacks: its path below the log folder, the rank, its first bytes as text."""
+
+    path: str
+    rank: int
+    text: str
+
+
+class Stacks(NamedTuple):
+    """The stacks of an incident, of the ranks to blame first; `left_out` further files are in the folder."""
+
+    shown: list[Stack]
+    left_out: int
+
+
+def stacks_of(log_path: Path, incident: Incident) -> Stacks:
+    """Return the stacks written during the incident, none if unreadable: `stacks-*/rank<N>.txt` in the log
+    folder.
+
+    The file of an incident does not name the folder; the time of the files decides.
+    """
+    begin, end = unix(incident.began) - _TOLERANCE_S, unix(incident.ended) + _TOLERANCE_S
+    stack_files: list[tuple[bool, int, Path]] = []
+    suspects = {incident.blamed, *incident.failed, *incident.silent}
+    try:
+        for path in log_path.glob("stacks-*/rank*.txt"):
+            name = _NAME.fullmatch(path.name)
+            if name is not None and begin <= path.stat().st_mtime <= end:
+                stack_files.append((int(name[1]) not in suspects, int(name[1]), path))
+    except OSError:
+        return Stacks([], 0)
+    stack_files.sort()
+    shown = [
+        Stack(str(path.relative_to(log_path)), rank, _stack_text(path))
+        for _, rank, path in stack_files[:MOST_FILES]
+    ]
+    return Stacks(shown, max(0, len(stack_files) - MOST_FILES))
+
+
+def _stack_text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            read = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    omission = "\n... the rest is in the file" if len(read) > MOST_BYTES else ""
+    return read[:MOST_BYTES].decode(errors="replace") + omission
+
+
+# The page has no more events of an incident: with thousands of ranks a browser would stall.
+MOST_EVENTS = 500
+NOTICED = "the notice of the fault"
+_VERDICTS = {
+    "recovered": "recovered without a restart",
+    "saved": "saved",
+    "nothing": "nothing to save",
+    "lost": "could not be saved",
+}
+# The kinds of a lane's spans, which are names of colours, and their words in the key.
+_KINDS = {
+    "gone": "no process",
+    "silent": "does not answer",
+    "stop": "stops",
+    "write": "writes",
+    "publish": "names the checkpoint",
+    "start": "a new process starts",
+    "regroup": "meets the others",
+}
+_RECOVERY = {
+    "write": "until the checkpoint has its name",
+    "other": "until the verdict",
+    "regroup": "new process, all meet again",
+    "start": "restart of all processes",
+    "load": "imports, model, data, checkpoint",
+    "first": "first step",
+}
+
+
+class Section(NamedTuple):
+    """The part of a page about an incident, and its line in the list of incidents.
+
+    Attributes:
+        order: of incidents: the beginning and the number
+        name: of the section in the page
+    """
+
+    order: tuple[str, int]
+    name: str
+    began: str
+    cause: str
+    verdict: str
+    action: str
+    again: str
+    lost: str
+    html: Markup
+
+
+class LaneView(NamedTuple):
+    """Lanes on one scale; `kinds` has the kinds of their spans with words for the key."""
+
+    lanes: list[Lane]
+    ticks: Sequence[float]
+    kinds: dict[str, str]
+
+
+def section(
+    environment: jinja2.Environment,
+    incident: Incident,
+    stacks: Stacks,
+    *,
+    fault_at: float | None = None,
+    origin: str = NOTICED,
+    name: str = "",
+) -> Section:
+    """Return the section of an incident.
+
+    Args:
+        environment: of the page.
+        incident: the incident.
+        stacks: of the incident.
+        fault_at: the time of the fault, in Unix seconds; by default of its notice.
+        origin: the event at that time, in words.
+        name: of the section in the page; by default the incident's id.
+    """
+    name = name or f"incident-{incident.id}"
+    began = unix(incident.began)
+    fault_at = began if fault_at is None else fault_at
+    published = _published(incident, fault_at)
+    verdict_s = max(0.0, unix(incident.ended) - fault_at)
+    repeated_step = first_step_again(incident, fault_at)
+    until = published if published is not None else verdict_s
+    recovery = _recovery(incident, verdict_s, published)
+    _, save_ticks = timeline.scale(until)
+    _, recovery_ticks = timeline.scale(sum(recovery.values()))
+    cause, further_sentence = _sentence(incident)
+    lanes, left_out = timeline.lanes_of(incident, fault_at, verdict_s)
+    recovery_lanes = [lane for lane in lanes if any(at > save_ticks[-1] for _, at in lane.words)]
+    fields = {
+        "one": incident,
+        "name": name,
+        "cause": cause,
+        "more": further_sentence,
+        "verdict": _VERDICTS.get(incident.verdict, incident.verdict),
+        "detected": _detected(incident, fault_at),
+        "published": published,
+        "again": repeated_step,
+        "origin": origin,
+        "until": until,
+        "save_view": _view(lanes, -math.inf, save_ticks),
+        "left_out": left_out,
+        "recovery": recovery,
+        "recovery_view": _view(recovery_lanes, save_ticks[-1], recovery_ticks),
+        "advice": _advice(incident),
+        "recovery_words": _RECOVERY,
+        "stacks": stacks,
+        "most": MOST_EVENTS,
+    }
+    html = environment.get_template("incident.html.j2").render(
+        **fields,
+        figure=lambda seconds: "not known" if seconds is None else duration(seconds),
+        after=_after,
+        spans=_rects,
+        seconds=lambda event: _since(event, fault_at),
+        words=timeline.words_of,
+    )
+    mark = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]  # compared by a live page
+    return Section(
+        order=(incident.began, incident.incident),
+        name=name,
+        began=incident.began[:19].replace("T", " "),
+        cause=cause,
+        verdict=incident.verdict,
+        action=incident.next_action,
+        again="" if repeated_step is None else duration(repeated_step),
+        lost="not known" if incident.steps_lost is None else str(incident.steps_lost),
+        html=Markup(html.replace('data-mark=""', f'data-mark="{mark}"', 1)),
+    )
+
+
+def _view(lanes: Sequence[Lane], begin: float, ticks: Sequence[float]) -> LaneView:
+    """Return lanes as a chart with the scale of `ticks`.
+
+    Args:
+        lanes: of the incident.
+        begin: events up to this time, in seconds, have no words.
+        ticks: the scale; events behind its end have no words.
+    """
+    kinds = {span.kind for lane in lanes for span in lane.spans if span.begin <= ticks[-1]}
+    shown = [
+        lane._replace(words=[(word, at) for word, at in lane.words if begin < at <= ticks[-1]])
+        for lane in lanes
+    ]
+    return LaneView(shown, ticks, {kind: word for kind, word in _KINDS.items() if kind in kinds})
+
+
+def _advice(incident: Incident) -> str:
+    """Return the section of the runbook on the cause of an incident, as text; "" without a section."""
+    runbook = resources.files("adaptor.operations").joinpath("runbook.txt").read_text(encoding="utf-8")
+    heading = incident.runbook.partition("#")[2]
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", runbook, re.MULTILINE | re.DOTALL)
+    if section is None:
+        return ""
+    lines = re.sub(r"\n +|(?<!\n)\n(?!\n|- )", " ", section[1].strip())
+    return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", lines).replace("`", "")
+
+
+def _sentence(incident: Incident) -> tuple[str, str]:
+    """Return the cause in one sentence, and the remaining sentences of the printed line."""
+    cause, _, further_sentence = incident.reason.partition("; ")
+    return _begin(cause) or "The cause is not known", _begin(further_sentence)
+
+
+def _begin(sentence: str) -> str:
+    """Return words with a capital first letter, except the name of a function and ttprun's."""
+    sentence = sentence.strip().rstrip(".")
+    return sentence if re.match(r"\S+ \(|ttprun\b", sentence) else sentence[:1].upper() + sentence[1:]
+
+
+def _since(event: Event, fault_at: float) -> float:
+    """Return the seconds from the fault; below 0 for an earlier time of another node's clock."""
+    return unix(event.time) - fault_at
+
+
+def _after(seconds: float) -> str:
+    if abs(seconds) < 0.0005:
+        return "0 ms"
+    return duration(seconds) if seconds > 0 else f"-{duration(-seconds)}"
+
+
+def _rects(spans: list[Span], until: float) -> list[timeline.Rect]:
+    rects = (timeline.rect(span.kind, span.begin, span.end, until) for span in spans)
+    return [rectangle for rectangle in rects if rectangle is not None]
+
+
+def _detected(incident: Incident, fault_at: float) -> float | None:
+    """Return the seconds until the first order; for a hang the seconds without any movement."""
+    if incident.phases.detect is None or incident.cause.kind == "hang":
+        return incident.phases.detect
+    return max(0.0, unix(incident.began) - fault_at) + incident.phases.detect
+
+
+def _published(incident: Incident, fault_at: float) -> float | None:
+    """Return the seconds until the checkpoint had its name; None without a checkpoint."""
+    at = [unix(event.time) for event in incident.events if event.type == "published"]
+    return max(0.0, max(at) - fault_at) if at else None
+
+
+def _recovery(incident: Incident, verdict_s: float, published: float | None) -> dict[str, float]:
+    """Return the parts of the whole recovery, in their order."""
+    phases = incident.phases
+    saved = min(published or 0.0, verdict_s)
+    return {
+        "write": saved,
+        "regroup" if incident.verdict == "recovered" else "other": verdict_s - saved,
+        "start": phases.restart or 0.0,
+        "load": phases.load or 0.0,
+        "first": phases.first_step or 0.0,
+    }

@@ -11,6 +11,9 @@ job, so training continues whatever happens to the server.
 /incidents/ID/trace an incident as a trace for ui.perfetto.dev
 /api/v1/incidents   the incidents, each without its events; /api/v1/incidents/ID: one with its events
 /api/v1/events      the newest events, at most `?limit=` of them
+
+The metrics are made from the new parts of the files; docs/operations.md has the table. No metric has a label
+for each rank: a job of thousands would be thousands of series.
 """
 
 from __future__ import annotations
@@ -20,23 +23,40 @@ import hmac
 import re
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector, CollectorRegistry
 
-from adaptor.operations import job_folder, metrics, page
+from adaptor.operations import job_reader, page
 from adaptor.operations.access import Clients
-from adaptor.operations.job_folder import JobFolderError
-from adaptor.operations.job_reader import JobReader, NewestCheckpoint, newest_events
+from adaptor.operations.job_reader import (
+    CheckpointSummary,
+    JobFolderError,
+    JobReader,
+    NewestCheckpoint,
+    newest_events,
+)
 from adaptor.operations.settings import HostPort
-from adaptor.operations.trace import chrome_trace
+from adaptor.operations.timeline import chrome_trace
 from adaptor.protocol import records
-from adaptor.protocol.records import Incident
+from adaptor.protocol.records import Incident, IncidentSummary, Phases, Status, StepTimes, unix
 
 # The time limit of a client: a scrape takes 10 s at most.
 _CLIENT_S = 10.0
@@ -79,7 +99,7 @@ class Server(ThreadingHTTPServer):
         self._clients = threading.BoundedSemaphore(MOST_CLIENTS)
         self._reader: JobReader | None = None
         self.pages = page.Pages()
-        self.newest = NewestCheckpoint(lambda: job_folder.status(self.job()).save)
+        self.newest = NewestCheckpoint(lambda: job_reader.status(self.job()).save)
         super().__init__(listening.getsockname(), _Handler, bind_and_activate=False)
         self.socket.close()  # made by the base class
         self.socket = listening
@@ -94,8 +114,8 @@ class Server(ThreadingHTTPServer):
             JobFolderError: the folder has no job.
         """
         current_job = self._job
-        if current_job is None or not job_folder.goes_on(current_job):
-            current_job = self._job = job_folder.find(self.where)
+        if current_job is None or not job_reader.goes_on(current_job):
+            current_job = self._job = job_reader.find(self.where)
         return current_job
 
     def reader(self) -> JobReader:
@@ -203,14 +223,14 @@ class _Handler(BaseHTTPRequestHandler):
             return HTTPStatus.OK, _TEXT, b"ok\n"
         if path == "/metrics":
             accept = self.headers.get("Accept", "")
-            body, kind = metrics.exposition(server.reader(), server.newest.checkpoint, accept)
+            body, kind = exposition(server.reader(), server.newest.checkpoint, accept)
             return HTTPStatus.OK, kind, body
         if path == "/readyz":
             reason = _not_ready(server.job())
             status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
             return status, _TEXT, f"{reason or 'ok'}\n".encode(errors="replace")
         if path == "/api/v1/status":
-            return _json(job_folder.status(server.job()))
+            return _json(job_reader.status(server.job()))
         if path == "/api/v1/incidents":
             return _json(server.reader().summaries())
         if path.startswith("/api/v1/incidents/"):
@@ -269,7 +289,7 @@ def _json(body: object) -> tuple[HTTPStatus, str, bytes]:
 def _incident(job: Path, name: str) -> Incident | None:
     """Return the incident of this name; None without such an incident."""
     path = job / records.INCIDENTS / f"{name}.json"
-    return job_folder.read(path, Incident) if _INCIDENT_ID.fullmatch(name) and path.is_file() else None
+    return job_reader.read(path, Incident) if _INCIDENT_ID.fullmatch(name) and path.is_file() else None
 
 
 def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:
@@ -281,10 +301,10 @@ def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:
 
 def _not_ready(job: Path) -> str:
     """Return why the job does not train as it should, '' if it does."""
-    status = job_folder.status(job)
+    status = job_reader.status(job)
     if status.state == "ended":
         return "the job has ended"
-    silent_s = job_folder.silent_s(status)
+    silent_s = job_reader.silent_s(status)
     if silent_s:
         return f"no status was written for {silent_s:.0f} s"
     if status.state != "training":
@@ -292,3 +312,143 @@ def _not_ready(job: Path) -> str:
     if status.protected is False:
         return f"not protected: {status.why_not}"
     return "" if status.protected else "not yet protected"
+
+
+# From the milliseconds of the notice of a death to the minutes of a restart of a large job.
+BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+_RANKS = ("starting", "training", "ended")
+
+
+def exposition(reader: JobReader, newest: CheckpointSummary | None, accept: str) -> tuple[bytes, str]:
+    """Return the metrics of a job, and their content type.
+
+    Args:
+        reader: of the job, kept from one scrape to the next.
+        newest: the newest checkpoint in its save folder, if known.
+        accept: the header `Accept` of the scrape, which chooses OpenMetrics or the older text format.
+
+    Raises:
+        JobFolderError: the files of the job cannot be read.
+    """
+    registry = CollectorRegistry()
+    registry.register(_Job(reader, newest))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry), content_type
+
+
+class _Job(Collector):
+    def __init__(self, reader: JobReader, newest: CheckpointSummary | None) -> None:
+        self._newest = newest
+        self._status = reader.status()
+        self._incidents = reader.summaries()
+        self._ratio = reader.spent().ratio
+        self._counted = reader.counted()
+
+    def collect(self) -> Iterable[Metric]:
+        status = self._status
+        yield InfoMetricFamily(
+            "ttp_build",
+            "the installed adaptor, and the job",
+            value={"version": metadata.version("ttp-adaptor"), "job": status.job},
+        )
+        yield from _of_status(status)
+        yield from _of_incidents(self._incidents)
+        if self._newest is not None:
+            yield from _of_checkpoint(self._newest)
+        times = CounterMetricFamily(
+            "ttp_time_seconds", "seconds that the job has spent in each state", labels=["state"]
+        )
+        for state, seconds in self._counted.items():
+            times.add_metric([state], seconds)
+        yield times
+        if self._ratio is not None:
+            yield _gauge("ttp_goodput_ratio", "productive seconds over all seconds of the job", self._ratio)
+
+
+def _of_status(status: Status) -> Iterator[Metric]:
+    yield _gauge("ttp_status_timestamp_seconds", "when ttprun has written the status last", unix(status.time))
+    yield _gauge("ttp_running", "1 until ttprun has ended", status.state != "ended")
+    if status.protected is not None:
+        yield _gauge("ttp_protected", "1 if all ranks train what can be saved", status.protected)
+    if status.step is not None and status.step_time is not None:
+        yield _gauge("ttp_finished_step", "the newest finished step", status.step)
+        yield _gauge("ttp_last_step_timestamp_seconds", "when it was finished", unix(status.step_time))
+    if status.step_times is not None:
+        yield _of_steps(status.step_times)
+    if status.shard_holders is not None:
+        yield _gauge(
+            "ttp_shard_holders_min",
+            "ranks that hold that shard of the state which the fewest hold",
+            status.shard_holders,
+        )
+    if status.host_copy_step is not None and status.host_copy_time is not None:
+        yield _gauge("ttp_host_copy_step", "the newest step in host memory", status.host_copy_step)
+        yield _gauge("ttp_host_copy_timestamp_seconds", "when it was there", unix(status.host_copy_time))
+    yield _gauge("ttp_failed_saves", "saves that have failed one after the other", status.failed_saves)
+    yield _gauge("ttp_generation", "starts of the workers, from 1 on", status.generation)
+    ranks = GaugeMetricFamily("ttp_ranks", "ranks in each state", labels=["state"])
+    starting = max(0, status.ranks - status.ranks_training - status.ranks_ended)
+    for state, count in zip(_RANKS, (starting, status.ranks_training, status.ranks_ended), strict=True):
+        ranks.add_metric([state], count)
+    yield ranks
+    nodes = GaugeMetricFamily("ttp_nodes", "nodes by whether their agents are there", labels=["state"])
+    nodes.add_metric(["up"], status.nodes - status.nodes_lost)
+    nodes.add_metric(["lost"], status.nodes_lost)
+    yield nodes
+    agents = GaugeMetricFamily("ttp_agent_up", "1 while the agent of a node is there", labels=["node"])
+    lost = set(status.lost_nodes)
+    for node in range(status.nodes):
+        agents.add_metric([str(node)], float(node not in lost))
+    yield agents
+    yield _gauge(
+        "ttp_incident_open", "1 while a fault is handled", status.state in ("incident", "restarting")
+    )
+    yield CounterMetricFamily("ttp_restarts", "restarts of all workers", value=status.restarts)
+    yield _gauge(
+        "ttp_restarts_remaining", "restarts that are left", max(0, status.max_restarts - status.restarts)
+    )
+    yield _gauge(
+        "ttp_controller_term", "0 for the first controller, else the node that took over", status.term
+    )
+
+
+def _of_steps(times: StepTimes) -> Metric:
+    limits = [*map(str, times.limits), "+Inf"]
+    counts = [float(count) for count in accumulate(times.counts)]
+    histogram = HistogramMetricFamily("ttp_step_duration_seconds", "how long steps took")
+    histogram.add_metric([], buckets=list(zip(limits, counts, strict=True)), sum_value=times.sum)
+    return histogram
+
+
+def _of_incidents(incidents: Sequence[IncidentSummary]) -> Iterator[Metric]:
+    counter = CounterMetricFamily("ttp_incidents", "incidents that have ended", labels=["cause", "verdict"])
+    for (cause, verdict), count in Counter(
+        (incident.cause.kind, incident.verdict) for incident in incidents
+    ).items():
+        counter.add_metric([cause, verdict], count)
+    yield counter
+    lost = [incident.steps_lost for incident in incidents if incident.steps_lost is not None]
+    if lost or not incidents:  # else unknown, not 0
+        yield CounterMetricFamily(
+            "ttp_steps_lost", "finished steps that had to be trained again, or would have to", value=sum(lost)
+        )
+    unknown = len(incidents) - len(lost)
+    yield _gauge("ttp_incidents_of_unknown_loss", "incidents whose lost steps nobody knows", unknown)
+    parts = HistogramMetricFamily(
+        "ttp_incident_phase_seconds", "how long each part of an incident took", labels=["phase"]
+    )
+    for name in Phases.__struct_fields__:
+        took = [seconds for incident in incidents if (seconds := getattr(incident.phases, name)) is not None]
+        counts = [(str(limit), float(sum(seconds <= limit for seconds in took))) for limit in BUCKETS_S]
+        parts.add_metric([name], buckets=[*counts, ("+Inf", float(len(took)))], sum_value=sum(took))
+    yield parts
+
+
+def _of_checkpoint(newest: CheckpointSummary) -> Iterator[Metric]:
+    yield _gauge("ttp_checkpoint_step", "the step of the newest checkpoint", newest.step)
+    yield _gauge("ttp_checkpoint_timestamp_seconds", "when it was written", newest.at)
+    yield _gauge("ttp_checkpoint_bytes", "the bytes of its files", newest.size)
+
+
+def _gauge(name: str, help_text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, help_text, value=float(value))

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import queue
-import threading
 from collections.abc import Sequence, Set
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
+from adaptor import threads
 from adaptor.checkpoint import manifest, tracker
 from adaptor.errors import CheckpointError
-from adaptor.operations import job_folder
+from adaptor.operations import job_reader
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
 from adaptor.terminal import FINDING, OK, USAGE, show
@@ -77,12 +76,12 @@ def answer(parsed: argparse.Namespace) -> int:
     try:
         is_there, steps = root.is_dir(), tracker.steps(root)
     except OSError as error:
-        raise job_folder.JobFolderError(f"{shown(str(root))}: {error.strerror or error}") from error
+        raise job_reader.JobFolderError(f"{shown(str(root))}: {error.strerror or error}") from error
     if not is_there:
-        raise job_folder.JobFolderError(f"{shown(str(root))}: there is no such folder; name a --save folder")
+        raise job_reader.JobFolderError(f"{shown(str(root))}: there is no such folder; name a --save folder")
     if parsed.step is not None:
         if parsed.step not in steps:
-            raise job_folder.JobFolderError(
+            raise job_reader.JobFolderError(
                 f"{shown(str(root))}: there is no checkpoint of step {parsed.step}"
             )
         steps = [parsed.step]
@@ -158,38 +157,10 @@ def _bytes(states: Set[str]) -> str:
 
 
 def _examined(folder: Path, files: Sequence[FileEntry]) -> list[manifest.Examined]:
-    """Examine files, several at the same time; return the findings, in the order of the files.
-
-    Ctrl-C ends this at once; a pool would wait for the begun files, which may be large.
-    """
-    waiting_files: queue.SimpleQueue[tuple[int, FileEntry]] = queue.SimpleQueue()
-    examined_queue: queue.SimpleQueue[tuple[int, manifest.Examined | Exception]] = queue.SimpleQueue()
-    for numbered in enumerate(files):
-        waiting_files.put(numbered)
-
-    def work() -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                number, entry = waiting_files.get_nowait()
-                try:
-                    examined_queue.put((number, manifest.examine(folder, entry)))
-                except Exception as error:  # the main thread raises it
-                    examined_queue.put((number, error))
-
-    for started in range(min(len(files), _MOST_AT_ONCE, 2 * (os.cpu_count() or 1))):
-        try:
-            threading.Thread(target=work, name="ttp-verify", daemon=True).start()
-        except RuntimeError:  # no more threads for this process
-            if not started:
-                raise
-            break
-    examined_by_number: dict[int, manifest.Examined] = {}
-    while len(examined_by_number) < len(files):
-        number, examined_file = examined_queue.get()
-        if isinstance(examined_file, Exception):
-            raise examined_file
-        examined_by_number[number] = examined_file
-    return [examined_by_number[number] for number in range(len(files))]
+    """Examine files, several at the same time; return the findings, in the order of the files."""
+    calls = (partial(manifest.examine, folder, entry) for entry in files)
+    at_once = min(_MOST_AT_ONCE, 2 * (os.cpu_count() or 1))
+    return [examined.result() for examined in threads.in_order(calls, "ttp-verify", at_once)]
 
 
 def _table(answers: Sequence[_Checkpoint], named: int | None, *, all_files: bool) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adaptor.checkpoint import manifest
-from adaptor.operations import job_folder
+from adaptor.operations import job_reader
 from adaptor.operations.job_reader import JobReader
 from adaptor.protocol import naming
 from tests.faults.harness import ITERATIONS, Ended
@@ -21,7 +21,7 @@ def steps_in(root: Path) -> list[int]:
 
 def spent(logs: Path) -> dict[str, float]:
     """How the job with this log folder has spent its time, as `ttp goodput` says it, in seconds."""
-    return JobReader(job_folder.find(logs)).spent().seconds
+    return JobReader(job_reader.find(logs)).spent().seconds
 
 
 def tracked(root: Path) -> str:

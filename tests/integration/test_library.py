@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.operations import job_folder
+from adaptor.operations import job_reader
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, ITERATIONS, Ended
 from tests.faults.library import train, undisturbed
@@ -70,7 +70,7 @@ def test_a_function_that_makes_the_steps_is_called_again(tmp_path: Path) -> None
     assert "2 incidents (2 without a restart), 0 steps lost" in ended.log
     (spare,) = [stamp["spare"] for stamp in ended.stamps if stamp["rank"] == 2]
     assert f"replaced by pid {spare}, " in ended.log
-    status = job_folder.status(job_folder.find(tmp_path / "job/logs"))
+    status = job_reader.status(job_reader.find(tmp_path / "job/logs"))
     assert (status.state, status.step) == ("ended", ITERATIONS)
     assert (status.drill_step, status.drill_problem) == (ITERATIONS - 1, "")
     assert Path(status.script).suffix == ".py"

@@ -19,8 +19,8 @@ from tests.waiting import LONG_S
 # Ctrl-C comes at the first look at the files of the job, and is lost; a second look is one too many.
 LOOKED_AT_ONCE = """
 import os
-from adaptor.operations import job_folder
-LOOK = job_folder.{look}
+from adaptor.operations import job_reader
+LOOK = job_reader.{look}
 looks = 0
 def looked(*arguments):
     global looks
@@ -29,7 +29,7 @@ def looked(*arguments):
         os._exit(3)
     interrupt()
     return LOOK(*arguments)
-job_folder.{look} = looked
+job_reader.{look} = looked
 """
 
 

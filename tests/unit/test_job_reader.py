@@ -9,8 +9,7 @@ import pytest
 
 from adaptor.operations import job_reader
 from adaptor.operations.goodput import Goodput
-from adaptor.operations.job_folder import JobFolderError
-from adaptor.operations.job_reader import JobReader, newest_events
+from adaptor.operations.job_reader import JobFolderError, JobReader, newest_events
 from adaptor.protocol.records import EVENTS_FILE, STATUS_FILE
 from tests.unit.test_serve import EVENTS, event, incident, job  # noqa: F401
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 import shutil
@@ -26,7 +27,6 @@ from adaptor.launchers.records import log
 from adaptor.launchers.records.incident_report import IncidentReport
 from adaptor.launchers.records.job_files import LIMITS_S, JobFiles, StepTimer
 from adaptor.launchers.records.job_records import JobStatus
-from adaptor.operations import job_folder
 from adaptor.protocol import naming, records
 from adaptor.protocol.messages import (
     AgentHello,
@@ -132,11 +132,29 @@ class Recorded:
         return written
 
 
+# Of the JSON Schemas without descriptions: readers of the files rely on the fields and their types.
+_DIGESTS = {
+    "event": "7935b8bf6f5d6bd0",
+    "incident": "d3938e30d61585af",
+    "notice": "1ccfacd4ae12152a",
+    "status": "cf4baab22966eb68",
+}
+
+
+def _without_descriptions(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {
+            key: _without_descriptions(item)
+            for key, item in value.items()
+            if key != "description" or isinstance(item, dict)  # of a field of this name
+        }
+    return [_without_descriptions(item) for item in value] if isinstance(value, list) else value
+
+
 @pytest.mark.parametrize("name", sorted(records.SCHEMAS))
-def test_the_schemas_in_the_package_are_those_of_the_records(name: str) -> None:
-    """After a change: `ttp schema NAME > adaptor/operations/schema/NAME.json`."""
-    path = Path(job_folder.__file__).with_name("schema") / f"{name}.json"
-    assert json.loads(path.read_text()) == records.schema(name)
+def test_a_schema_changes_on_purpose_only(name: str) -> None:
+    text = json.dumps(_without_descriptions(records.schema(name)), sort_keys=True)
+    assert hashlib.sha256(text.encode()).hexdigest()[:16] == _DIGESTS[name]
 
 
 def test_the_file_of_an_incident(tmp_path: Path) -> None:

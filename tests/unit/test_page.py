@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from adaptor.launchers.cli import ttp
-from adaptor.operations import charts, incident_section, page, timeline
+from adaptor.operations import page, timeline
 from adaptor.operations.job_reader import CheckpointSummary, JobReader
 from adaptor.protocol import records
 from adaptor.protocol.records import Phases, utc
@@ -161,9 +161,9 @@ def test_what_a_job_says_is_text(tmp_path: Path) -> None:
 
 def test_an_incident_with_more_events_than_a_browser_takes(tmp_path: Path) -> None:
     one = incident()
-    one.events *= incident_section.MOST_EVENTS + 7
+    one.events *= page.MOST_EVENTS + 7
     html = html_of(write(tmp_path, one))
-    assert html.count("<td>fault noticed</td>") == incident_section.MOST_EVENTS
+    assert html.count("<td>fault noticed</td>") == page.MOST_EVENTS
     assert "The other 7 are in incidents/" in html
 
 
@@ -280,11 +280,11 @@ def test_a_scale_has_one_unit(until: float, labels: list[str]) -> None:
 
 def test_the_history_of_a_job() -> None:
     changes = [(0.0, "startup"), (20.0, "training"), (60.0, "recovery"), (70.0, "training")]
-    found = charts.history_of(changes, 80.0)
+    found = timeline.history_of(changes, 80.0)
     assert found is not None
     assert [round(found.ratios[at], 3) for at in (19, 39, 59, 79)] == [0, 0.5, 0.667, 0.625]
     assert [rect.kind for rect in found.rects] == ["load"] * 20 + ["first"] * 40 + ["write"] * 10 + [
         "first"
     ] * 10
-    assert charts.history_of([], 80.0) is None
-    assert charts.history_of(changes[:1], 1.0) is None
+    assert timeline.history_of([], 80.0) is None
+    assert timeline.history_of(changes[:1], 1.0) is None

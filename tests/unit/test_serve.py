@@ -26,10 +26,10 @@ from adaptor import config, output, terminal
 from adaptor.errors import ConfigError
 from adaptor.launchers.cli import ttp
 from adaptor.launchers.operations.hooks import OperationsHooks
-from adaptor.operations import access, cli, metrics, serve
+from adaptor.operations import access, cli, serve
 from adaptor.operations.goodput import USES, Goodput, TimeSpent
 from adaptor.operations.job_reader import CheckpointSummary, JobReader
-from adaptor.operations.metrics import exposition
+from adaptor.operations.serve import exposition
 from adaptor.operations.settings import HostPort
 from adaptor.protocol import records
 from adaptor.protocol.records import (
@@ -620,7 +620,7 @@ def test_steps_lost_that_nobody_knows_are_not_0(known: list[int]) -> None:
     assert spent.lost is None
     assert cli._goodput_lines(spent)[-1].endswith(" steps, how many more were lost is not known")
     found = {
-        sample.name: sample.value for family in metrics._of_incidents(incidents) for sample in family.samples
+        sample.name: sample.value for family in serve._of_incidents(incidents) for sample in family.samples
     }
     assert found.get("ttp_steps_lost_total") == (7 if known else None)
     assert found["ttp_incidents_of_unknown_loss"] == 1

@@ -11,7 +11,7 @@ import pytest
 
 from adaptor import output
 from adaptor.launchers.cli import ttp
-from adaptor.operations.trace import chrome_trace
+from adaptor.operations.timeline import chrome_trace
 from adaptor.protocol.records import Incident
 from tests.unit.test_operations import Recorded
 from tests.unit.test_serve import get, job, served, server_of  # noqa: F401
