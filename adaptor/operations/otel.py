@@ -29,7 +29,7 @@ from adaptor.operations import job_reader
 from adaptor.operations.job_reader import JobFolderError, Summaries
 from adaptor.operations.timeline import parts
 from adaptor.protocol import records
-from adaptor.protocol.records import Incident, IncidentSummary, unix
+from adaptor.protocol.records import Incident, unix
 from adaptor.terminal import FINDING, OK, CtrlC
 from adaptor.text import shown
 
@@ -89,9 +89,8 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
                 is_last = not follow or not job_reader.goes_on(job)
                 incident_summaries = summaries.of(job)
                 for place, summary in enumerate(incident_summaries):
-                    if summary.id in sent_ids or not (
-                        is_last or place + 1 < len(incident_summaries) or _is_complete(summary)
-                    ):
+                    is_complete = summary.phases.first_step is not None or place + 1 < len(incident_summaries)
+                    if summary.id in sent_ids or not (is_last or is_complete):
                         continue
                     sent_ids.add(summary.id)
                     incident = job_reader.read(job / records.INCIDENTS / f"{summary.id}.json", Incident)
@@ -111,10 +110,6 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
     if not as_json:
         print(f"{len(sent_ids) - refused} of {len(sent_ids)} incidents sent")
     return FINDING if refused else OK
-
-
-def _is_complete(summary: IncidentSummary) -> bool:
-    return summary.phases.first_step is not None
 
 
 def spans(incident: Incident, resource: Resource) -> list[ReadableSpan]:

@@ -221,17 +221,14 @@ class Multipart:
         if status in (401, 403):
             return RefusedError(str(self._answers.refused(doing, answer)))
         answered = self._answers.answered(doing, answer)
-        return BusyError(str(answered)) if _is_busy(status, code) else answered
+        is_busy = status >= 500 or status == 429 or code in _BUSY
+        return BusyError(str(answered)) if is_busy else answered
 
 
 def _status(response: Mapping[str, Any]) -> tuple[int, str]:
     """Return the status and the code of an answer."""
     code = str(response.get("Error", {}).get("Code", ""))
     return int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)), code
-
-
-def _is_busy(status: int, code: str) -> bool:
-    return status >= 500 or status == 429 or code in _BUSY
 
 
 def bare(etag: str | None) -> str:

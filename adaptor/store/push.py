@@ -115,17 +115,14 @@ def find(store: Store, saved_manifest: Manifest) -> str | None:
     generation.
     """
     for prefix in catalog.places(store, saved_manifest.step)[0]:
-        is_own = prefix == catalog.place(saved_manifest)
-        if not is_own and not (
-            saved_manifest.generation and _generation(prefix) == catalog.generation(saved_manifest)
-        ):
+        if not catalog.is_of_same_generation(prefix, catalog.place(saved_manifest)):
             continue
         try:
             checkpoint = catalog.examine(store, prefix)
         except DamagedError:
             continue  # it is written anew
         files = {file.path: file for file in checkpoint.saved_manifest.files}
-        if is_own or (
+        if prefix == catalog.place(saved_manifest) or (
             len(files) == len(saved_manifest.files)
             and all(
                 file.path in files and catalog.is_same(file, files[file.path])
@@ -134,10 +131,6 @@ def find(store: Store, saved_manifest: Manifest) -> str | None:
         ):
             return prefix
     return None
-
-
-def _generation(prefix: str) -> str:
-    return prefix.rpartition("/")[2].partition("-")[0]
 
 
 @dataclass
@@ -226,15 +219,11 @@ class Sending:
             etag = store.put(name, b"".join(pieces()))
         return UploadedPart(file.path, file.bytes, digest.hexdigest(), etag)
 
-    @property
-    def _is_apart(self) -> bool:
-        """Return True if this node's manifest is not the manifest that the prefix is named after."""
-        return self._manifest_place != self.prefix
-
     def _may_be(self, file: FileEntry, stored: Stored, part: UploadedPart | None) -> bool:
         """Return whether the stored object may be this file."""
         if part is None:
-            return stored.bytes == file.bytes and not self._is_apart
+            # The objects may be of another node's manifest.
+            return stored.bytes == file.bytes and self._manifest_place == self.prefix
         return stored.bytes == file.bytes and part.etag == stored.etag
 
     def _hashed(

@@ -35,12 +35,12 @@ def read(path: Path) -> Any:
     Raises:
         CheckpointError: the file is no archive of torch, is damaged, or has an object that is not read.
     """
-    return _read(path, None)
+    return _read(path, 0, None)
 
 
 def read_inside(archive: Archive) -> Any:
     """Return the content of an archive inside of a file, like `read`."""
-    return _read(archive.path, archive.begin + archive.length)
+    return _read(archive.path, archive.begin, archive.begin + archive.length)
 
 
 def only_tensor(archive: Archive) -> StoredTensor:
@@ -79,40 +79,45 @@ def in_one_line(path: Path, kind: str) -> Iterator[None]:
         raise CheckpointError(f"{path}: is no {kind}, or is damaged ({error})") from error
 
 
-def _read(path: Path, end: int | None) -> Any:
+def _read(path: Path, begin: int, end: int | None) -> Any:
     with (
         in_one_line(path, "archive of torch"),
-        _BeginningOfFile(path, end) as file,
+        _FilePart(path, begin, end) as file,
         zipfile.ZipFile(file) as archive,
     ):
         name, storages = _members(archive, file, path)
         return load(archive.read(name), path, storages)
 
 
-class _BeginningOfFile(io.FileIO):
-    """A file up to byte `end`. `zipfile` itself finds the begin of an archive behind other bytes.
+class _FilePart(io.FileIO):
+    """The bytes from `begin` to `end` of a file, read like a file.
 
     Raises:
-        CheckpointError: the file ends before.
+        CheckpointError: the file ends before `end`.
     """
 
-    def __init__(self, path: Path, end: int | None) -> None:
+    def __init__(self, path: Path, begin: int, end: int | None) -> None:
         super().__init__(str(path))
         size = os.fstat(self.fileno()).st_size
-        self._end = size if end is None else end
+        self.begin, self._end = begin, size if end is None else end
         if self._end > size:
             self.close()
             raise CheckpointError(f"{path}: ends before byte {end}")
+        self.seek(0)
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        return super().seek(max(0, self._end + offset)) if whence == os.SEEK_END else super().seek(offset)
+        start = {os.SEEK_SET: self.begin, os.SEEK_CUR: super().tell()}.get(whence, self._end)
+        return super().seek(max(self.begin, start + offset)) - self.begin
+
+    def tell(self) -> int:
+        return super().tell() - self.begin
 
     def read(self, count: int | None = -1, /) -> bytes:
-        remaining = max(0, self._end - self.tell())
+        remaining = max(0, self._end - super().tell())
         return super().read(remaining if count is None or count < 0 else min(count, remaining)) or b""
 
 
-def _members(archive: zipfile.ZipFile, file: io.FileIO, path: Path) -> tuple[str, dict[str, tuple[int, int]]]:
+def _members(archive: zipfile.ZipFile, file: _FilePart, path: Path) -> tuple[str, dict[str, tuple[int, int]]]:
     """Return the name of the pickle, and offset and size of each storage in the file."""
     (name,) = (
         member_name
@@ -131,7 +136,7 @@ def _members(archive: zipfile.ZipFile, file: io.FileIO, path: Path) -> tuple[str
             start = info.header_offset + _LOCAL_HEADER.size + header[-2] + header[-1]
             if start + info.file_size > length:
                 raise CheckpointError(f"{path}: ends before the end of {info.filename}")
-            storages[info.filename.removeprefix(f"{root}data/")] = (start, info.file_size)
+            storages[info.filename.removeprefix(f"{root}data/")] = (file.begin + start, info.file_size)
     if f"{root}byteorder" in archive.namelist() and archive.read(f"{root}byteorder") != b"little":
         raise CheckpointError(f"{path}: was written on a big-endian machine, which is not read")
     if archive.getinfo(name).file_size > _LARGEST_PICKLE:

@@ -388,14 +388,10 @@ def _derived(states: dict[str, Any], rank: Rank, number: int, sizes: Sizes, file
     derived_states["rng_tracker_states"] = {
         name: state
         if name == "data-parallel-rng" and rank.pp < sizes.pp
-        else generator(state, seed(name, *_place(rank)))
+        else generator(state, seed(name, rank.tp, rank.pp, rank.ep))
         for name, state in trackers.items()
     }
     return derived_states
-
-
-def _place(rank: Rank) -> tuple[int, int, int]:
-    return rank.tp, rank.pp, rank.ep
 
 
 def generator(like: StoredTensor, seed: int) -> NewTensor:

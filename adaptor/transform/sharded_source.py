@@ -203,7 +203,7 @@ class ShardedCheckpoint:
         for region in sharded_index.regions(
             place, entry.whole, cut, entry.pieces, numbered=self._is_numbered
         ):
-            chunk = self._chunk_finder(front + region.name, dtype, region.whole_shape)(region.offset)
+            chunk = self._chunk_at(front + region.name, dtype, region.whole_shape, region.offset)
             if chunk.shape != region.shape:
                 raise self._other_chunks(front + region.name)
             stretches.append(Stretch(chunk.archive, 0, prod(region.shape) * SIZES[dtype]))
@@ -239,9 +239,9 @@ class ShardedCheckpoint:
             )
         return stretches
 
-    def _chunk_finder(
-        self, name: str, dtype: str, whole_shape: tuple[int, ...]
-    ) -> Callable[[tuple[int, ...]], StoredChunk]:
+    def _chunk_at(
+        self, name: str, dtype: str, whole_shape: tuple[int, ...], offset: tuple[int, ...]
+    ) -> StoredChunk:
         tensor = self._index.tensors.get(name)
         if tensor is None:
             raise self._missing(name)
@@ -250,13 +250,9 @@ class ShardedCheckpoint:
                 f"{self._index.path}: {name[:200]} is {tensor.dtype} {list(tensor.shape)}; by its"
                 f" {naming.LAYOUT} it would be {dtype} {list(whole_shape)}"
             )
-
-        def at(offset: tuple[int, ...]) -> StoredChunk:
-            if offset not in tensor.chunks:
-                raise self._other_chunks(name)
-            return tensor.chunks[offset]
-
-        return at
+        if offset not in tensor.chunks:
+            raise self._other_chunks(name)
+        return tensor.chunks[offset]
 
     def _missing(self, name: str) -> CheckpointError:
         return CheckpointError(f"{self._index.path}: has no {name[:200]}, which its {naming.LAYOUT} has")
