@@ -72,11 +72,3 @@ def test_an_exception_needs_no_copy(tmp_path: Path, baseline_of: BaselineOf) -> 
         faults=["rank=1,step=6,phase=backward,kind=exception"],
     )
     restarts(job, baseline_of(DP3), saved={5})
-
-
-def test_nothing_else_changes(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Without a fault: the losses and the checkpoint are those of the unmodified framework, bit for bit."""
-    job = Job(tmp_path / "job", DP2_MIRROR, save=tmp_path / "save")
-    ended = harness.run(job)
-    assert ended.code == 0, ended.log[-3000:]
-    outcome.assert_same_training(ended, baseline_of(DP2_MIRROR).records)

@@ -205,12 +205,6 @@ def test_a_stage_without_experts_says_at_its_start_that_it_is_not_recovered_onli
     assert ended.said.count(f"[ttp] online recovery: no ({why}); a fault restarts all ranks") == 1
 
 
-def test_two_faults_one_after_the_other(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The second one strikes the rank that gave its state to the first one's newcomer."""
-    faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=3,step=6,phase=update,kind=sigkill"]
-    trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
-
-
 def test_a_spare_takes_the_place(tmp_path: Path) -> None:
     """Where no restart is left; with torch.compile and data loader processes, as in a user's job."""
     faults = ["rank=1,step=6,phase=backward,kind=sigkill-beside-a-spare"]

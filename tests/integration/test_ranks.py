@@ -8,21 +8,7 @@ import pytest
 
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, DP4, ITERATIONS, Job
-from tests.faults.scenario import BaselineOf, restarts, survives
-
-
-def test_rank_0_is_killed_and_the_job_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Ranks 1 and 2 are killed, and the job starts again, in test_nodes.py."""
-    job = Job(
-        tmp_path / "job",
-        DP4,
-        save=tmp_path / "save",
-        restarts=1,
-        faults=["rank=0,step=6,phase=backward,kind=sigkill"],
-    )
-    ended = restarts(job, baseline_of(DP4), saved={5})
-    (line,) = [line for line in ended.said if "was ended by" in line]
-    assert line.startswith("[ttp] rank 0 was ended by SIGKILL; step 5 is saved")
+from tests.faults.scenario import BaselineOf, survives
 
 
 # Rank 1 raises in test_phases.py.
