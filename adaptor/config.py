@@ -59,6 +59,7 @@ class Config:
     local_copy: bool
     host_copy: int | None  # None: auto
     verify_every: int | None  # None: auto
+    replay_every: int
     corruption: str
     require_protection: bool
     platform: str
@@ -260,6 +261,16 @@ SETTINGS = (
         same_on_all_nodes=True,
     ),
     Setting(
+        "replay_every",
+        "TTP_REPLAY_EVERY",
+        "0",
+        "a number of steps from 0 to 1000000000",
+        number(0, 10**9, int),
+        "every so many steps each model replica repeats the first micro-batch of another replica, and the"
+        " gradients are compared before the update; with TTP_VERIFY_EVERY; 0: never",
+        same_on_all_nodes=True,
+    ),
+    Setting(
         "corruption",
         "TTP_CORRUPTION",
         "replace",
@@ -365,6 +376,11 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         raise ConfigError(
             f"TTP_VERIFY_EVERY is set, and TTP_ENGINE is {config.engine}: only the engine builtin compares"
             " the holders of the state; leave out one of them"
+        )
+    if config.replay_every and config.verify_every == 0:
+        raise ConfigError(
+            f"TTP_REPLAY_EVERY is {config.replay_every}, and TTP_VERIFY_EVERY is 0: micro-batches are only"
+            " repeated in a job whose holders compare their state; set both"
         )
     for setting in all_settings:
         if setting.require is not None:

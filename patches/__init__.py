@@ -20,6 +20,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "megatron_training",
         "megatron_checkpointing",
         "megatron_dist_checkpointing",
+        "megatron_replay",
         "ascendspeed_core",
         "ascendspeed_training",
         "ascendspeed_checkpointing",

@@ -221,6 +221,7 @@ def begin(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None
     context.part(Watchdogs).warn_if_on()
     for hook in hooks.of_worker():
         hook.watch(trainee.state.model)
+    compared_save.require_replays(call_arguments["model"])
     runtime.get().session.begin_training(
         trainee, inner_optimizers(call_arguments["optimizer"]), get_args().iteration
     )

@@ -6,7 +6,8 @@ Modules with torch are imported at a save: the script imports torch first.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,29 @@ def attach(worker: runtime.Runtime) -> None:
         worker.session.window.verifier = twin_check.of_this_process(worker.rank, worker.processor.say)
     if settings.drill_every:
         worker.session.drill = drill
+
+
+def require_replays(model: Sequence[Any]) -> None:
+    """Refuse a job of Megatron-LM whose micro-batches cannot be repeated (TTP_REPLAY_EVERY).
+
+    Raises:
+        UnsupportedError: names the option.
+    """
+    if context.get().settings.replay_every:
+        from adaptor.frameworks import megatron_replay
+
+        megatron_replay.require_possible(model)
+
+
+def with_replays(forward_backward: Any) -> Any:
+    """Return a schedule of Megatron-core that also repeats micro-batches (TTP_REPLAY_EVERY)."""
+    worker = runtime.of_this_process()
+    if not context.get().settings.replay_every or not isinstance(worker, runtime.Runtime):
+        return forward_backward
+    from adaptor.frameworks import megatron_replay
+
+    check = getattr(worker.session.window.verifier, "replay", None)
+    return forward_backward if check is None else partial(megatron_replay.step, check, forward_backward)
 
 
 class _Drills:

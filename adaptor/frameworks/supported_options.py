@@ -102,9 +102,14 @@ def require_no_host_copy() -> None:
 
 
 def require_no_comparison() -> None:
-    """Refuse TTP_VERIFY_EVERY and TTP_DRILL_EVERY in a loop without comparisons. Raises UnsupportedError."""
+    """Refuse comparisons, replays and drills in a loop without them. Raises UnsupportedError."""
     settings = context.get().settings
-    for variable, every in {"VERIFY": settings.verify_every, "DRILL": settings.drill_every}.items():
+    every_by_name = {
+        "VERIFY": settings.verify_every,
+        "DRILL": settings.drill_every,
+        "REPLAY": settings.replay_every,
+    }
+    for variable, every in every_by_name.items():
         if every != 0:
             raise UnsupportedError(
                 f"TTP_{variable}_EVERY is set: only jobs of Megatron-LM and MindSpeed-LLM, and loops with"

@@ -83,6 +83,31 @@ def gather_bytes(everyone: dist.ProcessGroup, data: bytes) -> list[bytes]:
     return [part[:count].numpy().tobytes() for part, count in zip(gathered, counts, strict=True)]
 
 
+def pass_on(everyone: dist.ProcessGroup, data: bytes, to: int, source: int) -> bytes:
+    """Send bytes to one rank and return the bytes of another rank; another thread can end the wait.
+
+    Args:
+        everyone: the group of all ranks; each rank sends to one rank, and gets from one.
+        data: the bytes to send.
+        to: the receiver.
+        source: the sender of the returned bytes.
+
+    Raises:
+        RuntimeError: a rank is gone.
+    """
+
+    def swap(own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        works = [dist.irecv(received, source, everyone), dist.isend(own, to, everyone)]
+        for work in works:
+            assert work is not None
+            context.part(Waits).wait(work, work.wait, message=True)
+        return received
+
+    size = swap(torch.tensor([len(data)]), torch.zeros(1, dtype=torch.int64))
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return swap(own, torch.empty(int(size), dtype=torch.uint8)).numpy().tobytes()
+
+
 def _wait(work: Any) -> None:
     context.part(Waits).wait(work, work.wait)
 

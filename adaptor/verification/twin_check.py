@@ -37,6 +37,7 @@ from adaptor.verification.checksums import (
     start_gradient_sums,
     start_shard_sums,
 )
+from adaptor.verification.replay_check import ReplayCheck
 from adaptor.verification.verdict import Finding, Report, ShardRecord, without_groups
 
 # Until a start of the workers has verified so many steps, a difference is a property of the layout, whose
@@ -60,11 +61,18 @@ class TwinCheck:
         on_corruption: the reaction to a difference (TTP_CORRUPTION).
         rank: of the process.
         tell: tells the controller.
+        replay: compares replayed micro-batches; None without TTP_REPLAY_EVERY.
     """
 
     def __init__(
-        self, every: int | None, on_corruption: str, rank: int, tell: Callable[[Corruption], None]
+        self,
+        every: int | None,
+        on_corruption: str,
+        rank: int,
+        tell: Callable[[Corruption], None],
+        replay: ReplayCheck | None = None,
     ) -> None:
+        self.replay = replay
         self._every = every or 1  # 0: the check has turned itself off
         self._chooses = every is None
         self._on_corruption = on_corruption
@@ -98,6 +106,8 @@ class TwinCheck:
 
     def begin(self, trainee: MegatronTrainee, restored: int | None = None) -> None:
         self._gathered, self._door_at = None, 0.0
+        if self.replay is not None:
+            self.replay.begin()
         # A new process knows nothing, and some ranks may have met a fault before they changed the interval.
         is_on, longest, chooses, is_proven, self._first, agreed = _smallest(
             self._every > 0, -self._every, self._chooses, self._layout == _PROVEN, self._first, -self._agreed
@@ -156,6 +166,14 @@ class TwinCheck:
     def is_equal(self, trainee: MegatronTrainee, saved: int | None = None) -> bool:
         if saved is not None and self._updated is None:
             self._take(trainee, saved)
+        # State that differs explains gradients that differ.
+        return self._has_equal_state(trainee, saved) and (saved is not None or self._has_equal_gradients())
+
+    def _has_equal_gradients(self) -> bool:
+        finding = None if self.replay is None else self.replay.finding
+        return finding is None or self._act_on(finding, finding.agreed, is_self_test=False)
+
+    def _has_equal_state(self, trainee: MegatronTrainee, saved: int | None) -> bool:
         if self._updated is None:
             return True
         report = self._report(trainee, self._updated, is_at_door=saved is None)
@@ -194,14 +212,16 @@ class TwinCheck:
         except RuntimeError:  # a rank is gone: the step must not be saved all the same
             if not is_self_test:
                 self._act_on(
-                    verdict.unexplained(everyone.size(), self._step, self._agreed), is_self_test=False
+                    verdict.unexplained(everyone.size(), self._step, self._agreed),
+                    self._step,
+                    is_self_test=False,
                 )
             raise
         reports = [msgspec.msgpack.decode(data, type=Report) for data in gathered]
         finding = verdict.decide(reports, self._step, self._holders, self._models)
         if finding.kind is verdict.Kind.UPDATE:
             self._disputed = self._step, {label: record.state for label, record in report.shards.items()}
-        return self._act_on(finding, is_self_test=is_self_test)
+        return self._act_on(finding, self._step, is_self_test=is_self_test)
 
     def _judge_disputed(self, report: Report) -> None:
         """Print if the disputed update of this rank was wrong: the update was repeated, and all holders agree
@@ -266,7 +286,7 @@ class TwinCheck:
                 to="stdout",
             )
 
-    def _act_on(self, finding: Finding, *, is_self_test: bool) -> bool:
+    def _act_on(self, finding: Finding, step: int, *, is_self_test: bool) -> bool:
         """Return whether training goes on; otherwise tell the controller."""
         if finding.kind is verdict.Kind.UNKNOWN:
             self._print(finding.text)
@@ -289,7 +309,7 @@ class TwinCheck:
         self._tell(
             Corruption(
                 self._rank,
-                self._step,
+                step,
                 finding.label,
                 finding.text,
                 finding.named,
@@ -353,4 +373,10 @@ def of_this_process(rank: int, tell: Callable[[Corruption], None]) -> TwinCheck:
         tell: tells the controller.
     """
     settings = context.get().settings
-    return TwinCheck(settings.verify_every, settings.corruption, rank, tell)
+
+    def print_line(line: str) -> None:
+        if rank == 0:
+            output.tell(f"[ttp] {line}")
+
+    replay = ReplayCheck(settings.replay_every, rank, print_line) if settings.replay_every else None
+    return TwinCheck(settings.verify_every, settings.corruption, rank, tell, replay)

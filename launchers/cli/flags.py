@@ -26,8 +26,15 @@ GROUPS: Mapping[str, Sequence[str]] = {
         *("TTP_CORRUPTION", "TTP_OT", "TTP_GRACE", "TTP_HANG"),
     ),
     "What is protected": (
-        *("ENABLE_TTP", "TTP_REPLICA", "TTP_LOCAL_COPY", "TTP_HOST_COPY"),
-        *("TTP_VERIFY_EVERY", "TTP_VERIFY_SAVES", "TTP_DRILL_EVERY", "TTP_REQUIRE_PROTECTION"),
+        "ENABLE_TTP",
+        "TTP_REPLICA",
+        "TTP_LOCAL_COPY",
+        "TTP_HOST_COPY",
+        "TTP_VERIFY_EVERY",
+        "TTP_VERIFY_SAVES",
+        "TTP_REPLAY_EVERY",
+        "TTP_DRILL_EVERY",
+        "TTP_REQUIRE_PROTECTION",
     ),
     "Several nodes": (
         *("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_TLS"),

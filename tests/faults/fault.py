@@ -33,6 +33,7 @@ PHASES = {
     "read": "when the data set is read for a batch",
     "forward": "before the transformer layers",
     "backward": "when gradients reach the transformer layers",
+    "activation": "behind the forward pass of the transformer layers",
     "reduction": "before the gradients are reduced",
     "overflow": "when it is known whether the gradients overflow",
     "norm": "before the gradient norm is computed",

@@ -16,7 +16,10 @@ KINDS = (
     "flip-transfer",
     "flip-weight",
     "flip-local-gradient",
+    "flip-activation",
 )
+# The output of the layers that the rank has just computed.
+activations: list[Any] = []
 
 
 def flip(kind: str, seed: int) -> None:
@@ -66,5 +69,6 @@ _TENSORS: dict[str, Callable[[Any], Iterator[Any]]] = {
     "flip-gradient": lambda trainee: (param.grad for param in _params(trainee)),
     "flip-transfer": lambda trainee: (param.grad for param in _params(trainee, copies=True)),
     "flip-weight": lambda trainee: (param.data for param in _weights(trainee)),
+    "flip-activation": lambda trainee: [output.data for output in activations],
     "flip-local-gradient": lambda trainee: (param.main_grad for param in _weights(trainee)),
 }

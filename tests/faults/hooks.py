@@ -10,6 +10,7 @@ from typing import Any
 
 import wrapt
 
+from tests.faults import flips
 from tests.faults.fault import Injector
 
 # Into a file this far: archives of the tiny models are some megabytes.
@@ -105,7 +106,8 @@ def install(injector: Injector) -> None:
     after("exchanged", "adaptor.checkpoint.trainee", "MegatronTrainee.exchange")
     before("updated", "adaptor.worker.session", "Session._close_window")
     if injector.flips:
-        wrapt.register_post_import_hook(_shorten_the_self_test, "adaptor.verification.twin_check")
+        for check in ("twin_check", "replay_check"):
+            wrapt.register_post_import_hook(_shorten_the_self_test, f"adaptor.verification.{check}")
     after("door-before", "adaptor.protocol.board", "Board.ready")
     _wrap("adaptor.worker.door", "Door.enter", _door(injector))
     before("freeze", "adaptor.worker.freezer", "Freezer.freeze")
@@ -156,9 +158,9 @@ def _keep_first_tensors() -> Wrapper:
     return keep
 
 
-def _shorten_the_self_test(twin_check: ModuleType) -> None:
+def _shorten_the_self_test(check: ModuleType) -> None:
     """A job of the tests is shorter than the steps in which a difference is a property of its layout."""
-    twin_check.SELF_TEST = 2  # type: ignore[attr-defined]
+    check.SELF_TEST = 2  # type: ignore[attr-defined]
 
 
 def _follow_the_steps(injector: Injector) -> None:
@@ -204,6 +206,10 @@ def _layers(injector: Injector) -> Wrapper:
         injector.reach("evaluation-forward" if injector.evaluating else "forward")
         result = wrapped(*args, **kwargs)
         hidden, *_ = result if isinstance(result, tuple) else (result,)
+        flips.activations[:] = [hidden]
+        if not injector.evaluating:
+            injector.reach("activation")
+        flips.activations.clear()
         if hidden.requires_grad:
             hidden.register_hook(lambda gradient: injector.reach("backward"))
         return result

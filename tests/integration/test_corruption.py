@@ -6,9 +6,21 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
 from adaptor.protocol import naming
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP2_MIRROR, DP4, ITERATIONS, Job
+from tests.faults.harness import (
+    DP2,
+    DP2_MIRROR,
+    DP4,
+    ITERATIONS,
+    MOE_EP2,
+    PP2_DP2,
+    TP2_DP2,
+    Job,
+    Layout,
+)
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf
 from tests.integration.test_online import online, trains_on
@@ -41,6 +53,19 @@ def test_no_save_of_a_disputed_step_is_published(tmp_path: Path, baseline_of: Ba
     ended = trains_on(job, baseline_of(DP4))
     (told,) = (line for line in ended.said if "is corrupt" in line and "training goes on" in line)
     assert "rank 1 is corrupt: param of shard mp_rank_00/1 changed at rest after the update of step 4" in told
+
+
+@pytest.mark.parametrize("layout", [DP2, TP2_DP2, PP2_DP2, MOE_EP2], ids=lambda layout: layout.name)
+def test_a_wrong_backward_pass_is_found_by_its_replay(
+    layout: Layout, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    faults = ["rank=1,step=5,phase=activation,kind=flip-activation,code=4"]
+    job = online(tmp_path, layout, faults, options=(*VERIFIED, "--ttp-replay-every", "1"))
+    ended = trains_on(job, baseline_of(layout))
+    (line,) = (line for line in ended.said if "is corrupt" in line and "training goes on" in line)
+    assert "differ from their repetition on rank" in line
+    assert re.search(r"rank 1 |ranks 0 and 1 \(suspects\)", line), line
+    assert "after step 4" in line
 
 
 def test_a_mirror_is_compared_with_its_owner(tmp_path: Path, baseline_of: BaselineOf) -> None:

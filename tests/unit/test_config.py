@@ -47,6 +47,7 @@ DEFAULTS = Config(
     log_stdout=False,
     layout_only="",
     verify_every=0,
+    replay_every=0,
     corruption="replace",
     batch="keep",
     parts={
@@ -301,6 +302,8 @@ def test_certificates_and_plain_contradict_each_other() -> None:
 
 
 def test_only_the_builtin_engine_compares_holders() -> None:
+    with pytest.raises(ConfigError, match="TTP_REPLAY_EVERY is 10, and TTP_VERIFY_EVERY is 0: "):
+        config.load({"TTP_REPLAY_EVERY": "10"})
     with pytest.raises(ConfigError, match="TTP_VERIFY_EVERY is set, and TTP_ENGINE is mindio: "):
         config.load({"TTP_VERIFY_EVERY": "auto", "TTP_ENGINE": "mindio"})
 
@@ -336,6 +339,7 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_SPARES": "--ttp-spares",
         "TTP_HOST_COPY": "--ttp-host-copy",
         "TTP_VERIFY_EVERY": "--ttp-verify-every",
+        "TTP_REPLAY_EVERY": "--ttp-replay-every",
         "TTP_CORRUPTION": "--ttp-corruption",
         "TTP_NO_PROGRESS": "--ttp-no-progress",
         "TTP_FAILED_SAVE": "--ttp-failed-save",

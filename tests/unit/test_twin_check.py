@@ -202,7 +202,7 @@ def printed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_in_the_self_test_a_difference_turns_the_check_off(printed: list[str]) -> None:
     check, told = _check(1)
-    assert check._act_on(FINDING, is_self_test=True)
+    assert check._act_on(FINDING, FINDING.agreed, is_self_test=True)
     assert (check._every, told) == (0, [])
     (line,) = printed
     assert line.startswith("[ttp] no step is verified (TTP_VERIFY_EVERY): param differs, in the first 20")
@@ -212,7 +212,7 @@ def test_in_the_self_test_a_difference_turns_the_check_off(printed: list[str]) -
 def test_after_that_the_setting_decides(how: str, printed: list[str]) -> None:
     check, told = _check(1, how)
     goes_on = how == "report"
-    assert [check._act_on(FINDING, is_self_test=False) for _ in range(2)] == [goes_on] * 2
+    assert [check._act_on(FINDING, 7, is_self_test=False) for _ in range(2)] == [goes_on] * 2
     sent = [(message.suspects, message.agreed, message.stops) for message in told]
     assert sent == ([] if goes_on else [((0, 1), 4, how == "stop")] * 2)
     line = "[ttp] CORRUPTION: param differs; rank 0 and 1: one of them corrupt"

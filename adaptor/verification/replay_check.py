@@ -1,0 +1,154 @@
+"""The comparison of replayed micro-batches (TTP_REPLAY_EVERY): which rank computed wrong gradients.
+
+Invariant: all ranks come to the same finding, from the records of all ranks, before the update of the step.
+A rank is named only if the repetition by the rank itself shows its error, or if it differs both from the
+replica that repeats its micro-batch and from the replica whose micro-batch it repeats; otherwise all ranks
+that took part are suspects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from adaptor import context
+from adaptor.protocol.environment import Scratch
+from adaptor.replica import group
+from adaptor.verification.verdict import Finding, Kind
+
+# Until so many replays of a job agree, a difference is a property of its kernels: they do not compute the
+# same bits twice, and replays are of no use.
+SELF_TEST = 20
+_PROVEN, _OFF = "proven", "off"
+
+
+class ReplayRecord(msgspec.Struct, frozen=True):
+    """The sums of a rank in a replay.
+
+    Attributes:
+        replica: the number of the rank's model replica
+        replayer: the rank that has repeated the first micro-batch of this rank
+        own: the sum of the gradients of the rank's first micro-batch, when the step computed it
+        repeated: the sum of the gradients of the micro-batch that the rank has repeated
+    """
+
+    replica: int
+    replayer: int
+    own: str
+    repeated: str
+
+
+def differing(records: Sequence[ReplayRecord]) -> list[int]:
+    """Return the ranks whose gradients differ from their repetition on the replayer."""
+    return [rank for rank, record in enumerate(records) if record.own != records[record.replayer].repeated]
+
+
+def decide(records: Sequence[ReplayRecord], second: Sequence[str], step: int) -> Finding:
+    """Return the finding of a replay in which ranks differ.
+
+    Args:
+        records: by rank.
+        second: by rank, the sum of the first micro-batch that the rank itself has repeated.
+        step: the step of the micro-batch.
+    """
+    ranks = differing(records)
+    first = ranks[0]
+    text = (
+        f"the gradients of the first micro-batch of rank {first} differ from their repetition on rank"
+        f" {records[first].replayer}, in step {step}"
+    )
+
+    def finding(named: Sequence[int], suspects: Sequence[int]) -> Finding:
+        return Finding(Kind.REPLAY, "", ("grad",), tuple(named), tuple(suspects), step - 1, text)
+
+    replicas = {record.replica for record in records}
+    differ = {records[rank].replica for rank in ranks}  # from the next replica
+    next_of = {record.replica: records[record.replayer].replica for record in records}
+    of_both = {replica for replica in differ if replica in {next_of[other] for other in differ}}
+    wrong_once = {
+        records[rank].replica
+        for rank in ranks
+        if second[rank] != records[rank].own and second[rank] == records[records[rank].replayer].repeated
+    }
+    wrong = wrong_once or (of_both if len(replicas) > 2 and len(of_both) == 1 else set())
+    if wrong:
+        # An error in one pipeline stage or tensor rank spreads to all ranks of the replica.
+        members = [rank for rank in ranks if records[rank].replica in wrong]
+        return finding(members, ()) if len(members) == len(wrong) else finding((), members)
+    return finding((), sorted({*ranks, *(records[rank].replayer for rank in ranks)}))
+
+
+class ReplayCheck:
+    """The replays of one rank.
+
+    Args:
+        every: the interval between steps with a replay.
+        rank: of the process.
+        tell: prints a line on one rank.
+
+    Attributes:
+        finding: of the replay of the current step, in which ranks differ; None: they agree
+    """
+
+    def __init__(self, every: int, rank: int, tell: Callable[[str], None]) -> None:
+        self._every = every
+        self._tell = tell
+        self._count = 0  # of replays that agreed
+        self.finding: Finding | None = None
+        self._step = 0
+        scratch = context.part(Scratch).path
+        # The result of the self-test in an earlier start of the workers.
+        self._memo: Path | None = None if scratch is None else scratch / f"replay{rank}"
+        with contextlib.suppress(OSError):
+            if self._memo is not None and (memo := self._memo.read_text()):
+                self._every, self._count = (0, 0) if memo == _OFF else (every, SELF_TEST)
+
+    def begin(self) -> None:
+        """Agree with all ranks on the state of the self-test: a new process knows nothing. Collective."""
+        self.finding = None
+        everyone = group.of_this_job()
+        assert everyone is not None
+        is_on, self._count = group.smallest(everyone, (self._every > 0, self._count))
+        self._every = self._every if is_on else 0
+
+    def replays(self, step: int) -> bool:
+        """Return whether a micro-batch of `step` is repeated; the step begins."""
+        self.finding, self._step = None, step
+        return bool(self._every) and step % self._every == 0
+
+    def compare(self, record: ReplayRecord, repeat: Callable[[], str]) -> None:
+        """Compare the replays of all ranks; set `finding`. Collective.
+
+        Args:
+            record: of this rank.
+            repeat: repeats the rank's own first micro-batch and returns the sum of the gradients; collective.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
+        everyone = group.of_this_job()
+        assert everyone is not None
+        records = group.gather_all(record, everyone)
+        if not differing(records):
+            self._count += 1
+            if self._count == SELF_TEST:
+                self._note(_PROVEN)
+            return
+        finding = decide(records, group.gather_all(repeat(), everyone), self._step)
+        if self._count >= SELF_TEST:
+            self.finding = finding
+            return
+        self._every = 0
+        self._note(_OFF)
+        self._tell(
+            f"no micro-batch is repeated (TTP_REPLAY_EVERY): {finding.text}, in the first {SELF_TEST}"
+            " replays, so the kernels of this job may not compute the same bits twice"
+        )
+
+    def _note(self, memo: str) -> None:
+        if self._memo is not None:
+            with contextlib.suppress(OSError):  # then the next start tests the kernels again
+                self._memo.write_text(memo)

@@ -1,0 +1,108 @@
+"""Replayed micro-batches: which ranks are named for wrong gradients, and when a job stops to repeat them."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from adaptor.verification import replay_check
+from adaptor.verification.replay_check import SELF_TEST, ReplayCheck, ReplayRecord, decide
+
+# (own sum, sum of the repeated micro-batch, own sum the second time) of each replica with one rank.
+Sums = tuple[str, str, str]
+
+
+def _ring(*sums: Sums, ranks: int = 1) -> tuple[list[ReplayRecord], list[str]]:
+    """Replicas of `ranks` ranks each, with consecutive numbers; each is repeated by the next replica."""
+    count = len(sums) * ranks
+    records = [
+        ReplayRecord(rank // ranks, (rank + ranks) % count, sums[rank // ranks][0], sums[rank // ranks][1])
+        for rank in range(count)
+    ]
+    return records, [sums[rank // ranks][2] for rank in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("sums", "named", "suspects"),
+    [
+        # Rank 0 was wrong once, and right in its own repetition.
+        ([("x", "b", "a"), ("b", "a", "b")], (0,), ()),
+        # Two replicas, and rank 0 is wrong each time: it cannot be told from rank 1.
+        ([("x", "y", "x"), ("b", "a", "b")], (), (0, 1)),
+        # Rank 1 was wrong in its repetition for rank 0 alone.
+        ([("a", "c", "a"), ("b", "x", "b"), ("c", "b", "c")], (), (0, 1)),
+        # Rank 1 of three is wrong each time: it differs from both neighbours.
+        ([("a", "c", "a"), ("x", "y", "x"), ("c", "b", "c")], (1,), ()),
+    ],
+)
+def test_ranks_are_named_where_a_repetition_shows_them(
+    sums: Sequence[Sums], named: tuple[int, ...], suspects: tuple[int, ...]
+) -> None:
+    finding = decide(*_ring(*sums), step=7)
+    assert (finding.named, finding.suspects, finding.agreed) == (named, suspects, 6)
+
+
+def test_of_several_ranks_of_a_replica_none_is_named() -> None:
+    """An error of a stage reaches the gradients of all stages."""
+    finding = decide(*_ring(("x", "b", "a"), ("b", "a", "b"), ranks=2), step=3)
+    assert (finding.named, finding.suspects) == ((), (0, 1))
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[], ReplayCheck]:
+    """A rank whose only neighbour repeats its gradients as the test says."""
+    monkeypatch.setattr(replay_check.context, "part", lambda kind: types.SimpleNamespace(path=tmp_path))
+    monkeypatch.setattr(replay_check.group, "of_this_job", lambda: object())
+    monkeypatch.setattr(replay_check.group, "smallest", lambda everyone, numbers: [int(n) for n in numbers])
+    monkeypatch.setattr(replay_check.group, "gather_all", lambda value, everyone: [value, _other(value)])
+    return lambda: ReplayCheck(2, 0, said.append)
+
+
+said: list[str] = []
+
+
+def _other(value: ReplayRecord | str) -> ReplayRecord | str:
+    return value if isinstance(value, str) else ReplayRecord(1, 0, value.repeated, "a")
+
+
+def _compare(check: ReplayCheck, own: str) -> None:
+    check.compare(ReplayRecord(0, 1, own, "b"), lambda: "a")
+
+
+def test_kernels_that_differ_from_the_first_replay_on_turn_the_check_off(
+    job: Callable[[], ReplayCheck],
+) -> None:
+    check = job()
+    check.begin()
+    said.clear()
+    assert check.replays(2)
+    _compare(check, "x")
+    assert check.finding is None
+    assert len(said) == 1
+    assert not check.replays(4)
+    restarted = job()
+    restarted.begin()
+    assert not restarted.replays(6)
+
+
+def test_after_the_self_test_a_difference_is_a_finding_of_its_step_alone(
+    job: Callable[[], ReplayCheck],
+) -> None:
+    check = job()
+    check.begin()
+    assert not check.replays(1)
+    for _ in range(SELF_TEST):
+        assert check.replays(2)
+        _compare(check, "a")
+    restarted = job()
+    restarted.begin()
+    for proven in (check, restarted):
+        proven.replays(4)
+        _compare(proven, "x")
+        assert proven.finding is not None
+        assert proven.finding.named == (0,)
+        proven.replays(5)
+        assert proven.finding is None
