@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import io
 import os
 import socket
 import sys
@@ -73,6 +74,8 @@ def wait_to_be_a_worker(arguments: list[str]) -> None:
     for target, stream in enumerate(streams):
         os.dup2(stream, target)
         os.close(stream)
+    if isinstance(sys.__stdout__, io.TextIOWrapper) and not sys.__stdout__.write_through:
+        sys.__stdout__.reconfigure(line_buffering=os.isatty(1))  # as Python does at its start
     os.environ.clear()
     os.environ.update(new_environment)
     for variable, value in imports.changed_variables.items():

@@ -1,8 +1,8 @@
 """Forks of a waiting spare, which become the workers of a node at a restart: one import serves all workers.
 
-A fork must be like a new process. So the spare has one thread, no child process, and no descriptor besides
-the streams; the imports have not changed the random numbers; and no environment variable read by an import
-has another value in the worker.
+A fork must be like a new process. So the spare has one thread, no child process, no descriptor besides the
+streams, and no memory that forks share, such as a lock of `multiprocessing`; the imports have not changed the
+random numbers; and no environment variable read by an import has another value in the worker.
 
 The agent must be the parent of each worker. So the spare forks twice, and the kernel gives the orphan to the
 agent (PR_SET_CHILD_SUBREAPER). The agent sends the streams afterwards. If the agent gives up, the socket
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37
@@ -67,7 +68,7 @@ class Forks:
     """Forks this process, and checks that a fork is like a new process; created before the imports."""
 
     def __init__(self) -> None:
-        self._descriptors = _descriptors()
+        self._descriptors, self._shared_memory = _descriptors(), _shared_memory()
         self._python_state = random.getstate()
         self._numpy_state = b""
         import wrapt  # ttprun, which has the other half of this module, starts without wrapt
@@ -93,6 +94,9 @@ class Forks:
         opened = _descriptors() - self._descriptors
         if opened:
             return f"an import opens {min(opened)}"
+        shared = _shared_memory() - self._shared_memory
+        if shared:
+            return f"an import makes shared memory ({min(shared)})"
         numpy_random = sys.modules.get("numpy.random")
         if self._python_state != random.getstate() or (
             numpy_random is not None and self._numpy_state != _state_of(numpy_random)
@@ -168,6 +172,12 @@ def _descriptors() -> set[str]:
             with contextlib.suppress(OSError):  # the descriptor of the list itself
                 targets.add(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
     return targets
+
+
+def _shared_memory() -> set[str]:
+    """Return the names of the memory that this process would share with its forks, and could write to."""
+    mappings = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    return {mapping[-1] for mapping in mappings if mapping[1].startswith("rw") and mapping[1].endswith("s")}
 
 
 def _state_of(numpy_random: ModuleType) -> bytes:

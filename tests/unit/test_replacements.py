@@ -7,6 +7,8 @@ import contextlib
 import ctypes
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
@@ -216,7 +218,7 @@ class Node:
         )
 
     def _command(self, program: Path) -> list[str]:
-        return [sys.executable, "-u", str(program), str(self.script), str(self.folder)]
+        return [sys.executable, str(program), str(self.script), str(self.folder)]
 
     def environment(self, rank: int, added: Mapping[str, str]) -> dict[str, str]:
         return {**os.environ, "RANK": str(rank), "MASTER_PORT": "0", "PYTHONPATH": str(ROOT), **added}
@@ -650,6 +652,29 @@ def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> None:
     runs(tmp_path, act, spares=1, more=state)
 
 
+def test_what_a_former_spare_prints_is_seen_at_once_on_a_terminal(tmp_path: Path) -> None:
+    """The spare itself was started with /dev/null, for which Python keeps lines back."""
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        await node.makes_a_spare()
+        node.processes[0].kill()
+        await node.told(Died)
+        terminal, of_the_worker = pty.openpty()
+        node.log.close()
+        node.log = os.fdopen(of_the_worker, "ab", 0)
+        await node.replacements.replace(Replace(1, 1, 0), always)
+        printed = b""
+        with os.fdopen(terminal, "rb", 0) as shown:
+            while b"a line" not in printed:
+                readable, _, _ = await asyncio.to_thread(select.select, [shown], [], [], LONG_S)
+                assert readable, printed
+                printed += shown.read(100)
+
+    runs(tmp_path, act, spares=1, more="print('a line')")
+
+
 @pytest.mark.parametrize(
     ("more", "reason"),
     [
@@ -659,6 +684,9 @@ def test_the_workers_of_a_restart_are_forks_of_a_spare(tmp_path: Path) -> None:
         ),
         ("import subprocess; CHILD = subprocess.Popen(['sleep', '600'])", "a process"),
         ("import os; HELD = os.open('/dev/zero', os.O_RDONLY)", "opens /dev/zero"),
+        # Otherwise a worker that is killed with the lock would stop the workers of all later restarts.
+        ("import multiprocessing; LOCK = multiprocessing.Lock()", "shared memory (/dev/shm/"),
+        ("import mmap; SHARED = mmap.mmap(-1, 4096)", "shared memory (/dev/zero"),
         ("import random; random.seed(1)", "random numbers"),
         ("import numpy; numpy.random.seed(1)", "random numbers"),
     ],
