@@ -45,7 +45,7 @@ class Registry:
             meeting.
     """
 
-    def __init__(self, registry: Any, look: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, registry: Any, look: Callable[[], None] | None = None) -> None:
         self._registry = registry
         self._look = look
 
@@ -108,7 +108,7 @@ class Rendezvous:
         *,
         has_store: bool = False,
         next_store: NextStore | None = None,
-        look: Callable[[], None] = lambda: None,
+        look: Callable[[], None] | None = None,
     ) -> None:
         self._handler = handler
         self._look = look
@@ -198,7 +198,7 @@ class Rendezvous:
         """Run `work`, which meets the other nodes. Raises Interrupted: a signal came first."""
         try:
             first_s = AGAIN_S if self._most == 1 else FIRST_S
-            look = (lambda: None) if self._has_met else self._look
+            look = None if self._has_met else self._look
             wait_for(work, lambda: self.missing, limit=lambda: self.limit, first_s=first_s, look=look)
         except Interrupted:
             self._interrupted = True

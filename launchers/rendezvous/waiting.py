@@ -64,7 +64,7 @@ def wait_for(
     quiet: bool = False,
     limit: Callable[[], str] = lambda: "",
     first_s: float = FIRST_S,
-    look: Callable[[], None] = lambda: None,
+    look: Callable[[], None] | None = None,
 ) -> T:
     """Run `work` in a thread and return its result; call on the main thread.
 
@@ -74,7 +74,8 @@ def wait_for(
         quiet: print no lines.
         limit: returns the longest wait and its setting; empty: unknown or unlimited.
         first_s: seconds before the first line.
-        look: is called before each line; an exception of `look` ends the wait, as a signal does.
+        look: is called as often as lines are printed, in another thread, because a disk may hang; an
+            exception of `look` ends the wait, as a signal does.
 
     Raises:
         Interrupted: SIGINT, SIGTERM or another signal handled by torch came first. `work` goes on until the
@@ -92,18 +93,26 @@ def wait_for(
         finally:
             finished.set()
 
+    def watch(look: Callable[[], None]) -> None:
+        pause_s = first_s
+        try:
+            while not finished.wait(pause_s):
+                look()
+                pause_s = AGAIN_S
+        except Exception as error:
+            raised.append(error)
+            thread.name = _ABANDONED
+            finished.set()
+
     with _signals_raise():
         try:
             # Inside the `try`: a signal during the start of the thread counts as a signal during the wait.
             thread = threading.Thread(target=run, name="ttp-waiting", daemon=True)
             thread.start()
+            if look is not None:
+                threading.Thread(target=watch, args=[look], name="ttp-look", daemon=True).start()
             wait_s = first_s
             while not finished.wait(wait_s):
-                try:
-                    look()
-                except Exception:
-                    thread.name = _ABANDONED
-                    raise
                 if not quiet:
                     _say(awaited_text(), limit())
                 wait_s = AGAIN_S
@@ -113,7 +122,7 @@ def wait_for(
         except SignalException as error:
             ignore_signals()
             raise Interrupted(awaited_text(), error.sigval) from None
-    if raised:
+    if not returned:
         raise raised[0]
     return returned[0]
 

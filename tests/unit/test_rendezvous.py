@@ -29,6 +29,7 @@ from adaptor.launchers.rendezvous.rendezvous_handler import Registry, Rendezvous
 from adaptor.launchers.rendezvous.rendezvous_store import MovedJob
 from adaptor.launchers.rendezvous.waiting import MovedError
 from tests.ports import free_port
+from tests.unit.threads import LONG_S
 
 
 class Handler:
@@ -155,6 +156,19 @@ def test_a_node_does_not_wait_for_a_job_that_has_moved(monkeypatch: pytest.Monke
     over.set()
     meeting._has_met = True
     meeting.meet(lambda: waits(threading.Event(), 0.1))
+
+
+def test_a_node_meets_the_others_though_the_disk_of_the_lease_hangs() -> None:
+    looks, is_met = threading.Event(), threading.Event()
+    has_waited = []
+
+    def look() -> None:
+        looks.set()
+        has_waited.append(is_met.wait(LONG_S))
+
+    assert waiting.wait_for(looks.wait, lambda: "", first_s=0.01, look=look)
+    assert not has_waited
+    is_met.set()
 
 
 @pytest.mark.parametrize(
