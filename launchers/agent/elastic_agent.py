@@ -31,8 +31,9 @@ from adaptor.launchers.records.log import Account, RunRecord, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
 from adaptor.launchers.rendezvous.waiting import EndRequests, wait_for
+from adaptor.launchers.spares.places import Places
 from adaptor.launchers.spares.replacements import Starter
-from adaptor.launchers.spares.spare_gate import Places, StartCounts
+from adaptor.launchers.spares.spare_gate import StartCounts
 from adaptor.launchers.spares.spare_pool import workers_from_spares
 from adaptor.protocol import naming
 from adaptor.protocol.messages import NODES_JOIN, Verdict

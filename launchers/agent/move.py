@@ -24,7 +24,8 @@ from adaptor.controller.failover import empty_places_after, may_go_on
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.rendezvous.rendezvous_handler import Rendezvous
 from adaptor.launchers.rendezvous.waiting import UNMET, wait_for
-from adaptor.launchers.spares.spare_gate import Places, StartCounts
+from adaptor.launchers.spares.places import Places
+from adaptor.launchers.spares.spare_gate import StartCounts
 from adaptor.protocol.messages import Endpoint, Verdict
 
 
@@ -86,7 +87,8 @@ class Move:
         reason, owners = self._go_on(store, f"{endpoint.address}:{endpoint.port}")
         if not reason:
             self._handler.move(endpoint, 0)
-        places.settle(self._counts.generations, owners, is_filled=not reason)
+        if not places.settle(self._counts.generations, owners, is_filled=not reason) and not reason:
+            return "another node has waited in vain for this node, which takes the place of node 0"
         return reason
 
     def _follow(self, endpoint: Endpoint, places: Places) -> str:

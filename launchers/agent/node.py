@@ -34,11 +34,11 @@ from adaptor.launchers.control.credentials import Invitation
 from adaptor.launchers.records.log import Log
 from adaptor.launchers.rendezvous.waiting import wait_for
 from adaptor.launchers.spares import spare_node
+from adaptor.launchers.spares.places import Places
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.spare_gate import (
     MOVES_S,
     NO_STARTS,
-    Places,
     SpareGate,
     StartCounts,
     fill_for_restart,

@@ -14,7 +14,7 @@ the network that the connection to the controller survives: a living agent conne
 the end of its newest connection counts.
 
 Node 0 decides on its control thread which spare nodes fill the places of lost nodes, and writes the owners
-into the rendezvous store (`Places`); the other nodes wait for the entries. A place is filled either for the
+into the rendezvous store (`places`); the other nodes wait for the entries. A place is filled either for the
 restart after a verdict, or online, while the other nodes keep their workers. Online, the spare node belongs
 to the job at once: if a verdict comes before its agent has connected, node 0 waits for the agent, which gets
 the verdict and starts again with all others. After the loss of node 0 the node that has taken the controller
@@ -27,19 +27,14 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import NamedTuple, TypeVar
 
 import msgspec
-from torch.distributed import PrefixStore, Store
 
 from adaptor import output
 from adaptor.controller.membership import Membership
-from adaptor.errors import StartError
 from adaptor.launchers.control.agent_connections import AgentListener, RejectedConnections
 from adaptor.launchers.control.credentials import Invitation, Tls
-from adaptor.launchers.rendezvous.waiting import wait_for
-from adaptor.launchers.spares.spare_node import GATE, PREFIX
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello, Endpoint, FillPlaces, PlacesFilled
 from adaptor.protocol.spare_messages import (
@@ -389,75 +384,3 @@ async def fill_online(
         counts_before = counts._replace(generations=counts.generations - 1)
         owners = await gate.fill(places, counts_before, order.incident, is_wanted=is_wanted)
     return PlacesFilled(0, order.incident, order.nodes, owners, "" if owners else _NONE_WAITS)
-
-
-# Node 0 has the same verdict at the same time, ends its workers (5 s at most) and asks its spares (3 s for
-# each stopped spare).
-DECIDED_S = 60.0
-# Node 0 opens its gate as soon as it has the controller, to which this node is connected.
-OPENED_S = 10.0
-_FILLED, _LEFT = "1", "0"
-
-
-class Places:
-    """The places of nodes with fixed numbers, in the rendezvous store.
-
-    Args:
-        place: the place that this node has taken as a spare; None: its original place.
-    """
-
-    def __init__(self, store: Store, node: int, place: TakePlace | None) -> None:
-        self._store = PrefixStore(PREFIX, store)
-        self._node = node
-        self._place = place
-
-    def announce(self, invitation: str) -> None:
-        """Let spare nodes find the gate."""
-        self._store.set(GATE, invitation)
-
-    def gate(self) -> bytes:
-        """Return the invitation to the gate, which node 0 opens with its first workers, or b""."""
-        try:
-            self._store.wait([GATE], timedelta(seconds=OPENED_S))
-            return bytes(self._store.get(GATE))
-        except RuntimeError:  # node 0 is lost, or does not answer
-            return b""
-
-    def require_own(self) -> None:
-        """Check the owner of the place. Raises StartError if another node owns the place."""
-        key = f"owner/{self._node}"
-        if self._place is not None:  # node 0 informs the spare before it writes the owner
-            self._store.wait([f"taken/{self._place.owner}"])
-        owner = self._store.get(key).decode() if self._store.check([key]) else ""
-        if owner != (self._place.owner if self._place is not None else ""):
-            raise StartError(f"node {self._node} was taken for lost, and a spare node has its place")
-
-    def give(self, owners: Mapping[int, str]) -> None:
-        """Write the new owners of lost nodes' places, on node 0."""
-        for node, owner in owners.items():
-            self._store.set(f"owner/{node}", owner)
-            self._store.set(f"taken/{owner}", "")
-
-    def settle(self, generation: int, owners: Mapping[int, str], *, is_filled: bool | None = None) -> None:
-        """Write the owners of the places lost in `generation`, on node 0.
-
-        Args:
-            owners: empty: no owners.
-            is_filled: whether the job goes on; None: if the places have owners.
-        """
-        self.give(owners)
-        goes_on = bool(owners) if is_filled is None else is_filled
-        self._store.set(f"filled/{generation}", _FILLED if goes_on else _LEFT)
-
-    def are_filled(self, generation: int) -> bool:
-        """Return whether node 0 has a spare for each place lost in `generation`."""
-        key = f"filled/{generation}"
-
-        def decided() -> bool:
-            try:
-                self._store.wait([key], timedelta(seconds=DECIDED_S))
-                return bool(self._store.get(key).decode() == _FILLED)
-            except RuntimeError:  # node 0 is also lost, or does not answer
-                return False
-
-        return wait_for(decided, lambda: "node 0, which decides whether the job goes on")

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import re
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from adaptor import config
 from adaptor.controller.membership import Membership
@@ -20,8 +23,10 @@ from adaptor.launchers.cli import flags, ttprun
 from adaptor.launchers.control import agent_connections, credentials
 from adaptor.launchers.control.agent_connections import AgentListener, connect
 from adaptor.launchers.control.credentials import Invitation
-from adaptor.launchers.spares import spare_gate, spare_node
-from adaptor.launchers.spares.spare_gate import COMES_S, Places, SpareGate, StartCounts, fill_for_restart
+from adaptor.launchers.rendezvous.waiting import is_abandoned
+from adaptor.launchers.spares import places, spare_gate, spare_node
+from adaptor.launchers.spares.places import Places
+from adaptor.launchers.spares.spare_gate import COMES_S, SpareGate, StartCounts, fill_for_restart
 from adaptor.launchers.spares.spare_node import WarmProcesses, stay_at_gate, wait_at_gate
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello, Endpoint
@@ -407,6 +412,41 @@ def test_an_agent_that_was_taken_for_lost_cannot_come_back() -> None:
     with pytest.raises(StartError):
         first.require_own()
     Places(store, 1, TakePlace(1, 2, 3, "b")).require_own()
+
+
+def test_all_nodes_end_where_one_has_waited_in_vain_for_the_decision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 waits for a disk meanwhile; it would meet nobody."""
+    monkeypatch.setattr(places, "DECIDED_S", 0.1)
+    store = HashStore()
+    node0, other = Places(store, 0, None), Places(store, 2, None)
+    assert not other.are_filled(1)
+    assert not node0.settle(1, {1: "a"})
+    assert not node0.are_filled(1)
+
+
+def test_no_node_waits_for_a_decision_longer_where_the_store_is_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a machine that is switched off: its kernel sends no end of the connection."""
+    monkeypatch.setattr(places, "DECIDED_S", 0.1)
+    monkeypatch.setattr(places, "ANSWERS_S", 0.1)
+    code = (
+        "from torch.distributed import TCPStore\n"
+        "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
+        "print(store.port, flush=True)\n"
+        "input()"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as process:
+        assert process.stdout is not None
+        try:
+            store = TCPStore(
+                "127.0.0.1", int(process.stdout.readline()), is_master=False, wait_for_workers=False
+            )
+            process.send_signal(signal.SIGSTOP)
+            assert not Places(store, 1, None).are_filled(1)
+        finally:
+            process.kill()
+    waiting.until(lambda: not is_abandoned(), "the thread has ended")
 
 
 @pytest.mark.parametrize(

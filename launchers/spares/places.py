@@ -1,0 +1,104 @@
+"""The places of nodes in the rendezvous store: who owns each place, and whether the job goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store
+
+from adaptor.errors import StartError
+from adaptor.launchers.rendezvous.waiting import wait_for
+from adaptor.launchers.spares.spare_node import GATE, PREFIX
+from adaptor.protocol.spare_messages import TakePlace
+
+# Node 0 has the same verdict at the same time, ends its workers (5 s at most) and asks its spares (3 s for
+# each stopped spare).
+DECIDED_S = 60.0
+# The further time for an answer of the store. torch waits without a limit where the process of the store is
+# stopped, or its machine is switched off.
+ANSWERS_S = 5.0
+# Node 0 opens its gate as soon as it has the controller, to which this node is connected.
+OPENED_S = 10.0
+_FILLED, _LEFT = "1", "0"
+
+
+class Places:
+    """The places of nodes with fixed numbers, in the rendezvous store.
+
+    Args:
+        place: the place that this node has taken as a spare; None: its original place.
+    """
+
+    def __init__(self, store: Store, node: int, place: TakePlace | None) -> None:
+        self._store = PrefixStore(PREFIX, store)
+        self._node = node
+        self._place = place
+
+    def announce(self, invitation: str) -> None:
+        """Let spare nodes find the gate."""
+        self._store.set(GATE, invitation)
+
+    def gate(self) -> bytes:
+        """Return the invitation to the gate, which node 0 opens with its first workers, or b""."""
+        try:
+            self._store.wait([GATE], timedelta(seconds=OPENED_S))
+            return bytes(self._store.get(GATE))
+        except RuntimeError:  # node 0 is lost, or does not answer
+            return b""
+
+    def require_own(self) -> None:
+        """Check the owner of the place. Raises StartError if another node owns the place."""
+        key = f"owner/{self._node}"
+        if self._place is not None:  # node 0 informs the spare before it writes the owner
+            self._store.wait([f"taken/{self._place.owner}"])
+        owner = self._store.get(key).decode() if self._store.check([key]) else ""
+        if owner != (self._place.owner if self._place is not None else ""):
+            raise StartError(f"node {self._node} was taken for lost, and a spare node has its place")
+
+    def give(self, owners: Mapping[int, str]) -> None:
+        """Write the new owners of lost nodes' places, on node 0."""
+        for node, owner in owners.items():
+            self._store.set(f"owner/{node}", owner)
+            self._store.set(f"taken/{owner}", "")
+
+    def settle(self, generation: int, owners: Mapping[int, str], *, is_filled: bool | None = None) -> bool:
+        """Write the owners of the places lost in `generation`, on node 0; return whether the job goes on.
+
+        Invariant: all nodes have the same answer. A node that has waited in vain has answered for all nodes,
+        for instance while the disk of the save folder hung.
+
+        Args:
+            owners: empty: no owners.
+            is_filled: whether the job is to go on; None: if the places have owners.
+        """
+        self.give(owners)
+        goes_on = bool(owners) if is_filled is None else is_filled
+        return self._decide(generation, _FILLED if goes_on else _LEFT)
+
+    def _decide(self, generation: int, answer: str) -> bool:
+        """Write the answer unless there is one; return whether the job goes on."""
+        return self._store.compare_set(f"filled/{generation}", "", answer) == _FILLED.encode()
+
+    def are_filled(self, generation: int) -> bool:
+        """Return whether node 0 has a spare for each place lost in `generation`."""
+
+        def decided() -> bool:
+            with contextlib.suppress(RuntimeError):  # node 0 is also lost, or has not decided
+                self._store.wait([f"filled/{generation}"], timedelta(seconds=DECIDED_S))
+            with contextlib.suppress(RuntimeError):
+                return self._decide(generation, _LEFT)
+            return False
+
+        until = time.monotonic() + DECIDED_S + ANSWERS_S
+
+        def look() -> None:
+            if time.monotonic() > until:
+                raise TimeoutError
+
+        try:
+            return wait_for(decided, lambda: "node 0, which decides whether the job goes on", look=look)
+        except TimeoutError:
+            return False
