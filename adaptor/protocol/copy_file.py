@@ -59,10 +59,17 @@ class CopyHeader(NamedTuple):
 
 
 class CopyFile:
-    """One file of a host copy, opened by `/proc/PID/fd/N` of the agent. Raises OSError."""
+    """One file of a host copy.
 
-    def __init__(self, path: str) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    Args:
+        file: `/proc/PID/fd/N` of the agent, which is opened; or a descriptor, which is not to be closed here.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
+
+    def __init__(self, file: str | int) -> None:
+        self._fd = file if isinstance(file, int) else os.open(file, os.O_RDWR | os.O_CLOEXEC)
         self._memory: mmap.mmap | None = None
 
     @property

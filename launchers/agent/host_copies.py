@@ -113,16 +113,11 @@ class CopyFiles:
         return self.other(rank, min(range(FILES), key=worth))
 
     def forget_after(self, step: int) -> None:
-        """Give up the copies of later steps: their state is in doubt.
-
-        Raises:
-            OSError: no more files can be opened.
-        """
+        """Give up the copies of later steps: their state is in doubt."""
         for files in (*self._own.values(), *self._others.values()):
-            for copy_descriptors in files:
-                with contextlib.closing(CopyFile(_path(copy_descriptors))) as file:
-                    if file.header is not None and file.header.step > step:
-                        file.begin()
+            for file in map(CopyFile, files):
+                if file.header is not None and file.header.step > step:
+                    file.begin()
 
     def newest(self, *, is_kept: bool) -> int | None:
         """Return the newest step of which each rank of this node has a complete copy; None without one.
@@ -133,11 +128,9 @@ class CopyFiles:
         common_steps: set[int] | None = None
         for rank in sorted(self._ranks):
             steps = set()
-            for copy_descriptors in self._own.get(rank, ()):
-                file = CopyFile(_path(copy_descriptors))
-                header, kept = file.header, file.kept
-                file.close()
-                if header is not None and (not is_kept or kept == header.step):
+            for file in map(CopyFile, self._own.get(rank, ())):
+                header = file.header
+                if header is not None and (not is_kept or file.kept == header.step):
                     steps.add(header.step)
             common_steps = steps if common_steps is None else common_steps & steps
         return max(common_steps, default=None) if common_steps else None

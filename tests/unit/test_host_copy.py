@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 import subprocess
 import sys
 import threading
@@ -421,6 +422,23 @@ def test_an_agent_keeps_the_files_of_the_start_before(monkeypatch: pytest.Monkey
     assert begin([2, 3]) == {2, 3}
     files.close()
     assert begin([]) == set()
+
+
+def test_an_agent_without_descriptors_gives_up_the_copies_that_are_in_doubt() -> None:
+    with ExitStack() as opened:
+        files = opened.enter_context(closing(CopyFiles()))
+        files.begin([0])
+        older, newer = (opened.enter_context(closing(file)) for file in files.own()[0])
+        for step, file in ((4, older), (5, newer)):
+            file.commit(CopyHeader("a", 1, 0, step, 0, 0))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            files.forget_after(4)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert older.header is not None
+        assert newer.header is None
 
 
 @pytest.fixture
