@@ -335,7 +335,7 @@ def protect(
         place = place_of(optimizer, mirrors, rank_folder, everyone, copies=copies)
         return MegatronTrainee(
             state=library_state.training_state(model, optimizer, scheduler, extra, place, format, contents),
-            save=str(Path(save).resolve()),
+            save_folder=str(Path(save).resolve()),
             shares=place.shares,
             random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
             counters=contents.counters,

@@ -115,7 +115,7 @@ class Agents:
         match order:
             case Freeze(incident=incident):
                 self._say(node, Frozen(rank, incident, _board(rank)))
-            case Prepare(incident=incident, save=save, step=step):
+            case Prepare(incident=incident, save_folder=save, step=step):
                 self._say(node, Prepared(node, incident, f"{save}/{temporary_name(step)}", ""))
             case Dump(incident=incident, attempt=attempt, groups=groups):
                 for group in groups:

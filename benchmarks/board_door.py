@@ -27,7 +27,7 @@ TARGET_US = 10.0
 class _Idle:
     """A trainee of which board and door alone are left."""
 
-    save = ""
+    save_folder = ""
     shares = ()
     device = HOST
     has_local_copy = False
@@ -122,7 +122,7 @@ def record_step() -> tuple[Callable[[], None], Callable[[], None]]:
     counters = {"consumed_train_samples": 800, "skipped_train_samples": 0, "floating_point": 1.5e12}
     trainee = MegatronTrainee(
         state=TrainingState(model=[torch.nn.Identity()], optimizer=optimizer, scheduler=scheduler, folder=""),
-        save="",
+        save_folder="",
         shares=(),
         random=RandomStates(tracker),
         counters=lambda: counters,

@@ -77,7 +77,7 @@ class InPlace:
         self._layouts = dict(layouts)
         self._exchange = exchange
         self._attempt = attempt
-        self._root = exchange.folder
+        self._temporary_folder = exchange.folder
         self._others = _others(exchange)
         self._optimizers = optimizers
         self._own = own_readers(optimizers, exchange)
@@ -92,7 +92,7 @@ class InPlace:
     def __enter__(self) -> InPlace:
         try:
             for draft, layout in zip(self._drafts, self._layouts.values(), strict=True):
-                self._files.append(disk.create(self._root, draft))
+                self._files.append(disk.create(self._temporary_folder, draft))
                 disk.reserve(self._files[-1], layout.size)
                 # At once: a write past the end would keep all other ranks from the file meanwhile.
                 os.ftruncate(self._files[-1], layout.size)
@@ -109,7 +109,7 @@ class InPlace:
         if not self._is_complete:
             for draft in self._drafts[: len(self._files)]:
                 with contextlib.suppress(OSError):
-                    (self._root / draft).unlink()
+                    (self._temporary_folder / draft).unlink()
 
     def write(self) -> bool:
         """Have all parts written; return False if a holder does not see the files: then all holders send.
@@ -179,7 +179,7 @@ class InPlace:
             send(Offer(self._drafts, regions, token, slot), rank, self._exchange)
         answers = {rank: receive(Answer, rank, self._exchange) for rank in self._others}
         # Opened anew: at an open a shared file system brings its cache up to date.
-        descriptor = disk.open_below(self._root, self._drafts[0], os.O_RDONLY)
+        descriptor = disk.open_below(self._temporary_folder, self._drafts[0], os.O_RDONLY)
         try:
             own_identity = in_place_holder.seen(descriptor)
             self._foreign = {
@@ -228,7 +228,7 @@ class InPlace:
 
     def _is_there(self, part: WrittenPart) -> bool:
         """Read a part of another kernel again, while other ranks wait; return True if unchanged."""
-        descriptor = disk.open_below(self._root, self._drafts[part.file], os.O_RDONLY)
+        descriptor = disk.open_below(self._temporary_folder, self._drafts[part.file], os.O_RDONLY)
         try:
             crc = 0
             for begin in range(0, part.size, BLOCK):
@@ -253,7 +253,7 @@ class InPlace:
             for begin in range(0, len(part.digests), DIGEST_BYTES):
                 digests_by_block[first + begin // DIGEST_BYTES] = part.digests[begin : begin + DIGEST_BYTES]
         whole_digest = BlockDigest()
-        descriptor = disk.open_below(self._root, draft, os.O_RDONLY)
+        descriptor = disk.open_below(self._temporary_folder, draft, os.O_RDONLY)
         try:
             for block in range(-(-layout.size // BLOCK)):
                 digest = digests_by_block.get(block)
@@ -267,7 +267,7 @@ class InPlace:
                     digest_read = xxhash.xxh3_128_digest(data)
                     if digest not in (None, digest_read):
                         problem = f"other bytes are read at byte {block * BLOCK} than were written there"
-                        raise CheckpointError(f"{self._root / draft}: {problem}")
+                        raise CheckpointError(f"{self._temporary_folder / draft}: {problem}")
                     if layout.reader is not None:
                         layout.reader(data)
                     self._exchange.advanced(len(data))

@@ -140,7 +140,7 @@ class LeaseContent(Owner, frozen=True):
 
 
 def go_on_without(
-    root: Path,
+    save_folder: Path,
     owner: Owner,
     generation: str,
     members: Collection[str],
@@ -156,7 +156,7 @@ def go_on_without(
     nor does a side that finds the lease of a later generation: the other side has started workers.
 
     Args:
-        root: the save folder.
+        save_folder: the save folder.
         owner: the agent that runs the controller.
         generation: of the workers.
         members: the agents that go on.
@@ -169,34 +169,34 @@ def go_on_without(
         CheckpointError: the other side goes on, or the node does not share the folder.
         OSError: the disk refuses.
     """
-    with locked(root, patience_s=LOCK_PATIENCE_S):
-        seen_lease = _look(root)
+    with locked(save_folder, patience_s=LOCK_PATIENCE_S):
+        seen_lease = _look(save_folder)
         written = seen_lease.content if seen_lease is not None else None
         if written is None or written.generation != generation:
             if has_lease and (written is None or seen_lease is None or seen_lease.owner == owner):
                 return  # the lease could not be written, so no other node can take the lease over
             raise CheckpointError(
-                f"{root / naming.LEASE} is not of this start of the workers: nodes do not share the folder,"
-                " or the other side of a cut network goes on"
+                f"{save_folder / naming.LEASE} is not of this start of the workers: nodes do not share"
+                " the folder, or the other side of a cut network goes on"
             )
         excluded = sorted(set(members) & set(written.excluded))
         if excluded:
             raise CheckpointError(f"the other side of a cut network goes on without {' and '.join(excluded)}")
         all_excluded = tuple(sorted({*written.excluded, *lost}))
-        _write(root, LeaseContent.of_owner(owner, generation, all_excluded, store or written.store))
+        _write(save_folder, LeaseContent.of_owner(owner, generation, all_excluded, store or written.store))
 
 
 class StoreOfJob:
-    """Finds the rendezvous store of a job that saves in `root`, lives, and has lost its first store."""
+    """Finds the rendezvous store of a live job that saves in `save_folder` and has lost its first store."""
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, save_folder: Path) -> None:
+        self._save_folder = save_folder
         self._seen: _Seen | None = None
 
     def find(self, stale_s: float = STALE_S) -> str:
         """Return the store, "" without one; watch the lease of another machine for `stale_s` seconds."""
         store = self._read()
-        return store if store and self._seen and _is_there(self._root, self._seen, stale_s) else ""
+        return store if store and self._seen and _is_there(self._save_folder, self._seen, stale_s) else ""
 
     def look(self) -> str:
         """Return the store if the lease has changed since the last call, because its job lives; else ""."""
@@ -205,7 +205,7 @@ class StoreOfJob:
 
     def _read(self) -> str:
         with contextlib.suppress(OSError):
-            self._seen = _look(self._root)
+            self._seen = _look(self._save_folder)
             written = self._seen.content if self._seen is not None else None
             return written.store if written is not None else ""
         return ""
@@ -233,13 +233,13 @@ class _Seen(msgspec.Struct, frozen=True):
         written = self.content
         return written is not None and written.leaving
 
-    def is_copied(self, root: Path) -> bool:
-        """Return True if the lease was written for another folder of this machine, and `root` is a copy."""
+    def is_copied(self, save_folder: Path) -> bool:
+        """Return True if the lease was written for another folder of this machine: it was copied."""
         written = self.content
         if written is None or not written.inode:
             return False
         try:
-            status = root.stat()
+            status = save_folder.stat()
         except OSError:
             return False
         return (written.device, written.inode) != (status.st_dev, status.st_ino)
@@ -253,14 +253,14 @@ def decode(text: bytes, kind: type[_Owner]) -> _Owner | None:
         return None
 
 
-def _write(root: Path, content: LeaseContent) -> None:
-    status = root.stat()
+def _write(save_folder: Path, content: LeaseContent) -> None:
+    status = save_folder.stat()
     content = msgspec.structs.replace(content, device=status.st_dev, inode=status.st_ino)
-    disk.replace(root, naming.LEASE, msgspec.json.encode(content))
+    disk.replace(save_folder, naming.LEASE, msgspec.json.encode(content))
 
 
-def _look(root: Path) -> _Seen | None:
-    path = root / naming.LEASE
+def _look(save_folder: Path) -> _Seen | None:
+    path = save_folder / naming.LEASE
     try:
         return _Seen(disk.read(path, LARGEST), path.stat().st_mtime_ns)
     except FileNotFoundError:
@@ -277,8 +277,8 @@ class Lease:
     `generation`: of the workers, if a worker takes the lease.
     """
 
-    def __init__(self, root: Path, owner: Owner, generation: str = "") -> None:
-        self._root = root
+    def __init__(self, save_folder: Path, owner: Owner, generation: str = "") -> None:
+        self._save_folder = save_folder
         self._owner = owner
         self._generation = generation
         self._released = threading.Event()
@@ -292,15 +292,15 @@ class Lease:
         `stale_s`: after this time an unchanged lease of another machine is stale; `patience_s`: a leaving job
         may take this time. Raises ConfigError if another job has the lease, CheckpointError, OSError.
         """
-        path, seen_before = self._root / naming.LEASE, self._after_who_is_leaving(stale_s, patience_s)
+        path, seen_before = self._save_folder / naming.LEASE, self._after_who_is_leaving(stale_s, patience_s)
         if seen_before is not None and seen_before.owner != self._owner:
-            if _is_there(self._root, seen_before, stale_s):
+            if _is_there(self._save_folder, seen_before, stale_s):
                 raise ConfigError(self._refusal(seen_before))
             self._say_replaced(seen_before)
-            if _look(self._root) is None:
+            if _look(self._save_folder) is None:
                 seen_before = None  # removed: a lease that exists under our lock is new
-        with locked(self._root, patience_s=LOCK_PATIENCE_S):
-            seen_now = _look(self._root)
+        with locked(self._save_folder, patience_s=LOCK_PATIENCE_S):
+            seen_now = _look(self._save_folder)
             is_own = seen_now is None or seen_now.owner == self._owner
             if (
                 seen_now is not None
@@ -312,11 +312,11 @@ class Lease:
                 disk.remove(path)
             written = seen_now.content if seen_now is not None and is_own else None
             store = written.store if written is not None else ""
-            _write(self._root, LeaseContent.of_owner(self._owner, self._generation, store=store))
+            _write(self._save_folder, LeaseContent.of_owner(self._owner, self._generation, store=store))
 
     def _after_who_is_leaving(self, stale_s: float, patience_s: float) -> _Seen | None:
         """Return the lease once no leaving job has it, or after `patience_s`."""
-        seen_lease = _look(self._root)
+        seen_lease = _look(self._save_folder)
         looks, unchanged = 0, 0.0
         while seen_lease is not None and seen_lease.leaving and seen_lease.owner not in (None, self._owner):
             owner, waited = seen_lease.owner, looks * LOOK_S
@@ -326,13 +326,14 @@ class Lease:
             if looks % max(1, round(AGAIN_S / LOOK_S)) == 0:
                 owner_name = f"{owner.host}, pid {owner.pid}"
                 output.tell(
-                    f"[ttp] waiting for a job that ends and still saves in {self._root} ({owner_name})",
+                    f"[ttp] waiting for a job that ends and still saves in {self._save_folder}"
+                    f" ({owner_name})",
                     to="stdout",
                 )
             time.sleep(LOOK_S)
             looks += 1
             with contextlib.suppress(OSError):  # an error of the disk: the next look follows
-                previous, seen_lease = seen_lease, _look(self._root)
+                previous, seen_lease = seen_lease, _look(self._save_folder)
                 unchanged = unchanged + LOOK_S if seen_lease == previous else 0.0
         return seen_lease
 
@@ -343,13 +344,15 @@ class Lease:
 
     def _mark(self) -> None:
         with contextlib.suppress(OSError, CheckpointError):
-            seen_lease = _look(self._root)
+            seen_lease = _look(self._save_folder)
             if seen_lease is not None and seen_lease.owner == self._owner and not self._released.is_set():
                 # The generation of the workers, which save for the last time: by it nodes see that they share
                 # the folder.
                 written = seen_lease.content or LeaseContent.of_owner(self._owner, "")
                 generation = self._generation or written.generation
-                _write(self._root, msgspec.structs.replace(written, generation=generation, leaving=True))
+                _write(
+                    self._save_folder, msgspec.structs.replace(written, generation=generation, leaving=True)
+                )
 
     def keep(self) -> None:
         """Touch the lease from now on, in a thread; without a thread it holds on this machine alone."""
@@ -369,25 +372,25 @@ class Lease:
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
             if self._is_ours():
-                (self._root / naming.LEASE).unlink()
+                (self._save_folder / naming.LEASE).unlink()
 
     def _is_ours(self) -> bool:
-        seen_lease = _look(self._root)
+        seen_lease = _look(self._save_folder)
         return seen_lease is not None and seen_lease.owner == self._owner
 
     def _keep(self) -> None:
         is_reported = False
         while not self._released.wait(REFRESH_S):
             with contextlib.suppress(OSError):  # an error of the disk does not end a job
-                seen_lease = _look(self._root)
+                seen_lease = _look(self._save_folder)
                 if seen_lease is None or seen_lease.owner is None:
                     continue
                 if seen_lease.owner == self._owner:
-                    os.utime(self._root / naming.LEASE, follow_symlinks=False)
+                    os.utime(self._save_folder / naming.LEASE, follow_symlinks=False)
                 elif not is_reported:
                     is_reported = True
                     output.tell(
-                        f"[ttp] {self._root / naming.LEASE} now names {seen_lease.owner.words}:"
+                        f"[ttp] {self._save_folder / naming.LEASE} now names {seen_lease.owner.words}:"
                         " it and this job both save in this folder",
                         to="stdout",
                     )
@@ -396,25 +399,25 @@ class Lease:
         owner = seen_lease.owner
         owner_name = "another job" if owner is None else owner.words
         return (
-            f"--save is {self._root}: {owner_name}, saves there; end that one, or choose another folder"
-            f" (if it is gone for sure, remove {naming.LEASE} there)"
+            f"--save is {self._save_folder}: {owner_name}, saves there; end that one, or choose another"
+            f" folder (if it is gone for sure, remove {naming.LEASE} there)"
         )
 
     def _say_replaced(self, seen_lease: _Seen) -> None:
         owner = seen_lease.owner
         if owner is None:
             owner_name = "something that is no lease"
-        elif owner.lives() and seen_lease.is_copied(self._root):
+        elif owner.lives() and seen_lease.is_copied(self._save_folder):
             owner_name = f"{owner.words}, and came here with a copy of its folder"
         else:
             owner_name = f"{owner.words}, which is gone"
         output.tell(
-            f"[ttp] {self._root / naming.LEASE} belonged to {owner_name}: this job saves there now",
+            f"[ttp] {self._save_folder / naming.LEASE} belonged to {owner_name}: this job saves there now",
             to="stdout",
         )
 
 
-def _is_there(root: Path, seen_lease: _Seen, stale_s: float) -> bool:
+def _is_there(save_folder: Path, seen_lease: _Seen, stale_s: float) -> bool:
     """Return True if the owner of a lease is alive.
 
     The kernel knows whether a process of this machine lives. A lease of another machine is watched for
@@ -424,15 +427,17 @@ def _is_there(root: Path, seen_lease: _Seen, stale_s: float) -> bool:
     lives = False if owner is None else owner.lives()
     if owner is None or lives is not None:
         # A copied lease from another machine is not refreshed, as noticed below; device numbers are local.
-        return bool(lives) and not seen_lease.is_copied(root)
-    output.tell(f"[ttp] {root}: waiting up to {stale_s:g} s for a sign of life of {owner.words}", to="stdout")
+        return bool(lives) and not seen_lease.is_copied(save_folder)
+    output.tell(
+        f"[ttp] {save_folder}: waiting up to {stale_s:g} s for a sign of life of {owner.words}", to="stdout"
+    )
     # Looks are counted, not seconds: while the disk hangs for this machine, it may hang for the owner.
     pause = min(LOOK_S, stale_s / 4)
     remaining_looks = failures = round(stale_s / pause)
     while remaining_looks:
         time.sleep(pause)
         try:
-            seen_now = _look(root)
+            seen_now = _look(save_folder)
         except OSError:
             if not failures:
                 raise

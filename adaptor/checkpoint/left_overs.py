@@ -34,13 +34,15 @@ _LEFT_OVER_S = 60.0
 
 
 @disk.one_line
-def clean(root: Path, term: int | None = None, generation: str = "", *, saves: bool = True) -> list[str]:
+def clean(
+    save_folder: Path, term: int | None = None, generation: str = "", *, saves: bool = True
+) -> list[str]:
     """Remove left-overs of dead processes, and return the names; only called while no worker lives.
 
     Large folders are removed in a thread that outlives the call, if the removal takes long: a line says so.
 
     Args:
-        root: the save folder.
+        save_folder: the save folder.
         term: given at the end of an incident: only folders of `generation`, made under the controller of
             `term`, are removed. Workers on the other side of a cut network may live and write for another
             controller. The framework's own unfinished saves (`regular_folder`) count as made under term 0.
@@ -50,16 +52,16 @@ def clean(root: Path, term: int | None = None, generation: str = "", *, saves: b
     """
     left_over: list[Path] = []
     removed: list[str] = []
-    restore_reshaped(root)
-    for path in (root / name for name in tracker.entry_names(root)):
+    restore_reshaped(save_folder)
+    for path in (save_folder / name for name in tracker.entry_names(save_folder)):
         if term is not None and not _is_left_by(path.name, term, generation):
             continue
         if not saves and naming.is_unfinished_save(path.name):
             continue
         step = naming.step_of_replaced(path.name)
-        if step is not None and not (root / naming.final_name(step)).exists():
-            path.rename(root / naming.final_name(step))
-            disk.sync(root)
+        if step is not None and not (save_folder / naming.final_name(step)).exists():
+            path.rename(save_folder / naming.final_name(step))
+            disk.sync(save_folder)
         elif (step is not None or naming.is_temporary(path.name)) and is_left_over(path):
             left_over.append(path)
 
@@ -68,8 +70,10 @@ def clean(root: Path, term: int | None = None, generation: str = "", *, saves: b
             removed.append(path.name)
 
     if not remove_beside(left_over, remove, _LEFT_OVER_S):
-        output.tell(f"[ttp] {root}: what earlier jobs have left there is still being removed", to="stdout")
-    _remove_drafts(root)
+        output.tell(
+            f"[ttp] {save_folder}: what earlier jobs have left there is still being removed", to="stdout"
+        )
+    _remove_drafts(save_folder)
     return list(removed)
 
 
@@ -90,7 +94,7 @@ def abandon(folder: Path) -> list[Path]:
     return [abandoned]
 
 
-def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
+def abandon_regular_saves(save_folder: Path, generation: str) -> list[Path]:
     """Rename the framework's own unfinished saves of the generation, which no process can complete any more.
 
     Nothing is removed here: the caller removes the folders that are returned (`remove_beside`).
@@ -98,9 +102,9 @@ def abandon_regular_saves(root: Path, generation: str) -> list[Path]:
     Under the lock, so that a process about to publish a save has published, or finds nothing.
     """
     folders: list[Path] = []
-    for name in filter(lambda name: naming.is_regular(name, generation), tracker.entry_names(root)):
-        with contextlib.suppress(OSError, CheckpointError), _locked_on_a_full_disk(root):
-            folders += (abandoned := abandon(root / name))
+    for name in filter(lambda name: naming.is_regular(name, generation), tracker.entry_names(save_folder)):
+        with contextlib.suppress(OSError, CheckpointError), _locked_on_a_full_disk(save_folder):
+            folders += (abandoned := abandon(save_folder / name))
             if abandoned:
                 step = naming.step_of(name.partition("_saving")[0])
                 output.tell(
@@ -137,11 +141,11 @@ def remove_beside(folders: list[Path], remove: Callable[[Path], object], patienc
 
 
 @contextlib.contextmanager
-def _locked_on_a_full_disk(root: Path) -> Iterator[None]:
+def _locked_on_a_full_disk(save_folder: Path) -> Iterator[None]:
     """Hold the lock, with a short patience for last words; without room for the lock file, go on without."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(root, patience_s=1.0))
+            stack.enter_context(locked(save_folder, patience_s=1.0))
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
@@ -159,11 +163,11 @@ def _is_removed(path: Path) -> bool:
     return True
 
 
-def _remove_drafts(root: Path) -> None:
+def _remove_drafts(save_folder: Path) -> None:
     """Remove the drafts of a process that died with the lock; nothing while the lock is held."""
-    if any(root.glob(f"{naming.TRACKER}.*")) or any(root.glob(f"{naming.LEASE}.*")):
-        with contextlib.suppress(CheckpointError), locked(root, patience_s=0):
-            tracker.remove_drafts(root)
+    if any(save_folder.glob(f"{naming.TRACKER}.*")) or any(save_folder.glob(f"{naming.LEASE}.*")):
+        with contextlib.suppress(CheckpointError), locked(save_folder, patience_s=0):
+            tracker.remove_drafts(save_folder)
 
 
 def _is_left_by(name: str, term: int, generation: str) -> bool:
@@ -176,69 +180,75 @@ _EXCHANGED = re.compile(r"(iter_[0-9]{7,18})\.([0-9]{1,20})")
 
 
 @disk.one_line
-def put_in_place(root: Path, step: int, complete_folder: Path) -> Path:
+def put_in_place(save_folder: Path, step: int, complete_folder: Path) -> Path:
     """Give `complete_folder` the final name of `step`, and return the new path of the former checkpoint.
 
     `complete_folder` is on disk below `reshape_name(step)`, under the final name. Raises CheckpointError.
     """
-    final = root / naming.final_name(step)
-    with locked(root):
-        kept = _kept(root, step)
+    final = save_folder / naming.final_name(step)
+    with locked(save_folder):
+        kept = _kept(save_folder, step)
         beside_path = complete_folder.with_name(f"{complete_folder.name}.{complete_folder.stat().st_ino}")
         complete_folder.rename(beside_path)
         if disk.exchange(beside_path, final):
-            disk.sync(root)
+            disk.sync(save_folder)
             disk.sync(beside_path.parent)
             beside_path.rename(kept)
         else:
             final.rename(kept)
             beside_path.rename(final)
-        disk.sync(root)
+        disk.sync(save_folder)
     return kept
 
 
-def restore_reshaped(root: Path) -> None:
+def restore_reshaped(save_folder: Path) -> None:
     """Finish an exchange that a crash has interrupted.
 
     The former checkpoint is kept; the checkpoint that the tracker names gets its name back. Raises OSError,
     CheckpointError (another process holds the lock).
     """
-    if not (_is_lost(root) or any(_beside(root))):
+    if not (_is_lost(save_folder) or any(_beside(save_folder))):
         return
-    with locked(root):
-        step = tracker.tracked_step(root)
-        if step is not None and _is_lost(root):
-            newest = naming.before_reshape_name(step, max(_numbers(root, step)))
-            (root / newest).rename(root / naming.final_name(step))
-        for step, beside_path, inode in _beside(root):
+    with locked(save_folder):
+        step = tracker.tracked_step(save_folder)
+        if step is not None and _is_lost(save_folder):
+            newest = naming.before_reshape_name(step, max(_numbers(save_folder, step)))
+            (save_folder / newest).rename(save_folder / naming.final_name(step))
+        for step, beside_path, inode in _beside(save_folder):
             is_made = beside_path.stat().st_ino == inode
             beside_path.rename(
-                beside_path.with_name(naming.final_name(step)) if is_made else _kept(root, step)
+                beside_path.with_name(naming.final_name(step)) if is_made else _kept(save_folder, step)
             )
-        disk.sync(root)
+        disk.sync(save_folder)
 
 
-def _is_lost(root: Path) -> bool:
+def _is_lost(save_folder: Path) -> bool:
     """Return True if the checkpoint that the tracker names is missing, and a kept one exists."""
-    step = tracker.tracked_step(root)
-    return step is not None and not (root / naming.final_name(step)).exists() and bool(_numbers(root, step))
+    step = tracker.tracked_step(save_folder)
+    return (
+        step is not None
+        and not (save_folder / naming.final_name(step)).exists()
+        and bool(_numbers(save_folder, step))
+    )
 
 
-def _beside(root: Path) -> Iterator[tuple[int, Path, int]]:
+def _beside(save_folder: Path) -> Iterator[tuple[int, Path, int]]:
     """Yield interrupted exchanges: step, path, inode of the new checkpoint."""
-    for staging in (root / name for name in tracker.entry_names(root) if naming.is_reshape(name)):
+    for staging in (
+        save_folder / name for name in tracker.entry_names(save_folder) if naming.is_reshape(name)
+    ):
         for exchanged_match in filter(None, map(_EXCHANGED.fullmatch, tracker.entry_names(staging))):
             step = naming.step_of(exchanged_match[1])
             if step is not None:
                 yield step, staging / exchanged_match[0], int(exchanged_match[2])
 
 
-def _kept(root: Path, step: int) -> Path:
+def _kept(save_folder: Path, step: int) -> Path:
     """Return the next free name for a kept checkpoint."""
-    return root / naming.before_reshape_name(step, max(_numbers(root, step), default=0) + 1)
+    return save_folder / naming.before_reshape_name(step, max(_numbers(save_folder, step), default=0) + 1)
 
 
-def _numbers(root: Path, step: int) -> list[int]:
+def _numbers(save_folder: Path, step: int) -> list[int]:
     """Return the numbers of the kept checkpoints of `step`."""
-    numbered = filter(None, map(naming.before_reshape, tracker.entry_names(root)))
+    numbered = filter(None, map(naming.before_reshape, tracker.entry_names(save_folder)))
     return [number for of, number in numbered if of == step]

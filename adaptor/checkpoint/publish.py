@@ -29,7 +29,7 @@ from adaptor.verification.agreed_state import AgreedState
 
 @disk.one_line
 def prepare(
-    root: Path, step: int, term: int = 0, number: int = 0, generation: str = "", *, first: bool = False
+    save_folder: Path, step: int, term: int = 0, number: int = 0, generation: str = "", *, first: bool = False
 ) -> Path:
     """Make an empty temporary folder for the last words of `step`, and return the folder.
 
@@ -38,13 +38,13 @@ def prepare(
     call waits for a slow disk. No other process may be at work in folder `number` of `term`. Raises
     CheckpointError.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root / naming.temporary_name(step, term, number, generation)
+    save_folder.mkdir(parents=True, exist_ok=True)
+    folder = save_folder / naming.temporary_name(step, term, number, generation)
     abandoned = left_overs.abandon(folder)
     # Rank 0, which completes regular saves, is on the controller's side of the network, and frozen or dead;
     # after an online recovery rank 0 makes the save again.
     if first:
-        abandoned += left_overs.abandon_regular_saves(root, generation)
+        abandoned += left_overs.abandon_regular_saves(save_folder, generation)
     disk.make_private(folder)
     left_overs.remove_beside(abandoned, disk.discard, left_overs.ROOM_S)
     return folder
@@ -62,7 +62,7 @@ def get_ready() -> None:
 
 @disk.one_line
 def publish(
-    root: Path,
+    save_folder: Path,
     step: int,
     files: Iterable[FileEntry],
     groups: Mapping[str, object],
@@ -83,7 +83,7 @@ def publish(
     later step, and the tracker stays.
 
     Args:
-        root: the save folder.
+        save_folder: the save folder.
         step: the saved step.
         files: of all groups, with paths below the temporary folder.
         groups: the writers of each group, for the manifest.
@@ -103,12 +103,12 @@ def publish(
         CheckpointError: a file is missing or has another size, parts make no whole, or the disk refuses.
     """
     names = [naming.temporary_name(step, term, n, generation) for n in range(number + 1)]
-    temporary, final = root / names[number], root / naming.final_name(step)
+    temporary, final = save_folder / names[number], save_folder / naming.final_name(step)
     files = tuple(files)
     _require_names(temporary, files)
     for name in names[number if written is None else written : number]:
-        _take(root / name, temporary, files)
-    if not tracker.is_of_generation(root, step, generation):
+        _take(save_folder / name, temporary, files)
+    if not tracker.is_of_generation(save_folder, step, generation):
         joined = dcp.join(temporary, files)
         entries, agreed = agreed_parts.join(temporary, step, joined)
         if not entries:
@@ -119,18 +119,18 @@ def publish(
         disk.write(temporary, naming.MANIFEST, described.encode())
         disk.share_folder(temporary)
         disk.sync_folders(temporary)
-    with locked(root):
-        is_foreign = not tracker.is_of_generation(root, step, generation)
+    with locked(save_folder):
+        is_foreign = not tracker.is_of_generation(save_folder, step, generation)
         if is_foreign:
-            move_in(root, step, temporary, final)
-        _tell_tracker(root, step, generation)
+            move_in(save_folder, step, temporary, final)
+        _tell_tracker(save_folder, step, generation)
     if not is_foreign:
         left_overs.remove_beside([temporary], disk.remove, left_overs.ROOM_S)
     return is_foreign
 
 
 @disk.one_line
-def find(root: Path, step: int, generation: str) -> int:
+def find(save_folder: Path, step: int, generation: str) -> int:
     """Let the tracker name the newest complete checkpoint, of `step` or later, by `generation`; return its
     step.
 
@@ -139,13 +139,15 @@ def find(root: Path, step: int, generation: str) -> int:
     may have died before the tracker was replaced, or before its report. Raises CheckpointError if there is
     none.
     """
-    for saved_step in reversed(tracker.steps(root)):
-        candidate = saved_step >= step or tracker.are_last_words(root, saved_step)
-        if candidate and tracker.is_of_generation(root, saved_step, generation):
-            with locked(root):
-                _tell_tracker(root, saved_step, generation)
+    for saved_step in reversed(tracker.steps(save_folder)):
+        candidate = saved_step >= step or tracker.are_last_words(save_folder, saved_step)
+        if candidate and tracker.is_of_generation(save_folder, saved_step, generation):
+            with locked(save_folder):
+                _tell_tracker(save_folder, saved_step, generation)
             return saved_step
-    raise CheckpointError(f"{root}: there is no checkpoint of step {step}, or a later one, of this run")
+    raise CheckpointError(
+        f"{save_folder}: there is no checkpoint of step {step}, or a later one, of this run"
+    )
 
 
 def _require_names(folder: Path, files: Iterable[FileEntry]) -> None:
@@ -169,29 +171,29 @@ def _take(source: Path, target: Path, files: tuple[FileEntry, ...]) -> None:
     _drop_others(target, {dcp.METADATA, dcp.INTEGRITY, *own_paths})
 
 
-def _tell_tracker(root: Path, step: int, generation: str) -> None:
+def _tell_tracker(save_folder: Path, step: int, generation: str) -> None:
     """Let the tracker name `step`, or a later step of this run.
 
     Raises CheckpointError if it names a later step of another run, which a restart would load.
     """
-    named = tracker.tracked_step(root)
-    if named is not None and named > step and not tracker.is_of_generation(root, named, generation):
+    named = tracker.tracked_step(save_folder)
+    if named is not None and named > step and not tracker.is_of_generation(save_folder, named, generation):
         raise CheckpointError(
-            f"{root}: the tracker names step {named}, so step {step} would not be resumed from"
+            f"{save_folder}: the tracker names step {named}, so step {step} would not be resumed from"
         )
     if named is None or named < step:
-        _copy_trackers(root, step)
-    tracker.advance_under_lock(root, step)
+        _copy_trackers(save_folder, step)
+    tracker.advance_under_lock(save_folder, step)
 
 
-def _copy_trackers(root: Path, step: int) -> None:
+def _copy_trackers(save_folder: Path, step: int) -> None:
     """Replace the further trackers of a framework by those files of the checkpoint of `step` that it reads in
     their place."""
-    checkpoint = root / naming.final_name(step)
+    checkpoint = save_folder / naming.final_name(step)
     for entry in manifest.read(checkpoint).files:
         if entry.tracker is not None:
-            tracker.remove_drafts(root, (entry.tracker,))
-            disk.replace(root, entry.tracker, disk.read(checkpoint / entry.path, _LONGEST_TRACKER))
+            tracker.remove_drafts(save_folder, (entry.tracker,))
+            disk.replace(save_folder, entry.tracker, disk.read(checkpoint / entry.path, _LONGEST_TRACKER))
 
 
 def _name(folder: Path, entries: tuple[FileEntry, ...], progress: Callable[[], None]) -> None:
@@ -218,14 +220,14 @@ def _drop_others(folder: Path, keep: set[str]) -> None:
             Path(place).rmdir()
 
 
-def move_in(root: Path, step: int, source: Path, final: Path) -> None:
+def move_in(save_folder: Path, step: int, source: Path, final: Path) -> None:
     """Rename `source` to `final`, under the lock; a folder of the final name is moved aside."""
     if os.path.lexists(final):
-        final.rename(place_aside(root, step))
+        final.rename(place_aside(save_folder, step))
     source.rename(final)
-    disk.sync(root)
+    disk.sync(save_folder)
 
 
-def place_aside(root: Path, step: int) -> Path:
+def place_aside(save_folder: Path, step: int) -> Path:
     """Return a free name to which the folder with the final name of `step` can be moved."""
-    return disk.free_name(root, partial(naming.aside_name, step))
+    return disk.free_name(save_folder, partial(naming.aside_name, step))

@@ -176,22 +176,25 @@ _IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 @disk.one_line
-def prepare_regular(root: Path, step: int, generation: str = "") -> None:
+def prepare_regular(save_folder: Path, step: int, generation: str = "") -> None:
     """Make the folder for a regular save of the framework, on each rank. Raises CheckpointError."""
-    saving = root / naming.regular_name(step, generation)
-    root.mkdir(parents=True, exist_ok=True)
+    saving = save_folder / naming.regular_name(step, generation)
+    save_folder.mkdir(parents=True, exist_ok=True)
     disk.ensure_private(saving)
 
 
 @disk.one_line
-def take_on_own_disk(root: Path, step: int, generation: str = "") -> Path | None:
+def take_on_own_disk(save_folder: Path, step: int, generation: str = "") -> Path | None:
     """Take a regular save that rank 0 has renamed, if the save has its temporary name here: on another disk.
 
     Only an existing folder can be renamed: a client of a shared file system may answer all else from a cache.
     Of nodes that share the other disk, one takes the save. An empty folder is removed. Returns the new path;
     None if missing.
     """
-    saving, taken = root / naming.regular_name(step, generation), root / naming.taken_name(step, generation)
+    saving, taken = (
+        save_folder / naming.regular_name(step, generation),
+        save_folder / naming.taken_name(step, generation),
+    )
     try:
         try:
             saving.rename(taken)
@@ -210,27 +213,27 @@ def take_on_own_disk(root: Path, step: int, generation: str = "") -> Path | None
 
 
 @disk.one_line
-def complete_on_own_disk(root: Path, step: int, generation: str) -> bool:
+def complete_on_own_disk(save_folder: Path, step: int, generation: str) -> bool:
     """Name a save on a disk of this node's own, if the job ended before that; return True if named.
 
     Rank 0 has named the save, so every rank had written. After a power cut some files may be missing: the
     save is completed only if each file has the size in its note; the following check reads the files.
     `generation`: of the workers, from the manifest of rank 0. Raises CheckpointError.
     """
-    folder = root / naming.taken_name(step, generation)
+    folder = save_folder / naming.taken_name(step, generation)
     if not left_overs.is_left_over(folder):
-        folder = root / naming.regular_name(step, generation)
+        folder = save_folder / naming.regular_name(step, generation)
     with contextlib.suppress(FileNotFoundError), _alone(folder):
         if not _is_noted(folder, step, generation):
             return False
         if folder.name == naming.regular_name(step, generation):
-            taken = take_on_own_disk(root, step, generation)
+            taken = take_on_own_disk(save_folder, step, generation)
             # A client of a shared file system may have shown another folder under the name.
             if taken is None or not _is_noted(taken, step, generation):
                 return False
             folder = taken
-        sync_regular(root, step, generation, folder)
-        publish_regular(root, step, generation, folder)
+        sync_regular(save_folder, step, generation, folder)
+        publish_regular(save_folder, step, generation, folder)
         return True
     return False
 
@@ -271,12 +274,12 @@ def _is_noted(folder: Path, step: int, generation: str) -> bool:
 
 
 @disk.one_line
-def sync_regular(root: Path, step: int, generation: str = "", taken: Path | None = None) -> None:
+def sync_regular(save_folder: Path, step: int, generation: str = "", taken: Path | None = None) -> None:
     """Bring a regular save to disk, which may take long, so that `publish_regular` is quick.
 
     Files without a checksum get one, except large files. `taken`: the result of `take_on_own_disk`.
     """
-    saving = taken or root / naming.regular_name(step, generation)
+    saving = taken or save_folder / naming.regular_name(step, generation)
     settle_integrity(saving)
     files = _written(saving)
     for path in files:
@@ -303,7 +306,7 @@ def settle_integrity(folder: Path) -> None:
 
 @disk.one_line
 def publish_regular(
-    root: Path,
+    save_folder: Path,
     step: int,
     generation: str = "",
     taken: Path | None = None,
@@ -315,9 +318,12 @@ def publish_regular(
     without a moment in which neither has the name if the file system can exchange two names. `taken`: the
     result of `take_on_own_disk`. Raises CheckpointError if the save is missing or empty, or the disk refuses.
     """
-    saving, final = taken or root / naming.regular_name(step, generation), root / naming.final_name(step)
+    saving, final = (
+        taken or save_folder / naming.regular_name(step, generation),
+        save_folder / naming.final_name(step),
+    )
     if not saving.is_dir():
-        if tracker.is_complete(root, step):
+        if tracker.is_complete(save_folder, step):
             return
         raise CheckpointError(f"{saving}: missing, so the save of step {step} cannot be completed")
     files = _written(saving)
@@ -331,8 +337,8 @@ def publish_regular(
     remove_notes(saving)
     disk.share_folder(saving)
     disk.sync_folders(saving)
-    with locked(root):
-        older = _replace_regular(root, step, saving, final)
+    with locked(save_folder):
+        older = _replace_regular(save_folder, step, saving, final)
     # The caller may keep a window open, in which this rank gives nothing to last words.
     left_overs.remove_beside(older, disk.remove, left_overs.ROOM_S)
 
@@ -346,25 +352,25 @@ def _written(saving: Path) -> list[Path]:
     ]
 
 
-def _replace_regular(root: Path, step: int, saving: Path, final: Path) -> list[Path]:
+def _replace_regular(save_folder: Path, step: int, saving: Path, final: Path) -> list[Path]:
     """Rename `saving` to `final`, under the lock; return the folders of older versions, to be removed."""
-    if not tracker.is_complete(root, step):
-        publish.move_in(root, step, saving, final)
+    if not tracker.is_complete(save_folder, step):
+        publish.move_in(save_folder, step, saving, final)
         return []
     if not disk.exchange(saving, final):
         # A crash between these two is undone by left_overs.clean().
-        replaced = root / naming.replaced_name(step)
+        replaced = save_folder / naming.replaced_name(step)
         older = []
         if left_overs.is_left_over(replaced):
-            older = [disk.free_name(root, partial(naming.abandoned_name, saving.name))]
+            older = [disk.free_name(save_folder, partial(naming.abandoned_name, saving.name))]
             replaced.rename(older[0])
         else:
             disk.remove(replaced)
         final.rename(replaced)
         saving.rename(final)
-        disk.sync(root)
+        disk.sync(save_folder)
         return [replaced, *older]
     # Under this name another node would take the folder for a save on its own disk.
     older = left_overs.abandon(saving)
-    disk.sync(root)
+    disk.sync(save_folder)
     return older

@@ -68,8 +68,8 @@ class _CheckOrder:
 
 
 def require_intact(
-    load: Path,
-    save: Path,
+    load_folder: Path,
+    save_folder: Path,
     chosen: int | None = None,
     loads: tuple[str, ...] = (),
     refused: Mapping[int, str] | None = None,
@@ -81,8 +81,8 @@ def require_intact(
     more.
 
     Args:
-        load: the folder of the load.
-        save: the save folder of the job; if equal, another checkpoint may replace a checkpoint that is
+        load_folder: the folder of the load.
+        save_folder: the save folder of the job; if equal, another checkpoint may replace a checkpoint that is
             damaged, or not whole on every node.
         chosen: the step named by the user, None for the step of the tracker.
         loads: the beginnings of the paths, below the checkpoint, of the files for the rank; its node reads
@@ -96,10 +96,10 @@ def require_intact(
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    judgement = judge(load, save, chosen, refused or {}) if rank == 0 else None
+    judgement = judge(load_folder, save_folder, chosen, refused or {}) if rank == 0 else None
     examined: Found | None = None
     readers: list[Reader] = []
-    root = load
+    root = load_folder
     while True:
         answers = [_next(judgement, examined, chosen) if judgement is not None else _CheckOrder()]
         dist.broadcast_object_list(answers, src=0)
@@ -110,17 +110,17 @@ def require_intact(
             examined = Found(_follow(root, order.agreed, readers))
             continue
         if order.is_empty:
-            _require_nothing(load)
+            _require_nothing(load_folder)
         if not order.files:
             if readers and order.by_tracker:
-                _require_one_step(root, save)
+                _require_one_step(root, save_folder)
             return
         folder = Path(order.folder)
         root = folder.parent
         readers = _readers(order, loads)
         if any(reader.lacks for reader in readers):
             unnamed = ""
-            if order.is_regular and readers[rank].lacks and disk.is_same(root, save):
+            if order.is_regular and readers[rank].lacks and disk.is_same(root, save_folder):
                 unnamed = resume_selection.complete(root, folder.name, order.generation)
             _gather(None)  # one rank of a disk works, and the others look afterwards
             readers = _readers(order, loads, unnamed)
@@ -146,14 +146,14 @@ def _gather(own_value: _T) -> list[_T]:
     return gather_values(own_value)
 
 
-def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
+def _follow(load_folder: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
     """Do the agreed actions, on each disk that rank 0 does not see by one rank; return problems."""
     import torch.distributed as dist
 
     rank, problem = dist.get_rank(), ""
     apart = divided_reading.apart(readers)
     if rank in apart and any(ranks[0] == rank for ranks in divided_reading.views(readers)):
-        problem = resume_selection.follow(root, agreed)
+        problem = resume_selection.follow(load_folder, agreed)
     nodes = [reader.node for reader in readers]
     return [
         f"node {node}: {node_problem}"
@@ -162,24 +162,24 @@ def _follow(root: Path, agreed: Agreed, readers: Sequence[Reader]) -> list[str]:
     ]
 
 
-def _require_nothing(load: Path) -> None:
+def _require_nothing(load_folder: Path) -> None:
     """Raise ResumeError on all ranks if rank 0 sees no checkpoint, and another rank sees one."""
-    text = tracker.tracker_text(load)
-    named = RELEASE if text == RELEASE else tracker.tracked_step(load)
+    text = tracker.tracker_text(load_folder)
+    named = RELEASE if text == RELEASE else tracker.tracked_step(load_folder)
     (_, first), *other_values = _gather((context.part(WorkerPlace).node, named))
     names_that_differ = {node: name for node, name in other_values if name != first}
     if names_that_differ:
         summary = ", ".join(
             f"node {node} has {_word(name)}" for node, name in list(names_that_differ.items())[:TOLD]
         )
-        raise ResumeError(f"{load}: node 0 has {_word(first)}, {summary}; {COPIES}")
+        raise ResumeError(f"{load_folder}: node 0 has {_word(first)}, {summary}; {COPIES}")
 
 
 def _word(named: str | int | None) -> str:
     return "no checkpoint" if named is None else "a release" if named == RELEASE else f"step {named}"
 
 
-def _require_one_step(root: Path, save: Path) -> None:
+def _require_one_step(load_folder: Path, save_folder: Path) -> None:
     """Make sure that the framework takes the step of rank 0's tracker: it takes the largest of all ranks.
 
     A rank whose tracker names no step would not load at all. Trackers are set in the save folder. Raises
@@ -187,7 +187,7 @@ def _require_one_step(root: Path, save: Path) -> None:
     """
     import torch.distributed as dist
 
-    steps_by_node = _gather((context.part(WorkerPlace).node, tracker.tracked_step(root)))
+    steps_by_node = _gather((context.part(WorkerPlace).node, tracker.tracked_step(load_folder)))
     step = steps_by_node[0][1]
     wrong = [
         rank
@@ -201,7 +201,9 @@ def _require_one_step(root: Path, save: Path) -> None:
     if rank in wrong and all(
         steps_by_node[earlier_rank][0] != node for earlier_rank in wrong if earlier_rank < rank
     ):
-        problem = resume_selection.settle(root, step, may_change=disk.is_same(root, save))
+        problem = resume_selection.settle(
+            load_folder, step, may_change=disk.is_same(load_folder, save_folder)
+        )
     problems = [
         f"node {node}: {node_problem}"
         for (node, _), node_problem in zip(steps_by_node, _gather(problem), strict=True)

@@ -52,13 +52,13 @@ class Agreed:
     may_change: bool = True
 
 
-def names_aside(root: Path, steps: Iterable[int]) -> dict[int, Path]:
+def names_aside(save_folder: Path, steps: Iterable[int]) -> dict[int, Path]:
     """Return, for each of these steps with a folder under its final name, a free name for the folder."""
-    return {step: publish.place_aside(root, step) for step in steps if _bears_name(root, step)}
+    return {step: publish.place_aside(save_folder, step) for step in steps if _bears_name(save_folder, step)}
 
 
 @disk.one_line
-def go_back(root: Path, step: int, aside: Mapping[int, Path]) -> None:
+def go_back(save_folder: Path, step: int, aside: Mapping[int, Path]) -> None:
     """Move the folders of other steps aside, to the paths in `aside`, and let the tracker name `step`.
 
     The tracker comes last, as ever. After a crash in between, the tracker names a missing folder, which the
@@ -68,13 +68,13 @@ def go_back(root: Path, step: int, aside: Mapping[int, Path]) -> None:
         # A shared file system may show other times of its files on each machine, as if each had a disk of its
         # own: then another rank has moved the folder.
         with contextlib.suppress(FileNotFoundError):
-            (root / naming.final_name(aside_step)).rename(target)
-    disk.sync(root)
-    with locked(root):
-        tracker.set_under_lock(root, step)
+            (save_folder / naming.final_name(aside_step)).rename(target)
+    disk.sync(save_folder)
+    with locked(save_folder):
+        tracker.set_under_lock(save_folder, step)
 
 
-def complete(root: Path, name: str, generation: str) -> str:
+def complete(save_folder: Path, name: str, generation: str) -> str:
     """Name a regular save on this disk, if rank 0 has named its own and the job ended then.
 
     Returns why a written save cannot get its name, in a line; "" if it has its name, is missing, or is
@@ -82,80 +82,80 @@ def complete(root: Path, name: str, generation: str) -> str:
     """
     step = naming.step_of(name)
     try:
-        if step is not None and regular_folder.complete_on_own_disk(root, step, generation):
-            tracker.advance(root, step)
+        if step is not None and regular_folder.complete_on_own_disk(save_folder, step, generation):
+            tracker.advance(save_folder, step)
             node = context.part(WorkerPlace).node
             output.tell(
-                f"[ttp] node {node}: {root / name}: the end of the job had cut its save short when all was"
-                " written; it is complete now",
+                f"[ttp] node {node}: {save_folder / name}: the end of the job had cut its save short when all"
+                " was written; it is complete now",
                 to="stdout",
             )
     except Exception as error:
         reason = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return f"{root / name}: was written, and cannot get its name now: {reason}"
+        return f"{save_folder / name}: was written, and cannot get its name now: {reason}"
     return ""
 
 
-def follow(root: Path, agreed: Agreed) -> str:
+def follow(save_folder: Path, agreed: Agreed) -> str:
     """Carry out `agreed` on a disk that rank 0 does not see, left-overs included; called by one of its ranks.
 
     Returns why it cannot be done, in a line; "" if done. Never raises, because all ranks wait.
     """
     if not agreed.may_change:
-        return settle(root, agreed.step, may_change=False)
+        return settle(save_folder, agreed.step, may_change=False)
     try:
-        named = tracker.tracked_step(root)
-        left_overs.clean(root)
-        aside = names_aside(root, agreed.given_up)
+        named = tracker.tracked_step(save_folder)
+        left_overs.clean(save_folder)
+        aside = names_aside(save_folder, agreed.given_up)
         if aside or named != agreed.step:
-            go_back(root, agreed.step, aside)
+            go_back(save_folder, agreed.step, aside)
         if named not in agreed.given_up:
-            _tell_of(root, named, agreed.step)
+            _tell_of(save_folder, named, agreed.step)
     except CheckpointError as error:
         return str(error)
     except Exception as error:
-        return f"{root}: {type(error).__name__}: {error}"
+        return f"{save_folder}: {type(error).__name__}: {error}"
     return ""
 
 
-def settle(root: Path, step: int, *, may_change: bool) -> str:
+def settle(save_folder: Path, step: int, *, may_change: bool) -> str:
     """Let the tracker on this disk name the `step` of rank 0, if it names no step or a later step.
 
     The framework takes the largest step of all ranks. `may_change`: whether the job saves in the folder.
     Returns as `follow`.
     """
-    named = tracker.tracked_step(root)
+    named = tracker.tracked_step(save_folder)
     if named is not None and named <= step:
         return ""
     if not may_change:
-        return _of_trackers(root, named, step)
+        return _of_trackers(save_folder, named, step)
     try:
-        go_back(root, step, {})
-        _tell_of(root, named, step)
+        go_back(save_folder, step, {})
+        _tell_of(save_folder, named, step)
     except CheckpointError as error:
         return str(error)
     except Exception as error:
-        return f"{root}: {type(error).__name__}: {error}"
+        return f"{save_folder}: {type(error).__name__}: {error}"
     return ""
 
 
-def _tell_of(root: Path, named: int | None, step: int) -> None:
+def _tell_of(save_folder: Path, named: int | None, step: int) -> None:
     """Print a line about a tracker that has gone backwards."""
     if named is not None and named > step:
         output.tell(
-            f"[ttp] node {context.part(WorkerPlace).node}: {root / naming.TRACKER} named step {named}, and"
-            f" names step {step} now, as on node 0",
+            f"[ttp] node {context.part(WorkerPlace).node}: {save_folder / naming.TRACKER} named step {named},"
+            f" and names step {step} now, as on node 0",
             to="stdout",
         )
 
 
-def _bears_name(root: Path, step: int) -> bool:
-    return os.path.lexists(root / naming.final_name(step))
+def _bears_name(save_folder: Path, step: int) -> bool:
+    return os.path.lexists(save_folder / naming.final_name(step))
 
 
-def _of_trackers(root: Path, named: int | None, step: int) -> str:
+def _of_trackers(save_folder: Path, named: int | None, step: int) -> str:
     named_step = "no step" if named is None else f"step {named}"
-    return f"{root / naming.TRACKER}: names {named_step}, that of node 0 step {step}"
+    return f"{save_folder / naming.TRACKER}: names {named_step}, that of node 0 step {step}"
 
 
 # The text of the tracker of a converted model, which belongs to no step.
@@ -203,20 +203,27 @@ Judgement = Generator[Files | Agreed, Found, bool]
 
 
 def judge(
-    load: Path, save: Path, chosen: int | None, refused: Mapping[int, str] = MappingProxyType({})
+    load_folder: Path,
+    save_folder: Path,
+    chosen: int | None,
+    refused: Mapping[int, str] = MappingProxyType({}),
 ) -> Judgement:
     """Decide on the checkpoint for the framework; ask for comparisons until the named checkpoint is intact.
 
-    `chosen`: the step that the user named, None for the step of the tracker; `refused`: checkpoints of `load`
-    that are not taken, by step, with the reason. Returns True if rank 0 sees a checkpoint to load. Raises
+    `chosen`: the step that the user named, None for the step of the tracker; `refused`: checkpoints that
+    are not taken, by step, with the reason. Returns True if rank 0 sees a checkpoint to load. Raises
     ResumeError if a checkpoint is damaged and no other may replace it, or cannot be read.
     """
-    _require_readable(load)
-    named = tracker.tracked_step(load) if chosen is None else chosen
+    _require_readable(load_folder)
+    named = tracker.tracked_step(load_folder) if chosen is None else chosen
     with contextlib.suppress(Exception):  # only prints
-        _tell_ignored(load)
-    examined = Found(_of_tracker(load)) if named is None else (yield from _examine(load, named, refused))
-    is_saved_to = load.resolve() == save.resolve()
+        _tell_ignored(load_folder)
+    examined = (
+        Found(_of_tracker(load_folder))
+        if named is None
+        else (yield from _examine(load_folder, named, refused))
+    )
+    is_saved_to = load_folder.resolve() == save_folder.resolve()
     if not examined.problems:
         if named is not None and chosen is None and examined.apart:
             yield from _agree(Agreed(named, may_change=is_saved_to))
@@ -230,34 +237,34 @@ def judge(
             f"{examined.words}; it is in --load, and only in the --save folder may another take its"
             " place: choose one with --ckpt-step, or another folder"
         )
-    yield from _replace(load, named, examined, refused)
+    yield from _replace(load_folder, named, examined, refused)
     return True
 
 
 def _replace(
-    root: Path, named: int | None, examined: Found, refused: Mapping[int, str]
+    save_folder: Path, named: int | None, examined: Found, refused: Mapping[int, str]
 ) -> Generator[Files | Agreed, Found, None]:
     """Find the newest intact checkpoint, and let the tracker name it."""
-    steps, damaged, problem_lines = tracker.steps(root), dict[int, Found](), []
-    if named is not None and os.path.lexists(root / naming.final_name(named)):
+    steps, damaged, problem_lines = tracker.steps(save_folder), dict[int, Found](), []
+    if named is not None and os.path.lexists(save_folder / naming.final_name(named)):
         steps = [step for step in steps if step < named]  # newer steps: a user has gone back by hand
         damaged[named] = examined
     else:
         problem_lines.append(examined.words)
     for step in reversed(steps):
-        examined = yield from _examine(root, step, refused)
+        examined = yield from _examine(save_folder, step, refused)
         if examined.problems:
             damaged[step] = examined
-        elif tracker.has_manifest(root, step) or (
-            named is not None and step < named and _seems_whole(root, step)
+        elif tracker.has_manifest(save_folder, step) or (
+            named is not None and step < named and _seems_whole(save_folder, step)
         ):
             break
     else:
-        raise ResumeError(_of_none(root, problem_lines, damaged))
+        raise ResumeError(_of_none(save_folder, problem_lines, damaged))
     unlike = frozenset[int]().union(*(damaged_step.unlike for damaged_step in damaged.values()))
     if unlike - examined.apart:
         raise ResumeError(f"{next(damage for damage in damaged.values() if damage.unlike).words}; {COPIES}")
-    aside = names_aside(root, damaged)
+    aside = names_aside(save_folder, damaged)
     if examined.apart:  # before rank 0: after a crash in between, the next start has the same findings
         gone = () if named is None or named in damaged else (named,)
         yield from _agree(Agreed(step, (*gone, *damaged)))
@@ -267,13 +274,13 @@ def _replace(
     omitted = [f"and {len(problem_lines) - TOLD} more"] if len(problem_lines) > TOLD else []
     newest = "the newest that is intact on every node" if examined.apart else "the newest intact checkpoint"
     _say(*problem_lines[:TOLD], *omitted, f"{newest} is step {step}")
-    go_back(root, step, aside)
+    go_back(save_folder, step, aside)
 
 
-def _of_none(root: Path, problem_lines: list[str], damaged: dict[int, Found]) -> str:
+def _of_none(save_folder: Path, problem_lines: list[str], damaged: dict[int, Found]) -> str:
     """Return why nothing can be loaded: no checkpoint is intact."""
     problem_lines = [*problem_lines, *(damage.of_step(step) for step, damage in damaged.items())]
-    summary = f"{'; '.join(problem_lines[:TOLD])}; no other checkpoint in {root} is intact"
+    summary = f"{'; '.join(problem_lines[:TOLD])}; no other checkpoint in {save_folder} is intact"
     if any(damage.unlike for damage in damaged.values()):
         return f"{summary} on every node; {COPIES}"
     return f"{summary}, and nothing was changed: load another one, or begin anew in another --save folder"
@@ -287,15 +294,15 @@ def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
         raise ResumeError(f"{'; '.join(map(line_of, examined.problems[:TOLD]))}{advice}")
 
 
-def _examine(root: Path, step: int, refused: Mapping[int, str]) -> Generator[Files, Found, Found]:
+def _examine(load_folder: Path, step: int, refused: Mapping[int, str]) -> Generator[Files, Found, Found]:
     """Return the problems of a checkpoint; none if it has no manifest. Raises ResumeError if unreadable."""
-    folder = root / naming.final_name(step)
+    folder = load_folder / naming.final_name(step)
     if step in refused:
         return Found([refused[step]])
     _require_answer(folder)
     if not disk.is_folder(folder):
         return Found([f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"])
-    if not tracker.has_manifest(root, step):
+    if not tracker.has_manifest(load_folder, step):
         return Found([])
     try:
         saved_manifest = manifest.read(folder)
@@ -312,10 +319,10 @@ def _examine(root: Path, step: int, refused: Mapping[int, str]) -> Generator[Fil
     return Found(wrong, examined.unlike, examined.apart)
 
 
-def _require_readable(root: Path) -> None:
+def _require_readable(load_folder: Path) -> None:
     """Refuse a folder, or a tracker, whose content cannot be told. Raises ResumeError."""
-    _require_answer(root)
-    path = root / naming.TRACKER
+    _require_answer(load_folder)
+    path = load_folder / naming.TRACKER
     _require_answer(path)
     try:
         os.close(disk.open_regular(path))
@@ -341,45 +348,45 @@ def _refusal(unreadable: Sequence[str]) -> str:
     )
 
 
-def _of_tracker(root: Path) -> list[str]:
+def _of_tracker(load_folder: Path) -> list[str]:
     """Return the problem of a tracker that names no step; none if no checkpoint exists.
 
     If it says `release`, the framework begins from a converted model, as the user wanted; a line names the
     newer checkpoints. Raises ResumeError if the tracker is not a file.
     """
-    path = root / naming.TRACKER
-    own_steps = [step for step in tracker.steps(root) if tracker.has_manifest(root, step)]
+    path = load_folder / naming.TRACKER
+    own_steps = [step for step in tracker.steps(load_folder) if tracker.has_manifest(load_folder, step)]
     if not own_steps:
         if os.path.lexists(path) and not path.is_file():
             raise ResumeError(f"{path}: is not a file, so nothing can be loaded: remove it")
         return []
     if not os.path.lexists(path):
         return [f"{path}: missing beside checkpoints (to begin anew, choose another --save folder)"]
-    if tracker.tracker_text(root) != RELEASE:
+    if tracker.tracker_text(load_folder) != RELEASE:
         return [f"{path}: names no step"]
     _say(
-        f"{path} says release: training begins from {root / RELEASE}, not from step {own_steps[-1]}, which is"
-        f" saved beside it; write {own_steps[-1]} into the file to go on from there"
+        f"{path} says release: training begins from {load_folder / RELEASE}, not from step {own_steps[-1]},"
+        f" which is saved beside it; write {own_steps[-1]} into the file to go on from there"
     )
     return []
 
 
-def _tell_ignored(root: Path) -> None:
+def _tell_ignored(load_folder: Path) -> None:
     """Name entries that look like a checkpoint and are none; they are left as they are."""
     ignored = [
         name
-        for name in tracker.entry_names(root)
+        for name in tracker.entry_names(load_folder)
         if (name.startswith("iter_") and naming.step_of(name) is None and not naming.is_temporary(name))
-        or (naming.is_temporary(name) and not left_overs.is_left_over(root / name))
+        or (naming.is_temporary(name) and not left_overs.is_left_over(load_folder / name))
     ]
     if ignored:
         omitted = f" (and {len(ignored) - TOLD} more)" if len(ignored) > TOLD else ""
-        _say(f"{root}: no checkpoint, and ignored: {', '.join(ignored[:TOLD])}{omitted}")
+        _say(f"{load_folder}: no checkpoint, and ignored: {', '.join(ignored[:TOLD])}{omitted}")
 
 
-def _seems_whole(root: Path, step: int) -> bool:
+def _seems_whole(load_folder: Path, step: int) -> bool:
     """Return True if a checkpoint without a manifest has files, and no archive of torch is cut off."""
-    files = list(disk.files(root / naming.final_name(step)))
+    files = list(disk.files(load_folder / naming.final_name(step)))
     return bool(files) and all(_is_archive(file) for file in files if file.suffix == ".pt")
 
 

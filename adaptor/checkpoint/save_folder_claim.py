@@ -31,95 +31,95 @@ NOTE = "TTP_OWNER_NOTE"
 PATIENCE = "TTP_OWNER_PATIENCE"
 
 
-def claim(save: str | Path, environ: Mapping[str, str] = os.environ) -> None:
+def claim(save_folder: str | Path, environ: Mapping[str, str] = os.environ) -> None:
     """Take the lease of the save folder for the job, while this worker lives.
 
     Raises ConfigError if another job saves in the folder.
     """
     global _claimed
-    root = Path(save).resolve()
-    if _claimed == root:  # a framework may parse its arguments more than once
+    folder = Path(save_folder).resolve()
+    if _claimed == folder:  # a framework may parse its arguments more than once
         return
     try:
         owner = (
             msgspec.json.decode(environ[OWNER], type=Owner) if OWNER in environ else Owner.of(os.getppid())
         )
-        lease = Lease(root, owner, environ.get(GENERATION, ""))
+        lease = Lease(folder, owner, environ.get(GENERATION, ""))
         lease.take(patience_s=float(environ.get(PATIENCE, "0")))
         if NOTE in environ:
-            Path(environ[NOTE]).write_text(str(root))
+            Path(environ[NOTE]).write_text(str(folder))
         lease.keep()
     except (OSError, CheckpointError) as error:
         reason = getattr(error, "strerror", None) or error
         output.tell(
-            f"[ttp] the lease {root / naming.LEASE} cannot be taken ({reason}): if a second job saves in this"
-            " folder, neither of the two is refused",
+            f"[ttp] the lease {folder / naming.LEASE} cannot be taken ({reason}): if a second job saves in"
+            " this folder, neither of the two is refused",
             to="stdout",
         )
-    _claimed = root
+    _claimed = folder
 
 
-def require_same_user(save: str | Path) -> None:
+def require_same_user(save_folder: str | Path) -> None:
     """Refuse a rank that writes into the shared folder as another user than rank 0. Raises ConfigError.
 
     Drafts are made private, so the first save would fail. Rank 0 has taken the lease by now; a folder without
     the lease of the generation is another node's own disk, or cannot be told.
     """
-    root, lease_of_job = Path(save), None
+    lease_of_job = None
     try:
-        if save:
-            lease_of_job = _lease_of_this_generation(root)
+        if save_folder:
+            lease_of_job = _lease_of_this_generation(Path(save_folder))
         if lease_of_job is None:
             return
         theirs, written = lease_of_job
-        own_uid = disk.probe_rights(root).st_uid
+        own_uid = disk.probe_rights(Path(save_folder)).st_uid
     except OSError:
         return
     if theirs == own_uid:
         return
     node_name = f"node {context.part(WorkerPlace).node} ({platform.node()})"
     raise ConfigError(
-        f"--save is {root}: {node_name} writes there as {disk.name_user(own_uid)}, node 0 "
+        f"--save is {save_folder}: {node_name} writes there as {disk.name_user(own_uid)}, node 0 "
         f"({written.host})"
         f" as {disk.name_user(theirs)}, and neither can write into the other's checkpoints: start"
         " ttprun as the same user on every node"
     )
 
 
-def is_folder_shared(root: Path) -> bool:
+def is_folder_shared(save_folder: Path) -> bool:
     """Return True if the folder has the lease that rank 0 has taken: then this node shares the folder."""
     try:
-        return _lease_of_this_generation(root) is not None
+        return _lease_of_this_generation(save_folder) is not None
     except OSError:
         return False
 
 
-def tell_of_own_disk(save: str | Path) -> None:
+def tell_of_own_disk(save_folder: str | Path) -> None:
     """Print the effect of a folder of a node's own, which lacks the lease of node 0, on last words.
 
     Rank 0 has taken the lease by now. One line for each node, at the first start of a job.
     """
     place, generation = context.part(WorkerPlace), context.part(Generation)
-    if not save or not place.node or place.local_rank or generation.is_restart or not generation.name:
+    if not save_folder or not place.node or place.local_rank or generation.is_restart or not generation.name:
         return
     with contextlib.suppress(OSError):  # the system cannot tell
         try:
-            if _lease_of_this_generation(Path(save)) is not None:
+            if _lease_of_this_generation(Path(save_folder)) is not None:
                 return
         except FileNotFoundError:
             pass
         output.tell(
-            f"[ttp] node {place.node}: --save is {save}, and the lease of node 0 is not there, so it is a"
-            " folder of this node's own: regular saves are kept on each node; last words are written only"
-            " where one node can write all of the model, and the other nodes cannot load them then: a folder"
-            " that all nodes share avoids this",
+            f"[ttp] node {place.node}: --save is {save_folder}, and the lease of node 0 is not there, so it"
+            " is a folder of this node's own: regular saves are kept on each node; last words are written"
+            " only where one node can write all of the model, and the other nodes cannot load them then:"
+            " a folder that all nodes share avoids this",
             to="stdout",
         )
 
 
-def _lease_of_this_generation(root: Path) -> tuple[int, LeaseContent] | None:
+def _lease_of_this_generation(save_folder: Path) -> tuple[int, LeaseContent] | None:
     """Return the owner of the lease file, as this machine sees it, and the content of the file."""
-    descriptor = disk.open_regular(root / naming.LEASE)
+    descriptor = disk.open_regular(save_folder / naming.LEASE)
     with os.fdopen(descriptor, "rb") as file:
         # Of the open file: NFS may show the owner of a former file. And as this machine sees both users.
         theirs, written = os.fstat(descriptor).st_uid, decode(file.read(LARGEST), LeaseContent)
@@ -137,12 +137,12 @@ _STORE = re.compile(r"\w+:/")
 _CREDENTIALS = re.compile(r"(:/+)[^/@]*@")  # before the host
 
 
-def require_writable(save: str | Path | None) -> None:
+def require_writable(save_folder: str | Path | None) -> None:
     """Refuse a job without a place for its last words; the folder is made.
 
     Raises ConfigError if no folder is named, it is in an object store, or it cannot be written.
     """
-    folder = _require_folder(save)
+    folder = _require_folder(save_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -150,34 +150,34 @@ def require_writable(save: str | Path | None) -> None:
     except OSError as error:
         node, user = context.part(WorkerPlace).node, disk.name_user(os.geteuid())
         raise ConfigError(
-            f"--save is {save}: it cannot be written ({error.strerror}) by {user} on node {node}"
+            f"--save is {save_folder}: it cannot be written ({error.strerror}) by {user} on node {node}"
             f" ({platform.node()})"
         ) from None
 
 
-def require_possible(save: str | Path | None) -> None:
+def require_possible(save_folder: str | Path | None) -> None:
     """Refuse a folder like `require_writable`, as far as possible without writing. Raises ConfigError."""
-    folder = _require_folder(save).absolute()
+    folder = _require_folder(save_folder).absolute()
     nearest_existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest_existing.is_dir():
-        raise ConfigError(f"--save is {save}: it cannot be written ({os.strerror(errno.ENOTDIR)})")
+        raise ConfigError(f"--save is {save_folder}: it cannot be written ({os.strerror(errno.ENOTDIR)})")
     if not os.access(nearest_existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"--save is {save}: it cannot be written ({os.strerror(errno.EACCES)})")
+        raise ConfigError(f"--save is {save_folder}: it cannot be written ({os.strerror(errno.EACCES)})")
 
 
-def _require_folder(save: str | Path | None) -> Path:
-    if not save:
+def _require_folder(save_folder: str | Path | None) -> Path:
+    if not save_folder:
         raise ConfigError(
             "--save is missing: a folder for the checkpoint after a failure, e.g. --save checkpoints"
         )
     # A framework with support for object stores would get a path of this machine instead.
-    if _STORE.match(str(save)):
-        shown = _CREDENTIALS.sub(r"\1...@", str(save))
+    if _STORE.match(str(save_folder)):
+        shown = _CREDENTIALS.sub(r"\1...@", str(save_folder))
         raise ConfigError(
             f"--save is {shown}: the checkpoint after a failure needs a folder of a file system,"
             " not an object store"
         )
-    return Path(save)
+    return Path(save_folder)
 
 
 def is_same(first: str | Path | None, second: str | Path | None) -> bool:
@@ -185,30 +185,30 @@ def is_same(first: str | Path | None, second: str | Path | None) -> bool:
     return first is not None and second is not None and Path(first).resolve() == Path(second).resolve()
 
 
-def require_no_later_step(save: str | Path, step: int) -> None:
+def require_no_later_step(save_folder: str | Path, step: int) -> None:
     """Refuse a save folder with a step after `step`, which a restart would load. Raises ConfigError."""
-    saved = tracker.tracked_step(Path(save))
+    saved = tracker.tracked_step(Path(save_folder))
     if saved is None and context.part(WorkerPlace).rank == 0:
-        _tell_of_untracked(Path(save), step)
+        _tell_of_untracked(Path(save_folder), step)
     if saved is not None and saved > step:
         back = ""
-        if os.path.lexists(Path(save) / naming.final_name(step)):
-            back = f"; to go back to step {step}, write {step} into {Path(save) / naming.TRACKER}"
+        if os.path.lexists(Path(save_folder) / naming.final_name(step)):
+            back = f"; to go back to step {step}, write {step} into {Path(save_folder) / naming.TRACKER}"
         raise ConfigError(
-            f"--save {save} holds step {saved}, but training begins at step {step}: "
+            f"--save {save_folder} holds step {saved}, but training begins at step {step}: "
             f"load step {saved}, or choose another folder{back}"
         )
 
 
-def _tell_of_untracked(save: Path, step: int) -> None:
+def _tell_of_untracked(save_folder: Path, step: int) -> None:
     newer = [
         later_step
-        for later_step in tracker.steps(save)
-        if later_step > step and tracker.has_manifest(save, later_step)
+        for later_step in tracker.steps(save_folder)
+        if later_step > step and tracker.has_manifest(save_folder, later_step)
     ]
     if newer:
         output.tell(
-            f"[ttp] {save} holds checkpoints up to step {newer[-1]} that no tracker names: training begins at"
-            f" step {step}, and they stay; to go on from them, load from that folder",
+            f"[ttp] {save_folder} holds checkpoints up to step {newer[-1]} that no tracker names: training"
+            f" begins at step {step}, and they stay; to go on from them, load from that folder",
             to="stdout",
         )

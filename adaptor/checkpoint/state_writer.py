@@ -68,7 +68,7 @@ def write_files(
     state: TrainingState,
     record: StepRecord,
     exchange: Exchange,
-    root: Path,
+    temporary_folder: Path,
     attempt: int,
     agreed: AgreedGroup | None = None,
 ) -> WrittenFiles:
@@ -84,21 +84,25 @@ def write_files(
     """
     with torch.no_grad():
         if _is_in_place(state, exchange) and (
-            written := _write_in_place(state, record, exchange, root, attempt, agreed)
+            written := _write_in_place(state, record, exchange, temporary_folder, attempt, agreed)
         ):
             return written
         files, not_finite = _contents(state, record, exchange, agreed)
-        return WrittenFiles(_with_trackers(state, _write_files(files, exchange, root, attempt)), not_finite)
+        return WrittenFiles(
+            _with_trackers(state, _write_files(files, exchange, temporary_folder, attempt)), not_finite
+        )
 
 
-def _write_files(files: Files, exchange: Exchange, root: Path, attempt: int) -> tuple[FileEntry, ...]:
+def _write_files(
+    files: Files, exchange: Exchange, temporary_folder: Path, attempt: int
+) -> tuple[FileEntry, ...]:
     entries: list[FileEntry] = []
     drafts: list[Path] = []
-    path = root
+    path = temporary_folder
     try:
         for name in list(files):
-            path = root / f"{name}.{attempt}"
-            with HashingFile(path, exchange.advanced, base_folder=root) as file:
+            path = temporary_folder / f"{name}.{attempt}"
+            with HashingFile(path, exchange.advanced, base_folder=temporary_folder) as file:
                 drafts.append(path)
                 files.pop(name)(file)
             entries.append(file.entry(name, attempt))
@@ -132,7 +136,7 @@ def _write_in_place(
     state: TrainingState,
     record: StepRecord,
     exchange: Exchange,
-    root: Path,
+    temporary_folder: Path,
     attempt: int,
     agreed: AgreedGroup | None,
 ) -> WrittenFiles | None:
@@ -156,12 +160,12 @@ def _write_in_place(
                 exchange.on_not_finite(subject_list, [rank for _, rank in bad_groups])
             entries = archives.finish()
     except OSError as error:
-        raise CheckpointError(f"{error.filename or root}: {error.strerror or error}") from error
+        raise CheckpointError(f"{error.filename or temporary_folder}: {error.strerror or error}") from error
     bad_weights += _weights_among([subject for _, subject in archives.not_finite], spans)
     try:
-        entries += _write_files(small | _on_top(state, record, agreed), exchange, root, attempt)
+        entries += _write_files(small | _on_top(state, record, agreed), exchange, temporary_folder, attempt)
     except BaseException:
-        _remove(root / entry.draft for entry in entries)
+        _remove(temporary_folder / entry.draft for entry in entries)
         raise
     described = _with_trackers(state, entries)
     return WrittenFiles(

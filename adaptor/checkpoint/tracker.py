@@ -38,9 +38,9 @@ _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
-def locked(root: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
+def locked(save_folder: Path, patience_s: float = PATIENCE_S) -> Iterator[None]:
     """Hold the lock of the save folder. Raises CheckpointError after `patience_s`, OSError."""
-    lock = root / naming.LOCK
+    lock = save_folder / naming.LOCK
     descriptor = _take(lock, time.monotonic() + patience_s, patience_s)
     try:
         try:
@@ -105,9 +105,9 @@ def _is_locked(descriptor: int) -> bool:
     return True
 
 
-def _is_of_this_user(root: Path, descriptor: int) -> bool:
+def _is_of_this_user(save_folder: Path, descriptor: int) -> bool:
     """Return True if the file has the owner and the rights of a file that this process makes there."""
-    probe_status, lock_status = disk.probe_rights(root), os.fstat(descriptor)
+    probe_status, lock_status = disk.probe_rights(save_folder), os.fstat(descriptor)
     return (probe_status.st_uid, probe_status.st_mode) == (lock_status.st_uid, lock_status.st_mode)
 
 
@@ -143,95 +143,97 @@ def _drop(descriptor: int, lock: Path) -> None:
 _LONGEST_TRACKER = 256
 
 
-def tracked_step(root: Path) -> int | None:
+def tracked_step(save_folder: Path) -> int | None:
     """Return the step in the tracker; None if it is missing, empty, damaged, or says `release`."""
-    text = tracker_text(root)
+    text = tracker_text(save_folder)
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
 
 
-def tracker_text(root: Path) -> str:
+def tracker_text(save_folder: Path) -> str:
     """Return the text of the tracker; "" if missing, unreadable, or too long."""
     try:
-        return disk.read(root / naming.TRACKER, _LONGEST_TRACKER).decode().strip()
+        return disk.read(save_folder / naming.TRACKER, _LONGEST_TRACKER).decode().strip()
     except (OSError, ValueError):
         return ""
 
 
 @disk.one_line
-def advance(root: Path, step: int) -> bool:
+def advance(save_folder: Path, step: int) -> bool:
     """Let the tracker name `step`, unless it names a later step; return True if changed.
 
     `release` counts as older than any step: the framework replaces it as well.
     """
-    with locked(root):
-        return advance_under_lock(root, step)
+    with locked(save_folder):
+        return advance_under_lock(save_folder, step)
 
 
-def advance_under_lock(root: Path, step: int) -> bool:
+def advance_under_lock(save_folder: Path, step: int) -> bool:
     """Do what `advance` does, under a lock that is held."""
-    named = tracked_step(root)
+    named = tracked_step(save_folder)
     if named is not None and named >= step:
         return False
-    set_under_lock(root, step)
+    set_under_lock(save_folder, step)
     return True
 
 
-def set_under_lock(root: Path, step: int) -> None:
+def set_under_lock(save_folder: Path, step: int) -> None:
     """Let the tracker name `step`, whatever it names, under a lock that is held."""
-    remove_drafts(root)  # of a process that died with the lock
-    tracker = root / naming.TRACKER
+    remove_drafts(save_folder)  # of a process that died with the lock
+    tracker = save_folder / naming.TRACKER
     if tracker.is_dir() and not tracker.is_symlink():  # a file cannot replace a folder
-        tracker.rename(disk.free_name(root, lambda number: f"aside_{naming.TRACKER}.{number}"))
-    disk.replace(root, naming.TRACKER, str(step).encode())
+        tracker.rename(disk.free_name(save_folder, lambda number: f"aside_{naming.TRACKER}.{number}"))
+    disk.replace(save_folder, naming.TRACKER, str(step).encode())
 
 
-def remove_drafts(root: Path, names: Iterable[str] = (naming.TRACKER, naming.LEASE)) -> None:
+def remove_drafts(save_folder: Path, names: Iterable[str] = (naming.TRACKER, naming.LEASE)) -> None:
     """Remove the drafts of small files that dead processes have left, under a lock that is held."""
     for name in names:
-        for draft in root.glob(f"{name}.*{disk.DRAFT}"):
+        for draft in save_folder.glob(f"{name}.*{disk.DRAFT}"):
             disk.remove(draft)
 
 
-def entry_names(root: Path) -> list[str]:
+def entry_names(save_folder: Path) -> list[str]:
     """Return the names in the save folder, in order; empty if the folder is missing."""
-    return sorted(path.name for path in root.iterdir()) if disk.is_folder(root) else []
+    return sorted(path.name for path in save_folder.iterdir()) if disk.is_folder(save_folder) else []
 
 
-def steps(root: Path) -> list[int]:
+def steps(save_folder: Path) -> list[int]:
     """Return the steps with a folder, in order."""
-    return sorted(step for name in entry_names(root) if (step := naming.step_of(name)) is not None)
+    return sorted(step for name in entry_names(save_folder) if (step := naming.step_of(name)) is not None)
 
 
-def has_manifest(root: Path, step: int) -> bool:
+def has_manifest(save_folder: Path, step: int) -> bool:
     """Return True if the checkpoint of `step` was saved with the adaptor, intact or not."""
-    return os.path.lexists(root / naming.final_name(step) / naming.MANIFEST)
+    return os.path.lexists(save_folder / naming.final_name(step) / naming.MANIFEST)
 
 
-def is_complete(root: Path, step: int) -> bool:
+def is_complete(save_folder: Path, step: int) -> bool:
     """Return True if `iter_N` is a checkpoint that can be loaded.
 
     A checkpoint is complete if its manifest agrees with its files, or if the tracker names the step, or a
     later step. Checksums are not computed again: a manifest gets a final name only after every file was on
     disk.
     """
-    folder = root / naming.final_name(step)
+    folder = save_folder / naming.final_name(step)
     if not disk.is_folder(folder):
         return False
     if not manifest.defects(folder, checksums=False, step=step):
         return True
-    named = tracked_step(root)
+    named = tracked_step(save_folder)
     return named is not None and named >= step
 
 
-def is_of_generation(root: Path, step: int, generation: str) -> bool:
+def is_of_generation(save_folder: Path, step: int, generation: str) -> bool:
     """Return True if a complete checkpoint of `step` by this generation of workers exists."""
-    return _generation_of(root / naming.final_name(step)) == generation and is_complete(root, step)
+    return _generation_of(save_folder / naming.final_name(step)) == generation and is_complete(
+        save_folder, step
+    )
 
 
-def are_last_words(root: Path, step: int) -> bool:
+def are_last_words(save_folder: Path, step: int) -> bool:
     """Return True if the checkpoint of `step` was written after a failure: its manifest names the groups."""
     try:
-        return bool(manifest.read(root / naming.final_name(step)).groups)
+        return bool(manifest.read(save_folder / naming.final_name(step)).groups)
     except CheckpointError:
         return False
 

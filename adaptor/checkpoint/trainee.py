@@ -61,7 +61,7 @@ class MegatronTrainee:
 
     Attributes:
         state: the live objects
-        save: the folder of checkpoints
+        save_folder: the folder of checkpoints
         shares: the shards of the rank
         random: the saved random states
         counters: the current counters, under the framework's names
@@ -78,7 +78,7 @@ class MegatronTrainee:
     """
 
     state: TrainingState
-    save: str
+    save_folder: str
     shares: tuple[Share, ...]
     random: RandomStates
     counters: Callable[[], Mapping[str, int | float]]
@@ -176,9 +176,9 @@ class MegatronTrainee:
 
     def dump(self, record: StepRecord, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
         folder = Path(run.folder)
-        if not (naming.is_temporary(folder.name) and disk.is_same(folder.parent, Path(self.save))):
+        if not (naming.is_temporary(folder.name) and disk.is_same(folder.parent, Path(self.save_folder))):
             raise CheckpointError(
-                f"{folder}: is no folder for last words in {self.save}, where this job saves"
+                f"{folder}: is no folder for last words in {self.save_folder}, where this job saves"
             )
         if run.rank == order.writer and not disk.is_folder(folder):
             raise CheckpointError(

@@ -251,7 +251,7 @@ class PriorCheckpointSearch:
     def order(self) -> Order:
         """Return the order to the agent of this controller to look for a checkpoint that loses no step."""
         state, step = self._state, max(self._freeze_state.newest_told, self._writing.origin + 1)
-        return state.ask(Find(state.number, self._writing.save, step, state.target.number), state.term)
+        return state.ask(Find(state.number, self._writing.save_folder, step, state.target.number), state.term)
 
     def found(self, step: int) -> IncidentOutcome:
         """Return the outcome for `step`, found on disk; last words may be of an earlier step than the newest

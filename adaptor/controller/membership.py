@@ -162,9 +162,9 @@ class Membership:
         return set(new), sudden
 
     @property
-    def save(self) -> str:
+    def save_folder(self) -> str:
         """Return the folder of checkpoints; "" until a rank has reported the folder."""
-        return self.layouts[min(self.layouts)].save if self.layouts else ""
+        return self.layouts[min(self.layouts)].save_folder if self.layouts else ""
 
     @property
     def advice(self) -> str:

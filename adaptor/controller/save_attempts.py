@@ -92,9 +92,9 @@ class Writing:
     newest: int | None = None
 
     @property
-    def save(self) -> str:
+    def save_folder(self) -> str:
         """Return the folder of checkpoints."""
-        return self.layouts[min(self.layouts)].save
+        return self.layouts[min(self.layouts)].save_folder
 
     @property
     def origin(self) -> int:
@@ -104,7 +104,7 @@ class Writing:
     @property
     def uses_script_handlers(self) -> bool:
         """Return True if handlers of the script write and name the checkpoint."""
-        return not self.save
+        return not self.save_folder
 
     @property
     def taking_part(self) -> set[int]:
@@ -329,7 +329,7 @@ class PublishTarget:
         match answer:
             case Prepared(reason=""):
                 order = self._order(Prepare, answer)
-                return order is not None and _is_ordered(answer.folder, order)
+                return isinstance(order, Prepare) and _is_ordered(answer.folder, order)
             case Prepared():
                 return self._order(Prepare, answer) is not None
             case Published(step=step):
@@ -369,7 +369,9 @@ class PublishTarget:
         ) + further_remarks
 
 
-def _is_ordered(folder: str, order: FolderOrder) -> bool:
+def _is_ordered(folder: str, order: Prepare) -> bool:
     """Return True if the agent of any generation would make `folder` for `order`."""
-    path, save = PurePath(folder), PurePath(order.save)
-    return path.parent == save and naming.is_temporary_of(path.name, order.step, order.term, order.number)  # type: ignore[union-attr]
+    path = PurePath(folder)
+    return path.parent == PurePath(order.save_folder) and naming.is_temporary_of(
+        path.name, order.step, order.term, order.number
+    )

@@ -81,7 +81,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
         line=f"{cause.words}; {line}",
         cause_rank=cause.rank,
         exit_code=exit_code,
-        save=membership.save,
+        save_folder=membership.save_folder,
         leaves=tuple(sorted(failures.leaving | ({0} & failures.lost.keys()))),
         lost=tuple(sorted(failures.lost.keys() & membership.lost)),
         fault=_fault(cause, failures, membership, incident.state.boards),
@@ -230,7 +230,7 @@ def refused(rank: int, reason: str) -> Verdict:
         line=reason,
         cause_rank=rank,
         exit_code=REFUSED_EXIT_CODE,
-        save="",
+        save_folder="",
     )
 
 
@@ -243,7 +243,7 @@ def given_up(number: int, reason: str) -> Verdict:
         line=f"the controller failed: {reason}",
         cause_rank=-1,
         exit_code=1,
-        save="",
+        save_folder="",
         fault=Fault(kind="error"),
     )
 

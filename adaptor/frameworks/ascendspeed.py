@@ -130,7 +130,7 @@ def trainee(
     place = place_of(optimizer, mirrors, folder, everyone, copies=False)
     return MegatronTrainee(
         state=state_at(place, model, optimizer, scheduler, args, format=AscendSpeedFormat()),
-        save=str(Path(args.save).resolve()),
+        save_folder=str(Path(args.save).resolve()),
         shares=place.shares,
         random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
         counters=counters,

@@ -120,7 +120,7 @@ def trainee(
     state, place = _state_of(model, optimizer, scheduler, mirrors, everyone)
     return MegatronTrainee(
         state=state,
-        save=str(Path(args.save).resolve()),
+        save_folder=str(Path(args.save).resolve()),
         shares=place.shares,
         random=RandomStates(
             tensor_parallel.get_cuda_rng_tracker(),

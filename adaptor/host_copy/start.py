@@ -133,7 +133,7 @@ def _take(
     except TypeError as error:
         problem = f"this state cannot be copied: {error}"
     # A restart writes the copies as one checkpoint, which all nodes load.
-    if copier.is_auto and place.node and not save_folder_claim.is_folder_shared(Path(trainee.save)):
+    if copier.is_auto and place.node and not save_folder_claim.is_folder_shared(Path(trainee.save_folder)):
         problem = f"node {place.node} does not share the --save folder of node 0"
     needed_bytes = copier.count * (HEADER_BYTES + size)
     dist.barrier(group=everyone)  # every rank has given up what an earlier start has left

@@ -44,7 +44,7 @@ class HandledTrainee:
     _groups: frozenset[Any] | None = None  # before the first attempt
 
     @property
-    def save(self) -> str:
+    def save_folder(self) -> str:
         return ""
 
     @property

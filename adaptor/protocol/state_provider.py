@@ -18,7 +18,7 @@ class Trainee(Protocol):
     """
 
     @property
-    def save(self) -> str:
+    def save_folder(self) -> str:
         """Return the folder of checkpoints, absolute; "" if handlers of the script write and name
         checkpoints.
         """

@@ -100,7 +100,7 @@ class Freezer:
         if not is_repeated:
             self._may_end = self._may_interrupt = True
         board = self.board.record()
-        uses_script_handlers = self._trainee is not None and not self._trainee.save
+        uses_script_handlers = self._trainee is not None and not self._trainee.save_folder
         # Handlers may keep the device busy for any time, unrelated to the update.
         reason = (
             "" if is_repeated and uses_script_handlers else self._device.unreadable(release=not is_repeated)

@@ -182,13 +182,13 @@ class Runtime:
         if "torch" in sys.modules:  # as in every training: a dump then need not read this from a disk
             from adaptor.worker import dump_store  # noqa: F401
 
-        if text.encodable(trainee.save, len(trainee.save)) != trainee.save:
+        if text.encodable(trainee.save_folder, len(trainee.save_folder)) != trainee.save_folder:
             raise UnsupportedError(
-                f"--save is {text.encodable(trainee.save)}: its name is not UTF-8, so the adaptor cannot save"
-                " into it: choose another folder"
+                f"--save is {text.encodable(trainee.save_folder)}: its name is not UTF-8, so the adaptor"
+                " cannot save into it: choose another folder"
             )
-        save_folder_claim.require_same_user(trainee.save)
-        save_folder_claim.tell_of_own_disk(trainee.save)
+        save_folder_claim.require_same_user(trainee.save_folder)
+        save_folder_claim.tell_of_own_disk(trainee.save_folder)
         if self.online not in ("", OFF, UNDECIDED):
             self._go_without_online()
         fingerprint = patching.fingerprint("ttp")
@@ -196,7 +196,7 @@ class Runtime:
             Layout(
                 self.rank,
                 trainee.shares,
-                trainee.save,
+                trainee.save_folder,
                 origin,
                 fingerprint,
                 trainee.has_local_copy,

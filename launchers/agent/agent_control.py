@@ -251,7 +251,7 @@ class AgentControl:
         """Pass on a message of a worker of this node, or the report of its death."""
         self.news.note(message)
         match message:
-            case Layout(save=save):
+            case Layout(save_folder=save):
                 self.makes_copies = message.copied > 0
                 self._replacements.hear_layout(message)
                 if message.in_parts:
@@ -375,7 +375,7 @@ class AgentControl:
         if self.gate is not None and self.gate.waiting:
             refusal = await self._folder_tasks.in_thread(
                 self.lease.go_on_without,
-                members.save,
+                members.save_folder,
                 self.generation,
                 members.agents_of(members.agents),
                 members.agents_of(order.nodes),
@@ -441,7 +441,7 @@ class AgentControl:
         if client is None:
             return
         # Other nodes may still be at work in the folder; the next job's first rank also cleans the folder.
-        save = host.controller.membership.save if host is not None and host.nodes == 1 else ""
+        save = host.controller.membership.save_folder if host is not None and host.nodes == 1 else ""
         if save and not self._folder_tasks.busy:
             # The next start may complete a regular save on a disk of this node alone.
             with contextlib.suppress(CheckpointError):

@@ -335,8 +335,8 @@ class SurvivorsAgent(LocalElasticAgent):
         elif self._remaining_restarts > 0:
             say(f"{verdict.line}; all workers start again")
             action = self._account.restart()
-            if verdict.save and verdict.step >= 0:
-                page_cache.begin_read_ahead(Path(verdict.save) / naming.final_name(verdict.step))
+            if verdict.save_folder and verdict.step >= 0:
+                page_cache.begin_read_ahead(Path(verdict.save_folder) / naming.final_name(verdict.step))
         elif self._may_have_copies(verdict):
             # One more start, after which workers end before they train.
             self._remaining_restarts = 1

@@ -109,14 +109,14 @@ class Move:
             return "no spare node takes the place of node 0", {}
         refusal = wait_for(
             lambda: control.lease.go_on_without(
-                self._verdict.save,
+                self._verdict.save_folder,
                 control.generation,
                 members.agents_of(members.agents),
                 members.agents_of(self._verdict.lost),
                 is_first=False,
                 store=address,
             ),
-            lambda: f"the save folder {self._verdict.save}",
+            lambda: f"the save folder {self._verdict.save_folder}",
         )
         if refusal:
             return refusal, {}

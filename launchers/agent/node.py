@@ -330,7 +330,7 @@ class Node:
     def save(self) -> str:
         """Return the save folder; '' if unknown, or known only to another node."""
         host = self.control.controller_host
-        return host.controller.membership.save if host is not None else ""
+        return host.controller.membership.save_folder if host is not None else ""
 
     @property
     def over(self) -> bool:

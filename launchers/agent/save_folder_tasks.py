@@ -75,7 +75,7 @@ class SaveFolderTasks:
         Args:
             generation: of the workers of the incident, a part of folder names.
         """
-        root = Path(order.save)
+        root = Path(order.save_folder)
         match order:
             case Prepare():
                 make = functools.partial(

@@ -66,10 +66,10 @@ async def clean_up(
         generation: a part of folder names.
     """
     # After a time-out a thread may still write, so nothing may be removed.
-    if folder_tasks.busy or host is None or verdict is None or not verdict.save:
+    if folder_tasks.busy or host is None or verdict is None or not verdict.save_folder:
         return
     try:
-        await folder_tasks.clean(Path(verdict.save), host.term, generation)
+        await folder_tasks.clean(Path(verdict.save_folder), host.term, generation)
     except CheckpointError as error:
         output.tell(f"[ttp] {error}")
 
@@ -101,7 +101,7 @@ def verdict_here(line: str, stop: str) -> Verdict:
         line=line,
         cause_rank=-1,
         exit_code=1,
-        save="",
+        save_folder="",
         fault=Fault(kind="error"),
         stop=stop,
     )

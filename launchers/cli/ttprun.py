@@ -268,7 +268,7 @@ def _run_with_survivors(
         if verdict is None:
             conclude(f"{end_text}; nothing was started")
         else:
-            conclude(f"{verdict.line}; {end_text}", verdict.save)
+            conclude(f"{verdict.line}; {end_text}", verdict.save_folder)
         code, at_once = 128 + error.sigval, True  # the waiting thread would abort the interpreter
     except SignalException as error:  # the signal came during the last line
         code, at_once = end_by(error.sigval, record), True
@@ -311,7 +311,7 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
         if verdict is None:
             output.tell(f"ttprun: error: {error}")
             return USAGE_EXIT_CODE
-        conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save)
+        conclude(f"{verdict.line}; the workers cannot be started again: {error}", verdict.save_folder)
         return int(verdict.exit_code)
     except waiting.NotTakenInError as error:
         output.tell(f"[ttp] {error}")
@@ -323,16 +323,16 @@ def run_to_the_last_line(parsed: argparse.Namespace, engine: engines.Engine, rec
             return USAGE_EXIT_CODE
         if verdict is not None and waiting.lacks_means(error):
             reason = text.describe(error)
-            conclude(f"{verdict.line}; the workers cannot be started again: {reason}", verdict.save)
+            conclude(f"{verdict.line}; the workers cannot be started again: {reason}", verdict.save_folder)
             return int(verdict.exit_code)
         if verdict is None:
             raise
         if not isinstance(error, waiting.UNMET):
             tell_error("an error in ttprun itself", error)
-            conclude(f"{verdict.line}; ttprun has failed: {text.describe(error)}", verdict.save)
+            conclude(f"{verdict.line}; ttprun has failed: {text.describe(error)}", verdict.save_folder)
             return 1
         reason = waiting.no_restart_reason(error, parsed)
-        conclude(f"{verdict.line}; nodes cannot meet again, {reason}", verdict.save)
+        conclude(f"{verdict.line}; nodes cannot meet again, {reason}", verdict.save_folder)
         return int(verdict.exit_code)
     except SignalException as error:
         return end_by(error.sigval, record)

@@ -135,7 +135,7 @@ class IncidentReport:
         match message:
             case AgentHello(node=agent_node, host=host):
                 self._hosts[agent_node] = host
-            case Layout(rank=rank, origin=origin, save=save):
+            case Layout(rank=rank, origin=origin, save_folder=save):
                 _log.debug("rank %d: begins to train after step %d", rank, origin)
                 self._trained, self._origin = time_now, origin
                 self._loaded, self._save = max(0, origin), save
@@ -386,7 +386,7 @@ class IncidentReport:
             nodes=dict(self._nodes),
             hosts=dict(self._hosts),
             newest=self._finished,
-            again=cache(partial(_start_of, getattr(end, "save", "") or self._save, self._loaded)),
+            again=cache(partial(_start_of, getattr(end, "save_folder", "") or self._save, self._loaded)),
             unprotected=self._unprotected,
         )
         make = partial(incident_of, end, timeline, self.last_id, time_now)

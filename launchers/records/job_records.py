@@ -189,7 +189,7 @@ class JobStatus:
         if is_known and time.monotonic() - self._written < STATUS_S:
             return
         self._written = time.monotonic()
-        self._save = members.save or self._save
+        self._save = members.save_folder or self._save
         why_not = next(iter(members.unprotected.values()), "")
         copied = self._newest_copy()
         if copied != self._copy[0]:

@@ -209,7 +209,7 @@ class Account:
             report: the path of the report, or the node with the report.
         """
         self.incidents += 1
-        self._tracker = TrackerReading(verdict.save)
+        self._tracker = TrackerReading(verdict.save_folder)
         if self._last is None:
             self._newest, self._noticed = -1, time.monotonic() - max(0.0, time.time() - noticed)
         self._last = verdict

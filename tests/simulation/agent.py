@@ -261,7 +261,9 @@ class Agent(Follower):
         self.controlled = False
         if self.verdict is None:
             self.obey(
-                Verdict(incident=0, outcome="lost", step=-1, line=what, cause_rank=-1, exit_code=1, save="")
+                Verdict(
+                    incident=0, outcome="lost", step=-1, line=what, cause_rank=-1, exit_code=1, save_folder=""
+                )
             )
 
     def _judge_alone(self, message: FromAgent) -> None:
@@ -291,7 +293,7 @@ class Agent(Follower):
             self.controller_host is not None
             and not self.folder_tasks.busy
             and self.verdict is not None
-            and self.verdict.save
+            and self.verdict.save_folder
         ):
             self.folder_tasks.clean(self.node)
             over = self.clock.now + CLEAN_S

@@ -41,7 +41,7 @@ class SaveFolderTasks(Process):
         def work() -> Body[None]:
             try:
                 folder = yield from self.world.disk.prepare(order, self._machine, self.world.generation)
-                said = Prepared(self._node, order.incident, f"{order.save}/{folder}", "", order.number)
+                said = Prepared(self._node, order.incident, f"{order.save_folder}/{folder}", "", order.number)
             except Exception as error:
                 said = Prepared(self._node, order.incident, "", str(error), order.number)
             answer(said)
@@ -57,7 +57,7 @@ class SaveFolderTasks(Process):
                     step = yield from disk.find(order, self._machine, self.world.generation)
                 else:
                     step = yield from disk.publish(order, self, self._machine)
-                said = Published(self._node, order.incident, step, order.save, order.number)
+                said = Published(self._node, order.incident, step, order.save_folder, order.number)
             except Exception as error:
                 said = PublishFailed(self._node, order.incident, str(error), order.number)
             answer(said)

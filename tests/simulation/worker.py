@@ -61,7 +61,7 @@ class ReplacedError(Exception):
 class Trainee:
     """What a session asks; dumps are in `meetings`. A shard's content is the step of its last update."""
 
-    save = "/save"
+    save_folder = "/save"
     in_parts = False
     device = HOST
     survives = ""
@@ -322,7 +322,7 @@ class Worker(Process):
 
     def _send_layout(self, trainee: Any, origin: int) -> None:
         online = "" if self.world.online_s else "off"
-        what = (trainee.shares, trainee.save, origin, "same", trainee.has_local_copy, online)
+        what = (trainee.shares, trainee.save_folder, origin, "same", trainee.has_local_copy, online)
         self.say(Layout(self.rank, *what))
 
     def _send_broken_barrier(self, error: str) -> None:

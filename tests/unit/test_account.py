@@ -31,7 +31,7 @@ def lost(newest: int, save: str = "") -> Verdict:
         line="as it was",
         cause_rank=0,
         exit_code=1,
-        save=save,
+        save_folder=save,
         newest=newest,
     )
 

@@ -249,7 +249,7 @@ def test_a_verdict_that_only_one_node_has_been_told_stands(job: Job) -> None:
         line="as it was",
         cause_rank=0,
         exit_code=3,
-        save=str(job.save),
+        save_folder=str(job.save),
     )
     loop = nodes[0].control.thread.loop
     loop.call_soon_threadsafe(lambda: controller_host_of(nodes[0])._sends[2]([told]))

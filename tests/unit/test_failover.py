@@ -33,7 +33,7 @@ HELLO = AgentHello(2, (4, 5))
 FIRST = AgentHello(0, (0, 1))
 ENDPOINT = Endpoint("10.0.0.2", 8000)
 VERDICT = Verdict(
-    incident=1, outcome="saved", step=5, line="as it was", cause_rank=0, exit_code=3, save="/save"
+    incident=1, outcome="saved", step=5, line="as it was", cause_rank=0, exit_code=3, save_folder="/save"
 )
 
 

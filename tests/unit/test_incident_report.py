@@ -74,7 +74,7 @@ def test_the_fault_of_the_report_is_that_of_the_verdict(tmp_path: Path) -> None:
             line="rank 1 was ended by SIGKILL",
             cause_rank=1,
             exit_code=137,
-            save="",
+            save_folder="",
             fault=fault,
         ),
     )

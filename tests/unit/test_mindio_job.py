@@ -143,7 +143,7 @@ def test_training_begins_when_the_first_update_has_ended(agent: Agent) -> None:
     assert agent.board.phase_name == "STARTING"
     interface.tft_end_updating_os(7)
     layout = agent.hears(Layout)
-    assert (layout.save, layout.origin, layout.has_local_copy) == ("", 6, False)
+    assert (layout.save_folder, layout.origin, layout.has_local_copy) == ("", 6, False)
     assert layout.shares == (Share(GROUP, 0, 1),)
     assert agent.gives == [7]
     interface.tft_start_updating_os()

@@ -368,7 +368,7 @@ def test_nothing_is_removed_under_a_publisher_at_work(job: Job, monkeypatch: pyt
     assert at_work.wait(LONG_S)
     node, line = job.nodes[0], "not done after 10 s (TTP_OT) in state publishing"
     late = Verdict(
-        incident=1, outcome="lost", step=-1, line=line, cause_rank=0, exit_code=137, save=str(job.save)
+        incident=1, outcome="lost", step=-1, line=line, cause_rank=0, exit_code=137, save_folder=str(job.save)
     )
     node.control.thread.loop.call_soon_threadsafe(node.control.obey, late)
     job.workers[1].process.kill()

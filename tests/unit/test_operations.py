@@ -69,7 +69,7 @@ SAVED = Verdict(
     line="rank 1 was ended by SIGKILL; step 47 is saved, no finished step is lost",
     cause_rank=1,
     exit_code=137,
-    save="/save",
+    save_folder="/save",
     fault=Fault("SIGKILL", 47, (1,), 71, "n1", "signal", -9, "killed by the kernel: out of memory"),
     newest=47,
 )
@@ -226,7 +226,7 @@ def test_the_steps_of_a_state_that_is_lost(
     notices = Notices()
     job = Recorded(tmp_path / "logs", notices.submit)
     job.report.record_progress(48 if newest < 0 else 46)
-    job.rank_1_is_killed(100.0, msgspec.structs.replace(LOST, save=str(save), newest=newest))
+    job.rank_1_is_killed(100.0, msgspec.structs.replace(LOST, save_folder=str(save), newest=newest))
     job.report.record_next_action("the job ends: no restart is left")
     written = job.incident()
     assert (written["verdict"], written["steps_lost"]) == ("lost", steps)

@@ -22,7 +22,7 @@ def verdict(
         line="as it was",
         cause_rank=0,
         exit_code=1,
-        save="/save",
+        save_folder="/save",
         fault=fault,
         newest=newest,
     )

@@ -265,7 +265,7 @@ class Trace:
                         line="as it was",
                         cause_rank=0,
                         exit_code=3,
-                        save=SAVE,
+                        save_folder=SAVE,
                     )
                     if words[1:]
                     else None

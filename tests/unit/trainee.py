@@ -39,7 +39,7 @@ class CountingTrainee:
     scale    lowered by a step that is skipped, before the optimizer returns
     """
 
-    save: str = ""
+    save_folder: str = ""
     shares: tuple[Share, ...] = ()
     in_parts: bool = False
     survives: str = "split; any 1 rank"

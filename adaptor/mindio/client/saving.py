@@ -61,7 +61,7 @@ class SaveHandlers:
         self.session.wait_for_the_device(self.timeout_s)
         (share,) = trainee.shares
         order = _order_of(share.group, infos)
-        folder = Path(trainee.save) / naming.temporary_name(step, generation=self.generation)
+        folder = Path(trainee.save_folder) / naming.temporary_name(step, generation=self.generation)
         folder.parent.mkdir(parents=True, exist_ok=True)
         disk.ensure_private(folder)
         run = DumpRun(
@@ -92,7 +92,7 @@ class SaveHandlers:
         """
         trainee = self.session.trainee
         assert trainee is not None
-        root = Path(trainee.save)
+        root = Path(trainee.save_folder)
         folder = root / naming.temporary_name(step, generation=self.generation)
         left_by_group = {
             path.name.removesuffix(_LEFT): msgspec.json.decode(disk.read(path, manifest.LARGEST), type=_Left)

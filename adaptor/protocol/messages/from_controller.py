@@ -174,7 +174,7 @@ class Prepare(Message, frozen=True):
     """
 
     incident: int
-    save: str
+    save_folder: str
     step: int
     term: int = 0
     number: int = 0
@@ -190,7 +190,7 @@ class Publish(Message, frozen=True):
     """
 
     incident: int
-    save: str
+    save_folder: str
     step: int
     files: tuple[FileEntry, ...]
     writers: dict[str, tuple[int, ...]]
@@ -232,7 +232,7 @@ class Find(Message, frozen=True):
     """
 
     incident: int
-    save: str
+    save_folder: str
     step: int
     number: int = 0
 

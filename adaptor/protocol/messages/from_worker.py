@@ -27,18 +27,18 @@ class Hello(Message, frozen=True):
 class Layout(Message, frozen=True):
     """The shards of the rank, the folder of checkpoints, and the step that the job started from.
 
-    `save`: "" if handlers of the script write and name checkpoints (`adaptor.mindio`). `has_local_copy`:
-    whether the rank keeps a local copy of the state before an update (TTP_LOCAL_COPY). `online`: why the rank
-    cannot take part in an online recovery, in a few words for the user; "off" if TTP_ONLINE is 0; "" if the
-    rank can. `nodes`: the numbers of nodes that fit the job; empty: unknown. `in_parts`: whether the
-    publishing agent joins last words of parts (`torch_dist`). `copied`: the most steps between two copies in
-    host memory; 0: the rank makes no copies. `most_recoveries`: how often the process can exchange its
-    process groups; 0: any number of times.
+    `save_folder`: "" if handlers of the script write and name checkpoints (`adaptor.mindio`).
+    `has_local_copy`: whether the rank keeps a local copy of the state before an update (TTP_LOCAL_COPY).
+    `online`: why the rank cannot take part in an online recovery, in a few words for the user; "off" if
+    TTP_ONLINE is 0; "" if the rank can. `nodes`: the numbers of nodes that fit the job; empty: unknown.
+    `in_parts`: whether the publishing agent joins last words of parts (`torch_dist`). `copied`: the most
+    steps between two copies in host memory; 0: the rank makes no copies. `most_recoveries`: how often the
+    process can exchange its process groups; 0: any number of times.
     """
 
     rank: Number
     shares: tuple[Share, ...]
-    save: str
+    save_folder: str
     origin: int
     fingerprint: str
     has_local_copy: bool = False

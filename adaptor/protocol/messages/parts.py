@@ -206,7 +206,7 @@ class Verdict(Message, frozen=True, kw_only=True):
     line: str
     cause_rank: int
     exit_code: int
-    save: str
+    save_folder: str
     leaves: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     fault: Fault = Fault()
