@@ -76,6 +76,26 @@ def one_line(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return guarded
 
 
+def require_room(
+    folder: Path, needed_bytes: int, need: str, source: str = "", error: type[Exception] = CheckpointError
+) -> None:
+    """Refuse a disk without room for a folder, which may be missing; raise `error` then.
+
+    Args:
+        needed_bytes: for the content of the folder.
+        need: the words before the number of bytes in the message.
+        source: the words behind the number.
+    """
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise error(
+            f"{folder}: {free / 1e9:.3f} GB are free, {need} {needed_bytes / 1e9:.3f} GB{source}:"
+            " make room, or name another folder"
+        )
+
+
 def is_wrong(error: OSError) -> bool:
     """Return True if a read error is a sign of damage; any other error says nothing about the file."""
     return error.errno in _WRONG

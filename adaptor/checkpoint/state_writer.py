@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,14 +83,21 @@ def write_files(
     what `exchange.on_not_finite` raises. Written files are removed.
     """
     with torch.no_grad():
-        if _is_in_place(state, exchange) and (
-            written := _write_in_place(state, record, exchange, temporary_folder, attempt, agreed)
-        ):
-            return written
-        files, not_finite = _contents(state, record, exchange, agreed)
-        return WrittenFiles(
-            _with_trackers(state, _write_files(files, exchange, temporary_folder, attempt)), not_finite
-        )
+        written = None
+        if _is_in_place(state, exchange):
+            written = _write_in_place(state, record, exchange, attempt)
+        entries, files, not_finite = written or _gather(state, record, exchange, agreed)
+        try:
+            files |= _on_top(state, record, agreed)
+            entries += _write_files(files, exchange, temporary_folder, attempt)
+        except BaseException:
+            _remove(temporary_folder / entry.draft for entry in entries)
+            raise
+        return WrittenFiles(_with_trackers(state, entries), not_finite)
+
+
+# The entries of the files that are written, the writers of all others, and a text about non-finite parts.
+_Written = tuple[list[FileEntry], Files, str]
 
 
 def _write_files(
@@ -133,14 +140,9 @@ def _plans_its_files(own_format: CheckpointFormat) -> bool:
 
 
 def _write_in_place(
-    state: TrainingState,
-    record: StepRecord,
-    exchange: Exchange,
-    temporary_folder: Path,
-    attempt: int,
-    agreed: AgreedGroup | None,
-) -> WrittenFiles | None:
-    """Write the files together with the holders; return None if they send their shards instead."""
+    state: TrainingState, record: StepRecord, exchange: Exchange, attempt: int
+) -> _Written | None:
+    """Write the large files together with the holders; return None if they send their shards instead."""
     optimizers = chain(state.optimizer)
     in_place_holder.own_readers(optimizers, exchange)  # before any file is made
     try:
@@ -155,22 +157,19 @@ def _write_in_place(
             if not archives.write():
                 return None
             bad_groups = _bad_shards(optimizers, archives.not_finite)
-            if bad_groups:
-                subject_list = shards.not_finite_words([subject for subject, _ in bad_groups])
-                exchange.on_not_finite(subject_list, [rank for _, rank in bad_groups])
+            _report(bad_groups, exchange)
             entries = archives.finish()
     except OSError as error:
-        raise CheckpointError(f"{error.filename or temporary_folder}: {error.strerror or error}") from error
+        raise CheckpointError(f"{error.filename or exchange.folder}: {error.strerror or error}") from error
     bad_weights += _weights_among([subject for _, subject in archives.not_finite], spans)
-    try:
-        entries += _write_files(small | _on_top(state, record, agreed), exchange, temporary_folder, attempt)
-    except BaseException:
-        _remove(temporary_folder / entry.draft for entry in entries)
-        raise
-    described = _with_trackers(state, entries)
-    return WrittenFiles(
-        described, shards.not_finite_words([subject for subject, _ in bad_groups] or bad_weights)
-    )
+    return entries, small, shards.not_finite_words([subject for subject, _ in bad_groups] or bad_weights)
+
+
+def _report(bad_subjects: Sequence[tuple[str, int]], exchange: Exchange) -> None:
+    """Tell `exchange` the parts that are not finite, each with its giver, if there are any."""
+    if bad_subjects:
+        words = shards.not_finite_words([subject for subject, _ in bad_subjects])
+        exchange.on_not_finite(words, [rank for _, rank in bad_subjects])
 
 
 # The layouts of the large files, the writers of the others, the source of each saved weight, and the names of
@@ -208,15 +207,7 @@ def _planned_with(
         planned.is_finite,
         planned.requantize,
     )
-    gathered: list[Any] = []
-    for position, (optimizer, live, _) in enumerate(state.chained):
-        world = None
-        if shards.is_sharded(optimizer):
-            world = planned.state_of(optimizer, position)
-            weights.add_sharded(optimizer, world)
-        elif not shards.is_stub(optimizer):
-            weights.add_whole(optimizer, live)
-        gathered.append(world)
+    gathered = _add_all(weights, state, planned.state_of)
     body, bad_weights = _body(state, record, weights, gathered, exchange)
     spans = [
         (f"{key}.{name}", span)
@@ -258,24 +249,52 @@ def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, S
     ]
 
 
-def _contents(
+def _add_all(
+    weights: Weights, state: TrainingState, state_of: Callable[[Any, int], dict[Any, Any]]
+) -> list[Any]:
+    """Add all main params to `weights`; return the state of each optimizer, None without shards.
+
+    `state_of` returns the state of a sharded optimizer, by its position in the chain.
+    """
+    gathered: list[Any] = []
+    for position, (optimizer, live, _) in enumerate(state.chained):
+        world = None
+        if shards.is_sharded(optimizer):
+            world = state_of(optimizer, position)
+            weights.add_sharded(optimizer, world)
+        elif not shards.is_stub(optimizer):
+            weights.add_whole(optimizer, live)
+        gathered.append(world)
+    return gathered
+
+
+def _gather(
     state: TrainingState, record: StepRecord, exchange: Exchange, agreed: AgreedGroup | None
-) -> tuple[Files, str]:
-    """Return the writers of all files and a text about non-finite parts, which `exchange` was told."""
-    weights, gathered, bad_subjects = _gathered(state, exchange)
+) -> _Written:
+    """Gather all shards, and return the writers of all files of the format."""
+    bad_subjects: list[tuple[str, int]] = []
+    optimizers = chain(state.optimizer)
+    counts = [shards.shard_of(optimizer)[1] for optimizer in optimizers]
+
+    def state_of(optimizer: Any, position: int) -> dict[Any, Any]:
+        world = shards.gather(optimizer, position, exchange)
+        shards.acknowledge(optimizers, position, exchange)
+        for index, keys in shards.bad_shards(optimizer, world).items():
+            name = f"shard {sum(counts[:position]) + index} of {sum(counts)} ({', '.join(keys)})"
+            bad_subjects.append((name, exchange.sources[position][index]))
+        exchange.check()
+        return world
+
+    weights = Weights(exchange.device.to_host)
+    gathered = _add_all(weights, state, state_of)
     body, not_finite = _body(state, record, weights, gathered, exchange)
     if all(world is None for world in gathered):  # otherwise its tensors have been examined
         whole_subjects = [] if shards.all_finite(body.get("optimizer")) else ["the optimizer state"]
         bad_subjects += [(subject, exchange.rank) for subject in (*whole_subjects, *not_finite)]
-    if bad_subjects:
-        exchange.on_not_finite(
-            shards.not_finite_words([subject for subject, _ in bad_subjects]),
-            [rank for _, rank in bad_subjects],
-        )
+    _report(bad_subjects, exchange)
     given_sums.require_gathered(state, agreed, gathered, exchange)
     files = _format(state).files(state, body, gathered)
-    files |= _on_top(state, record, agreed)
-    return files, shards.not_finite_words([subject for subject, _ in bad_subjects] or not_finite)
+    return [], files, shards.not_finite_words([subject for subject, _ in bad_subjects] or not_finite)
 
 
 def _on_top(state: TrainingState, record: StepRecord, agreed: AgreedGroup | None) -> Files:
@@ -294,31 +313,6 @@ def _with_trackers(state: TrainingState, entries: Iterable[FileEntry]) -> tuple[
 
 def _write(content: bytes, file: HashingFile) -> None:
     file.write(content)
-
-
-def _gathered(state: TrainingState, exchange: Exchange) -> tuple[Weights, list[Any], list[tuple[str, int]]]:
-    """Return all main params, the state of each optimizer (None without shards), and the non-finite parts."""
-    weights = Weights(exchange.device.to_host)
-    gathered: list[Any] = []
-    bad_subjects: list[tuple[str, int]] = []
-    optimizers = chain(state.optimizer)
-    first, total = 0, sum(shards.shard_of(optimizer)[1] for optimizer in optimizers)
-    for position, (optimizer, live, _) in enumerate(state.chained):
-        world = None
-        if shards.is_sharded(optimizer):
-            world = shards.gather(optimizer, position, exchange)
-            shards.acknowledge(optimizers, position, exchange)
-            weights.add_sharded(optimizer, world)
-            bad_subjects += [
-                (f"shard {first + index} of {total} ({', '.join(keys)})", exchange.sources[position][index])
-                for index, keys in shards.bad_shards(optimizer, world).items()
-            ]
-            exchange.check()
-        elif not shards.is_stub(optimizer):
-            weights.add_whole(optimizer, live)
-        first += shards.shard_of(optimizer)[1]
-        gathered.append(world)
-    return weights, gathered, bad_subjects
 
 
 def _body(

@@ -131,7 +131,7 @@ def _begin(
     folder = run.temporary_folder(staging, step)
     size = sum(target.bytes(rank) for rank in wanted_sizes.ranks)
     if not folder.exists():
-        run.require_room(staging, size)
+        disk.require_room(staging, size, run.NEED)
         folder.mkdir()
     _say(
         f"step {step} in {save} has {sizes_of_folder}, and the job has {wanted_sizes}: it is transformed "

@@ -19,7 +19,6 @@ import hashlib
 import os
 import re
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -106,13 +105,8 @@ def _require_room(tasks: Iterable[_Pull]) -> None:
         bytes_by_device[device] = bytes_by_device.get(device, 0) + sum(
             stored.bytes for stored in task.missing.values()
         )
-        free = shutil.disk_usage(task.folder.path).free
-        if free < bytes_by_device[device]:
-            raise StoreError(
-                f"{task.folder.path}: {size(free)} are free, and {size(bytes_by_device[device])} have to "
-                "come from"
-                f" {task.store}: make room, or name another folder"
-            )
+        source = f" have to come from {task.store}"
+        disk.require_room(task.folder.path, bytes_by_device[device], "and", source, StoreError)
 
 
 class _Pull:

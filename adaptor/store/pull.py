@@ -248,13 +248,7 @@ def _set_back(root: Path, step: int) -> None:
 @disk.one_line
 def _room(root: Path, needed_bytes: int) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(root).free
-    if free < needed_bytes:
-        raise StoreError(
-            f"{root}: {free / 1e9:.3f} GB are free, the checkpoint has {needed_bytes / 1e9:.3f} GB: make "
-            "room, or"
-            " name another folder"
-        )
+    disk.require_room(root, needed_bytes, "the checkpoint has", error=StoreError)
 
 
 def _bring(store: Store, checkpoint: Checkpoint, root: Path, *, replaces: bool) -> None:

@@ -303,7 +303,7 @@ def write(
     folder = run.temporary_folder(root, source.step)
     _require_free(root, folder, go_on=resume or only_rank is not None)
     if not folder.exists():
-        run.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks))
+        disk.require_room(root.resolve(), sum(target.bytes(rank) for rank in ranks), run.NEED)
     folder.mkdir(parents=True, exist_ok=True)
     order = run.TransformOrder(
         source.folder.parent,

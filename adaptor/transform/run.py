@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import queue
-import shutil
 import sys
 import threading
 import time
@@ -41,6 +40,7 @@ from adaptor.transform.sizes import Rank, Sizes
 from adaptor.transform.target import TargetCheckpoint
 from adaptor.transform.writing import NewItem
 
+NEED = "the transform needs"  # before a number of bytes
 _GENERATION = "transform"
 _NOTE = ".done.json"
 _EVERY_S = 1.0  # between two lines of progress
@@ -183,19 +183,6 @@ def _note(order: TransformOrder, rank: Rank) -> _RankNote:
     return msgspec.json.decode((order.folder / _note_name(order.sizes, rank)).read_bytes(), type=_RankNote)
 
 
-def require_room(folder: Path, needed_bytes: int) -> None:
-    """Refuse a disk without room for a folder, which may be missing. Raises CheckpointError."""
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise CheckpointError(
-            f"{folder}: {free / 1e9:.3f} GB are free, the transform needs {needed_bytes / 1e9:.3f} GB: "
-            "make room,"
-            " or take another disk"
-        )
-
-
 def run(
     target: TargetCheckpoint,
     order: TransformOrder,
@@ -217,7 +204,7 @@ def run(
     if not remaining_ranks:
         return files_by_rank
     total = sum(target.bytes(rank) for rank in remaining_ranks)
-    require_room(order.folder, total)
+    disk.require_room(order.folder, total, NEED)
     progress = ProgressLine(total, say)
     stopped = threading.Event()
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from adaptor.__main__ import main
-from adaptor.checkpoint import hashing, manifest, tracker
+from adaptor.checkpoint import disk, hashing, manifest, tracker
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
@@ -308,7 +308,7 @@ def test_folders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _transform(tmp_path / "nowhere", tmp_path / "c", "--tp", "2") == 2
     assert "there is no such folder" in capsys.readouterr().err
     with pytest.raises(CheckpointError, match=r"the transform needs 1152921504\.607 GB"):
-        run.require_room(tmp_path, 1 << 60)
+        disk.require_room(tmp_path, 1 << 60, run.NEED)
 
 
 def test_classes_that_are_not_allowed(tmp_path: Path) -> None:
