@@ -32,10 +32,8 @@ class Reader:
     """A rank that reads.
 
     Attributes:
-        node: the number of the node
         loads: the beginnings of the paths, below the checkpoint, of the files for the rank
         view: equal for all ranks with the same folder
-        is_there: whether the rank sees the folder of the checkpoint at all
         is_other: whether the rank certainly sees another save of the step
         unnamed: why a written save on the disk of the rank cannot get a name
     """

@@ -135,7 +135,6 @@ class Sharding:
 
     Attributes:
         first: the rank in whose place its group is written
-        metadata: the framework's arguments for all its `sharded_state_dict`s
         marks: key and replica id of each entry that `first` saves of its model, in order
         random: ShardedObjects without data: the places of the random states of the group
     """

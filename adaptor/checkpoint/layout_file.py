@@ -55,9 +55,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """An entry of a chunk of the model.
 
     Attributes:
-        name: in the chunk's state dict
         dtype: by torch's name; "" if the entry is no tensor
-        shape: on the rank
         key: the name of the whole tensor in the framework's sharded format
         whole: the shape of the whole tensor, without the axes of layers and experts that the framework puts
             in front
@@ -120,7 +118,6 @@ class RankLayout(msgspec.Struct, frozen=True):
     """The part of a model-parallel rank.
 
     Attributes:
-        folder: of the rank, as the format `torch` names it
         tp, pp, ep: its numbers
         sizes: parallel sizes of the job: tp, pp, vpp, ep, etp, dp, cp
         core: the version of Megatron-core

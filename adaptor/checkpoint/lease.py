@@ -38,10 +38,8 @@ class Owner(msgspec.Struct, frozen=True):
     machine and a container with numbers of its own are told apart.
 
     Attributes:
-        ticks: the start of the process, in ticks of the kernel
         boot: of the machine, another value after each start of the machine
         namespace: of process numbers: a container has its own
-        started: the start of the process, for people
     """
 
     host: str
@@ -156,11 +154,6 @@ def go_on_without(
     nor does a side that finds the lease of a later generation: the other side has started workers.
 
     Args:
-        save_folder: the save folder.
-        owner: the agent that runs the controller.
-        generation: of the workers.
-        members: the agents that go on.
-        lost: the agents that count as lost.
         has_lease: whether `owner` took the lease for the generation. Another agent gets the lease only if the
             lease shows that its node shares the folder.
         store: the new rendezvous store; "": it stays.

@@ -42,11 +42,9 @@ def clean(
     Large folders are removed in a thread that outlives the call, if the removal takes long: a line says so.
 
     Args:
-        save_folder: the save folder.
         term: given at the end of an incident: only folders of `generation`, made under the controller of
             `term`, are removed. Workers on the other side of a cut network may live and write for another
             controller. The framework's own unfinished saves (`regular_folder`) count as made under term 0.
-        generation: of the workers of the job.
         saves: False: regular saves stay, for the next start. On a disk of the node's own the start names
             saves that rank 0 has named on its disk.
     """

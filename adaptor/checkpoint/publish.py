@@ -83,14 +83,7 @@ def publish(
     later step, and the tracker stays.
 
     Args:
-        save_folder: the save folder.
-        step: the saved step.
-        files: of all groups, with paths below the temporary folder.
         groups: the writers of each group, for the manifest.
-        world_size: the number of ranks.
-        generation: of workers.
-        term: of the controller.
-        number: of the order to publish.
         written: the number of the order that made the folder, if different; the folder is taken from a former
             agent, perhaps still at work.
         progress: is called for each file, perhaps thousands of times.

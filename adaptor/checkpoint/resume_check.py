@@ -46,12 +46,9 @@ class _CheckOrder:
     """The message of rank 0: files to check, or the end of the check; `refusal`: why nothing can be loaded.
 
     Attributes:
-        generation: of the checkpoint with the files
         view: rank 0's view of the checkpoint (`divided_reading`)
         is_regular: whether the framework has saved the checkpoint, so every rank had written before the
             rename
-        agreed: the actions on the disks that rank 0 does not see
-        is_empty: whether rank 0 sees no checkpoint
         by_tracker: whether trackers name the step; a rank without knowledge of a restart may have a chosen
             step
     """

@@ -42,7 +42,6 @@ class Agreed:
     """The step from which all ranks go on, for the disks that rank 0 does not see.
 
     Attributes:
-        step: the step for each tracker
         given_up: later steps that are not whole on every node; they are moved aside
         may_change: False: the job only loads from the folder
     """

@@ -246,14 +246,11 @@ class Exchange:
 
     Attributes:
         group: `torch.distributed.ProcessGroup` of CPU tensors; None if the rank has everything
-        rank: the number of the rank in the group
         sources: per optimizer of the chain, per shard: the rank of the chosen holder (one entry without
             shards)
         mirrors: per optimizer of the chain: the copy of another shard, or None; or empty
-        tag: of all messages
         progress: is called with the number of sent, received or written bytes
         cancelled: is called between tensors
-        device: of the framework's tensors
         on_not_finite: is called before any file is complete, if some shards are not finite: with a
             description and the givers (ranks of `group`); an exception ends the dump
         folder: the temporary folder as the rank sees it, where holders may write in place; None: the shards

@@ -47,7 +47,6 @@ class StepRecord:
     Attributes:
         counters: consumed_train_samples, skipped_train_samples, num_floating_point_operations_so_far, and all
             other counters in the framework's arguments, under their names there
-        scheduler: state dict of the parameter scheduler, or None
         groups: per optimizer of the chain, per param group: its scalars
         scalers: per optimizer of the chain: state dict of its grad scaler, or None
         rng: as the framework stores random states, one entry for each data-parallel rank with states of its
@@ -55,7 +54,6 @@ class StepRecord:
         buffers: copies of the model's saved buffers (`Buffers.take`)
         rerun: the stored state of the rerun state machine of some versions; empty: None is stored, None:
             nothing
-        loaders: the states of a script's own data loaders (`LoaderStates.take`)
     """
 
     step: int
@@ -158,9 +156,7 @@ def advance(
         updated: False for a skipped step (overflow): the framework moves the counters, not the scheduler
         scheduler: the live scheduler; only constants are read
         increment: samples by which the framework moves the scheduler
-        growth: the growth of each counter; other counters stay
         scalers, rng, buffers, rerun, loaders: taken at the door of the new step, and unchanged afterwards
-        also: further arguments of the framework for the scheduler's step
     """
     counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
     state, groups = record.scheduler, record.groups

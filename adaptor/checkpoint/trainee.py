@@ -60,21 +60,14 @@ class MegatronTrainee:
     """The training state of a rank of a Megatron job: the `Trainee` that a dump reads.
 
     Attributes:
-        state: the live objects
-        save_folder: the folder of checkpoints
-        shares: the shards of the rank
-        random: the saved random states
         counters: the current counters, under the framework's names
         growth: the amount by which the current step moves each counter
         increment: the number of samples by which the step moves the scheduler
-        barrier: a barrier of all ranks of the job
         mirrors: per optimizer of the chain: the copy of a neighbour's shard, or None
-        rerun: the saved state of the framework's rerun state machine, or None
         local_copy: of the state before an update; None: with the barrier no rank has to go back
         also: further keywords of the framework when it moves the scheduler
         shares_by_rank: the shards of all ranks, with TTP_VERIFY_EVERY
         survives: the possible losses that the job survives, in words; on rank 0
-        loaders: the states of the script's own data loaders
     """
 
     state: TrainingState

@@ -107,17 +107,6 @@ class CheckpointContents:
     keeps: Callable[[str], bool] | None = None
 
 
-class FormatFactory(Protocol):
-    """The function that an entry point of `ttp_adaptor.formats` names; see `in_format`."""
-
-    def __call__(self, state: TrainingState, first: int) -> CheckpointFormat:
-        """Make the format in which this rank writes last words; on every rank at the same time.
-
-        `state` is complete but for its format; the framework lets `first` write, the lowest rank of the
-        group. Raises UnsupportedError.
-        """
-
-
 class CheckpointFormat(Protocol):
     """A format of checkpoints."""
 
@@ -133,8 +122,6 @@ class CheckpointFormat(Protocol):
         """Return the saved value of the chain of optimizers.
 
         Args:
-            state: the training state.
-            model: the result of the method `model`.
             states: per optimizer of the chain: its saved state without its shards.
             gathered: per optimizer of the chain: the gathered state; None without shards.
         """
@@ -146,10 +133,15 @@ class CheckpointFormat(Protocol):
         """Return the files of the rank: for each path below the checkpoint a function that writes the file.
 
         Args:
-            state: the training state.
             body: the saved dict besides the optimizer's gathered state.
             gathered: as for `optimizer`.
         """
+
+
+# Named by an entry point of `ttp_adaptor.formats`: makes the format in which a rank writes last words, on
+# each rank at the same time, from its state, complete but for its format, and the lowest rank of its group,
+# which the framework lets write. Raises UnsupportedError if the format cannot hold this state.
+FormatFactory = Callable[["TrainingState", int], CheckpointFormat]
 
 
 class PlannableFormat(CheckpointFormat, Protocol):
@@ -164,10 +156,8 @@ class PlannableFormat(CheckpointFormat, Protocol):
         """Return the files of the rank, by path below the checkpoint: layouts, and functions that write.
 
         Args:
-            state: the training state.
             body: as for `files`, with stand-ins.
             gathered: as for `optimizer`, stand-ins.
-            planned: the maker of the stand-ins.
 
         Raises:
             CannotBePlanned: the place of some content is not known.
@@ -181,7 +171,6 @@ class TrainingState:
     Attributes:
         model: its chunks, wrapped (DDP, Float16Module) or not
         optimizer: a ChainedOptimizer or a bare optimizer
-        scheduler: the parameter scheduler, or None; for records, a dump does not read the scheduler
         folder: of the model-parallel rank below the checkpoint folder, as the framework names the folder
         args: the framework's namespace of arguments; None for a library user without arguments
         args_overrides: the values of the namespace on data-parallel rank 0 without the adaptor (`rank`, ...)
@@ -190,7 +179,6 @@ class TrainingState:
         keeps: whether an entry of the model is saved, by name; None: all are
         beside: further files of the rank's folder, by name, unknown to the framework
         on_top: further files of the checkpoint, by path below the folder, in every format
-        contents: further contents of the framework's checkpoints
         writes_common: whether the rank writes the files that a checkpoint has once
         live: the optimizer that updates the model, where `optimizer` is a copy; else None
         format: the format of last words; None for `torch` (`format_torch.TorchFormat`)
@@ -257,8 +245,6 @@ class CheckpointPlacement:
         group: the name of the files that the rank could write: ranks of one group write the same files
         first: the lowest rank of the group, which the framework lets write
         stored: per optimizer of the chain: whether this group saves its state
-        shares: the shards of the rank, of its own group and of others
-        survives: the possible losses that the job survives, in words; on rank 0
         shares_by_rank: the shards of all ranks, with TTP_VERIFY_EVERY
     """
 

@@ -67,10 +67,8 @@ class Controller:
     """Decides for one generation of workers (from one start of all workers to the next).
 
     Args:
-        world_size: ranks in the job.
         timeout_s: the time limit of an incident without progress (TTP_OT).
         store: host, port and secret of the store over which dump groups are formed.
-        number: the number of the next incident.
         recurrence: the faults of earlier generations.
         online_s: the time limit for the replacement of failed ranks (TTP_ONLINE); 0: all ranks are started
             again.
@@ -113,7 +111,6 @@ class Controller:
         """Take the place of a lost controller; the loss of its node is reported afterwards as ever.
 
         Args:
-            standby_state: the messages that the lost controller had passed on.
             nodes: the nodes that still have to repeat their reports, the node of this controller included.
             rendezvous_store: takes the place of the store that was lost with node 0; None: no store does.
         """

@@ -133,10 +133,7 @@ class Succession:
     """The controllers, one after the other, as the agent of `node` of `nodes` knows them.
 
     Attributes:
-        term: of the current controller
         said: all messages that a controller must know
-        standby_state: the messages that the first controller has passed on
-        verdict: the verdict of a controller, or None
     """
 
     def __init__(self, node: int, nodes: int) -> None:

@@ -25,13 +25,8 @@ class FirstCause(NamedTuple):
     """The first cause: the rank to blame (-1: none), the exit code of the job, and the words for the user.
 
     Attributes:
-        key: see `messages.Fault`
-        ranks: see `messages.Fault`; by default the rank to blame alone
         mistake: another start would fail in the same way
         node: the node whose agent was told to end or has failed (-1: no agent's)
-        kind: see `messages.Fault`
-        status: see `messages.Fault`
-        why: see `messages.Fault`
     """
 
     rank: int
@@ -51,14 +46,10 @@ class Failures:
     """The failures of an incident, collected from the messages to the controller.
 
     Attributes:
-        dead: the status of every process that has ended, by rank
         reasons: how the kernel has ended ranks for want of memory (`Died.why`)
         ended_scripts: ranks whose script had come to its end before
         unannounced: ranks that ended without a notice: failed ranks, whatever the status
         noticed: ranks that have ended, in the order of the notices; statuses come later
-        lost: nodes that were lost, with their ranks
-        lost_hosts: the machines of lost nodes
-        raised: the first exception of each rank
         asked: the cause, if the job was told to end, or to take nodes in, while nothing had failed
         told_to_end: the process that was told to end last, and the signal; also after a failure
         leaving: nodes whose agents were told to end

@@ -77,7 +77,6 @@ class Recoveries:
     Attributes:
         seconds: the time limit of a recovery without progress (TTP_ONLINE); 0: recoveries are off
         exchanges: how often survivors were told to connect their process groups anew
-        step: the step from which training went on after the last recovery
         keys: the faults (`Fault.key`) since that step was reached
         from_step: the number of recoveries from that step
         out_of_memory: the step from which each rank was replaced after the kernel had ended it for want of
@@ -126,7 +125,6 @@ class Feasibility:
     """The conditions of the online recovery of one incident.
 
     Attributes:
-        places: of lost nodes, for spare nodes
         hanging: ranks that answer, but whose main threads hang
     """
 
@@ -247,7 +245,7 @@ class Feasibility:
         return tuple(self._replacement(rank, survivors) for rank in failed)
 
     def _replacement(self, rank: int, living: set[int]) -> Replacement:
-        groups = self.state.writing.groups
+        groups = self.state.membership.groups
         layout = self.state.membership.layouts[rank]
         own_groups = [share.group for share in layout.shares if share.can_write]
         twins = set(living)

@@ -246,12 +246,18 @@ class PriorCheckpointSearch:
 
         The lost controller may have let ranks through to a step that no rank had begun.
         """
-        return self._state.term > 0 and bool(self._writing.layouts) and not self._writing.uses_script_handlers
+        return (
+            self._state.term > 0
+            and bool(self._state.membership.layouts)
+            and not self._writing.uses_script_handlers
+        )
 
     def order(self) -> Order:
         """Return the order to the agent of this controller to look for a checkpoint that loses no step."""
         state, step = self._state, max(self._freeze_state.newest_told, self._writing.origin + 1)
-        return state.ask(Find(state.number, self._writing.save_folder, step, state.target.number), state.term)
+        return state.ask(
+            Find(state.number, self._state.membership.save_folder, step, state.target.number), state.term
+        )
 
     def found(self, step: int) -> IncidentOutcome:
         """Return the outcome for `step`, found on disk; last words may be of an earlier step than the newest

@@ -47,7 +47,6 @@ class HangDetector:
     """Watches the boards of a node.
 
     Args:
-        node: the number of the node.
         floor_s: TTP_HANG in seconds: no shorter time is a hang; 0: nothing is a hang.
     """
 
@@ -65,8 +64,6 @@ class HangDetector:
         """Return the report for the controller, or None if nothing has changed.
 
         Args:
-            boards: of all workers of the node.
-            time_now: monotonic seconds.
             traced: a debugger or a compiler has one of the workers.
         """
         stall = self._stall(list(boards), time_now, traced)

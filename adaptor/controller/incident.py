@@ -61,13 +61,7 @@ class Incident:
     """Drives the stages of incident `number`.
 
     Args:
-        membership: the members of the job, kept by the controller.
-        failures: the failures, kept by the controller.
-        opened_at, timeout_s: see `IncidentState`.
-        store: host, port and secret of the store over which ranks form groups.
         awaited: nodes that have not yet repeated their reports to a successor of a lost controller.
-        term: of the controller, 0 for the first.
-        recoveries: the online recoveries before this incident.
     """
 
     def __init__(

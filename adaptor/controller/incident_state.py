@@ -76,20 +76,12 @@ class IncidentState:
     """The state of incident `number`, shared by all its parts.
 
     Attributes:
-        term: of the controller, 0 for the first
-        store: host, port and secret of the store over which ranks form groups
-        membership: the members of the job, kept by the controller
-        opened_at: monotonic seconds
         timeout_s: the time limit without progress (TTP_OT)
         writing: the groups on disk, and the rest
-        target: the temporary folder and its publisher
         nodes: of live ranks, without given-up ranks
         boards: of the ranks with an answer
-        deadline: the end of the time limit
-        now: the time of the newest message
         silent: ranks that were given up because their doors were not closed in time
         stuck: ranks that were given up in the dump
-        outcome: set with the last stage
     """
 
     number: int

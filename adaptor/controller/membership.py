@@ -12,22 +12,13 @@ class Membership:
     """The members of one generation of workers.
 
     Attributes:
-        node_of: the node of each rank
-        agents: nodes with a connected agent
         lost: nodes without an agent, whose places are empty in the generation of workers
         expected: the lost nodes whose places were given to spare nodes, with the new owners
         late: the lost nodes whose agents came after all: late agents get the verdict only
-        connected: ranks after their hello
-        layouts: the reported layouts of ranks
-        dead: the status of each ended process
         dying: ranks without a main thread, whose statuses are not known yet
         vanished: ranks that were lost with their agents: their last messages may be lost
         unbegun: other ranks that ended before a report of their layout
-        unprotected: ranks whose training cannot be saved, and why
         boards: the last boards of ended ranks, as far as readable by their agents
-        pids: the processes of connected ranks
-        hosts: the machines of nodes
-        agent_pids: the processes of agents, by node
         owners: by node, the owner of the place; "" for a node that has its place from the beginning
     """
 

@@ -50,7 +50,6 @@ class Newcomer:
 
     Attributes:
         ordered: the attempt in which its agent was told to start the process
-        has_failed: the process has reported a failure, or does not answer
         is_counted: the failure counts (`Newcomers.count_failures`)
     """
 
@@ -77,7 +76,6 @@ class Newcomers:
     """The new processes of one incident.
 
     Attributes:
-        by_rank: the ranks that have failed, in order
         ended_ranks: ranks whose processes are ended for their replacement: they hang, or hold nothing
     """
 

@@ -98,9 +98,7 @@ def plan(
     left.
 
     Args:
-        groups: the groups to save, with the holders of their shards.
         alive: the boards of the ranks with readable state.
-        only: consider `only` alone.
         avoid: ranks that are chosen only for want of other holders.
         newest: no later step is taken: the holders of its state differ. None: any.
     """

@@ -42,11 +42,9 @@ class Regrouping:
     """The online recovery of one incident.
 
     Attributes:
-        newcomers: the new processes
         is_pending: the recovery was begun, and has not failed
         why_not: why the recovery was not tried, or has failed; "" where the user need not know
         unsaved: why the step is not on disk; "" if it is
-        presence: the presence check of this attempt
     """
 
     def __init__(self, state: IncidentState, freeze_state: FreezeState, feasibility: Feasibility) -> None:

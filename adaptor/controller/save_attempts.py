@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import PurePath, PurePosixPath
 
 from adaptor.controller.membership import Membership
-from adaptor.controller.plan import Group, Groups, NoPlan, Plan, plan
+from adaptor.controller.plan import Group, NoPlan, Plan, plan
 from adaptor.protocol import naming
 from adaptor.protocol.messages import (
     BoardRecord,
     Dump,
     Find,
     GroupOrder,
-    Layout,
     Prepare,
     Prepared,
     Publish,
@@ -71,11 +70,8 @@ class Writing:
     Attributes:
         step, attempt: the current ones; attempts of an incident have different numbers
         pending: the groups that are not on disk, with their orders
-        files: of the groups on disk
-        holders: the givers of the groups on disk
         avoid: ranks that are chosen only for want of other ranks
         failures: failed attempts since the last death
-        corrupt: ranks that give nothing
         newest: no later step is saved; None: any
     """
 
@@ -92,19 +88,14 @@ class Writing:
     newest: int | None = None
 
     @property
-    def save_folder(self) -> str:
-        """Return the folder of checkpoints."""
-        return self.layouts[min(self.layouts)].save_folder
-
-    @property
     def origin(self) -> int:
         """Return the step that training started from."""
-        return max(layout.origin for layout in self.layouts.values())
+        return max(layout.origin for layout in self.membership.layouts.values())
 
     @property
     def uses_script_handlers(self) -> bool:
         """Return True if handlers of the script write and name the checkpoint."""
-        return not self.save_folder
+        return not self.membership.save_folder
 
     @property
     def taking_part(self) -> set[int]:
@@ -121,20 +112,12 @@ class Writing:
         """
         return self.attempt == 1 and self.avoid.isdisjoint(self.taking_part)
 
-    @property
-    def layouts(self) -> Mapping[int, Layout]:
-        """Return the reported layouts of ranks."""
-        return self.membership.layouts
-
-    @property
-    def groups(self) -> Groups:
-        """Return the holders of all shards."""
-        return self.membership.groups
-
     def may_be_held(self, ranks: Collection[int]) -> bool:
         """Return True if one of `ranks` may have each shard, and one may write each group."""
         rank_sets = (
-            rank_set for group in self.groups.values() for rank_set in (*group.owners.values(), group.writers)
+            rank_set
+            for group in self.membership.groups.values()
+            for rank_set in (*group.owners.values(), group.writers)
         )
         return all(any(rank in ranks for rank in rank_set) for rank_set in rank_sets)
 
@@ -145,7 +128,7 @@ class Writing:
 
         The ranks in `unable` can write nothing.
         """
-        groups = self.groups
+        groups = self.membership.groups
         if unable:
             groups = {k: Group(group.owners, group.writers.difference(unable)) for k, group in groups.items()}
         return plan(groups, self._giving(boards), only=step, avoid={*self.avoid, *unable}, newest=self.newest)
@@ -168,7 +151,7 @@ class Writing:
         If handlers of the script save, all groups are written again.
         """
         names = self.pending.keys() | (self.files.keys() if self.uses_script_handlers else set())
-        groups = {name: group for name, group in self.groups.items() if name in names}
+        groups = {name: group for name, group in self.membership.groups.items() if name in names}
         return plan(
             groups, self._giving(boards), only=self.step, avoid={*self.avoid, *avoid}, newest=self.newest
         )
@@ -277,13 +260,10 @@ class PublishTarget:
     folder a new number first. Answers count only from the asked node, for the ordered step and folder.
 
     Args:
-        agents: the nodes with an agent; the owner removes lost nodes.
         first: the number of the first order; lower numbers belong to incidents that were recovered online.
 
     Attributes:
-        number: of the newest order
         is_first: whether the newest order is the first of the incident
-        path: of the existing folder
         written: the number of the order for the existing folder
         blocked: nodes on which the save folder does not answer
         hung: whether the publication has hung for too long

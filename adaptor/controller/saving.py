@@ -391,7 +391,7 @@ class Saving:
         self.reassignment.io_stalls.expect([target.publisher])
         order = Prepare(
             state.number,
-            writing.save_folder,
+            state.membership.save_folder,
             writing.step,
             state.term,
             target.number,
@@ -405,7 +405,7 @@ class Saving:
         self.reassignment.io_stalls.expect([target.publisher])
         order = Publish(
             incident=state.number,
-            save_folder=writing.save_folder,
+            save_folder=state.membership.save_folder,
             step=writing.step,
             files=writing.all_files,
             writers=writing.holders,

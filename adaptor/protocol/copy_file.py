@@ -38,10 +38,6 @@ class CopyHeader(NamedTuple):
 
     Attributes:
         generation: the start of the workers in which the copy was made
-        world_size: ranks of the job then
-        rank: the copied rank
-        step: the finished step
-        size: bytes of the content
         digest: xxh3_64 of the content
     """
 
@@ -171,10 +167,6 @@ class CopyFollows(Message, frozen=True):
     Attributes:
         beside: the step of the other copy that the sender has of the rank, which stays; -1: none
         generation: the start of the workers in which the copy was made
-        world_size: ranks of the job
-        rank: the copied rank
-        step: the copied step
-        size: bytes of the content
         digest: xxh3_64 of the content
     """
 

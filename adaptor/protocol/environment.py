@@ -79,7 +79,6 @@ class Nodes:
 
     Attributes:
         fewest, most: the limits of the number of nodes; 0 and 0 if the number is fixed
-        here: the current number
         before: the number before this start; 0 at the first start
         fitting: the numbers of nodes that fit the arguments of the job; empty: unknown
     """
@@ -116,9 +115,6 @@ class WorkerPlace:
 
     Attributes:
         rank: 0 outside of a job
-        local_rank: on this node
-        local_size: workers on this node
-        node: the number of this node
     """
 
     def __init__(self, context: Context) -> None:

@@ -190,8 +190,6 @@ class FileEntry:
     """A file of a checkpoint.
 
     Attributes:
-        path: below the checkpoint folder, with `/`
-        bytes: its size
         xxh3_128: in hexadecimal, of a file that was written front to back; else None
         attempt: the attempt that wrote the file, until it is published; None once the file has its name
         xxh3_128_blocks: of a large file, and of a file that several ranks have written in place: the xxh3-128

@@ -177,8 +177,6 @@ class DumpRun:
     """The parameters of a dump besides the state: its folder, its partners, and its callbacks.
 
     Attributes:
-        past: save the local copy, not the live state
-        as_is: write the state whether finite or not
         remark: is called with a text about written parts that are not finite
         in_place: the holders may write their shards into the files of the writer
         groups: all groups with this rank, in the order of the calls of `dump`
