@@ -252,10 +252,7 @@ class SequenceLayout(Generic[T]):
         return self._add(ArchiveLayout(tensor, lambda storage: None), self.size)
 
     def add_part(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """Add a contiguous part of a tensor in host memory without a copy; return place and size.
-
-        torch.save would write all memory behind the tensor.
-        """
+        """Add a contiguous part of a host tensor, without the memory behind it; return place and size."""
         # A single element may have any step, also where it is contiguous.
         content = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
         return self._add(ArchiveLayout(stand_in_for(tensor), lambda storage: content), self.size)

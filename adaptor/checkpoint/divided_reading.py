@@ -82,10 +82,7 @@ class Division:
         return whole_file_list
 
     def blocks(self, file: FileEntry) -> tuple[int, int]:
-        """Return the first block of a file that the rank reads, and the number behind the last block.
-
-        The ranks have the blocks in their order; a rank without blocks has an empty part.
-        """
+        """Return the first block of a file for the rank, and the number behind the last; empty: no block."""
         ranks = self._ranks_of(file)
         place = bisect.bisect_left(ranks, self._rank)
         if place == len(ranks) or ranks[place] != self._rank:

@@ -167,10 +167,7 @@ class PartWriter:
     def add_shards(
         self, regions: Sequence[Region], optimizers: Sequence[Any], own_shards: Sequence[Mapping[int, Any]]
     ) -> None:
-        """Add the elements of `regions` (of all files) that this rank has.
-
-        `own_shards`: per optimizer, the readers of the shards that this rank gives (`shards.own_shards`).
-        """
+        """Add the elements of `regions` in the shards that this rank gives (`shards.own_shards`)."""
         # Once for each bucket, not for each region: a file of one archive per tensor has many regions.
         buckets: dict[tuple[int, int], list[shards.Bucket]] = {}
         pieces: dict[tuple[int, int, int, int], list[_Piece]] = {}
@@ -318,10 +315,7 @@ class _Shard:
         return _view(block.to(self._dtype).view(torch.uint8))
 
     def _on_host(self, first: int, last: int) -> torch.Tensor | None:
-        """Return elements [`first`, `last`) if one tensor in the host's memory has them in the saved dtype.
-
-        The tensor may be read in place: a frozen state does not change.
-        """
+        """Return elements [`first`, `last`) in place if one tensor on the host has them in that dtype."""
         while self._pieces and self._pieces[-1][1] <= first:
             self._pieces.pop()
         if not self._pieces:

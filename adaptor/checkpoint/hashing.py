@@ -123,10 +123,7 @@ def blocks_of(entry: FileEntry) -> int:
 
 
 def block_digests(path: Path, first: int, end: int, threads: int = 1) -> bytes:
-    """Return the xxh3-128 of the blocks [`first`, `end`) of a file, joined in order; fewer at its end.
-
-    Several `threads` read at the same time. Raises OSError.
-    """
+    """Return the joined xxh3-128 of the blocks [`first`, `end`) of a file, by `threads`. Raises OSError."""
     descriptor = disk.open_regular(path)
     try:
         # The threads take stretches in turn: the disk sees one reader with several requests.

@@ -279,9 +279,7 @@ class InPlace:
 
 
 def decline(exchange: Exchange) -> None:
-    """Tell the other holders that nothing can be laid out, so they send. Raises RuntimeError (a peer is
-    gone).
-    """
+    """Tell the other holders that nothing can be laid out, so they send. Raises RuntimeError."""
     for rank in _others(exchange):
         send(Offer([], [], b"", 0), rank, exchange)
 

@@ -119,10 +119,7 @@ def take_part(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> boo
 
 
 def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[int, Any]]:
-    """Return, per optimizer of the chain, the readers of the shards that this rank gives, by index.
-
-    Raises CheckpointError if the rank lacks a chosen shard, or has no state yet.
-    """
+    """Return, per optimizer, the readers of the shards that this rank gives. Raises CheckpointError."""
     readers: list[Mapping[int, Any]] = []
     for position, optimizer in enumerate(optimizers):
         own_shards: Mapping[int, Any] = {}

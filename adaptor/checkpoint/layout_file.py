@@ -180,17 +180,12 @@ class _Places(msgspec.Struct):
 
 
 def folders(path: Path) -> set[str]:
-    """Return the folders of all model-parallel ranks of the job, by the format `torch`. Raises
-    CheckpointError.
-    """
+    """Return the folders of all model-parallel ranks of the job. Raises CheckpointError."""
     return {place.folder for place in places(_content(path), str(path))}
 
 
 def places(content: bytes, source_name: str) -> tuple[RankPlace, ...]:
-    """Return the places of all model-parallel ranks, without their parts of the model.
-
-    `source_name` is for the message of the CheckpointError.
-    """
+    """Return the places of all model-parallel ranks, without their parts. Raises CheckpointError."""
     return _decoded(content, source_name, _Places).ranks
 
 

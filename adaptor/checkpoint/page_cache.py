@@ -32,10 +32,7 @@ _ALIGNMENT = 4096
 
 
 class DirectWriter:
-    """Writes blocks of `block` bytes of some files (descriptors) in threads.
-
-    A context manager, after whose end no write is under way.
-    """
+    """Writes blocks of files in threads; a context manager, after whose end no write is under way."""
 
     def __init__(self, files: Sequence[int], block: int) -> None:
         self._files = files

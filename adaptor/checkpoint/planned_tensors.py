@@ -316,10 +316,7 @@ class StridedView:
 
 
 def require_few_runs(sources: Sequence[Source], optimizers: Sequence[Any]) -> None:
-    """Refuse sources that the ranks of a group would have to write in too many short runs.
-
-    Raises CannotBePlanned.
-    """
+    """Raise CannotBePlanned for sources that a group would have to write in too many short runs."""
     count = 0
     for source in sources:
         if not source.view:

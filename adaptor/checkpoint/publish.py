@@ -74,26 +74,17 @@ def publish(
     progress: Callable[[], None] = lambda: None,
     state: AgreedState | None = None,
 ) -> bool:
-    """Turn the temporary folder of `step`, `term`, `number` into a checkpoint, and let the tracker name the
+    """Turn the temporary folder of `step`, `term`, `number` into a checkpoint; the tracker then names the
     step.
 
     Called once every group has reported its files. A complete checkpoint of the step by the same `generation`
-    of workers stays, and the temporary folder is removed. A checkpoint of another generation may differ, and
-    is moved aside. If the tracker names a later step of the same generation, another controller has saved the
-    later step, and the tracker stays.
+    of workers stays, and the temporary folder is removed; False is returned then. A checkpoint of another
+    generation may differ, and is moved aside. If the tracker names a later step of the same generation,
+    another controller has saved the later step, and the tracker stays.
 
-    Args:
-        groups: the writers of each group, for the manifest.
-        written: the number of the order that made the folder, if different; the folder is taken from a former
-            agent, perhaps still at work.
-        progress: is called for each file, perhaps thousands of times.
-        state: of the manifest, if the files have no parts of it.
-
-    Returns:
-        False if a complete checkpoint of the step existed already and stays.
-
-    Raises:
-        CheckpointError: a file is missing or has another size, parts make no whole, or the disk refuses.
+    `groups`: the writers, for the manifest. `written`: the number of the order that made the folder, if
+    different; the folder is taken from a former agent, perhaps still at work. `progress` is called for each
+    file. `state`: of the manifest, if the files have no parts of it. Raises CheckpointError.
     """
     names = [naming.temporary_name(step, term, n, generation) for n in range(number + 1)]
     temporary, final = save_folder / names[number], save_folder / naming.final_name(step)

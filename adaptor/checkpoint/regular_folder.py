@@ -288,10 +288,7 @@ def sync_regular(save_folder: Path, step: int, generation: str = "", taken: Path
 
 
 def settle_integrity(folder: Path) -> None:
-    """Take notes of checksums, which are no part of the checkpoint, out of the framework's own file.
-
-    A missing file, or a file of unknown form, is not changed. Raises OSError.
-    """
+    """Take notes of checksums out of the framework's own file, if it has the known form. Raises OSError."""
     path = folder / dcp.INTEGRITY
     if not path.exists():
         return

@@ -71,24 +71,18 @@ def require_intact(
     loads: tuple[str, ...] = (),
     refused: Mapping[int, str] | None = None,
 ) -> None:
-    """Make sure that the checkpoint for the framework's load is intact.
+    """Make sure that the checkpoint for the framework's load is intact; all ranks call this together.
 
-    All ranks call the function at the same time: the files are divided among the ranks with the same view of
-    the folder. Intact files are `CheckedFiles` afterwards, so the framework need not read the files once
-    more.
+    The files are divided among the ranks with the same view of the folder. Intact files are `CheckedFiles`
+    afterwards, so the framework need not read the files once more. In the save folder of the job another
+    checkpoint may replace one that is damaged, or not whole on every node.
 
-    Args:
-        load_folder: the folder of the load.
-        save_folder: the save folder of the job; if equal, another checkpoint may replace a checkpoint that is
-            damaged, or not whole on every node.
-        chosen: the step named by the user, None for the step of the tracker.
-        loads: the beginnings of the paths, below the checkpoint, of the files for the rank; its node reads
-            the files.
-        refused: checkpoints that are not taken, by step, whatever their files have; with the reason.
+    `chosen`: the step named by the user; None: by the tracker. `loads`: the beginnings of the paths of the
+    files for the rank; its node reads them. `refused`: checkpoints that are not taken, by step, with the
+    reason.
 
-    Raises:
-        ResumeError: a checkpoint is damaged, and no other may replace it; or cannot be read; or nodes do not
-            see the same folder, and no checkpoint is whole on all nodes.
+    Raises ResumeError if a checkpoint is damaged and no other may replace it, if it cannot be read, or if no
+    checkpoint is whole on all nodes, which do not see the same folder.
     """
     import torch.distributed as dist
 
@@ -211,10 +205,7 @@ def _require_one_step(load_folder: Path, save_folder: Path) -> None:
 
 
 def _examine(order: _CheckOrder, readers: Sequence[Reader]) -> tuple[Found, tuple[FileEntry, ...]]:
-    """Compare a checkpoint with its manifest, together with all other ranks.
-
-    Returns the findings, and the files of this node, if it has only a part of the checkpoint.
-    """
+    """Compare a checkpoint with its manifest, with all ranks; return the findings and this node's part."""
     import torch.distributed as dist
 
     unlike, apart = divided_reading.unlike(readers), divided_reading.apart(readers)
@@ -238,10 +229,7 @@ def _examine(order: _CheckOrder, readers: Sequence[Reader]) -> tuple[Found, tupl
 
 
 def _lacking(folder: str, readers: Sequence[Reader]) -> list[str]:
-    """Return the nodes that do not see a save, and why.
-
-    A save that was written and cannot get its name is unreadable, not missing: the next start may name it.
-    """
+    """Return the nodes that do not see a save, and why; a save that may get its name is unreadable."""
     unnamed_by_node = {
         reader.node: f"node {reader.node}: {reader.unnamed}" for reader in readers if reader.unnamed
     }

@@ -32,10 +32,7 @@ PATIENCE = "TTP_OWNER_PATIENCE"
 
 
 def claim(save_folder: str | Path, environ: Mapping[str, str] = os.environ) -> None:
-    """Take the lease of the save folder for the job, while this worker lives.
-
-    Raises ConfigError if another job saves in the folder.
-    """
+    """Take the lease for the job, while this worker lives. Raises ConfigError if another job has it."""
     global _claimed
     folder = Path(save_folder).resolve()
     if _claimed == folder:  # a framework may parse its arguments more than once
@@ -138,10 +135,7 @@ _CREDENTIALS = re.compile(r"(:/+)[^/@]*@")  # before the host
 
 
 def require_writable(save_folder: str | Path | None) -> None:
-    """Refuse a job without a place for its last words; the folder is made.
-
-    Raises ConfigError if no folder is named, it is in an object store, or it cannot be written.
-    """
+    """Refuse a job without a folder for its last words; the folder is made. Raises ConfigError."""
     folder = _require_folder(save_folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -312,10 +312,7 @@ def send_shards(optimizers: Sequence[Any], writer: int, exchange: Exchange) -> N
 
 
 def acknowledge(optimizers: Sequence[Any], position: int, exchange: Exchange) -> None:
-    """Acknowledge the shards of all senders whose last shards belong to the optimizer at `position`.
-
-    The senders do not wait for the shards of others, of which an optimizer for experts may have many.
-    """
+    """Acknowledge the shards of the senders whose last optimizer is at `position`; others need not wait."""
     last = {
         source: number
         for number, (optimizer, sources) in enumerate(zip(optimizers, exchange.sources, strict=True))

@@ -252,10 +252,7 @@ def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, S
 def _add_all(
     weights: Weights, state: TrainingState, state_of: Callable[[Any, int], dict[Any, Any]]
 ) -> list[Any]:
-    """Add all main params to `weights`; return the state of each optimizer, None without shards.
-
-    `state_of` returns the state of a sharded optimizer, by its position in the chain.
-    """
+    """Add all main params to `weights`; return the state of each optimizer, by `state_of`, or None."""
     gathered: list[Any] = []
     for position, (optimizer, live, _) in enumerate(state.chained):
         world = None

@@ -152,11 +152,9 @@ def advance(
 ) -> StepRecord:
     """Derive the record of the step after `record`, as the framework will have it at the end of the step.
 
-    Args:
-        updated: False for a skipped step (overflow): the framework moves the counters, not the scheduler
-        scheduler: the live scheduler; only constants are read
-        increment: samples by which the framework moves the scheduler
-        scalers, rng, buffers, rerun, loaders: taken at the door of the new step, and unchanged afterwards
+    Not `updated`: the step was skipped (overflow), and the framework moves the counters, not the scheduler,
+    of which only constants are read. `increment`: samples by which the framework moves the scheduler. The
+    other values are taken at the door of the new step, and unchanged afterwards.
     """
     counters = {name: value + growth.get(name, 0) for name, value in record.counters.items()}
     state, groups = record.scheduler, record.groups

@@ -159,10 +159,7 @@ def tracker_text(save_folder: Path) -> str:
 
 @disk.one_line
 def advance(save_folder: Path, step: int) -> bool:
-    """Let the tracker name `step`, unless it names a later step; return True if changed.
-
-    `release` counts as older than any step: the framework replaces it as well.
-    """
+    """Let the tracker name `step`, unless it names a later one, not `release`; return True if changed."""
     with locked(save_folder):
         return advance_under_lock(save_folder, step)
 

@@ -275,10 +275,7 @@ def replicas_of(
 def local_copy_of(
     optimizer: Any, mirrors: Sequence[Mirror | None], is_repeated: bool = False
 ) -> LocalCopy | None:
-    """Make the local copy, of `mirrors` too, if the user asked for one (TTP_LOCAL_COPY).
-
-    Rank 0 prints its memory, unless `is_repeated`.
-    """
+    """Make the local copy, of `mirrors` too, if the user asked for one (TTP_LOCAL_COPY)."""
     if not context.get().settings.local_copy:
         return None
     local_copy = LocalCopy(optimizer, mirrors)

@@ -121,9 +121,8 @@ class CheckpointFormat(Protocol):
     ) -> Any:
         """Return the saved value of the chain of optimizers.
 
-        Args:
-            states: per optimizer of the chain: its saved state without its shards.
-            gathered: per optimizer of the chain: the gathered state; None without shards.
+        `states`: the saved state of each without its shards; `gathered`: the gathered state, None without
+        shards.
         """
 
     def rng(self, states: Sequence[Mapping[str, Any]]) -> Any:
@@ -132,9 +131,7 @@ class CheckpointFormat(Protocol):
     def files(self, state: TrainingState, body: dict[str, Any], gathered: Sequence[Any]) -> Files:
         """Return the files of the rank: for each path below the checkpoint a function that writes the file.
 
-        Args:
-            body: the saved dict besides the optimizer's gathered state.
-            gathered: as for `optimizer`.
+        `body`: the saved dict besides the optimizer's gathered state; `gathered`: as for `optimizer`.
         """
 
 
@@ -155,12 +152,8 @@ class PlannableFormat(CheckpointFormat, Protocol):
     ) -> tuple[Mapping[str, FileLayout[Source]], Files]:
         """Return the files of the rank, by path below the checkpoint: layouts, and functions that write.
 
-        Args:
-            body: as for `files`, with stand-ins.
-            gathered: as for `optimizer`, stand-ins.
-
-        Raises:
-            CannotBePlanned: the place of some content is not known.
+        `body` and `gathered` have stand-ins. Raises CannotBePlanned if the place of some content is not
+        known.
         """
 
 
@@ -207,9 +200,7 @@ class TrainingState:
 
     @property
     def chained(self) -> list[tuple[Any, Any, bool]]:
-        """Return for each optimizer of the chain: itself, the optimizer that updates the model, and whether
-        it is saved.
-        """
+        """Return each optimizer of the chain, its original that updates the model, and whether saved."""
         own_chain = chain(self.optimizer)
         live = chain(self.live or self.optimizer)
         return list(zip(own_chain, live, self.stored or (True,) * len(own_chain), strict=True))
@@ -320,10 +311,7 @@ def state_at(
     args: Any,
     **further_fields: Any,
 ) -> TrainingState:
-    """Return the training state of a rank at `place`, from the objects of a framework with arguments.
-
-    `args` are saved as on the rank that the framework lets write.
-    """
+    """Return the training state of a rank at `place`; `args` as on the rank that may write."""
     return TrainingState(
         model=[unwrapped(chunk) for chunk in model],
         optimizer=optimizer,

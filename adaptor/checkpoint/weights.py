@@ -61,9 +61,7 @@ class _Buffer:
         self._cast = cast(main, data.dtype)
 
     def rebuilt(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the weights at the place of `tensor` in the buffer; None if the tensor is not in this
-        buffer.
-        """
+        """Return the weights at the place of `tensor` in the buffer; None if it is not in this buffer."""
         if not self._start <= tensor.data_ptr() < self._end or tensor.dtype != self._cast.dtype:
             return None
         first = (tensor.data_ptr() - self._start) // tensor.element_size()
@@ -81,10 +79,8 @@ class _Buffer:
 class Weights:
     """Collects main params, optimizer by optimizer, and rebuilds the model's state dicts from them.
 
-    Args:
-        to_host: brings a tensor to the host's memory.
-        cast, is_finite, requantize: of main params and of weights; replaced if the main params are
-            stand-ins.
+    `to_host` brings a tensor to host memory. `cast`, `is_finite` and `requantize` are for main params and
+    weights, and replaced if the main params are stand-ins.
     """
 
     def __init__(
@@ -124,10 +120,7 @@ class Weights:
                 self._buffers.append(_Buffer(optimizer, buffer, world["param"], cast))
 
     def add_whole(self, optimizer: Any, live: Any) -> None:
-        """Add the params of an optimizer that every data-parallel rank has in full.
-
-        `live` is the optimizer that updates the model: `optimizer` itself, or its original.
-        """
+        """Add the params of an optimizer that every data-parallel rank has; `live` updates the model."""
         groups = (
             getattr(optimizer, "float16_groups", []),
             getattr(optimizer, "fp32_from_float16_groups", []),
@@ -141,18 +134,10 @@ class Weights:
     def rebuild(
         self, chunk: Any, places: Iterable[TensorSlot], buffers: Mapping[int, torch.Tensor]
     ) -> list[str]:
-        """Replace each saved tensor of a model chunk: weights by weights rebuilt from main params.
+        """Replace each saved tensor (`places`) of a model chunk: weights by weights rebuilt from main params.
 
-        Args:
-            chunk: a part of the model, in which the weights are trained.
-            places: the saved tensors.
-            buffers: copies to save in place of live buffers, by their address (`Buffers.copies`).
-
-        Returns:
-            The names of non-finite weights.
-
-        Raises:
-            CheckpointError: a trained weight has no main param on the rank.
+        `buffers`: copies to save in place of live buffers, by their address (`Buffers.copies`). Returns the
+        names of non-finite weights. Raises CheckpointError if a trained weight has no main param on the rank.
         """
         trained = {
             _memory(param).data_ptr() for param in chunk.parameters() if param.requires_grad and param.numel()

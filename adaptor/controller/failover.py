@@ -65,10 +65,7 @@ def may_go_on(nodes: int, lost: Collection[int]) -> bool:
 
 
 def empty_places_after(lost: Iterable[int], successor: int) -> tuple[int, ...]:
-    """Return the empty places after the loss of node 0 and other nodes.
-
-    The node `successor` becomes node 0, and leaves its own place.
-    """
+    """Return the empty places after the loss of node 0 and others; `successor` becomes node 0."""
     return tuple(sorted({*lost, successor} - {0}))
 
 
@@ -161,9 +158,7 @@ class Succession:
         return [*self.said, ReplayComplete(self._node, self.verdict)]
 
     def accept(self, order: ControllerToAgent) -> bool:
-        """Return True if the agent has to obey `order`; False if `order` was for this class, or is
-        outdated.
-        """
+        """Return True if the agent has to obey `order`; False if it is for this class, or outdated."""
         match order:
             case Welcome():
                 return False
@@ -185,16 +180,12 @@ class Succession:
 
     @property
     def knows_standby_endpoints(self) -> bool:
-        """Return True if the addresses of all standbys are known; on a standby the addresses of earlier
-        standbys, too.
-        """
+        """Return True if the addresses of all standbys, or of all earlier ones, are known."""
         endpoints = all(term in self._endpoints for term in self._terms if term != self._node)
         return endpoints and (self._node not in self._terms or (AgentHello, 0) in self._standby_state)
 
     def go_on(self) -> bool:
-        """Go to the next term; return False where no term is left, or an address is not known: no rank trains
-        yet.
-        """
+        """Go to the next term; return False where none is left, or an address is not known yet."""
         if not self.knows_standby_endpoints or self.term + 1 not in self._terms:
             return False
         self.term += 1

@@ -95,18 +95,13 @@ class Failures:
         self.dead.setdefault(rank, status)
 
     def lose(self, node: int, ranks: list[int], host: str) -> None:
-        """Note that `node`, on the machine `host`, is lost with its live `ranks`.
-
-        If a spare node in the place of `node` is lost, too, the first loss stays the cause.
-        """
+        """Note that `node`, on the machine `host`, is lost with its `ranks`; the first loss counts."""
         self.lost.setdefault(node, []).extend(ranks)
         self.lost_hosts.setdefault(node, host)
 
     def ask(self, rank: int, caller: str, name: str, error: str = "", node: int = -1) -> None:
-        """Note that `caller` was told to end by the signal `name`, or has failed by an `error` of its own.
-
-        Args:
-            rank: the rank of `caller`; -1: the agent of `node`.
+        """Note that `caller` was told to end by the signal `name`, or has failed by an `error`; rank -1: an
+        agent.
         """
         if error:
             self.asked = FirstCause(rank, 1, f"{caller} has failed: {error}", kind="error", node=node)
@@ -132,11 +127,7 @@ class Failures:
         return bool(self.asked or self.hang_s or self.corruption) or self.noticed.keys() <= self.dead.keys()
 
     def first(self, silent: Collection[int]) -> FirstCause:
-        """Return the first cause; a death explains the exceptions of other ranks.
-
-        Args:
-            silent: ranks that have not answered the freeze.
-        """
+        """Return the first cause; a death explains exceptions. `silent`: ranks without an answer."""
         if self.asked is not None:
             return self.asked
         if self.hang_s:
@@ -197,9 +188,7 @@ class Failures:
         )
 
     def _hang(self, silent: list[int]) -> FirstCause:
-        """Return the cause of a hang: ranks without an answer, else ranks whose main thread is not in a
-        collective, else ranks in another collective than most.
-        """
+        """Return the cause of a hang: a silent rank, else one outside of a collective, else in another."""
         lost = f"nothing has moved for {self.hang_s:.0f} s"
         if silent:
             silent_words = ranks_in_words(silent, "does not answer", "do not answer")
@@ -223,17 +212,13 @@ class Failures:
 
     @property
     def _before(self) -> str:
-        """Return the ranks whose script had ended before, in words: collectives of other ranks break by a
-        missing rank.
-        """
+        """Return the ranks whose script had ended before, which breaks collectives of others, in words."""
         if not self.ended_scripts:
             return ""
         return f"; the script of {ranks_in_words(sorted(self.ended_scripts))} had ended before"
 
     def _elsewhere(self) -> dict[int, str]:
-        """Return the ranks whose calls differ, from the outermost on, from the calls of more than half of all
-        ranks.
-        """
+        """Return the ranks whose calls differ, from the outermost on, from those of more than half."""
         stacks = {rank: standing.stack_hashes for rank, standing in sorted(self.standing.items())}
         for start in range(0, max(map(len, stacks.values()), default=0), CALL):
             calls = Counter(hashes[start : start + CALL] for hashes in stacks.values())
@@ -270,14 +255,7 @@ def _kind(status: int) -> str:
 def ranks_in_words(
     ranks: Iterable[int], singular_verb: str = "", several: str = "", *, most_named: int = 4
 ) -> str:
-    """Return ranks and their verb, like `rank 1 waits` and `ranks 1, 2 and 5 more wait`.
-
-    Args:
-        ranks: at least one.
-        singular_verb: the verb for one rank.
-        several: the verb for several ranks.
-        most_named: how many ranks are named; the rest is a number.
-    """
+    """Return ranks and their verb, like `rank 1 waits` and `ranks 1, 2 and 5 more wait`."""
     named_ranks = [str(rank) for rank in ranks]
     if len(named_ranks) == 1:
         return f"rank {named_ranks[0]} {singular_verb}".rstrip()

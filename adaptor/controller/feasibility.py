@@ -93,9 +93,7 @@ class Recoveries:
     folders: int = 0
 
     def note(self, key: str, step: int, folders: int, out_of_memory: Iterable[int] = ()) -> None:
-        """Note a recovery: the `key` and step of its fault, the number of its `folders`, and the ranks that
-        were ended for want of memory.
-        """
+        """Note a recovery: its fault and step, its `folders`, the ranks ended for want of memory."""
         if step > self.step:
             self.keys, self.from_step = set(), 0
         self.step = step
@@ -140,11 +138,7 @@ class Feasibility:
         return self.recoveries.seconds > 0
 
     def require_possible(self, step: int) -> None:
-        """Check that the incident can be recovered online from `step`.
-
-        Raises:
-            CannotRegroupError: the reason why not.
-        """
+        """Raise CannotRegroupError if the incident cannot be recovered online from `step`."""
         membership, failures = self.state.membership, self.failures
         if failures.told_to_end or failures.leaving:
             raise CannotRegroupError(failures.told_to_end or "a node leaves the job")
@@ -204,9 +198,7 @@ class Feasibility:
         )
 
     def _ranks_without_state(self, step: int) -> set[int]:
-        """Return the ranks that answer, but hold neither `step` nor any other step, or whose main threads
-        hang.
-        """
+        """Return the ranks that answer, but hold no state for `step`, or whose main threads hang."""
         hanging = self.hanging
         if self.failures.hang_s:
             hanging = hanging | {self.failures.first(self.state.silent).rank}
@@ -235,11 +227,7 @@ class Feasibility:
         return {rank for rank, board in self.state.boards.items() if steps_of(board)} - self.failures.corrupt
 
     def plan(self, step: int) -> tuple[Replacement, ...]:
-        """Return the failed ranks, each with the ranks that give its state.
-
-        Raises:
-            CannotRegroupError: no other rank has the state.
-        """
+        """Return the failed ranks, with the ranks that give their states. Raises CannotRegroupError."""
         survivors = self.state.nodes.keys() - self.ranks_to_replace(step)
         failed = [rank for rank in range(self.state.membership.world_size) if rank not in survivors]
         return tuple(self._replacement(rank, survivors) for rank in failed)

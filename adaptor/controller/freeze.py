@@ -157,9 +157,7 @@ class FreezeState:
 
     @property
     def newest_begun(self) -> int:
-        """Return the newest step that any rank may have begun; a dead rank may have, if all were at its
-        door.
-        """
+        """Return the newest step that any rank may have begun, a dead one if all were at its door."""
         boards = [*self._state.boards.values(), *self._membership.boards.values()]
         ahead = max((board.ahead for board in boards), default=-1)
         return max(self.newest_told, ahead if may_have_begun(ahead, boards) else -1)
@@ -260,9 +258,7 @@ class PriorCheckpointSearch:
         )
 
     def found(self, step: int) -> IncidentOutcome:
-        """Return the outcome for `step`, found on disk; last words may be of an earlier step than the newest
-        known.
-        """
+        """Return the outcome for `step`, found on disk, perhaps earlier than the newest known step."""
         newest_reported, newest_begun = self._freeze_state.newest_told, self._freeze_state.newest_begun
         if newest_reported > step:
             return IncidentOutcome("saved", step, f"step {newest_reported} was not finished on every rank")

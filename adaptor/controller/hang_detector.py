@@ -44,11 +44,7 @@ AGAIN = 1 / 16
 
 
 class HangDetector:
-    """Watches the boards of a node.
-
-    Args:
-        floor_s: TTP_HANG in seconds: no shorter time is a hang; 0: nothing is a hang.
-    """
+    """Watches the boards of a node; no time below `floor_s` (TTP_HANG) is a hang; 0: no hang."""
 
     def __init__(self, node: int, floor_s: float) -> None:
         self._node = node
@@ -61,11 +57,7 @@ class HangDetector:
     def look(
         self, boards: Iterable[BoardRecord], time_now: float, *, traced: bool = False
     ) -> NodeStalled | NodeResumed | None:
-        """Return the report for the controller, or None if nothing has changed.
-
-        Args:
-            traced: a debugger or a compiler has one of the workers.
-        """
+        """Return the report for the controller, or None without news; `traced`: by a debugger or compiler."""
         stall = self._stall(list(boards), time_now, traced)
         reported_stall, self._said = self._said, stall
         if stall is None:
@@ -104,9 +96,7 @@ class HangDetector:
         return NodeStalled(self._node, seconds, min(inside, default=-1), min(between, default=-1), overlong)
 
     def _step_may_take(self, board: BoardRecord) -> float:
-        """Return the seconds that a step may take; the first steps of a process, without a measure, get
-        most.
-        """
+        """Return the seconds that a step may take; the first steps of a process get most."""
         factor = FACTOR * board.slowest
         floor_s = self._floor_s
         if board.kernel_timeout:

@@ -58,11 +58,7 @@ REPORT_S = 5.0
 
 
 class Incident:
-    """Drives the stages of incident `number`.
-
-    Args:
-        awaited: nodes that have not yet repeated their reports to a successor of a lost controller.
-    """
+    """Drives the stages of incident `number`; `awaited` nodes have to repeat their reports to a successor."""
 
     def __init__(
         self,

@@ -229,10 +229,7 @@ class Newcomers:
         return ""
 
     def _why_not(self, newcomer: Newcomer, message: RegroupFailed, attempt: int) -> str:
-        """Return the reason why the agent cannot start the process, or the process cannot join, else "".
-
-        The first may be known before the former process has ended.
-        """
+        """Return why the agent cannot start the process, or the process cannot join, else ""."""
         if newcomer.stage in (NewcomerStage.ENDING, NewcomerStage.STARTING):
             if message.attempt != newcomer.ordered:
                 return ""

@@ -124,10 +124,7 @@ class Writing:
     def decide(
         self, boards: Mapping[int, BoardRecord], unable: Collection[int] = (), step: int | None = None
     ) -> Plan | NoPlan:
-        """Return the plan to save the newest step that the `boards` give, or only `step`, with all groups.
-
-        The ranks in `unable` can write nothing.
-        """
+        """Return the plan to save the newest step, or only `step`; the ranks in `unable` write nothing."""
         groups = self.membership.groups
         if unable:
             groups = {k: Group(group.owners, group.writers.difference(unable)) for k, group in groups.items()}
@@ -146,10 +143,7 @@ class Writing:
         self.files = {}
 
     def rest(self, boards: Mapping[int, BoardRecord], avoid: Collection[int] = ()) -> Plan | NoPlan:
-        """Plan the groups that are not on disk yet, at the same step, without the ranks in `avoid`.
-
-        If handlers of the script save, all groups are written again.
-        """
+        """Plan the groups that are not on disk yet, or all for handlers of the script, at the same step."""
         names = self.pending.keys() | (self.files.keys() if self.uses_script_handlers else set())
         groups = {name: group for name, group in self.membership.groups.items() if name in names}
         return plan(
@@ -172,10 +166,7 @@ class Writing:
     def orders(
         self, incident: int, folder: str, store: tuple[str, int, bytes], timeout_s: float
     ) -> dict[int, Dump]:
-        """Return the order for each rank that takes part in this attempt.
-
-        A collective of the dump may take `timeout_s` seconds.
-        """
+        """Return the order for each rank that takes part in this attempt."""
         names: dict[int, tuple[str, ...]] = {}
         for name, order in self.pending.items():
             for rank in order.ranks:

@@ -55,14 +55,9 @@ STUCK_S = 5.0
 
 
 class LivenessProbe:
-    """Asks the ranks of a dump that stands still for an answer.
+    """Asks the ranks of a dump that stands still for `patience_s` for an answer, and waits as long.
 
-    Args:
-        patience_s: seconds without progress before ranks are asked, and seconds for their answers.
-
-    Attributes:
-        unanswered: the ranks that were asked and have not answered yet
-        silent: the ranks whose time for an answer is over, and that were asked once more
+    `unanswered` ranks have not answered yet; `silent` ranks were asked once more, and their time is over.
     """
 
     def __init__(self, patience_s: float) -> None:
@@ -265,10 +260,8 @@ class Saving:
         return [self._publish()] if self._stage is Stage.PUBLISHING else []
 
     def on_prepared(self, folder: str, reason: str, number: int) -> Orders:
-        """Order the dump into `folder`, or the folder from another agent if a `reason` says why the first
-        agent failed.
-
-        `number` is the number of the order to prepare; answers to older orders are ignored.
+        """Order the dump into `folder`, or a folder from another agent if a `reason` says why this one
+        failed.
         """
         if self._stage is not Stage.PREPARING or number != self._target.number:
             return []

@@ -249,10 +249,7 @@ def given_up(number: int, reason: str) -> Verdict:
 
 
 def shown_rank(verdict: Verdict, failures: Failures) -> int:
-    """Return the rank to blame, else the first rank that raised, or -1.
-
-    An exception after the job was told to end is an echo of the request.
-    """
+    """Return the rank to blame, else the first that raised before a request to end, or -1."""
     if verdict.cause_rank >= 0 or failures.asked is not None:
         return verdict.cause_rank
     return next(iter(failures.raised), -1)

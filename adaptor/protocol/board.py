@@ -63,10 +63,7 @@ class Lifeline:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._lock))
 
     def wait(self, is_wanted: Callable[[], bool]) -> bool:
-        """Wait until the thread that holds the lock has ended; return False if no longer wanted.
-
-        Other threads run meanwhile. `is_wanted` is called every half second.
-        """
+        """Wait until the thread that holds the lock has ended; return False once `is_wanted` does."""
         while is_wanted():
             if self._lock_within(_PATIENCE_S) == errno.EOWNERDEAD:
                 _call("mutex_unlock", self._lock)
@@ -191,10 +188,7 @@ class BoardMemory:
         return [float(seconds) for seconds in self._seconds[start : start + len(USES)]]
 
     def reset(self, rank: int) -> None:
-        """Clear the slot of `rank` for the successor of a dead process; kept data stays.
-
-        The dead process writes no more, and no thread waits for its lifeline any more.
-        """
+        """Clear the slot of `rank` for the successor of a dead process; kept data stays."""
         start = self._slots[rank]
         self._sequences[start // _SEQUENCE_BYTES] = 0  # first: from now on no record exists
         self._memory[start + _SEQUENCE_BYTES : start + _KEPT] = bytes(_KEPT - _SEQUENCE_BYTES)
@@ -285,10 +279,7 @@ class Board:
         self._spent_there[_USE.get(use, -1)] += seconds
 
     def keep(self, data: bytes) -> None:
-        """Keep `data` for the successor of this process, in place of former data; main thread only.
-
-        Data larger than the slot is dropped and the slot is cleared.
-        """
+        """Keep `data` for the successor of this process; data too large clears the slot; main thread only."""
         if len(data) > _KEPT_SIZE - _LENGTH.size:
             data = b""
         sequence = self._kept_sequence = self._kept_sequence + 1

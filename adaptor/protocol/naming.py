@@ -133,10 +133,7 @@ def is_temporary(name: str) -> bool:
 
 
 def is_temporary_of(name: str, step: int, term: int, number: int) -> bool:
-    """Return True if `name` is the `temporary_name` of the other arguments, in some generation.
-
-    `number` is the number of the order to make the folder.
-    """
+    """Return True if `name` is the `temporary_name` of the other arguments, in some generation."""
     temporary = temporary_name(step, term, number)
     return is_temporary(name) and (name == temporary or name.startswith(f"{temporary}_"))
 

@@ -57,7 +57,6 @@ class Become(Message, frozen=True):
     """agent -> spare: be a worker, with this environment and the three streams that follow.
 
     Attributes:
-        environment: of the worker
         fork: a fork of the process becomes the worker, and the process waits on. The streams follow the
             answer `Forked`.
     """
@@ -88,7 +87,6 @@ class SpareHello(Message, frozen=True):
     Attributes:
         facts: values that must be equal on every node, by the names that a user knows
         arguments: of the script
-        host, pid: the machine and the process of its `ttprun`
     """
 
     facts: dict[str, str]
@@ -98,12 +96,7 @@ class SpareHello(Message, frozen=True):
 
 
 class Gate(msgspec.Struct, frozen=True):
-    """The gate of a node.
-
-    Attributes:
-        address: of the node
-        invitation: to the gate, encoded
-    """
+    """The gate of a node."""
 
     address: str
     invitation: str
@@ -115,8 +108,6 @@ class MemberHello(Message, frozen=True):
     If only the connection has ended, the message is repeated.
 
     Attributes:
-        node: its number
-        ranks: of its workers
         host, pid: the machine and the process of its `ttprun`
         owner: of its place, as in `TakePlace`; "": the place is its own from the beginning
         gate: its own gate, to which spares go if node 0 is lost; None: it has none

@@ -19,9 +19,7 @@ class Trainee(Protocol):
 
     @property
     def save_folder(self) -> str:
-        """Return the folder of checkpoints, absolute; "" if handlers of the script write and name
-        checkpoints.
-        """
+        """Return the save folder, absolute; "" if handlers of the script write and name checkpoints."""
 
     @property
     def shares(self) -> tuple[Share, ...]:
@@ -52,10 +50,7 @@ class Trainee(Protocol):
     def derive(self, record: Any, door: Any, updated: bool) -> Any:
         """Compute the record of the step after `record`, which the main thread has not reached.
 
-        Args:
-            record: from `take_record`, of the step before.
-            door: from `snapshot_before_update`, of the step itself.
-            updated: whether the step had an update (was not skipped).
+        `door`: from `snapshot_before_update`, of the step itself, which was `updated`, or skipped.
         """
 
     @property
@@ -75,9 +70,7 @@ class Trainee(Protocol):
         """Copy the state that the update will change into the local copy; main thread, past the door."""
 
     def update_replicas(self) -> None:
-        """Update the copies of other ranks' shards, without other ranks; main thread, after the own
-        update.
-        """
+        """Update the copies of other ranks' shards, after the own update; main thread."""
 
     def has_state(self) -> bool:
         """Return False while the optimizer lacks saved state (before its first update)."""
@@ -85,16 +78,8 @@ class Trainee(Protocol):
     def dump(self, record: Any, order: GroupOrder, run: DumpRun) -> tuple[FileEntry, ...]:
         """Do this rank's part of saving a group; in the thread of the dump.
 
-        Args:
-            record: of the step, from `take_record` or `derive`.
-            order: the ranks that give the shards, and the writer.
-            run: the folder, the partners, and the callbacks of the dump.
-
-        Returns:
-            The written files on the writer, nothing on the other ranks.
-
-        Raises:
-            NotFiniteError: on the writer, before the write, unless `run.as_is`.
+        `record` is from `take_record` or `derive`. Returns the written files on the writer, nothing on other
+        ranks. Raises NotFiniteError on the writer, before the write, unless `run.as_is`.
         """
 
 
@@ -111,11 +96,8 @@ class StateCopier(Protocol):
     def copy(self, trainee: Any, record: Any, mark: Any, *, is_intact: bool) -> None:
         """Begin the copy of the step of `record` if a copy is due; then collective.
 
-        Args:
-            trainee: with the live state of the step, if `is_intact`.
-            record: of the step, from `Trainee.take_record`.
-            mark: the device's, behind the update of the step and the record.
-            is_intact: whether the live state is the state of the step.
+        `trainee` has the live state of the step, if `is_intact`; `mark` is the device's, behind the update of
+        the step and the record.
         """
 
     def wait(self) -> None:

@@ -229,10 +229,7 @@ SILENT_S = 2.5
 
 
 def notice_silence(connection: socket.socket) -> None:
-    """Let the kernel end a TCP connection whose other side has fallen silent: powered off, or cut off.
-
-    The kernel notices unacknowledged data; without data it asks.
-    """
+    """Let the kernel end a TCP connection whose other side is powered off or cut off."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_S)

@@ -10,7 +10,6 @@ class AgentHello(Message, frozen=True):
     """The first message of an agent; `endpoint`: its address as a possible controller.
 
     Attributes:
-        host: the name of its machine
         pid: its process there; 0 if unknown
         owner: of a spare node that takes the place of a lost node while others train: as in `PlacesFilled`
     """
@@ -142,7 +141,6 @@ class PlacesFilled(Message, frozen=True):
     """The answer of node 0 to `FillPlaces`: the agents of spare nodes come next, or `reason` says why not.
 
     Attributes:
-        nodes: as ordered
         owners: a random name for each node, which the new agent has in its hello; empty without a spare node
             for each
     """

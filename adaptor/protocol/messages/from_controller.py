@@ -18,9 +18,7 @@ class BusyProbe(Message, frozen=True):
 
 
 class ModulesProbe(Message, frozen=True):
-    """The question for the modules that a spare has to import; the answer is `Modules`; both stay on the
-    node.
-    """
+    """The question for the modules that a spare has to import, answered on the node by `Modules`."""
 
 
 class PresenceProbe(Message, frozen=True):
@@ -121,11 +119,7 @@ class Regroup(Message, frozen=True):
 
 
 class Proceed(Message, frozen=True):
-    """Go on from `step`: all ranks have joined, and the incident is over.
-
-    Attributes:
-        line: the incident, for the framework's own logs
-    """
+    """Go on from `step`: all ranks have joined. `line`: the incident, for the framework's own logs."""
 
     incident: int
     step: int

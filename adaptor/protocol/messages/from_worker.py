@@ -61,7 +61,6 @@ class Raised(Message, frozen=True):
 
     Attributes:
         calls: its innermost calls, in lines: the process may be replaced before a report
-        stage: of the script, as on the board
     """
 
     rank: Number
@@ -110,9 +109,7 @@ class TerminationRequested(Message, frozen=True):
 
 
 class BusyReport(Message, frozen=True):
-    """The answer to `BusyProbe`; `busy`: a debugger or a compiler holds the main thread, so the stall is no
-    hang.
-    """
+    """The answer to `BusyProbe`: whether a debugger or a compiler holds the main thread."""
 
     rank: Number
     busy: bool
@@ -161,9 +158,7 @@ class Frozen(Message, frozen=True):
 
 
 class Written(Message, frozen=True):
-    """The files of a group are on disk under their temporary folder; `not_finite` names parts that are not
-    finite.
-    """
+    """The files of a group are in their temporary folder; `not_finite` names parts that are not finite."""
 
     rank: Number
     incident: int

@@ -126,7 +126,6 @@ class Origin(msgspec.Struct, frozen=True, gc=False):
     """The features by which a repeated exception is recognised.
 
     Attributes:
-        kind: its type
         where: file and line of the innermost call outside of Python, packages and the adaptor
         finished: the newest finished step of the rank, -1 before training
         mistake: whether another start would fail in the same way (arguments, imports, a missing driver);
@@ -161,7 +160,6 @@ class Fault(msgspec.Struct, frozen=True, gc=False):
         finished: the newest finished step of the rank, -1 before training; None if unknown
         ranks: the ranks that have failed by themselves, the first failure first
         pid: of the first rank, or of the agent that was told to end; 0 if unknown
-        host: the machine of the process
         kind: signal, exit, exception, hang, told-to-end, node-lost, nodes-join, corruption or error (of
             ttprun itself); "" if unknown
         status: of the process that failed first (negative: the signal)
@@ -226,8 +224,6 @@ class Recovered(Message, frozen=True):
     """The incident is over and all workers go on from `step`; sent before the workers get `Proceed`.
 
     Attributes:
-        line: for the user
-        replaced: ranks with a new process
         retried: ranks that had raised, and whose processes live
         seconds: from the report of the fault to this message
     """
