@@ -57,10 +57,7 @@ class PlannedObjects:
 def lay_out(
     part: RankPart, planned: PlannedTensors, objects: PlannedObjects | None = None
 ) -> SequenceLayout[Source]:
-    """Lay out the data file of `part`, in place of `write_data`.
-
-    `objects`: values with stand-ins. Raises CannotBePlanned if the content of a tensor is not known.
-    """
+    """Lay out the data file of `part`, in place of `write_data`. Raises CannotBePlanned."""
     layout: SequenceLayout[Source] = SequenceLayout()
     contents = part.contents()
     planned_ones = [(item, data) for item, data in contents if _is_planned(data)]

@@ -81,10 +81,7 @@ def require_room(
 ) -> None:
     """Refuse a disk without room for a folder, which may be missing; raise `error` then.
 
-    Args:
-        needed_bytes: for the content of the folder.
-        need: the words before the number of bytes in the message.
-        source: the words behind the number.
+    The message has the words of `need`, the number of bytes, and the words of `source`.
     """
     while not folder.exists():
         folder = folder.parent
@@ -160,10 +157,7 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def read_at_most(file: _Readable, count: int) -> bytes:
-    """Return the next `count` bytes of a file, fewer if the file ends.
-
-    `file.read(count)` would allocate `count` bytes first, perhaps far more than the file has.
-    """
+    """Return the next `count` bytes of a file, fewer if it ends, without memory for more than it has."""
     pieces = []
     while count and (piece := file.read(min(count, _PIECE))):
         pieces.append(piece)
@@ -172,11 +166,7 @@ def read_at_most(file: _Readable, count: int) -> bytes:
 
 
 def create(folder: Path, name: str) -> int:
-    """Make the file `name` (with `/`) below `folder` anew, and the folders between; return its descriptor.
-
-    A file of this name is removed first. No link is followed, and `folder` must not be a link. Raises
-    OSError.
-    """
+    """Make the file `name` below `folder` anew, and folders between, without links; return its descriptor."""
     *between, last = PurePosixPath(name).parts
     folder_descriptor = os.open(folder, _FOLDER)
     try:
@@ -199,10 +189,7 @@ def create(folder: Path, name: str) -> int:
 
 
 def open_below(folder: Path, name: str, flags: int) -> int:
-    """Open the regular file `name` (with `/`) below `folder` with `flags` of os.open; return its descriptor.
-
-    No link is followed, and `folder` must not be a link. Raises OSError.
-    """
+    """Open the regular file `name` below `folder`, without links; return its descriptor. Raises OSError."""
     *between, last = PurePosixPath(name).parts
     folder_descriptor = os.open(folder, _FOLDER)
     try:
@@ -302,10 +289,7 @@ def make_private(folder: Path) -> None:
 
 
 def ensure_private(folder: Path) -> None:
-    """Make a folder as `make_private` does, unless another process of this user has made it.
-
-    Raises CheckpointError if the path is a link or a file, or belongs to another user.
-    """
+    """Make a folder as `make_private` does, unless a process of this user has. Raises CheckpointError."""
     try:
         make_private(folder)
         return

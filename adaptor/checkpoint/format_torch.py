@@ -119,10 +119,7 @@ def _padded(tensor: torch.Tensor, bucket: shards.Bucket, buffer: Any) -> torch.T
 
 
 def places_in(saved: dict[str, Any], prefix: str = "") -> Iterator[TensorSlot]:
-    """Yield the tensors of a saved model, with functions that replace them.
-
-    Models from before Megatron-core save a dict of dicts, by their parts.
-    """
+    """Yield the tensors of a saved model, a dict or a dict of dicts, with functions that replace them."""
     for name, value in saved.items():
         if isinstance(value, torch.Tensor):
             yield f"{prefix}{name}", value, partial(saved.__setitem__, name)

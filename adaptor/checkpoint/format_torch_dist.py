@@ -211,10 +211,7 @@ class Sharding:
     def _part(
         self, state: TrainingState, body: dict[str, Any], saved_as: Callable[[Any], Any] = lambda value: value
     ) -> tuple[dcp.RankPart, Any, Files]:
-        """Return the part of the rank, the state common to all ranks, and the small files.
-
-        `saved_as` returns the value that is pickled in place of the value of an object.
-        """
+        """Return the part of the rank, the common state, and small files; `saved_as` maps pickled values."""
         from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingConfig
         from megatron.core.dist_checkpointing.mapping import ShardedObject
         from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess

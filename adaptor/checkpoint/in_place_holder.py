@@ -136,10 +136,7 @@ def own_readers(optimizers: Sequence[Any], exchange: Exchange) -> list[Mapping[i
 
 
 def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange: Exchange) -> Order:
-    """Write for a round at each order to write, and return the first order to send or to leave.
-
-    `add` adds the parts before the first round. Raises CheckpointError, DumpCancelled.
-    """
+    """Write for a round at each order, after `add`; return the first order to send or to leave."""
     assert exchange.folder is not None
     failed: Exception | None = None
     is_added = False

@@ -260,10 +260,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _is_noted(folder: Path, step: int, generation: str) -> bool:
-    """Return True if each file of an unfinished save equals its note, and no noted file is missing.
-
-    Raises OSError, UnreadableError.
-    """
+    """Return True if each file of an unfinished save equals its note, and no noted file is missing."""
     saved_manifest = manifest.read_if_intact(folder)  # none yet, or half of one
     if saved_manifest is not None and (saved_manifest.step, saved_manifest.generation) != (step, generation):
         return False  # an older version on its way out

@@ -96,10 +96,7 @@ def complete(save_folder: Path, name: str, generation: str) -> str:
 
 
 def follow(save_folder: Path, agreed: Agreed) -> str:
-    """Carry out `agreed` on a disk that rank 0 does not see, left-overs included; called by one of its ranks.
-
-    Returns why it cannot be done, in a line; "" if done. Never raises, because all ranks wait.
-    """
+    """Carry out `agreed` on a disk that rank 0 does not see; return why not, or "". Never raises."""
     if not agreed.may_change:
         return settle(save_folder, agreed.step, may_change=False)
     try:

@@ -92,10 +92,7 @@ def is_folder_shared(save_folder: Path) -> bool:
 
 
 def tell_of_own_disk(save_folder: str | Path) -> None:
-    """Print the effect of a folder of a node's own, which lacks the lease of node 0, on last words.
-
-    Rank 0 has taken the lease by now. One line for each node, at the first start of a job.
-    """
+    """Print, once for each node with a folder of its own, its effect on last words."""
     place, generation = context.part(WorkerPlace), context.part(Generation)
     if not save_folder or not place.node or place.local_rank or generation.is_restart or not generation.name:
         return

@@ -189,26 +189,26 @@ class Failures:
 
     def _hang(self, silent: list[int]) -> FirstCause:
         """Return the cause of a hang: a silent rank, else one outside of a collective, else in another."""
-        lost = f"nothing has moved for {self.hang_s:.0f} s"
+        rank, words = self._hanging(silent)
+        return FirstCause(rank, 1, f"nothing has moved for {self.hang_s:.0f} s{words}", "a hang", kind="hang")
+
+    def _hanging(self, silent: list[int]) -> tuple[int, str]:
         if silent:
-            silent_words = ranks_in_words(silent, "does not answer", "do not answer")
-            return FirstCause(silent[0], 1, f"{lost}: {silent_words}", "a hang", kind="hang")
+            return silent[0], f": {ranks_in_words(silent, 'does not answer', 'do not answer')}"
         apart = {
             rank: standing.where for rank, standing in sorted(self.standing.items()) if not standing.waits
         }
         if 0 < len(apart) < len(self.standing):
             first = min(apart)
-            silent_words = ranks_in_words(apart, "stands still", "stand still")
-            description = f"{silent_words}, others wait; {apart[first]}"
-            return FirstCause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
+            still = ranks_in_words(apart, "stands still", "stand still")
+            return first, f": {still}, others wait; {apart[first]}"
         if self.ended_scripts:
-            return FirstCause(min(self.ended_scripts), 1, f"{lost}{self._before}", "a hang", kind="hang")
+            return min(self.ended_scripts), self._before
         if not apart and (elsewhere := self._elsewhere()):
             first = min(elsewhere)
-            silent_words = ranks_in_words(elsewhere, "waits", "wait")
-            description = f"{silent_words} in another call than most ranks; {elsewhere[first]}"
-            return FirstCause(first, 1, f"{lost}: {description}", "a hang", kind="hang")
-        return FirstCause(-1, 1, f"{lost}, and no rank stands out", "a hang", kind="hang")
+            waiting = ranks_in_words(elsewhere, "waits", "wait")
+            return first, f": {waiting} in another call than most ranks; {elsewhere[first]}"
+        return -1, ", and no rank stands out"
 
     @property
     def _before(self) -> str:

@@ -132,11 +132,6 @@ class Feasibility:
     places: LostPlaces = field(default_factory=LostPlaces)
     hanging: set[int] = field(default_factory=set)
 
-    @property
-    def is_armed(self) -> bool:
-        """Return True if online recovery is on."""
-        return self.recoveries.seconds > 0
-
     def require_possible(self, step: int) -> None:
         """Raise CannotRegroupError if the incident cannot be recovered online from `step`."""
         membership, failures = self.state.membership, self.failures

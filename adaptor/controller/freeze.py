@@ -240,10 +240,7 @@ class PriorCheckpointSearch:
 
     @property
     def may_find(self) -> bool:
-        """Return True if the lost controller may have had a step saved, unknown to its successor.
-
-        The lost controller may have let ranks through to a step that no rank had begun.
-        """
+        """Return True if the lost controller may have had a step saved, unknown to its successor."""
         return (
             self._state.term > 0
             and bool(self._state.membership.layouts)

@@ -91,7 +91,7 @@ class Regrouping:
 
         With local copies that step may be the step before the newest.
         """
-        if not self._feasibility.is_armed:
+        if not self._feasibility.recoveries.seconds:
             return decision, []
         step = self._feasibility.common_step(decision.step)
         try:
@@ -105,11 +105,7 @@ class Regrouping:
         return common, orders
 
     def _replace(self, step: int, *, cold: bool) -> Orders:
-        """Begin an attempt to come to `step`; `cold`: without spares, because the last new process has
-        failed.
-
-        Raises CannotRegroupError; nothing has changed.
-        """
+        """Begin an attempt to come to `step`, without spares if `cold`. Raises CannotRegroupError."""
         self._planned = self._require_plan(step)
         self._attempts += 1
         if self.has_begun:

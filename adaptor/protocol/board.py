@@ -71,11 +71,7 @@ class Lifeline:
         return False
 
     def _lock_within(self, seconds: float) -> int:
-        """Try to take the lock for `seconds`; return the error number.
-
-        The wall clock is used only before glibc 2.30, which has no other clock; a clock that is set back
-        prolongs the wait.
-        """
+        """Try to take the lock for `seconds`; return the error number."""
         if hasattr(_libc, "pthread_mutex_clocklock"):
             clock = ctypes.c_int(time.CLOCK_MONOTONIC)
             return _call("mutex_clocklock", self._lock, clock, _deadline(time.monotonic() + seconds))

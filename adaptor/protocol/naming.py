@@ -170,10 +170,7 @@ def step_of_replaced(name: str) -> int | None:
 def model_parallel_folder(
     tensor_rank: int, pipeline_rank: int | None = None, expert_rank: int | None = None
 ) -> str:
-    """Return the name of Megatron's folder of one model-parallel rank.
-
-    `tensor_rank` counts from 0; `pipeline_rank` and `expert_rank` are None where that size is 1.
-    """
+    """Return Megatron's folder of a model-parallel rank; None for a rank whose size is 1."""
     name = f"mp_rank_{tensor_rank:02d}"
     if pipeline_rank is not None:
         name += f"_{pipeline_rank:03d}"

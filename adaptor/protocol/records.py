@@ -338,11 +338,7 @@ def schema(name: str) -> dict[str, object]:
 
 
 def utc(at: float) -> str:
-    """Return a time as RFC 3339 in UTC, to the microsecond.
-
-    Args:
-        at: Unix seconds.
-    """
+    """Return Unix seconds as RFC 3339 in UTC, to the microsecond."""
     return datetime.datetime.fromtimestamp(at, datetime.timezone.utc).isoformat(timespec="microseconds")
 
 
