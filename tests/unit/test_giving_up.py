@@ -18,7 +18,7 @@ INNER = SimpleNamespace()
 def _session(barrier: Any = lambda: None, has_local_copy: bool = False) -> Session:
     memory = BoardMemory([0])
     trainee: Any = SimpleNamespace(
-        save="",
+        save_folder="",
         shares=(),
         device=HOST,
         take_record=lambda step: None,
