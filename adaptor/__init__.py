@@ -28,12 +28,7 @@ if TYPE_CHECKING:
     )
     from adaptor.library import Protection
     from adaptor.patching import Outcome
-    from adaptor.transform.functions import (
-        merge_layouts,
-        ranks_needed,
-        transform_checkpoint,
-        transform_rank,
-    )
+    from adaptor.transform.functions import merge_layouts, ranks_needed, transform_checkpoint, transform_rank
 
 __version__ = "0.1.0"
 

@@ -98,9 +98,7 @@ def provide_interface(name: str) -> bool:
 
 
 def _importers(module_name: str) -> list[str]:
-    """Return the modules outside of the framework that have imported names of the framework, the script
-    first.
-    """
+    """Return the modules outside of the framework that have imported its names, the script first."""
     root = _root(module_name)
     # __mp_main__ is multiprocessing's name for __main__.
     names = [

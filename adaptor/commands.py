@@ -221,12 +221,7 @@ def _examined(script: list[str], world_size: int | None) -> Findings:
 
 
 def _verdict(findings: Findings, lines: int, *, examined: bool) -> str:
-    """Return the last line of the report.
-
-    Args:
-        lines: the number of reasons against a protected job.
-        examined: whether the script was run with its arguments.
-    """
+    """Return the last line of the report."""
     further_lines = f" (and {lines - 1} more)" if lines > 1 else ""
     if findings.refusals:
         return f"not protected: {findings.refusals[0]}{further_lines}"

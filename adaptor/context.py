@@ -18,15 +18,12 @@ T = TypeVar("T")
 
 
 class Context:
-    """The state of a process.
-
-    Attributes:
-        settings: the user's
-    """
+    """The state of a process."""
 
     def __init__(self, settings: Config) -> None:
         self.settings = settings
         self._parts: dict[object, object] = {}
+        self._seen: set[str] = set()
 
     def part(self, kind: Callable[[Context], T]) -> T:
         """Return the single object of the class `kind` in this process; created at its first use."""
@@ -39,6 +36,12 @@ class Context:
         """Let the object of the class `kind` be made anew, as the environment has changed."""
         self._parts.pop(kind, None)
 
+    def is_first(self, event: str) -> bool:
+        """Return whether this is the first call with `event` in this process: a line is printed once."""
+        is_first = event not in self._seen
+        self._seen.add(event)
+        return is_first
+
     def copy_locally(self) -> None:
         """The script's own arguments ask for a local copy, as TTP_LOCAL_COPY does."""
         self.settings = replace(self.settings, local_copy=True)
@@ -48,11 +51,7 @@ _context: Context | None = None
 
 
 def get() -> Context:
-    """Return the context of this process.
-
-    Raises:
-        ConfigError: the context does not exist yet, and a setting makes no sense.
-    """
+    """Return the context of this process. Raises ConfigError."""
     return begin() if _context is None else _context
 
 

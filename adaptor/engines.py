@@ -19,8 +19,8 @@ class Engine(Protocol):
     Attributes:
         has_own_agent: True: the agents and the controller of `ttprun` drive the job. False: torch elastic's
             own agent starts the workers, and the workers drive themselves.
-        runtime: the class of `adaptor.worker.engine.WorkerRuntime` that each worker creates from its settings
-            and its environment, as `module:name`; imported in workers only
+        runtime: the class of `adaptor.worker.unprotected.WorkerRuntime` that each worker creates from its
+            settings and its environment, as `module:name`; imported in workers only
     """
 
     has_own_agent: bool

@@ -229,14 +229,14 @@ def _require_megatron(model: Any, optimizer: Any) -> list[Any]:
 def _claim(optimizer: Any) -> None:
     """Claim the job, unless claimed before its process groups were made; present groups stay unchanged."""
     from adaptor import context, patching
-    from adaptor.patches import megatron_core
+    from adaptor.frameworks import optimizer_instances
     from adaptor.replica.choice import ReplicaChoice
 
     if patching.claim("ttp"):
         context.part(ReplicaChoice).cannot_split(
             "the process groups were made before adaptor.enable() was called, or without it"
         )
-        megatron_core.let_pass_the_door(optimizer)
+        optimizer_instances.let_pass_the_door(optimizer)
 
 
 def protect(
@@ -268,7 +268,7 @@ def protect(
     from adaptor.frameworks import (
         compared_save,
         kernel_timeout,
-        library_state,
+        library_loop,
         optimizer_instances,
         supported_options,
     )
@@ -308,16 +308,16 @@ def protect(
     comes_new = worker is not None and worker.newcomer  # this job is in the middle of its training
     if not comes_new:
         save_folder_claim.require_writable(save)
-        library_state.require_asked()
+        library_loop.require_asked()
         save_folder_claim.require_no_later_step(save, step)
     if torch.distributed.get_rank() == 0:
         save_folder_claim.claim(save)
         if not comes_new:
             left_overs.clean(Path(save))
-    rank_folder = library_state.folder_of_rank()
+    rank_folder = library_loop.folder_of_rank()
     runtime_of_rank = runtime.get()
     # A new process does not ask: the ranks that train tell it whether they make copies.
-    copies = comes_new or context.part(library_state.CopiesAsked).asked
+    copies = comes_new or context.part(library_loop.CopiesAsked).asked
     if copies and isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
         start.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
     if isinstance(runtime_of_rank, runtime.Runtime):
@@ -334,7 +334,7 @@ def protect(
         )
         place = place_of(optimizer, mirrors, rank_folder, everyone, copies=copies)
         return MegatronTrainee(
-            state=library_state.training_state(model, optimizer, scheduler, extra, place, format, contents),
+            state=library_loop.training_state(model, optimizer, scheduler, extra, place, format, contents),
             save_folder=str(Path(save).resolve()),
             shares=place.shares,
             random=RandomStates(tensor_parallel.get_cuda_rng_tracker()),
@@ -377,7 +377,7 @@ def write_host_copies(
     """Do the work of `adaptor.write_host_copies`, if the adaptor is enabled; with the same arguments."""
     from adaptor import patching
     from adaptor.checkpoint.training_state import CheckpointContents
-    from adaptor.frameworks import library_state
+    from adaptor.frameworks import library_loop
     from adaptor.online import rejoin
 
     patching.check("ttp")
@@ -385,6 +385,6 @@ def write_host_copies(
     _claim(optimizer)
     if rejoin.is_newcomer():  # its state comes from others
         return None
-    return library_state.write_host_copies(
+    return library_loop.write_host_copies(
         chunks, optimizer, scheduler, Path(save), extra, format, contents or CheckpointContents()
     )

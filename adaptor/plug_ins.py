@@ -120,8 +120,6 @@ def choose(group: str, name: str, setting: str, otherwise: str) -> object:
     """Import the plug-in of a name set by the user.
 
     Args:
-        group: of entry points.
-        name: the name.
         setting: where, as a variable or a flag.
         otherwise: the user's alternative to the installed plug-ins, for the message.
 

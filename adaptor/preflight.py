@@ -47,12 +47,10 @@ class ParallelLayout:
     """The sizes that determine the replicas, from the framework's arguments.
 
     Args:
-        world_size: ranks of the job.
         data_parallel: ranks that share the optimizer state, context parallel included.
         experts: ranks with the same experts, 0 without experts.
         sharded: whether the optimizer is distributed.
         instances: the optimizer instances in the framework's arguments.
-        tensor: the tensor parallel size.
         expert: ranks with different experts, their own tensor parallel size included.
         may_copy: whether ranks may have copies in host memory (TTP_HOST_COPY).
     """
@@ -169,7 +167,6 @@ def examine(
 
     Args:
         checks: each raises an AdaptorError for one reason to refuse the job.
-        layout: describes the parallel layout.
         model: returns the sizes of the model, None if unknown.
         not_online: returns the reasons why a fault would restart all ranks.
     """
@@ -306,9 +303,7 @@ def _no_training() -> Iterator[None]:
 
 
 def least_world_size(arguments: list[str]) -> int:
-    """Return the smallest number of ranks that the arguments of a script allow; 1 if the arguments make no
-    sense.
-    """
+    """Return the least number of ranks that the arguments allow; 1 if the arguments make no sense."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for name in {*_MODEL, *_EXPERTS}:
         parser.add_argument(f"--{name}", type=int)

@@ -29,11 +29,9 @@ class ModelSize:
     """The sizes of a model, from the framework's arguments.
 
     Args:
-        tensor: the tensor parallel size.
         dense: parameters of the rank with most parameters, without experts.
         experts: parameters of experts on a rank.
         total: dense parameters of all pipeline stages with one tensor rank.
-        weight: bytes of a weight.
         weight_copies: how often a checkpoint has each dense weight: in the format `torch` with each set of
             experts.
     """
@@ -78,11 +76,9 @@ def plan(
     """Return the plan of a job.
 
     Args:
-        sharing: how ranks share optimizer state.
         model: its sizes; None if unknown.
         chosen: the kind of replicas of the job.
         ranks: of the job, in the framework's usual order: tensor, context, data, pipeline.
-        ranks_per_node: the number of ranks on a node.
         racks: the rack of each node; empty: not known.
         host_copy: after how many steps copies in host memory are made; 0: never; None: auto.
     """
@@ -167,9 +163,7 @@ def _replicas(
 def _racks(
     shares: dict[int, list[Share]], node_of: dict[int, int], racks: Sequence[str]
 ) -> tuple[bool, tuple[int, ...] | None]:
-    """Return whether any 1 rack may be lost; if not, an order of the nodes in which any 1 rack may be
-    lost.
-    """
+    """Return whether any 1 rack may be lost; if not, an order of nodes in which it may."""
 
     def fits(order: Sequence[int]) -> bool:
         return tolerance.spare(shares, lambda rank: racks[order[node_of[rank]]]) > 0
@@ -211,11 +205,7 @@ def _groups(ranks: int, size: int, inner: int) -> list[list[int]]:
 def _share(
     shares: dict[int, list[Share]], name: str, group: Sequence[int], kind: str, instances: int, apart: int
 ) -> None:
-    """Add the shards of each rank of a group.
-
-    Args:
-        apart: the distance from the owner of a shard to its mirror.
-    """
+    """Add the shards of each rank of a group."""
     size = len(group)
     count = {"whole": 1, "split": max(1, size // max(2, instances))}.get(kind, size)
     for place, rank in enumerate(group):

@@ -34,12 +34,7 @@ _STYLES = (
 
 
 def show(lines: Iterable[str], *, is_repeated: bool = False) -> None:
-    """Print lines to stdout, at once.
-
-    Args:
-        lines: the answer.
-        is_repeated: replace the content of the terminal.
-    """
+    """Print lines to stdout, at once."""
     lines = list(lines)
     if is_repeated and sys.stdout.isatty():
         print(_CLEAR, end="")

@@ -113,7 +113,6 @@ class Background(Generic[T]):
 
     Args:
         act: is called at once.
-        name: of the thread meanwhile.
     """
 
     def __init__(self, act: Callable[[], T], name: str) -> None:

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any
 
 from adaptor import threads
 from adaptor.context import Context
@@ -25,19 +25,10 @@ _SLICE = timedelta(seconds=SLICE_S)
 
 
 class WaitEndedError(RuntimeError):
-    """The wait was ended: the work can no longer finish. Like gloo's own error, the error only follows from a
-    fault.
-    """
+    """The wait was ended. Like gloo's own error, the error only follows from a fault."""
 
     def __init__(self) -> None:
         super().__init__("gloo has forgotten the work that was waited for, as its connections are broken")
-
-
-class Work(Protocol):
-    """Started work of torch (`torch.distributed.Work`)."""
-
-    def is_completed(self) -> bool:
-        """Return whether the work has ended, well or not."""
 
 
 class Wait:
@@ -50,11 +41,7 @@ class Wait:
         self._ended = True
 
     def require_not_ended(self) -> None:
-        """Raise after an end of the wait.
-
-        Raises:
-            WaitEndedError: the wait was ended.
-        """
+        """Raise after an end of the wait. Raises WaitEndedError: the wait was ended."""
         if self._ended:
             raise WaitEndedError
 
@@ -70,11 +57,10 @@ class Waits:
         self.current: Wait | None = None
         self._thread = threading.main_thread().ident
 
-    def wait(self, work: Work, native: Callable[..., bool], *, message: bool = False) -> bool:
+    def wait(self, work: Any, native: Callable[..., bool], *, message: bool = False) -> bool:
         """Wait for gloo work.
 
         Args:
-            work: the work as returned by torch.
             native: torch's own `wait` of the work.
             message: the work is a send or a receive, no collective.
 
@@ -94,7 +80,7 @@ class Waits:
             self.current = None
 
 
-def _in_slices(work: Work, native: Callable[..., bool], wait: Wait) -> bool:
+def _in_slices(work: Any, native: Callable[..., bool], wait: Wait) -> bool:
     while True:
         has_ended, began = work.is_completed(), time.monotonic()
         try:
@@ -107,9 +93,7 @@ def _in_slices(work: Work, native: Callable[..., bool], wait: Wait) -> bool:
 
 
 def _in_a_thread(native: Callable[..., bool], wait: Wait) -> bool:
-    """Wait for a message: gloo breaks all connections of the group at the time-out of such a wait, so the
-    wait has no time-out.
-    """
+    """Wait for a message without a time-out, at which gloo would break all connections of the group."""
     finished = threading.Event()
     answers: list[bool] = []
     raised: list[BaseException] = []

@@ -44,7 +44,7 @@ class Arming:
 
     def _turn(self, on: bool) -> None:
         from adaptor import context, patching
-        from adaptor.frameworks.loop_recovery import Recovery
+        from adaptor.frameworks.training_loop import Recovery
         from adaptor.online.rejoin import OnlineRecovery
 
         if on == (not self._taken):

@@ -72,7 +72,7 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
         return Verdict(OTHER_LOOP)
     from adaptor import preflight
     from adaptor.adapters import ms_swift
-    from adaptor.patches import megatron_training
+    from adaptor.frameworks import megatron_training
 
     is_swift = recipe["framework"] == "ms-swift"
     arguments = _of_megatron(recipe["args"]) if is_swift else recipe["args"]

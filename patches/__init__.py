@@ -19,25 +19,17 @@ FILES: dict[str, tuple[str, ...]] = {
         "megatron_core",
         "megatron_training",
         "megatron_checkpointing",
-        "megatron_dist_checkpointing",
         "megatron_replay",
         "ascendspeed_core",
         "ascendspeed_training",
-        "ascendspeed_checkpointing",
         "mindspeed",
         # Frameworks with loops of their own: declared as those of plug-ins are.
         "adaptor.adapters.megatron_bridge",
         "adaptor.adapters.ms_swift",
         "adaptor.adapters.flagscale",
     ),
-    "worker": ("torch_rendezvous", "torch_serialization", "torch_data"),
-    "online": (
-        "torch_groups",
-        "transformer_engine",
-        "megatron_online",
-        "mindspeed_online",
-        "ascendspeed_online",
-    ),
+    "worker": ("torch_worker",),
+    "online": ("torch_groups", "megatron_online", "mindspeed_online", "ascendspeed_online"),
     "report": ("report_arguments",),
 }
 # Of optional parts: left out where they are not installed.

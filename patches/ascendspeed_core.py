@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import patching
-from adaptor.patches._versions import MODELLINK
+from adaptor.frameworks.tested_versions import MODELLINK
 from adaptor.worker import runtime
 
 optimizer = patching.Unit("ascendspeed-optimizer", framework="ascendspeed", tested=MODELLINK)
@@ -115,9 +115,9 @@ def zeros_are_counted_once(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     halves = _halves()
     zeros = wrapped(*args, **kwargs) / halves.HALVES if halves else wrapped(*args, **kwargs)
     if rejoin.of_this_process() is not None:
-        from adaptor.frameworks import loop_recovery
+        from adaptor.frameworks import training_loop
 
-        if (log := loop_recovery.log_of_this_process()) is not None:
+        if (log := training_loop.log_of_this_process()) is not None:
             log.add_norm(zeros=float(zeros))
     return zeros
 

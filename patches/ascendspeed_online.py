@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import context, patching
-from adaptor.patches._step_log import norms_are_kept, overflows_are_kept
-from adaptor.patches._versions import MODELLINK
+from adaptor.frameworks.tested_versions import MODELLINK
+from adaptor.patches.megatron_online import norms_are_kept, overflows_are_kept
 
 newcomer = patching.Unit("ascendspeed-newcomer", framework="ascendspeed", tested=MODELLINK, group="online")
 
@@ -25,12 +25,12 @@ _OPTIMIZER = "ascendspeed.optimizer.optimizer"
 def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from ascendspeed import get_args
 
-    from adaptor.frameworks import ascendspeed_online, loop_recovery
+    from adaptor.frameworks import ascendspeed_online, training_loop
     from adaptor.online import rejoin
 
     if not rejoin.is_newcomer():
         return wrapped(*args, **kwargs)
-    with loop_recovery.loads_nothing(get_args()):
+    with training_loop.loads_nothing(get_args()):
         result = wrapped(*args, **kwargs)
     ascendspeed_online.take_place(get_args())
     return result
@@ -72,10 +72,10 @@ def newcomers_come_alone(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
     optional=True,
 )
 def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import loop_recovery
+    from adaptor.frameworks import training_loop
 
     forward_backward = wrapped(*args, **kwargs)
-    log = loop_recovery.log_of_this_process()
+    log = training_loop.log_of_this_process()
     if log is None:  # the loop compares what it gets with functions
         return forward_backward
 

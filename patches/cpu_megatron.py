@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from adaptor import patching
-from adaptor.patches._versions import MEGATRON
+from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER
 
-kernels = patching.Unit("cpu-kernels", framework="megatron-lm", tested=MEGATRON, group="device:cpu")
-generation = patching.Unit("cpu-generation", framework="megatron-lm", tested=MEGATRON, group="device:cpu")
-loading = patching.Unit("cpu-loading", framework="megatron-lm", tested=MEGATRON, group="device:cpu")
+kernels = patching.Unit("cpu-kernels", framework="megatron-lm", tested=MEGATRON_SPECIFIER, group="device:cpu")
+generation = patching.Unit(
+    "cpu-generation", framework="megatron-lm", tested=MEGATRON_SPECIFIER, group="device:cpu"
+)
+loading = patching.Unit("cpu-loading", framework="megatron-lm", tested=MEGATRON_SPECIFIER, group="device:cpu")
 
 
 @kernels.patch(

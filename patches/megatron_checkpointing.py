@@ -8,22 +8,19 @@ tracker. An asynchronous save gets its name when the framework finds that every 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from adaptor import context, hooks, patching
-from adaptor.checkpoint import resume_check
+from adaptor import context, patching
 from adaptor.checkpoint.divided_reading import CheckedFiles
 from adaptor.frameworks import adapter_base, compared_save, loaded_state, megatron_restart
 from adaptor.frameworks.failed_saves import SaveFailedError
 from adaptor.frameworks.megatron_restart import ChosenStep
 from adaptor.frameworks.regular_save import RegularSaves
-from adaptor.patches._versions import MEGATRON, SINCE_0_7
-from adaptor.protocol.environment import Generation, HeldCopies
+from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER, SINCE_0_7
 from adaptor.worker import runtime
 
-checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=MEGATRON)
+checkpointing = patching.Unit("checkpointing", framework="megatron-lm", tested=MEGATRON_SPECIFIER)
 
 
 @checkpointing.patch(
@@ -125,60 +122,7 @@ def wandb_is_told_the_final_name(wrapped: Any, instance: Any, args: Any, kwargs:
 )
 def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with runtime.get().session.pace.loading(), context.part(CheckedFiles).loading():
-        return _load(wrapped, args, kwargs)
-
-
-def _load(wrapped: Any, args: Any, kwargs: Any) -> Any:
-    from megatron.training import get_args
-
-    from adaptor.host_copy import start  # torch, which is for the script to import
-
-    megatron_args = get_args()
-    load_arg = args[3] if len(args) > 3 else kwargs.get("load_arg", "load")
-    model, optimizer, scheduler = _loaded_into(args, kwargs)
-    if optimizer is None and getattr(megatron_args, "stage", None) == "dpo":
-        return wrapped(*args, **kwargs)  # the reference model, also in a restart from its own folder
-    is_restart, may_have = context.part(Generation).is_restart, bool(context.part(HeldCopies).paths)
-    copies = may_have and is_restart and load_arg == "load"
-    if copies:
-        _write_host_copies(model, optimizer, scheduler)
-        start.require_training()
-
-    def check() -> None:
-        _require_intact(load_arg, optimizer)
-
-    def write() -> None:
-        if copies:  # where the newest checkpoint was damaged, they may be newer than the one that is loaded
-            _write_host_copies(model, optimizer, scheduler)
-
-    if load_arg == "load":
-        megatron_restart.settle(megatron_args, check, write)
-    else:
-        check()
-    if load_arg == "load" and megatron_args.load:
-        for hook in hooks.of_worker():
-            hook.before_load(megatron_args)
-    load = getattr(megatron_args, load_arg)
-    is_filtered = adapter_base.is_filtered(megatron_args)
-    if is_filtered:
-        adapter_base.settle(Path(load), Path(megatron_args.save))
-    all_of_it = megatron_restart.load_what_is_saved(megatron_args, scheduler)
-    chosen = context.part(ChosenStep).loading(megatron_args, None if is_filtered else load)
-
-    def load_once() -> Any:
-        return wrapped(*args, **kwargs)
-
-    def refuse(step: int, reason: str) -> None:
-        _require_intact(load_arg, optimizer, {step: reason})
-
-    with chosen, all_of_it if load_arg == "load" else contextlib.nullcontext():
-        if load_arg == "load":
-            loaded = loaded_state.load(load_once, refuse, model, optimizer, scheduler)
-        else:
-            loaded = load_once()
-    if is_filtered:
-        adapter_base.require_added()
-    return loaded
+        return loaded_state.load(wrapped, args, kwargs)
 
 
 @checkpointing.patch(
@@ -191,39 +135,6 @@ def the_chosen_step_is_loaded_whole(wrapped: Any, instance: Any, args: Any, kwar
     return wrapped(*args, **kwargs) if step is None else (step, False)
 
 
-def _require_intact(load_arg: str, optimizer: Any, refused: Mapping[int, str] | None = None) -> None:
-    from megatron.training import get_args
-    from megatron.training.checkpointing import checkpoint_exists
-
-    from adaptor.frameworks.loaded_files import loaded_here  # torch, which is for the script to import
-
-    megatron_args = get_args()
-    pretrained = getattr(megatron_args, "pretrained_checkpoint", None)
-    for folder in filter(
-        None, (getattr(megatron_args, load_arg), pretrained)
-    ):  # the second where the first is empty
-        chosen = getattr(megatron_args, "ckpt_step", None) or None
-        loads = loaded_here(folder, optimizer)
-        resume_check.require_intact(Path(folder), Path(megatron_args.save), chosen, loads, refused)
-        if checkpoint_exists(folder):
-            break
-
-
-def _write_host_copies(model: Any, optimizer: Any, scheduler: Any) -> None:
-    from adaptor.frameworks import megatron_lm
-
-    if optimizer is not None:
-        megatron_lm.write_host_copies(model, optimizer, scheduler)
-
-
-def _loaded_into(args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-    """Return model, optimizer and scheduler from the arguments of the framework's `load_checkpoint`."""
-    names = ("ddp_model", "optimizer", "opt_param_scheduler")
-    call_arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-    model = call_arguments["ddp_model"] if "ddp_model" in call_arguments else call_arguments["model"]
-    return model, call_arguments.get("optimizer"), call_arguments.get("opt_param_scheduler")
-
-
 @checkpointing.patch(
     "megatron.training.checkpointing:_load_base_checkpoint",
     why="adapters are loaded with the base that they name, and a save without optimizer without one",
@@ -234,3 +145,74 @@ def incomplete_checkpoints_are_loaded(wrapped: Any, instance: Any, args: Any, kw
     loaded = adapter_base.load_with_base(wrapped, args, kwargs)
     megatron_restart.accept_what_is_missing(loaded[0])
     return loaded
+
+
+# A separate unit: a custom training loop on Megatron-core imports these writers, and nothing of Megatron-LM's
+# `save_checkpoint`.
+dist_checkpointing = patching.Unit("dist-checkpointing", framework="megatron-core", tested=MEGATRON_SPECIFIER)
+
+
+@dist_checkpointing.patch(
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
+    why="the tensors of a regular save get checksums where they are written, before the save goes on",
+    accepts="(...)",
+    optional=True,  # up to 0.6; without it, tensors of torch_dist have no checksums
+)
+def tensors_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    # In a process or thread of the framework's own, of several that write at the same time.
+    if kwargs.get("write_bucket") is None or kwargs.get("results_queue") is None:
+        return wrapped(*args, **kwargs)
+    (path, _, (_, tensors)), results = kwargs["write_bucket"], kwargs["results_queue"]
+    sums = partial(compared_save.sums_of, path, tensors)
+    hashing = context.part(RegularSaves).hashing(path, results, sums)
+    return wrapped(*args, **{**kwargs, "results_queue": hashing})
+
+
+_CORE = "megatron.core.dist_checkpointing"
+
+
+@dist_checkpointing.patch(
+    f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.prepare_write_data",
+    why="the tensors of a regular save are compared with the state in memory, and with what is written later",
+    accepts="(plan, planner)",
+    optional=True,
+)
+def planned_tensors_are_compared(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    planned = wrapped(*args, **kwargs)
+    with context.part(RegularSaves).noting():
+        compared_save.plan(instance, args[1] if len(args) > 1 else kwargs["planner"])
+    return planned
+
+
+@dist_checkpointing.patch(
+    f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.retrieve_write_results",
+    why="a rank whose writers have failed joins the gather of results, in which all other ranks wait for it",
+    accepts="()",
+    optional=True,
+)
+def failed_writers_have_no_results(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    saves = context.part(RegularSaves)
+    with saves.noting():
+        results = wrapped(*args, **kwargs)  # up to 0.13 and in 0.15.0rc5 it raises; else it returns the error
+        if saves.notes_errors and isinstance(results, tuple):
+            raise results[0]
+        compared_save.require_written(instance.checkpoint_dir)
+        return results
+    return []
+
+
+def errors_of_storage_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    with context.part(RegularSaves).noting():
+        return wrapped(*args, **kwargs)
+
+
+for _target, _what in {
+    f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.finish": "metadata that cannot be written",
+    f"{_CORE}.core:save_config": "a file of the format that cannot be written",
+}.items():
+    dist_checkpointing.patch(
+        _target,
+        why=f"{_what} is noted on this rank: all ranks learn it at the next barrier of the save",
+        accepts="(...)",
+        optional=True,
+    )(errors_of_storage_are_noted)

@@ -5,55 +5,20 @@ Both in one unit: replicas without the door, or the door without replicas, would
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
-from adaptor import context, hooks, patching
-from adaptor.context import Context
+from adaptor import context, patching
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import optimizer_instances, supported_options
+from adaptor.frameworks import optimizer_instances
 from adaptor.frameworks.optimizer_instances import INSTANCES
-from adaptor.patches._versions import MEGATRON, SINCE_0_7
+from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER, SINCE_0_7
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
-
-# In `parallel_state`: the half of a group that was cut in two, and the whole of it.
-_HALVES = {
-    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "_DATA_PARALLEL_GROUP_WITH_CP",
-    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "_EXPERT_DATA_PARALLEL_GROUP",
-}
-# The attribute of an inner optimizer whose hooks are registered.
-_PASSES_THE_DOOR = "_ttp_passes_the_door"
-
-
-class PutOff:
-    """The postponed calls that need other ranks and would have run between two updates of a chain.
-
-    A part of the context of a process.
-
-    Attributes:
-        calls: postponed gathers of parameters, by part of the model
-        copies: postponed quantizations of parameters, in which ranks compare their largest elements
-    """
-
-    def __init__(self, context: Context) -> None:
-        self.calls: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
-        self.copies: list[Callable[[], Any]] = []
-
-    def quantize(self) -> None:
-        """Make the copies, in the order of the chain."""
-        copies, self.copies = self.copies, []
-        for copy_parameters in copies:
-            copy_parameters()
-
 
 optimizer = patching.Unit(
     "optimizer",
     framework="megatron-core",
-    tested=MEGATRON,
+    tested=MEGATRON_SPECIFIER,
     version="megatron.core.package_info:__version__",
 )
 
@@ -123,7 +88,7 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
     # The groups were made before: in a loop of one's own nobody has said then that each rank will have the
     # whole optimizer. The framework would reduce its gradients over one half alone.
     half = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
-    with _whole_groups():
+    with optimizer_instances.whole_groups():
         result = wrapped(*args, **kwargs)
     if any(buffer.data_parallel_group is half for buffer in instance.buffers):
         raise UnsupportedError(
@@ -142,14 +107,14 @@ def gradients_reach_both_instances(wrapped: Any, instance: Any, args: Any, kwarg
 def parameters_are_gathered_at_the_end(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     call = (args, kwargs)
     if runtime.get().session.window.is_open:
-        put_off = context.part(PutOff).calls.setdefault(instance, [])
+        put_off = context.part(optimizer_instances.PutOff).calls.setdefault(instance, [])
         if call not in put_off:
             put_off.append(call)
         return None
-    context.part(PutOff).quantize()
+    context.part(optimizer_instances.PutOff).quantize()
     # The last optimizer of the chain gathers what the others would have; in MindSpeed those of experts, for
     # which there is an argument, gather theirs alone, and so do the others.
-    for put_off_call in context.part(PutOff).calls.pop(instance, []):
+    for put_off_call in context.part(optimizer_instances.PutOff).calls.pop(instance, []):
         if put_off_call != call:
             wrapped(*put_off_call[0], **put_off_call[1])
     return wrapped(*args, **kwargs)
@@ -168,9 +133,9 @@ def parameters_are_quantized_at_the_end(wrapped: Any, instance: Any, args: Any, 
     if not any(getattr(buffer, "param_dtype", None) == torch.uint8 for buffer in buffers):
         return wrapped(*args, **kwargs)
     if runtime.get().session.window.is_open:
-        context.part(PutOff).copies.append(wrapped)
+        context.part(optimizer_instances.PutOff).copies.append(wrapped)
         return None
-    context.part(PutOff).quantize()
+    context.part(optimizer_instances.PutOff).quantize()
     return wrapped(*args, **kwargs)
 
 
@@ -204,7 +169,7 @@ def main_params_on_the_host_are_loaded(wrapped: Any, instance: Any, args: Any, k
 )
 def updates_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     optimizer = wrapped(*args, **kwargs)
-    let_pass_the_door(optimizer)
+    optimizer_instances.let_pass_the_door(optimizer)
     return optimizer
 
 
@@ -218,61 +183,6 @@ def updates_of_muon_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs
     return updates_pass_the_door(wrapped, instance, args, kwargs)
 
 
-def let_pass_the_door(megatron_optimizer: Any) -> None:
-    """Register the hooks that take each update of a Megatron optimizer through the door, once.
-
-    Raises:
-        UnsupportedError: the update needs other ranks, or the optimizer has state that no other rank has.
-    """
-    chain = getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer])
-    for part in (megatron_optimizer, *chain):
-        if type(part).__name__ == "LayerWiseDistributedOptimizer":
-            raise UnsupportedError(
-                f"{supported_options.WHOLE_MATRICES} cannot be protected yet; give every rank the whole"
-                " optimizer, or set ENABLE_TTP=False"
-            )
-    from adaptor.frameworks import offloaded_memory  # torch, which is for the script to import
-
-    if len(chain) > 1:
-        require_one_gathering()
-    for part in chain if len(chain) > 1 else ():
-        # Only for timing, it would be a barrier of all ranks inside the update window.
-        part.config.barrier_with_L1_time = False
-    for part in chain:
-        places = [offloaded_memory.attach(part), *(hook.memory_of(part) for hook in hooks.of_worker())]
-        memories = [memory for memory in places if memory is not None]
-        for inner in inner_optimizers(part):
-            _require_own_update(inner)
-            if not hasattr(inner, _PASSES_THE_DOOR):  # Muon's chain has optimizers of another chain
-                setattr(inner, _PASSES_THE_DOOR, True)
-                inner.register_step_pre_hook(partial(_before_update, memories))
-                inner.register_step_post_hook(partial(_after_update, memories))
-
-
-def _require_own_update(inner: Any) -> None:
-    """Refuse Muon with an update that needs other ranks: up to 0.16 its config has the name of Adam.
-
-    Raises:
-        UnsupportedError: names the mode of Muon.
-    """
-    groups = getattr(inner, "pg_collection", None)
-    mode = getattr(inner, "tp_mode", getattr(inner, "mode", None))  # `mode` up to 0.16
-    if groups is not None and mode is not None:
-        supported_options.require_blockwise(mode, groups.tp.size())
-
-
-def _before_update(memories: Sequence[Any], inner: Any, *_: Any) -> None:
-    runtime.get().session.before_update(inner)
-    for memory in memories:
-        memory.before_update()
-
-
-def _after_update(memories: Sequence[Any], inner: Any, *_: Any) -> None:
-    for memory in memories:
-        memory.after_update()
-    runtime.get().session.after_update(inner)
-
-
 @optimizer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.step_with_ready_grads",
     why="a rank whose parameters are all frozen has no inner optimizer that would take it through the door",
@@ -280,9 +190,11 @@ def _after_update(memories: Sequence[Any], inner: Any, *_: Any) -> None:
     optional=SINCE_0_7,
 )
 def ranks_that_train_nothing_pass_the_door(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    put_off = context.part(PutOff)
+    from adaptor.checkpoint import step_record
+
+    put_off = context.part(optimizer_instances.PutOff)
     put_off.copies.clear()  # of a step that was abandoned
-    if not inner_optimizers(instance):
+    if not step_record.inner(instance):
         runtime.get().session.update_nothing()
     result = wrapped(*args, **kwargs)
     put_off.quantize()
@@ -300,8 +212,10 @@ def ranks_that_train_nothing_pass_the_door(wrapped: Any, instance: Any, args: An
     accepts="()",
 )
 def skipped_steps_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.checkpoint import step_record
+
     updated, grad_norm, zeros = wrapped(*args, **kwargs)
-    runtime.get().session.end_update(bool(updated), grad_norm, inner_optimizers(instance))
+    runtime.get().session.end_update(bool(updated), grad_norm, step_record.inner(instance))
     return updated, grad_norm, zeros
 
 
@@ -314,41 +228,3 @@ def one_instance_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     if any(getattr(inner, "distributed_optimizer_instance_id", 0) for inner in instance.chained_optimizers):
         return None
     return wrapped(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def _whole_groups() -> Iterator[None]:
-    """Give the framework the whole group where the framework asks for the half of an optimizer instance."""
-    from megatron.core import parallel_state
-
-    halves = {name: getattr(parallel_state, name) for name in _HALVES if hasattr(parallel_state, name)}
-    for name in halves:
-        setattr(parallel_state, name, getattr(parallel_state, _HALVES[name]))
-    try:
-        yield
-    finally:
-        for name, half in halves.items():
-            setattr(parallel_state, name, half)
-
-
-def require_one_gathering() -> None:
-    """Refuse a chain of optimizers that cannot update without other ranks.
-
-    Raises:
-        UnsupportedError: names the optimizer.
-    """
-    from megatron.core.distributed import DistributedDataParallel
-    from megatron.core.package_info import __version__
-
-    if not hasattr(DistributedDataParallel, "start_param_sync"):
-        raise UnsupportedError(
-            f"--num-experts: Megatron-core {__version__} gathers parameters after each of several "
-            "optimizers, which cannot be protected; use 0.9 or later, or set ENABLE_TTP=False"
-        )
-
-
-def inner_optimizers(megatron_optimizer: Any) -> list[Any]:
-    """Return the torch optimizers of a chain, without stubs (which own no parameters)."""
-    from adaptor.checkpoint import step_record
-
-    return step_record.inner(megatron_optimizer)

@@ -10,10 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import patching
-from adaptor.patches._step_log import norms_are_kept, overflows_are_kept
-from adaptor.patches._versions import MEGATRON
+from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER
 
-newcomer = patching.Unit("newcomer", framework="megatron-lm", tested=MEGATRON, group="online")
+newcomer = patching.Unit("newcomer", framework="megatron-lm", tested=MEGATRON_SPECIFIER, group="online")
 flagscale = patching.Unit("flagscale-newcomer", framework="flagscale", tested=">=0.8,<1", group="online")
 
 
@@ -26,12 +25,12 @@ flagscale = patching.Unit("flagscale-newcomer", framework="flagscale", tested=">
 def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from megatron.training import get_args
 
-    from adaptor.frameworks import loop_recovery, megatron_online
+    from adaptor.frameworks import megatron_online, training_loop
     from adaptor.online import rejoin
 
     if not rejoin.is_newcomer():
         return wrapped(*args, **kwargs)
-    with loop_recovery.loads_nothing(get_args()):
+    with training_loop.loads_nothing(get_args()):
         result = wrapped(*args, **kwargs)
     megatron_online.take_place(get_args())
     return result
@@ -78,13 +77,13 @@ def newcomers_are_told_of_data(wrapped: Any, instance: Any, args: Any, kwargs: A
     optional=True,
 )
 def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import loop_recovery
+    from adaptor.frameworks import training_loop
 
     forward_backward = wrapped(*args, **kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         losses = forward_backward(*args, **kwargs)
-        log = loop_recovery.log_of_this_process()
+        log = training_loop.log_of_this_process()
         if log is not None and not kwargs.get("forward_only"):
             log.add_losses(losses)
         return losses
@@ -92,12 +91,19 @@ def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return run
 
 
-newcomer.patch(
+@newcomer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.get_grad_norm",
     why="the log line of a step has the gradient norm, which an exception after the update would lose",
     accepts="()",
     optional=True,
-)(norms_are_kept)
+)
+def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import training_loop
+
+    norm = wrapped(*args, **kwargs)
+    if (log := training_loop.log_of_this_process()) is not None:
+        log.add_norm(norm=float(norm or 0.0))
+    return norm
 
 
 @newcomer.patch(
@@ -107,10 +113,10 @@ newcomer.patch(
     optional=True,
 )
 def zeros_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import loop_recovery
+    from adaptor.frameworks import training_loop
 
     zeros = wrapped(*args, **kwargs)
-    if (log := loop_recovery.log_of_this_process()) is not None:
+    if (log := training_loop.log_of_this_process()) is not None:
         log.add_norm(zeros=float(zeros))
     return zeros
 
@@ -122,20 +128,27 @@ def zeros_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     optional=True,
 )
 def zeros_of_each_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import loop_recovery
+    from adaptor.frameworks import training_loop
 
     zeros = wrapped(*args, **kwargs)
-    if (log := loop_recovery.log_of_this_process()) is not None:
+    if (log := training_loop.log_of_this_process()) is not None:
         log.add_zeros(float(zeros))
     return zeros
 
 
-newcomer.patch(
+@newcomer.patch(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
     why="the log counts steps that are skipped for an overflow; an exception after the step would lose one",
     accepts="()",
     optional=True,
-)(overflows_are_kept)
+)
+def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import training_loop
+
+    overflows = wrapped(*args, **kwargs)
+    if overflows and (log := training_loop.log_of_this_process()) is not None:
+        log.skip()
+    return overflows
 
 
 # FlagScale's copy of the loop is called by its own copies of these.

@@ -6,9 +6,9 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.frameworks import compared_save
-from adaptor.patches._versions import MEGATRON
+from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER
 
-replay = patching.Unit("replay", framework="megatron-core", tested=MEGATRON)
+replay = patching.Unit("replay", framework="megatron-core", tested=MEGATRON_SPECIFIER)
 
 
 @replay.patch(

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import patching
-from adaptor.frameworks import supported_options
-from adaptor.patches import megatron_training
-from adaptor.worker import runtime
+from adaptor.frameworks import megatron_training, mindspeed_wrappers, supported_options
+from adaptor.patches.megatron_training import training_is_finished
 
 TESTED = ">=2.0,<26.2"
 
@@ -39,9 +38,7 @@ def no_other_system_saves_the_job(wrapped: Any, instance: Any, args: Any, kwargs
     optional=True,  # since 2.1
 )
 def our_feature_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import mindspeed_feature
-
-    mindspeed_feature.come_last(instance.FEATURES_LIST)
+    mindspeed_wrappers.come_last(instance.FEATURES_LIST)
     return wrapped(*args, **kwargs)
 
 
@@ -52,8 +49,6 @@ def our_feature_comes_last(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
     claims=True,  # as above
 )
 def our_wrapper_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import mindspeed_wrappers
-
     if not mindspeed_wrappers.has_features():
         mindspeed_wrappers.be_outermost(instance)
     return wrapped(*args, **kwargs)
@@ -65,23 +60,14 @@ def our_wrapper_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any
     accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
 )
 def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.online import rejoin  # torch, which is for the script to import
+    from adaptor.frameworks.mindspeed_loop import MindspeedLoop  # torch, which is for the script to import
 
-    def begins() -> None:
+    def begin() -> None:
         # It counts its floating-point operations from 0, also where it goes on from a checkpoint; its save
         # has no state of the rerun state machine.
-        megatron_training.begin(args, kwargs, operations=0, rerun=False)
+        megatron_training.begin_training(args, kwargs, operations=0, rerun=False)
 
-    megatron_training.attach_copier()
-    if rejoin.of_this_process() is None:
-        begins()
-        trained = wrapped(*args, **kwargs)
-    else:
-        from adaptor.frameworks import megatron_online, mindspeed_loop
-
-        trained = megatron_online.train(wrapped, args, kwargs, begins, mindspeed_loop.MindspeedLoop)
-    runtime.get().session.end_training()
-    return trained
+    return megatron_training.train(wrapped, args, kwargs, begin, MindspeedLoop)
 
 
 @llm.patch(
@@ -92,7 +78,7 @@ def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: An
     unless_imported=True,
 )
 def its_training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return megatron_training.training_is_finished(wrapped, instance, args, kwargs)
+    return training_is_finished(wrapped, instance, args, kwargs)
 
 
 @llm.patch(
@@ -103,4 +89,4 @@ def its_training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any
     unless_imported=True,  # since 2.3 it has one of its own; before, it is that of Megatron-LM
 )
 def its_logging_is_watched(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return megatron_training.write_log(wrapped, args, kwargs)
+    return megatron_training.write_marked_log(wrapped, args, kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import patching
+from adaptor.frameworks import megatron_training
 from adaptor.worker import runtime
 
 training = patching.Unit("modellink", framework="modellink", tested="1.2")
@@ -19,12 +20,8 @@ training = patching.Unit("modellink", framework="modellink", tested="1.2")
     accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
 )
 def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    # Imported here: this unit comes first, and Megatron-LM cannot be imported before ModelLink has replaced
-    # some of its imports.
-    from adaptor.patches import megatron_training
-
     # It counts its floating-point operations from 0, also where it goes on from a checkpoint.
-    megatron_training.begin(args, kwargs, operations=0)
+    megatron_training.begin_training(args, kwargs, operations=0)
     trained = wrapped(*args, **kwargs)
     runtime.get().session.end_training()
     return trained

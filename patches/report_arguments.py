@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import patching, preflight
-from adaptor.patches._versions import MEGATRON, MODELLINK
+from adaptor.frameworks import megatron_training
+from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER, MODELLINK
 
-megatron = patching.Unit("report", framework="megatron-lm", tested=MEGATRON, group="report")
+megatron = patching.Unit("report", framework="megatron-lm", tested=MEGATRON_SPECIFIER, group="report")
 ascendspeed = patching.Unit("ascendspeed-report", framework="ascendspeed", tested=MODELLINK, group="report")
 
 
@@ -18,8 +19,6 @@ ascendspeed = patching.Unit("ascendspeed-report", framework="ascendspeed", teste
     optional=True,
 )
 def megatrons_arguments_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.patches import megatron_training
-
     if patching.is_claimed("ttp"):
         megatron_training.examine(args[0] if args else kwargs["args"])
     raise preflight.Stop

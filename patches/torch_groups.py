@@ -1,5 +1,5 @@
 """torch's process groups: the arguments of each group are kept, so that its backend can be made anew, and a
-wait for work forgotten by gloo can be ended.
+wait for work forgotten by gloo can be ended. And Transformer Engine's buffers between tensor-parallel ranks.
 
 Armed only where TTP_ONLINE is not 0; waits (group `waits`) only where the job is recovered online, with gloo
 in all groups.
@@ -54,3 +54,18 @@ def waits_can_be_ended(native: Callable[..., bool], unit: patching.Unit) -> Call
         return context.part(Waits).wait(work, native.__get__(work), message=work._get_op_type() in _MESSAGES)
 
     return wait
+
+
+user_buffers = patching.Unit("user-buffers", framework="transformer_engine", tested=">=1.9", group="online")
+
+
+@user_buffers.patch(
+    "transformer_engine.pytorch.module.base:initialize_ub",
+    why="after a fault all ranks make these buffers again, as the framework has asked for them",
+    accepts="(...)",
+    optional=True,
+)
+def user_buffers_are_remembered(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.online.rank_buffers import RankBuffers
+
+    return context.part(RankBuffers).initialize(wrapped, args, kwargs)

@@ -34,7 +34,7 @@ from adaptor.protocol.environment import WorkerPlace
 from adaptor.protocol.messages import GroupOrder, Share
 from adaptor.protocol.naming import FileEntry
 from adaptor.protocol.state_provider import DumpRun, NotFiniteError
-from adaptor.replica import choice, optimizer_state, supported_optimizers, twin
+from adaptor.replica import choice, optimizer_state, twin
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.replica.mirror import Mirror
 from adaptor.replica.ring import Ring, stride
@@ -244,7 +244,7 @@ def replicas_of(
     Raises UnsupportedError.
     """
     for torchs in step_record.inner(optimizer):
-        supported_optimizers.require_protected(torchs)
+        optimizer_state.require_protected(torchs)
     inner = step_record.chain(optimizer)
     sharded = [inner_optimizer for inner_optimizer in inner if shards.is_sharded(inner_optimizer)]
     shard_count = size // sharded[0].data_parallel_group.size() if sharded else 1

@@ -30,7 +30,6 @@ def of(tensors: Iterable[torch.Tensor], chosen: str = "") -> Device:
     """Return the device of the first tensor of `tensors` outside of the host; on the main thread.
 
     Args:
-        tensors: of a rank.
         chosen: TTP_DEVICE, the kind of device where all tensors lie on the host.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from adaptor.devices.device import Device
 from adaptor.threads import Background, within
 
 # Pinned memory through which copies go, two of it: one part arrives while the other is read.
@@ -20,11 +21,11 @@ _LANDINGS = 2
 # time that ranks of a job that hangs have for an answer (controller.freeze.HANG_ANSWER_S).
 _PROBE_S = 1.0
 # Communicators are aborted within milliseconds. Where that hangs, the main thread does so too, which is
-# noticed after as long (`online.unwinding`).
+# noticed after as long (`online.rejoin`).
 _END_S = 10.0
 
 
-class Accelerator:
+class Accelerator(Device):
     """A `Device`. Made on the main thread, when training begins.
 
     All memory and streams for a dump are made here: an allocation of page-locked or device memory may wait

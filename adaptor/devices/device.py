@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Device(Protocol):
-    """The main thread calls `begin`, `catch_up`, `mark` and `come_to_rest`; the processor the rest."""
+class Device:
+    """A device; the methods here are those of the CPU, on which called work has been done.
+
+    The main thread calls `begin`, `catch_up`, `mark` and `come_to_rest`; the processor the rest.
+    """
 
     def begin(self, end: Callable[[Callable[[], None]], None]) -> None:
         """Training begins, or begins again after an incident.
@@ -45,21 +48,27 @@ class Device(Protocol):
 
     def mark(self) -> Any:
         """Return a mark behind all work started by this thread, for `done` and `wait`."""
+        return None
 
     def done(self, mark: Any) -> bool:
         """Tell whether the work before `mark` is done, or has failed (see `unreadable`); True for None."""
+        return True
 
     def wait(self, mark: Any, timeout_s: float) -> bool:
         """Wait until the work before `mark` is done or has failed; False if neither after `timeout_s`."""
+        return True
 
     def beside(self) -> AbstractContextManager[Any]:
         """In the block, this thread's work on the device does not wait for the main thread's stream."""
+        return nullcontext()
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor itself if on the host, else a copy on the host, of the same dtype."""
+        return tensor.detach().cpu()
 
     def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
         """Copy to the host; `into` is flat, contiguous, and has as many elements."""
+        into.copy_(tensor.detach().view(-1))
 
     def unreadable(self, release: bool = True) -> str:
         """Return why nothing can be read from the device, or an empty text if the device can be read; takes
@@ -68,6 +77,7 @@ class Device(Protocol):
         The call may end work that never ends on the device (`begin`): always where a dump goes on beside the
         work, else with `release`, and a running dump ends with the work.
         """
+        return ""
 
     def end_collectives(self) -> None:
         """End collectives that wait on the device for a lost rank, if any; takes some seconds at most.
@@ -100,41 +110,4 @@ class DeviceKind(Protocol):
         """End this process after its script has ended well, or return for an ordinary end."""
 
 
-class Host:
-    """The CPU: called work has been done."""
-
-    def begin(self, end: Callable[[Callable[[], None]], None]) -> None:
-        """Do nothing: the host's memory can always be read."""
-
-    def catch_up(self) -> None:
-        """Do nothing: on the host no work is queued."""
-
-    def mark(self) -> None:
-        return None
-
-    def done(self, mark: Any) -> bool:
-        return True
-
-    def wait(self, mark: Any, timeout_s: float) -> bool:
-        return True
-
-    def beside(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().cpu()
-
-    def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
-        into.copy_(tensor.detach().view(-1))
-
-    def unreadable(self, release: bool = True) -> str:
-        return ""
-
-    def end_collectives(self) -> None:
-        """Do nothing: connections are shut instead (`abort_gloo`)."""
-
-    def come_to_rest(self) -> None:
-        """Do nothing: on the host no work is queued."""
-
-
-HOST = Host()
+HOST = Device()

@@ -72,9 +72,7 @@ def _require_shards_to_copy(args: Any) -> None:
 
 
 def data_parallel_size(args: Any) -> int:
-    """Return the data-parallel size as the framework will compute the size; the framework reduces too large
-    sizes.
-    """
+    """Return the data-parallel size as the framework will compute it, from sizes cut to the ranks."""
     tensor = min(args.tensor_model_parallel_size, args.world_size)
     return int(
         args.world_size // (tensor * min(args.pipeline_model_parallel_size, args.world_size // tensor))
@@ -87,9 +85,6 @@ def trainee(
     """The training state of this rank, from the framework's globals: collective.
 
     Args:
-        model: its chunks.
-        optimizer: the framework's.
-        scheduler: of its learning rate.
         everyone: all ranks; None where the group has to be made, and the user told.
     """
     from ascendspeed import get_args, get_num_microbatches

@@ -1,23 +1,182 @@
-"""Online recovery in ModelLink: the supported jobs, and the calls of the loop and of a newcomer's start.
+"""Online recovery in ModelLink: its loop, called again behind a finished step, and the supported jobs.
 
-The loop itself is in `ascendspeed_loop.py`. ModelLink has no version number: the patches fit a single commit,
-and stop the job if a function differs.
+The loop reads nearly all of its state from the arguments when called. ModelLink has no version number: the
+patches fit a single commit, and stop the job if a function differs. Lines are those of commit af1347
+(`ascendspeed/training.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import copy
+import importlib
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from adaptor import context
+import torch
+import torch.distributed as dist
+
+from adaptor import context, hooks, patching, preflight
+from adaptor.checkpoint import save_folder_claim
+from adaptor.checkpoint.step_record import StepRecord
+from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.context import Context
-from adaptor.frameworks import loop_recovery
-from adaptor.frameworks.ascendspeed_loop import NAMES, AscendLoop
-from adaptor.frameworks.loop_recovery import Recovery
+from adaptor.frameworks import ascendspeed, megatron_training, supported_options, training_loop
 from adaptor.frameworks.megatron_online_support import of_process_groups, of_torch
-from adaptor.frameworks.training_loop import set_args
+from adaptor.frameworks.step_log import StepLog
+from adaptor.frameworks.training_loop import Recovery, TrainingLoop, set_args
 from adaptor.online import rejoin
 from adaptor.online.groups import Groups
+from adaptor.online.replay import Replay
+from adaptor.replica.choice import ReplicaChoice
+
+
+class AscendLog(StepLog):
+    """The log of one rank of ModelLink, whose losses are reduced over all ranks in the forward pass."""
+
+    def args(self) -> Any:
+        from ascendspeed import get_args
+
+        return get_args()
+
+    def timers(self) -> Any:
+        from ascendspeed import get_timers
+
+        return get_timers()
+
+    def joined(self, losses: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+        """Return of each loss the mean, as `train_step` has it (`training.py:807`)."""
+        names = losses[0] if losses else ()
+        return {
+            name: sum(micro_batch_losses[name] for micro_batch_losses in losses) / len(losses)
+            for name in names
+        }
+
+    def over_all_ranks(self, losses: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return dict(losses)
+
+    def of_optimizer(self, optimizer: Any) -> dict[str, Any]:
+        return {
+            "learning_rate": optimizer.param_groups[0]["lr"],
+            "loss_scale": optimizer.get_loss_scale().item(),
+        }
+
+
+# What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
+_ASKED = ("do_train", "do_valid", "do_test")
+NAMES = (
+    *("forward_step_func", "model", "optimizer", "lr_scheduler"),
+    *("train_data_iterator", "valid_data_iterator", "config"),
+)
+
+
+class AscendLoop(TrainingLoop):
+    """ModelLink's training loop, as it was called (`rejoin.Loop`).
+
+    Args:
+        train_call: the arguments of the call of `train`, by their names; the loop's iterators are replaced.
+    """
+
+    framework = "ascendspeed"
+    module = "ascendspeed.training"
+
+    def __init__(self, train_call: dict[str, Any], start_answers: Mapping[str, Mapping[str, Any]]) -> None:
+        train = train_call["train_data_iterator"] = _replayed(train_call["train_data_iterator"])
+        # In the caller's own list: behind the loop it evaluates once more.
+        iterators = train_call["valid_data_iterator"]
+        iterators[:] = map(_replayed, iterators)
+        valid: list[Replay] = [iterator for iterator in iterators if iterator is not None]
+        super().__init__(
+            train_call, train_call["lr_scheduler"], [] if train is None else [train], valid, start_answers
+        )
+        self._start: int = (
+            start_answers["start"]["iteration"] if "start" in start_answers else self.args().iteration
+        )
+        keep = self._board.keep
+        self.log = AscendLog(keep, self._kept, self._start, self.module, device=self._device)
+
+    def answers(self, step: int) -> Mapping[str, Any]:
+        args = self.args()
+        asked_values = {name: getattr(args, name) for name in _ASKED if hasattr(args, name)}
+        start = {"iteration": self._start}
+        return {"asked": asked_values, "start": start, **self._common_answers(step)}
+
+    def settle(self, step: int) -> None:
+        from ascendspeed import get_timers
+
+        for replay in self._train:
+            replay.rewind(step)
+        for chunk in self._model:
+            for param in chunk.parameters():
+                param.grad = None
+        for timer in copy.copy(get_timers()._timers).values():
+            timer.reset()  # one that has begun must not begin again
+
+    def trainee(self, record: StepRecord) -> MegatronTrainee:
+        return ascendspeed.trainee(self._model, self._optimizer, self._scheduler, self.everyone)
+
+    def put_back(self, record: StepRecord) -> None:
+        from ascendspeed import get_timers, update_num_microbatches
+
+        self._record = record
+        self.set_args({**record.counters, "iteration": record.step})
+        consumed = self.put_back_consumed(record.step)
+        self.log.go_back(record.step)
+        update_num_microbatches(consumed, consistency_check=False)
+        config = self._given["config"]
+        if config is not None:  # in a newcomer the loop has not set them yet (1145)
+            config.grad_scale_func, config.timers = self._optimizer.scale_loss, get_timers()
+
+    def finish_step(self) -> None:
+        record, self._record = self._record, None
+        if record is None:  # the loop is called for the first time
+            return
+        assert self.everyone is not None
+        if record.step > self._start:  # else its line is in the log of the job before
+            # A rank that was lost before it wrote the line may have let all others begin the next step.
+            self.log.complete(record.step, self.everyone, self._optimizer, self._model)
+        if self._tail.take_pending() is not None:
+            self._make_tail(record.step)
+
+    def _make_tail(self, step: int) -> None:
+        """Evaluate, save and end the job behind `step` as the loop does (1224 to 1264)."""
+        training, args, train_call = importlib.import_module(self.module), self.args(), self._given
+        for replay in self._valid:
+            replay.begin_step(step)
+        if args.eval_interval and step % args.eval_interval == 0 and args.do_valid:
+            for iterator in train_call["valid_data_iterator"]:
+                training.evaluate_and_print_results(
+                    f"iteration {step}", train_call["forward_step_func"], iterator, self._model, step, False
+                )
+        is_saved = bool(args.save and args.save_interval and step % args.save_interval == 0)
+        state = (step, self._model, self._optimizer, self._scheduler)
+        if is_saved:
+            training.save_checkpoint_and_time(*state)
+        ends = bool(args.exit_interval and step % args.exit_interval == 0)
+        if args.exit_duration_in_mins and not ends:
+            minutes = (time.time() - training._TRAIN_START_TIME) / 60.0
+            exit_vote = torch.tensor([int(minutes > args.exit_duration_in_mins)], device="cpu")
+            dist.all_reduce(exit_vote, dist.ReduceOp.MAX, self.everyone)
+            ends = bool(exit_vote.item())
+        if ends:
+            if not is_saved:
+                training.save_checkpoint_and_time(*state)
+            training.print_datetime(f"exiting program at iteration {step}")
+            sys.exit()
+
+    def gather_weights(self) -> None:
+        from ascendspeed import get_timers
+
+        with torch.no_grad():
+            self._optimizer._copy_main_params_to_model_params()
+            self._optimizer.gather_model_params(self.args(), get_timers())
+
+
+def _replayed(iterator: Any) -> Replay | None:
+    return None if iterator is None else Replay(iterator)
+
 
 # Options with which a step, or the start of a job, keeps something that cannot be put back.
 _OPTIONS = (
@@ -50,12 +209,7 @@ class NewcomerData:
 
 
 def why_not(args: Any, call: Mapping[str, Any]) -> str:
-    """Return why a job of ModelLink is not recovered online; empty: the job is.
-
-    Args:
-        args: of the framework.
-        call: the arguments of the loop, by name.
-    """
+    """Return why a job of ModelLink is not recovered online; empty: the job is."""
     return of_process_groups() or of_backends() or of_options(args) or of_data(call) or of_torch()
 
 
@@ -85,21 +239,59 @@ def of_data(call: Mapping[str, Any]) -> str:
     return ""
 
 
-def train(wrapped: Callable[..., Any], args: Any, kwargs: Any, begin: Callable[[], None]) -> Any:
-    """Call the framework's loop `wrapped`, and again after each incident from which the job goes on.
+def checks(parsed: Any) -> Iterator[Callable[[], None]]:
+    """Return the checks before anything is built; each raises an AdaptorError."""
+    yield from ascendspeed.checks(parsed)
+    for hook in hooks.of_worker():
+        yield partial(hook.require_other_loop, parsed.world_size, parsed)
+    yield lambda: supported_options.take_local_copy(parsed)
+    yield lambda: context.part(ReplicaChoice).decide(
+        parsed.use_distributed_optimizer, ascendspeed.data_parallel_size(parsed)
+    )
 
-    Args:
-        wrapped: the loop.
-        args, kwargs: the arguments of the loop's call.
-        begin: describes this rank's state and lets training begin; not called in a newcomer.
-    """
+
+def examine(parsed: Any) -> None:
+    """Record for the report the refusals, and the protection."""
+
+    def layout() -> preflight.ParallelLayout:
+        return preflight.ParallelLayout(
+            world_size=parsed.world_size,
+            data_parallel=ascendspeed.data_parallel_size(parsed),
+            experts=0,
+            sharded=parsed.use_distributed_optimizer,
+            instances=1,
+            tensor=parsed.tensor_model_parallel_size,
+            may_copy=False,
+        )
+
+    preflight.examine(
+        [*checks(parsed), lambda: save_folder_claim.require_possible(parsed.save)],
+        layout,
+        lambda: None,
+        lambda: list(filter(None, (of_options(parsed),))),
+    )
+
+
+def begin_training(args: Any, kwargs: Any) -> None:
+    """Begin training: the state can be saved from now on; the arguments are of the call of the loop."""
+    from ascendspeed import get_args
+
+    patching.check("ttp")
+    save_folder_claim.require_no_later_step(get_args().save, get_args().iteration)
+    call = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    trainee = ascendspeed.trainee(call["model"], call["optimizer"], call["lr_scheduler"])
+    megatron_training.hand_over(trainee, [call["optimizer"].optimizer], get_args().iteration)
+
+
+def train(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call the framework's loop `wrapped`, and again after each incident from which the job goes on."""
     from ascendspeed import get_args
 
     call = {**dict(zip(NAMES, args, strict=False)), **kwargs}
-    return loop_recovery.train(
+    return training_loop.train(
         why_not(get_args(), call),
         lambda: AscendLoop(call, context.part(Recovery).answers),
-        begin,
+        lambda: begin_training(args, kwargs),
         lambda: wrapped(**call),
     )
 

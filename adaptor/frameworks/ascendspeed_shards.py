@@ -79,9 +79,7 @@ def cut(tensor: int, pipeline: int) -> None:
 
 
 def cut_one(ranks: tuple[int, ...]) -> None:
-    """Cut a data-parallel group; called on every rank at the same time, also on ranks outside of the
-    group.
-    """
+    """Cut a data-parallel group; called on every rank at the same time."""
     halves = context.part(Halves)
     halves.own = _cut(ranks) or halves.own
 

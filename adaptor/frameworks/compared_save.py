@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adaptor import context, output
-from adaptor.context import Context
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.worker import runtime
 
@@ -41,22 +40,14 @@ def agree(step: int) -> SaveCheck | None:
 
 
 def compare(content: Any) -> None:
-    """Compare an archive before its write in the current thread's save.
-
-    Raises:
-        CheckpointError: the archive differs from the state in memory.
-    """
+    """Compare an archive before its write in the current thread's save. Raises CheckpointError."""
     check = context.part(RegularSaves).check_in()
     if check is not None:
         check.require_archive(content)
 
 
 def plan(writer: Any, planner: Any) -> None:
-    """Note the plan of a writer of `torch_dist` in the current thread's save.
-
-    Raises:
-        CheckpointError: the plan differs from the state in memory.
-    """
+    """Note the plan of a writer of `torch_dist` in the current thread's save. Raises CheckpointError."""
     check = context.part(RegularSaves).check_in()
     if check is not None:
         from adaptor.verification.save_check import PlannedWrites
@@ -65,12 +56,7 @@ def plan(writer: Any, planner: Any) -> None:
 
 
 def sums_of(path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, str]:
-    """Return the sums of the tensors of a writer of `torch_dist`; empty without a plan for the file.
-
-    Args:
-        path: of the file.
-        tensors: items of the framework's plan, each with a tensor.
-    """
+    """Return the sums of the tensors of a writer of `torch_dist`; empty without a plan for the file."""
     if not context.get().settings.verify_saves:
         return {}
     from adaptor.verification.save_check import PlannedWrites
@@ -125,13 +111,6 @@ def with_replays(forward_backward: Any) -> Any:
     return forward_backward if check is None else partial(megatron_replay.step, check, forward_backward)
 
 
-class _Drills:
-    """The drills of the process, a part of the context; `is_told`: whether a failed drill was printed."""
-
-    def __init__(self, context: Context) -> None:
-        self.is_told = False
-
-
 def drill(step: int) -> None:
     """Hold a drill behind `step` if one is due (TTP_DRILL_EVERY); rank 0 tells its agent. Collective.
 
@@ -150,9 +129,8 @@ def drill(step: int) -> None:
     if drilled is None:
         return
     worker.processor.say(drilled)
-    drills = context.part(_Drills)
-    if drilled.problem and not drills.is_told:  # later failed drills are in the status alone
-        drills.is_told = True
+    # Later failed drills are in the status alone.
+    if drilled.problem and context.get().is_first("failed drill"):
         output.tell(
             f"[ttp] drill: step {step} could not be saved bit for bit without rank {drilled.lost}:"
             f" {drilled.problem}",

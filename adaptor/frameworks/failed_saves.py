@@ -35,12 +35,7 @@ class SaveFailedError(CheckpointError):
 
 
 class SaveAgreement:
-    """The agreement of all ranks whether a regular save has failed.
-
-    Args:
-        everyone: the group of all ranks.
-        folder: the folder of the save.
-    """
+    """The agreement of all ranks whether a regular save has failed."""
 
     def __init__(self, everyone: dist.ProcessGroup, folder: Path) -> None:
         self.everyone = everyone
@@ -130,7 +125,6 @@ class FailedSaves:
         """Note on all ranks that the save of `step` has failed; rank 0 prints the failure.
 
         Args:
-            step: the step.
             reason: the error, with its rank.
             unfinished: the unfinished folder, if not removable; else empty.
         """
@@ -145,9 +139,7 @@ class FailedSaves:
         )
 
     def succeed(self, step: int) -> None:
-        """Note on all ranks that the save of `step` is complete; rank 0 prints the success after a
-        failure.
-        """
+        """Note on all ranks that the save of `step` is complete; after a failure rank 0 prints it."""
         times = f"{self._count} save{'' if self._count == 1 else 's'} had failed before"
         line = f"step {step} is saved; {times}" if self._count else ""
         self.forget()
@@ -163,9 +155,7 @@ class FailedSaves:
             self.succeed(step)
 
     def forget(self) -> None:
-        """Forget the failures: new processes without these failures agree with this process on the next
-        saves.
-        """
+        """Forget the failures, so that new processes agree with this process on the next saves."""
         self._count, self._step = 0, -1
 
     def is_due(self) -> bool:
@@ -205,9 +195,7 @@ class FailedSaves:
 
 
 def _reason(error: BaseException, folder: Path) -> str:
-    """Return the first error of the operating system behind `error`, with its path or the folder of the save;
-    without such an error, the innermost cause with a text.
-    """
+    """Return the operating system's first error behind `error`, with its path; else the innermost cause."""
     for _ in range(_MOST_CAUSES):
         if isinstance(error, OSError) and error.strerror:
             return f"{error.strerror} ({error.filename or folder})"

@@ -35,11 +35,7 @@ _SINCE_2_2 = "deprecated_use_mcore_models"
 
 
 def checks(config: Any) -> Iterator[Callable[[], None]]:
-    """Return the refusals; each raises UnsupportedError.
-
-    Args:
-        config: the parsed arguments of the framework.
-    """
+    """Return the refusals; each raises UnsupportedError."""
     yield from supported_options.checks_of_values(ALLOWED_VALUES, config)
     yield partial(_require_whole_model, config)
     yield partial(_require_reference_model, config)
@@ -101,11 +97,7 @@ def _require_reference_model(config: Any) -> None:
 
 
 def reference_model(args: Any) -> str:
-    """Return the folder from which a DPO job has loaded its reference model by --load.
-
-    Args:
-        args: the arguments of the user.
-    """
+    """Return the folder from which a DPO job has loaded its reference model by --load."""
     if not getattr(args, "enable_hf2mg_convert", False):
         return str(args.load)
     sizes = (args.tensor_model_parallel_size, args.pipeline_model_parallel_size)

@@ -1,4 +1,7 @@
-"""Online recovery of a custom training loop on Megatron-core.
+"""A custom training loop on Megatron-core: its state, its checkpoint from host copies, and online recovery.
+
+The script loads checkpoints by itself, and announces the load by `adaptor.write_host_copies`, right before it
+looks for a checkpoint. A copy has the entries of `extra` as they were behind its step.
 
 The loop is called once more behind the last finished step. All other needs of a loop were created before: a
 new process runs the script up to the loop, and gets the state from a survivor.
@@ -6,17 +9,132 @@ new process runs the script up to the loop, and gets the state from a survivor.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from adaptor import context, devices
+from adaptor.checkpoint import step_record
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
-from adaptor.errors import StartError
+from adaptor.checkpoint.training_state import (
+    CheckpointContents,
+    CheckpointPlacement,
+    TrainingState,
+    in_format,
+    place_of,
+    unwrapped,
+)
+from adaptor.context import Context
+from adaptor.devices.device import Device
+from adaptor.errors import StartError, UnsupportedError
 from adaptor.frameworks import megatron_settle
 from adaptor.frameworks.megatron_online_support import why_not_on_core
+from adaptor.host_copy import rebuild, start
 from adaptor.online.rejoin import Rejoin
+from adaptor.protocol.environment import Generation
+from adaptor.protocol.naming import model_parallel_folder
+from adaptor.replica import twin
 from adaptor.worker.runtime import UNDECIDED
 from adaptor.worker.session import Session
+
+
+class CopiesAsked:
+    """A mark in the context of a process.
+
+    Attributes:
+        asked: its script has asked for a checkpoint from host copies
+    """
+
+    def __init__(self, _context: Context) -> None:
+        self.asked = False
+
+
+def require_asked() -> None:
+    """Refuse TTP_HOST_COPY in a script that would not go on from the copies. Raises UnsupportedError."""
+    if context.get().settings.host_copy and not context.part(CopiesAsked).asked:
+        raise UnsupportedError(
+            "TTP_HOST_COPY is set: a loop of your own goes on from copies in host memory only where it calls"
+            " adaptor.write_host_copies before it loads; do so, or leave it out"
+        )
+
+
+def folder_of_rank() -> str:
+    """Return the name of the folder of this rank's files in a checkpoint."""
+    stages = parallel_state.get_pipeline_model_parallel_world_size()
+    experts = parallel_state.get_expert_model_parallel_world_size()
+    return model_parallel_folder(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank() if stages > 1 else None,
+        parallel_state.get_expert_model_parallel_rank() if experts > 1 else None,
+    )
+
+
+def training_state(
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    extra: Mapping[str, Any] | None,
+    place: CheckpointPlacement,
+    format: str,
+    contents: CheckpointContents,
+) -> TrainingState:
+    """Return this rank's part of a checkpoint.
+
+    Args:
+        scheduler: of the learning rate; None: no scheduler.
+    """
+    state = TrainingState(
+        model=[unwrapped(chunk) for chunk in model],
+        optimizer=optimizer,
+        scheduler=scheduler,
+        folder=folder_of_rank(),
+        extra=extra or {},
+        stored=place.stored,
+        keeps=contents.keeps,
+        contents=contents,
+        writes_common=place.first == 0,
+    )
+    return in_format(format, state, place.first, "format")
+
+
+def write_host_copies(
+    model: Sequence[Any],
+    optimizer: Any,
+    scheduler: Any,
+    save: Path,
+    extra: Mapping[str, Any] | None,
+    format: str,
+    contents: CheckpointContents,
+) -> int | None:
+    """Implement `adaptor.write_host_copies` in a process that trains with others."""
+    context.part(CopiesAsked).asked = True
+    if context.get().settings.host_copy == 0 or not context.part(Generation).is_restart:
+        return None
+    none_mirrored = (None,) * len(step_record.chain(optimizer))
+
+    def describe() -> tuple[TrainingState, CheckpointPlacement, Device]:
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        mains = (
+            param
+            for inner_optimizer in step_record.inner(optimizer)
+            for param in twin.params(inner_optimizer)
+        )
+        weights = (param for chunk in model for param in chunk.parameters())
+        device = devices.of(itertools.chain(mains, weights), context.get().settings.device)
+        place = place_of(optimizer, none_mirrored, folder_of_rank(), everyone)
+        state = training_state(model, optimizer, scheduler, extra, place, format, contents)
+        return state, place, device
+
+    written = rebuild.write_newest(save.resolve(), optimizer, describe)
+    start.require_training()
+    return written
+
 
 # Is given the last finished step, and the counters behind it.
 GoBack = Callable[[int, Mapping[str, int | float]], Any]
@@ -27,11 +145,8 @@ class LibraryLoop:
     """A custom training loop (`rejoin.Loop`).
 
     Args:
-        model: the chunks of the model.
-        optimizer: the chain of optimizers.
         group: the folder of this rank's files.
         describe: describes this rank's state: collective.
-        session: the session of this process.
         go_back: lets the script go back behind a step.
         last: the number of the last step; None: the loop knows its last step.
     """
@@ -102,8 +217,6 @@ class OwnLoopRecovery:
     """Online recovery of a custom loop; the loop's first step decides whether recovery is possible.
 
     Args:
-        worker: the worker of this process.
-        session: the worker's session.
         model, optimizer, group, describe: see `LibraryLoop`.
     """
 
@@ -162,7 +275,6 @@ class OwnLoopRecovery:
         `train`.
 
         Args:
-            train: the loop.
             go_back: see `run_steps`.
             why_not: why the framework cannot call its loop again; empty: the framework can.
         """

@@ -28,7 +28,6 @@ class _MappedArchive(torch._C.PyTorchFileReader):
         """Open the archive.
 
         Args:
-            file: the file to read.
             whole_storage: the mapped file around the archive.
             begin: the offset of the archive's first byte in the mapped file.
         """

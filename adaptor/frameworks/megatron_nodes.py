@@ -11,7 +11,6 @@ import copy
 from typing import Any
 
 from adaptor import context, hooks, output
-from adaptor.context import Context
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.frameworks.parallel_sizes import (
     NEAREST,
@@ -25,18 +24,6 @@ from adaptor.frameworks.parallel_sizes import (
     rampup,
 )
 from adaptor.protocol.environment import Nodes
-
-
-class _Said:
-    """A part of the context of a process.
-
-    Attributes:
-        said: whether the line about nodes and batch was printed: the framework parses its arguments more
-            than once
-    """
-
-    def __init__(self, context: Context) -> None:
-        self.said = False
 
 
 def fit(args: Any) -> None:
@@ -142,13 +129,7 @@ def _others(args: Any, nodes: Nodes, size: int) -> str:
 
 
 def _fits(args: Any, nodes: Nodes, count: int) -> bool:
-    """Return whether the job could train on `count` nodes, with the requested global batch.
-
-    Args:
-        args: the framework's arguments, with the user's sizes and batch.
-        nodes: the present nodes.
-        count: of nodes.
-    """
+    """Return whether the job could train on `count` nodes, with the requested global batch."""
     settings = context.get().settings
     args_there = copy.copy(args)
     args_there.world_size = args.world_size // nodes.here * count
@@ -193,10 +174,9 @@ def _require_samples(args: Any) -> None:
 
 def _say(args: Any, nodes: Nodes, fitted_args: Any) -> None:
     """Print, on rank 0, with how many nodes the job trains, and what the global batch is."""
-    part = context.part(_Said)
-    if args.rank or part.said:
+    # The framework parses its arguments more than once.
+    if args.rank or not context.get().is_first("nodes and batch"):
         return
-    part.said = True
     size = data_parallel_size(args)
     nodes_before = f", {nodes.before} before" if nodes.before not in (0, nodes.here) else ""
     batch_now, batch_asked = args.global_batch_size, fitted_args.global_batch_size

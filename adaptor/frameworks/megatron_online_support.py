@@ -44,12 +44,7 @@ class ParamGroups:
 
 
 def why_not(args: Any, call: Mapping[str, Any]) -> str:
-    """Return why a job of Megatron-LM is not recovered online; empty: the job is.
-
-    Args:
-        args: of the framework.
-        call: the arguments of the training loop, by name.
-    """
+    """Return why a job of Megatron-LM is not recovered online; empty: the job is."""
     option_reason = of_data(call) or of_options(args) or of_param_groups()
     return of_process_groups() or of_framework() or option_reason or of_torch()
 
@@ -85,11 +80,7 @@ def of_backends(backends: Set[str]) -> str:
 
 
 def reasons(args: Any) -> Iterator[str]:
-    """Return the reasons, known before a process group is made, why a job is not recovered online.
-
-    Args:
-        args: of the framework.
-    """
+    """Return the reasons, known before a process group is made, why a job is not recovered online."""
     on_npu = context.get().settings.device != "cpu" and importlib.util.find_spec("torch_npu") is not None
     yield from filter(None, (of_backends({"hccl" if on_npu else args.distributed_backend}), of_framework()))
     yield from reasons_in_options(args)
@@ -204,9 +195,7 @@ def of_version(version: str) -> str:
 
 
 def _of_own_loader(options: Any) -> str:
-    """Return why a data loader of the script's own may begin anew in a new process; empty: the loader's state
-    is saved.
-    """
+    """Return why a data loader of the script may begin anew in a new process; empty: its state is saved."""
     own = "a data loader of the script's own (--dataloader-type external)"
     if not getattr(options, "dataloader_save", None):
         return f"{own} may begin anew in a new process"

@@ -140,7 +140,6 @@ def settle(args: Any, check: Callable[[], None], write: Callable[[], None]) -> N
     """Let all ranks load an intact checkpoint from the same folder. Collective.
 
     Args:
-        args: of the framework.
         check: checks the checkpoint named by `args`; another checkpoint may take its place.
         write: writes newer state, if present, into --save.
     """
@@ -223,11 +222,7 @@ def load_what_is_saved(args: Any, scheduler: Any) -> Iterator[None]:
 
 
 def accept_what_is_missing(saved: Any) -> None:
-    """Let a restarted job load a regular save without the state that the job leaves out of saves.
-
-    Args:
-        saved: the framework's reading of the checkpoint, or None.
-    """
+    """Let a restarted job load a regular save without the state that the job leaves out of saves."""
     args = context.part(_Loading).args
     if args is None or not context.part(Generation).is_restart or not saved:
         return
@@ -254,16 +249,7 @@ def tell_of_last_words(args: Any) -> None:
         )
 
 
-class _ToldLines:
-    """The lines printed by this process, a part of its context."""
-
-    def __init__(self, context: Context) -> None:
-        self.lines: set[str] = set()
-
-
 def _say_once(args: Any, line: str) -> None:
     """Megatron parses its arguments more than once."""
-    lines_said = context.part(_ToldLines).lines
-    if args.rank == 0 and line not in lines_said:
-        lines_said.add(line)
+    if args.rank == 0 and context.get().is_first(line):
         output.tell(f"[ttp] {line}", to="stdout")

@@ -21,8 +21,8 @@ from adaptor.frameworks import ascendspeed, supported_options
 from adaptor.frameworks import ascendspeed_shards as shards
 from adaptor.frameworks import mindio_modellink_groups as groups
 from adaptor.mindio import job
-from adaptor.mindio.optimizer import ReplicaOptimizer
-from adaptor.replica import supported_optimizers
+from adaptor.mindio.job import ReplicaOptimizer
+from adaptor.replica import optimizer_state
 from adaptor.replica.mirror import Mirror
 
 
@@ -37,7 +37,7 @@ class _Replicated(ReplicaOptimizer, DistributedOptimizer):  # type: ignore[misc]
         supported_options.require_values(ascendspeed.ALLOWED_VALUES, get_args())  # nobody else has seen them
         *own_args, _ = args
         super().__init__(*own_args)
-        supported_optimizers.require_protected(self.optimizer)
+        optimizer_state.require_protected(self.optimizer)
         shards.describe(self)
         self._ttp_copied: LocalCopy | None = None
         self._ttp_mirror: Mirror | None = None

@@ -12,7 +12,7 @@ from typing import Any
 
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.training_state import FLOPS
-from adaptor.frameworks.megatron_loop import MegatronLoop
+from adaptor.frameworks.megatron_online import MegatronLoop
 
 LLM = "mindspeed_llm"
 _UTILS = "mindspeed_llm.training.utils"

@@ -96,13 +96,7 @@ def targets() -> Iterator[tuple[str, str]]:
 
 
 def outermost(entry: Any, group: str, target: str) -> Wrap:
-    """Return the adaptor's patch of a function in the form that MindSpeed's patch manager takes as a wrapper.
-
-    Args:
-        entry: the manager's entry of the function.
-        group: of our patch.
-        target: of our patch: the function.
-    """
+    """Return the adaptor's patch of a function as a wrapper for MindSpeed's patch manager."""
 
     # It tells a wrapper by the end of its name.
     def patches_survive_wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,3 +104,34 @@ def outermost(entry: Any, group: str, target: str) -> Wrap:
 
     patches_survive_wrapper.of_ttp = True  # type: ignore[attr-defined]
     return patches_survive_wrapper
+
+
+def come_last(features: list[Any]) -> None:
+    """Put our feature to the end of MindSpeed's list, where it sees the registrations of all others."""
+    from mindspeed.features_manager.feature import MindSpeedFeature
+
+    own_feature = next((feature for feature in features if hasattr(feature, "of_ttp")), None)
+    if own_feature is not None:
+        features.remove(own_feature)
+        features.append(own_feature)
+        return
+
+    class PatchesSurvive(MindSpeedFeature):  # type: ignore[misc]
+        """Registers a wrapper for each function patched by the adaptor and by another feature."""
+
+        of_ttp = True
+
+        def __init__(self) -> None:
+            super().__init__("ttp-adaptor", optimization_level=0)  # level 0: always
+            self._wraps: dict[tuple[str, str], Wrap] = {}
+
+        def register_patches(self, patch_manager: Any, args: Any) -> None:
+            for group, target in targets():
+                name = target.replace(":", ".")
+                entry = patch_manager.patches_info.get(name)
+                if entry is not None:
+                    # The same object each time: what is registered already is not registered again.
+                    wrap = self._wraps.setdefault((group, name), outermost(entry, group, target))
+                    patch_manager.register_patch(name, wrap)
+
+    features.append(PatchesSurvive())

@@ -1,19 +1,54 @@
-"""Detects jobs in which Megatron-core's optimizer instances (`split`) do not train as a single instance does.
+"""Megatron-core's optimizers: the hooks by which updates pass the door, and optimizer instances (`split`).
 
-The check tests the functions of the framework, not its version: forks differ.
+Jobs are detected in which several instances do not train as a single instance does. The check tests the
+functions of the framework, not its version: forks differ.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from adaptor import context
+from adaptor import context, hooks
+from adaptor.context import Context
 from adaptor.errors import UnsupportedError
+from adaptor.frameworks import supported_options
+from adaptor.worker import runtime
 
 # The argument of `initialize_model_parallel`, and of the framework's options.
 INSTANCES = "num_distributed_optimizer_instances"
+# In `parallel_state`: the half of a group that was cut in two, and the whole of it.
+_HALVES = {
+    "_INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP": "_DATA_PARALLEL_GROUP_WITH_CP",
+    "_INTRA_PARTIAL_EXPERT_DATA_PARALLEL_GROUP": "_EXPERT_DATA_PARALLEL_GROUP",
+}
+# The attribute of an inner optimizer whose hooks are registered.
+_PASSES_THE_DOOR = "_ttp_passes_the_door"
+
+
+class PutOff:
+    """The postponed calls that need other ranks and would have run between two updates of a chain.
+
+    A part of the context of a process.
+
+    Attributes:
+        calls: postponed gathers of parameters, by part of the model
+        copies: postponed quantizations of parameters, in which ranks compare their largest elements
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.calls: WeakKeyDictionary[Any, list[tuple[Any, Any]]] = WeakKeyDictionary()
+        self.copies: list[Callable[[], Any]] = []
+
+    def quantize(self) -> None:
+        """Make the copies, in the order of the chain."""
+        copies, self.copies = self.copies, []
+        for copy_parameters in copies:
+            copy_parameters()
 
 
 def require_groups() -> None:
@@ -84,3 +119,86 @@ def _names_in(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the names of attributes and globals that a function uses."""
     names: tuple[str, ...] = inspect.unwrap(function).__code__.co_names
     return names
+
+
+@contextlib.contextmanager
+def whole_groups() -> Iterator[None]:
+    """Give the framework the whole group where the framework asks for the half of an optimizer instance."""
+    from megatron.core import parallel_state
+
+    halves = {name: getattr(parallel_state, name) for name in _HALVES if hasattr(parallel_state, name)}
+    for name in halves:
+        setattr(parallel_state, name, getattr(parallel_state, _HALVES[name]))
+    try:
+        yield
+    finally:
+        for name, half in halves.items():
+            setattr(parallel_state, name, half)
+
+
+def _require_one_gathering() -> None:
+    """Refuse a chain of optimizers that cannot update without other ranks. Raises UnsupportedError."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.package_info import __version__
+
+    if not hasattr(DistributedDataParallel, "start_param_sync"):
+        raise UnsupportedError(
+            f"--num-experts: Megatron-core {__version__} gathers parameters after each of several "
+            "optimizers, which cannot be protected; use 0.9 or later, or set ENABLE_TTP=False"
+        )
+
+
+def let_pass_the_door(megatron_optimizer: Any) -> None:
+    """Register the hooks that take each update of a Megatron optimizer through the door, once.
+
+    Raises:
+        UnsupportedError: the update needs other ranks, or the optimizer has state that no other rank has.
+    """
+    chain = getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer])
+    for part in (megatron_optimizer, *chain):
+        if type(part).__name__ == "LayerWiseDistributedOptimizer":
+            raise UnsupportedError(
+                f"{supported_options.WHOLE_MATRICES} cannot be protected yet; give every rank the whole"
+                " optimizer, or set ENABLE_TTP=False"
+            )
+    from adaptor.checkpoint import step_record  # torch, which is for the script to import
+    from adaptor.frameworks import offloaded_memory
+
+    if len(chain) > 1:
+        _require_one_gathering()
+    for part in chain if len(chain) > 1 else ():
+        # Only for timing, it would be a barrier of all ranks inside the update window.
+        part.config.barrier_with_L1_time = False
+    for part in chain:
+        places = [offloaded_memory.attach(part), *(hook.memory_of(part) for hook in hooks.of_worker())]
+        memories = [memory for memory in places if memory is not None]
+        for inner in step_record.inner(part):
+            _require_own_update(inner)
+            if not hasattr(inner, _PASSES_THE_DOOR):  # Muon's chain has optimizers of another chain
+                setattr(inner, _PASSES_THE_DOOR, True)
+                inner.register_step_pre_hook(partial(_before_update, memories))
+                inner.register_step_post_hook(partial(_after_update, memories))
+
+
+def _require_own_update(inner: Any) -> None:
+    """Refuse Muon with an update that needs other ranks: up to 0.16 its config has the name of Adam.
+
+    Raises:
+        UnsupportedError: names the mode of Muon.
+    """
+    groups = getattr(inner, "pg_collection", None)
+    mode = getattr(inner, "tp_mode", getattr(inner, "mode", None))  # `mode` up to 0.16
+    if groups is not None and mode is not None:
+        supported_options.require_blockwise(mode, groups.tp.size())
+
+
+def _before_update(memories: Sequence[Any], inner: Any, *_: Any) -> None:
+    runtime.get().session.before_update(inner)
+    for memory in memories:
+        memory.before_update()
+
+
+def _after_update(memories: Sequence[Any], inner: Any, *_: Any) -> None:
+    for memory in memories:
+        memory.after_update()
+    runtime.get().session.after_update(inner)

@@ -194,9 +194,6 @@ class RegularSaves:
         """Wait at a barrier of all ranks; in a save the ranks learn at the barrier whether the save has
         failed.
 
-        Args:
-            wait: the barrier itself.
-
         Raises:
             SaveFailedError: the save of this thread has failed on some rank; on all ranks.
         """
@@ -245,7 +242,6 @@ class RegularSaves:
         """Return a queue in which a writer of the framework reports each written file, already hashed.
 
         Args:
-            path: of the file.
             results: the framework's queue.
             sums: returns the sums of the tensors in the file (`regular_folder.leave_note`).
         """
@@ -314,7 +310,6 @@ class RegularSaves:
         """Bring a save, written by every rank, to disk and give the save its name.
 
         Args:
-            save: the save to complete.
             taken: the current folder, if not the folder of the writes.
 
         Returns:

@@ -90,11 +90,7 @@ def _is_same(first: Sizes, second: Sizes) -> bool:
 def _begin(
     load: Path, save: Path, chosen: int | None, wanted_sizes: Sizes, format: str
 ) -> run.TransformOrder | None:
-    """Return the work to do, or None; check the work, and make its folder; on rank 0.
-
-    Raises:
-        AdaptorError: the work is impossible.
-    """
+    """Return the work to do, or None; check the work, and make its folder; on rank 0. Raises AdaptorError."""
     step = tracker.tracked_step(load) if chosen is None else chosen
     if step is None or not (load / naming.final_name(step)).is_dir():
         return None
@@ -179,7 +175,6 @@ def _write_together(order: run.TransformOrder, rank: Rank | None) -> _Written:
     """Write the files of all ranks of the target; return the written files.
 
     Args:
-        order: the transform.
         rank: the target rank of this process's files; None: none.
 
     Raises:

@@ -83,14 +83,7 @@ class ReshapeHooks(WorkerHooks):
 
 
 def require_transformable(args: Any) -> None:
-    """Refuse TTP_RESHAPE for a job whose checkpoints are not transformed.
-
-    Args:
-        args: of the framework.
-
-    Raises:
-        UnsupportedError: names the option.
-    """
+    """Refuse TTP_RESHAPE for a job whose checkpoints are not transformed. Raises UnsupportedError."""
     requested_sizes = context.get().settings.of(ReshapeSettings).reshape
     reason = None if requested_sizes is None else _untransformable(args)
     if reason:
@@ -114,7 +107,6 @@ def take(args: Any, requested_sizes: Reshape) -> None:
 
     Args:
         args: the framework's arguments, before their validation; changed.
-        requested_sizes: the setting.
 
     Raises:
         UnsupportedError: no such sizes exist, or the sizes fit neither the model nor the ranks.
@@ -166,9 +158,6 @@ def other_sizes(args: Any) -> tuple[int, int] | None:
     Of all fitting sizes, choose sizes with which a rank holds no more than now, and no less than necessary;
     without such sizes, choose sizes with the least increase.
 
-    Args:
-        args: of the framework.
-
     Returns:
         None without fitting sizes, or if `adaptor transform` does not make such a checkpoint.
     """
@@ -204,7 +193,6 @@ def expert_size_that_fits(args: Any, *, chosen: bool = False) -> ExpertSize | No
     Of all such sizes, prefer sizes that leave the others unchanged; of these the largest.
 
     Args:
-        args: of the framework.
         chosen: the job itself chooses the other sizes, because the model does not fit the ranks in the sizes
             of the arguments; else the user sets the sizes.
 

@@ -9,6 +9,7 @@ code on the call stack of the parser has the loop among its names, because the c
 from __future__ import annotations
 
 import sys
+import traceback
 
 from adaptor import patching
 from adaptor.patching import is_gone
@@ -47,3 +48,30 @@ def _will_be_protected() -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+_CALLS_OF_PRETRAIN = tuple(
+    {(module, "pretrain")} for module in ("megatron.training.training", "flagscale.train.train")
+)
+_PACKAGES = ("megatron.", "flagscale.")
+_LOGGERS = "megatron.training.one_logger_utils"
+
+
+def loggers_are_the_cause(error: BaseException) -> bool:
+    """Return whether a logger has raised `error`, behind the last save and the last evaluation.
+
+    After its training loop `pretrain` saves, evaluates, ends the run of W&B, waits for an asynchronous save,
+    and ends the run of one_logger. Exceptions of loggers come from `pretrain` itself, not from another
+    function of the framework. An asynchronous save may not be whole at the end of W&B's run: then the answer
+    is no.
+    """
+    from megatron.training import get_args
+
+    if getattr(get_args(), "async_save", False):
+        return False
+    calls = [
+        (str(frame.f_globals.get("__name__")), frame.f_code.co_name)
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+    ]
+    of_the_framework = {call for call in calls if call[0].startswith(_PACKAGES) and call[0] != _LOGGERS}
+    return of_the_framework in _CALLS_OF_PRETRAIN

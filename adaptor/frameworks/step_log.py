@@ -22,9 +22,89 @@ import torch
 import torch.distributed as dist
 
 from adaptor import output
-from adaptor.frameworks import kept_losses
-from adaptor.frameworks.kept_losses import Kept
 from adaptor.online.replay import STEPS
+
+# A rank keeps the losses of a step as numbers. Reading numbers on the host takes a tenth of the time of a
+# sum: at this point torch's code for sums is in no CPU cache. So the losses of each micro-batch are kept, and
+# summed only where a line has to be written again. At most so many losses of a step are kept, each of so many
+# numbers (a sum, and a number of tokens); the board has room for twice as much.
+MOST_LOSSES = 24
+_MOST_NUMBERS = 2
+
+# Of each loss the type of its numbers, and those of each micro-batch; a tuple is a list when it is read.
+Kept = Mapping[str, Sequence[Any]]
+_NAMES: dict[torch.dtype, str] = {}
+
+
+def are_few(losses: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the losses of each micro-batch can be kept separately: few, and on the host.
+
+    Args:
+        losses: of each micro-batch, by name.
+
+    Raises:
+        Exception: the losses have another form.
+    """
+    if not losses:
+        return True
+    if len(losses) * len(losses[0]) > MOST_LOSSES:
+        return False
+    for value in losses[0].values():
+        # Reading from a device is waiting for it, so it is read once.
+        if not isinstance(value, torch.Tensor) or not value.is_cpu or value.numel() > _MOST_NUMBERS:
+            return False
+    return True
+
+
+def numbers_of_losses(losses: Sequence[Mapping[str, torch.Tensor]]) -> Kept:
+    """Return the losses of micro-batches as numbers. Raises Exception: they are no tensors."""
+    kept = {}
+    for name in losses[0] if losses else ():
+        values = [micro_batch_losses[name] for micro_batch_losses in losses]
+        kept[name] = (_type_name(values[0]), [value.tolist() for value in values])
+    return kept
+
+
+def losses_of_numbers(kept: Kept, device: torch.device | str) -> list[dict[str, torch.Tensor]]:
+    """Return the losses that `of` was given, on `device`."""
+    losses: list[dict[str, torch.Tensor]] = []
+    for name, (kind, values) in kept.items():
+        losses = losses or [{} for _ in values]
+        for batch_losses, value in zip(losses, values, strict=True):
+            batch_losses[name] = _tensor_of(kind, value, device)
+    return losses
+
+
+def numbers_of_sums(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the framework's sums as numbers: sums that are tensors are returned with their type.
+
+    Raises:
+        AttributeError: something is neither a number nor a tensor.
+    """
+    return {
+        name: value if isinstance(value, (int, float)) else (_type_name(value), value.tolist())
+        for name, value in sums.items()
+    }
+
+
+def sums_of_numbers(kept: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
+    """Return what `of_sums` was given, with tensors on `device`."""
+    return {
+        name: value if isinstance(value, (int, float)) else _tensor_of(value[0], value[1], device)
+        for name, value in kept.items()
+    }
+
+
+def _type_name(value: torch.Tensor) -> str:
+    name = _NAMES.get(value.dtype)
+    if name is None:
+        name = _NAMES[value.dtype] = str(value.dtype).removeprefix("torch.")
+    return name
+
+
+def _tensor_of(kind: str, value: Any, device: torch.device | str) -> torch.Tensor:
+    return torch.tensor(value, dtype=getattr(torch, kind), device=device)
+
 
 # What is known of so many steps is kept before the older ones are looked for.
 _MOST_STEPS = 8
@@ -75,7 +155,7 @@ class StepLog(ABC):
         if kept:
             newest, losses, written, self._since, sums = msgspec.msgpack.decode(kept)
             self._losses = {} if losses is None else {newest: losses}
-            self._sums = {written: kept_losses.read_sums(sums, device)}
+            self._sums = {written: sums_of_numbers(sums, device)}
 
     # of a framework
 
@@ -117,7 +197,7 @@ class StepLog(ABC):
         if len(self._losses) > _MOST_STEPS:
             self._forget_before(min(step - STEPS, max(self._sums)))
         try:
-            kept = kept_losses.of(losses if kept_losses.are_few(losses) else [self.joined(losses)])
+            kept = numbers_of_losses(losses if are_few(losses) else [self.joined(losses)])
         except Exception:  # a script's own losses may have any form; no line stops a step
             self._losses.pop(step, None)
         else:
@@ -184,7 +264,7 @@ class StepLog(ABC):
         written = max(self._sums)
         try:
             if self._kept_sums is None or self._kept_sums[0] != written:
-                self._kept_sums = written, kept_losses.of_sums(self._sums[written])
+                self._kept_sums = written, numbers_of_sums(self._sums[written])
             # Of each step these are needed twice, behind its line and before the next update.
             kept_log = (step, self._losses.get(step), written, self._since, self._kept_sums[1])
             data = _ENCODER.encode(kept_log)
@@ -202,7 +282,7 @@ class StepLog(ABC):
         """
         written = max((kept_step for kept_step in self._sums if kept_step <= step), default=0)
         try:
-            sums = kept_losses.of_sums(self._sums.get(written, {}))
+            sums = numbers_of_sums(self._sums.get(written, {}))
             return _ENCODER.encode((step, None, written, self._since, sums))
         except (TypeError, AttributeError):  # as in `_keep_all`
             return b""
@@ -283,7 +363,7 @@ class StepLog(ABC):
         if step not in self._losses:
             return None
         with contextlib.suppress(Exception):  # the losses of a script have any form
-            return self.joined(kept_losses.read(self._losses[step], self._device))
+            return self.joined(losses_of_numbers(self._losses[step], self._device))
         return None
 
 

@@ -18,6 +18,38 @@ from adaptor.checkpoint import save_folder_claim
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.frameworks import parallel_sizes
 
+
+def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """The framework's parser accepts `--local-copy-os`, which is TTP_LOCAL_COPY to users of MindIO TTP."""
+
+    def provide(parser: Any) -> Any:
+        parser = parser if provider is None else provider(parser)
+        parser.add_argument(
+            "--local-copy-os",
+            action="store_true",
+            help="Copy the optimizer state before each update, in place of a barrier (TTP_LOCAL_COPY).",
+        )
+        return parser
+
+    return provide
+
+
+def take_local_copy(parsed: Any) -> None:
+    """Take `--local-copy-os` out of the framework's own arguments, which the framework saves and loads again.
+
+    Raises:
+        UnsupportedError: the job has no shards, which MindIO TTP's option copies.
+    """
+    if not vars(parsed).pop("local_copy_os", False):
+        return
+    if not parsed.use_distributed_optimizer:
+        raise UnsupportedError(
+            "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer, "
+            "or set TTP_LOCAL_COPY=True in its place, which copies a whole optimizer, too"
+        )
+    context.get().copy_locally()
+
+
 # (argument, the values that are protected, what to say of others)
 Values = tuple[tuple[str, tuple[Any, ...], str], ...]
 
@@ -65,9 +97,6 @@ def require_cpu_options(args: Any) -> None:
 
     Megatron-LM would raise later, for a single option at a time. MindSpeed has replacements for such kernels,
     and importable CPU versions of Transformer Engine have their own.
-
-    Args:
-        args: Megatron-LM's parsed arguments.
 
     Raises:
         ConfigError: names the option, and all flags for a job on a CPU.
@@ -175,7 +204,6 @@ def require_blockwise(mode: str, tensor: int) -> None:
 
     Args:
         mode: of Muon (--muon-tp-mode).
-        tensor: the tensor parallel size.
 
     Raises:
         UnsupportedError: names the mode.
@@ -208,7 +236,6 @@ def require_restorable(config: Any, name: str, *obstacles: tuple[Any, str]) -> N
     Only a job whose restart could not restore the state is refused.
 
     Args:
-        config: of the framework.
         name: the argument, which is set.
         obstacles: conditions beside the common conditions of all such options, each in words.
 
@@ -337,11 +364,7 @@ def _require_value(config: Any, name: str, allowed: tuple[Any, ...], description
 
 
 def require_folders(args: Any) -> None:
-    """Refuse experts of which last words would lack a part. Raises UnsupportedError.
-
-    Args:
-        args: of the framework.
-    """
+    """Refuse experts of which last words would lack a part. Raises UnsupportedError."""
     if getattr(args, "num_experts", None) is None or not lacks_folders(args):
         return
     if writes_torch_dist(args):
@@ -350,11 +373,7 @@ def require_folders(args: Any) -> None:
 
 
 def writes_torch_dist(args: Any) -> bool:
-    """Return whether last words are in the format `torch_dist`; before 0.13 they are in `torch`.
-
-    Args:
-        args: of the framework.
-    """
+    """Return whether last words are in the format `torch_dist`; before 0.13 they are in `torch`."""
     if getattr(args, "ckpt_format", "torch") != "torch_dist":
         return False
     checkpointing = importlib.import_module("megatron.training.checkpointing")
@@ -362,11 +381,7 @@ def writes_torch_dist(args: Any) -> bool:
 
 
 def lacks_folders(args: Any) -> bool:
-    """Return whether the format `torch` has no folder for the experts of some ranks.
-
-    Args:
-        args: of the framework, of a model with experts.
-    """
+    """Return whether the format `torch` has no folder for the experts of some ranks."""
     return _lacks_folders(*_sizes_of_experts(args))
 
 
@@ -387,9 +402,7 @@ def require_folders_for_experts(tensor: int, experts_tensor: int | None, experts
     because the first writes them.
 
     Args:
-        tensor: the tensor parallel size.
         experts_tensor: the tensor parallel size of experts, None if equal.
-        experts: the expert parallel size.
 
     Raises:
         UnsupportedError: some ranks have no such folder.

@@ -1,4 +1,4 @@
-"""The versions of Megatron-LM in which jobs were trained, with faults; the runs: docs/compatibility.md.
+"""The versions of frameworks in which jobs were trained, with faults; the runs: docs/compatibility.md.
 
 Statements about tested versions in reports, lines and documents are made from this list, or compared with it.
 """
@@ -34,3 +34,11 @@ def words(minors: Sequence[str]) -> str:
 
 def _number(minor: str) -> int:
     return int(minor.removeprefix("0."))
+
+
+MEGATRON_SPECIFIER = specifier(CORE)
+# ModelLink has no version in its package; a commit is named.
+MODELLINK = "commit af1347"
+
+# Megatron-core 0.6 does not have this module: what came later may be missing there, too.
+SINCE_0_7 = "megatron.core.distributed.distributed_data_parallel_config"

@@ -1,4 +1,5 @@
-"""The base class of the training loops of Megatron-LM and ModelLink, called again after a recovery.
+"""The training loops of Megatron-LM and ModelLink, called again after a recovery: their base class, and the
+calls that their patches make.
 
 Both have `get_args` in a package with `get_checkpoint_name` beside it, and count on the same arguments; a
 subclass names the package (`online.loop.Loop` documents the methods).
@@ -6,30 +7,231 @@ subclass names the package (`online.loop.Loop` documents the methods).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from adaptor import context
 from adaptor.checkpoint.step_record import StepRecord
+from adaptor.context import Context
 from adaptor.frameworks.step_log import StepLog
-from adaptor.frameworks.step_tail import StepTail, TailState
-from adaptor.online.replay import Replay
+from adaptor.online import loop, rejoin
+from adaptor.online.replay import STEPS, Replay
+from adaptor.replica import group
 from adaptor.worker import runtime
+from adaptor.worker.processor import CannotRejoinError
+
+
+class Recovery:
+    """Online recovery in this process.
+
+    Attributes:
+        loop: the training loop of the framework, once that was called
+        answers: in a newcomer: what the framework would have asked other ranks at its start
+    """
+
+    def __init__(self, _context: Context) -> None:
+        self.loop: TrainingLoop | None = None
+        self.answers: dict[str, dict[str, Any]] = {}
+
+
+def train(
+    reason: str, make: Callable[[], TrainingLoop], begin: Callable[[], None], wrapped: Callable[[], Any]
+) -> Any:
+    """Call the framework's loop `wrapped`, and again after each incident from which the job goes on.
+
+    Args:
+        reason: why the job is not recovered online; empty: the job is.
+        make: describes the loop and the loop's call.
+        begin: describes this rank's state and lets training begin; not called in a newcomer.
+        wrapped: the loop, with the arguments of its call.
+    """
+    worker = rejoin.of_this_process()
+    assert worker is not None
+    worker.set_online_support(reason)
+    if reason and not worker.newcomer:
+        begin()
+        return wrapped()
+    loop_of_job = context.part(Recovery).loop = make()
+    if worker.newcomer:
+        loop_of_job.everyone = group.of_everyone()  # in its place among the groups of the job
+    else:
+        begin()
+        loop_of_job.everyone = group.of_this_job()
+
+    def call() -> Any:
+        result = wrapped()
+        loop_of_job.end()
+        return result
+
+    return worker.run(loop_of_job, call)
+
+
+def begin_step(step: int) -> None:
+    """`step` begins in a loop that may be called again."""
+    running = context.part(Recovery).loop
+    if running is not None:
+        running.begin_step(step)
+
+
+def end_step() -> None:
+    """End the current step in a recoverable loop."""
+    running = context.part(Recovery).loop
+    if running is not None:
+        running.end_step()
+
+
+def log_of_this_process() -> StepLog | None:
+    """Return the log of the loop; None where none is running that may be called again."""
+    running = context.part(Recovery).loop
+    return None if running is None else running.log
+
+
+@contextlib.contextmanager
+def loads_nothing(args: Any) -> Iterator[None]:
+    """Load nothing while a newcomer builds its model: no checkpoint is read, and the survivors send the
+    state.
+
+    The newcomer draws its weights all the same: without `perform_initialization` the framework leaves out the
+    mark at a weight that is cut by tensor parallelism.
+    """
+    names = [name for name in ("load", "pretrained_checkpoint") if hasattr(args, name)]
+    values_before = {name: getattr(args, name) for name in names}
+    for name in names:
+        setattr(args, name, None)
+    try:
+        yield
+    finally:
+        for name, value in values_before.items():
+            setattr(args, name, value)
+
+
+# The tail of a step is an evaluation and a regular save. A rank that has begun step N + 1 has finished the
+# tail of step N. If any rank has not, all ranks repeat the tail, with the counts of consumed samples from
+# before step N.
+
+# The counts of so many steps are kept before the older ones are looked for.
+_MOST_STEPS = 8
+
+
+class TailState(NamedTuple):
+    """The state of the tail of `step`, for a newcomer.
+
+    Attributes:
+        consumed_before: the counts of consumed samples before the step; empty: the reporting process did not
+            begin it
+        reads: the number of reads of each iterator of validation data in the step's tail
+    """
+
+    step: int
+    consumed_before: dict[str, int]
+    reads: list[int]
+
+
+class StepTail:
+    """The knowledge of a rank about the tail of its step.
+
+    Args:
+        validation: the rank's validation data, in the order of the framework's iterators.
+        from_twin: in a newcomer, the state reported by its twin; else None.
+    """
+
+    def __init__(self, validation: Sequence[Replay], from_twin: TailState | None) -> None:
+        self._validation = validation
+        self._from_twin = from_twin
+        self._begun = 0  # the newest step
+        self._consumed_before: dict[int, dict[str, int]] = {}  # of the last steps, by step
+        self._pending_step: int | None = None  # the step whose tail is to be repeated
+
+    @property
+    def is_pending(self) -> bool:
+        """Return whether the tail of a step is to be repeated."""
+        return self._pending_step is not None
+
+    def take_pending(self) -> int | None:
+        """Return the step whose tail the caller repeats now; None where there is none."""
+        pending, self._pending_step = self._pending_step, None
+        return pending
+
+    def begin_step(self, step: int, consumed: Mapping[str, int]) -> None:
+        """Note that `step` begins, with the counts of samples `consumed` before it."""
+        self._begun = step
+        consumed_by_step = self._consumed_before
+        consumed_by_step[step] = dict(consumed)
+        if len(consumed_by_step) > _MOST_STEPS:
+            self._consumed_before = {
+                kept_step: counts
+                for kept_step, counts in consumed_by_step.items()
+                if kept_step > step - STEPS
+            }
+        for replay in self._validation:
+            replay.begin_step(step)
+
+    def state(self, step: int) -> TailState:
+        """Return the state of the tail of `step`, for a newcomer."""
+        reads = [replay.given_in(step) for replay in self._validation]
+        return TailState(step, self._consumed_before.get(step, {}), reads)
+
+    def consumed_before(self, step: int) -> Mapping[str, int]:
+        """Return the counts of samples consumed before `step`.
+
+        Raises:
+            CannotRejoinError: the twin did not know the counts, so the data would differ from the step's.
+        """
+        if step not in self._consumed_before:
+            raise CannotRejoinError(f"its twin does not know what had been consumed before step {step}")
+        return self._consumed_before[step]
+
+    def agree(self, step: int, all_have: Callable[[bool], bool]) -> None:
+        """Agree with all ranks whether the tail of `step` is to be repeated; collective.
+
+        Args:
+            step: the step from which all go on.
+            all_have: tells all ranks whether this rank has finished the tail; returns whether all have.
+        """
+        twins, self._from_twin = self._from_twin, None
+        if twins is None:
+            self._agree_as_survivor(step, all_have)
+        else:
+            self._agree_as_newcomer(step, twins, all_have)
+
+    def _agree_as_survivor(self, step: int, all_have: Callable[[bool], bool]) -> None:
+        has_finished = self._begun > step or step not in self._consumed_before
+        repeats = not all_have(has_finished)
+        if repeats:
+            self._pending_step = self._begun = step
+        for replay in self._validation:
+            replay.rewind(step - 1 if repeats else step)
+
+    def _agree_as_newcomer(self, step: int, twins: TailState, all_have: Callable[[bool], bool]) -> None:
+        """Count as finished: this process has begun no step, and takes the twin's knowledge."""
+        self._consumed_before = {step: dict(twins.consumed_before)} if twins.consumed_before else {}
+        repeats = not all_have(True)
+        if repeats:
+            self._pending_step = self._begun = step
+        else:
+            self._begun = step + 1  # another incident may come before its next step
+        if not repeats and twins.consumed_before:
+            for replay, reads in zip(self._validation, twins.reads, strict=True):
+                replay.begin_step(step)
+                for _ in range(reads):
+                    next(replay)
+
 
 # What a step, and the evaluation behind it, count on.
 _CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
 
 
-class TrainingLoop:
+class TrainingLoop(loop.Loop):
     """A training loop, as it was called.
 
     Args:
         train_call: the arguments of the call of `train`, by their names.
-        scheduler: of the learning rate; an argument of the call.
         train: the replayable data of training.
         valid: the replayable data of evaluation.
         start_answers: in a newcomer, the answers of other ranks to the framework's start-up questions.
@@ -37,9 +239,7 @@ class TrainingLoop:
     Attributes:
         framework: the package with `get_args`, and with the module `checkpointing`
         module: the module of the loop, by whose names it evaluates, writes its log and saves
-        args: returns the arguments of the framework
         everyone: the adaptor's group of all ranks
-        log: the loop's log
     """
 
     framework: str

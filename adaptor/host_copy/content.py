@@ -21,7 +21,7 @@ from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.devices.device import Device
 from adaptor.errors import CheckpointError
-from adaptor.online import packing, transfer
+from adaptor.online import transfer
 from adaptor.online.state import frozen, own_shards, record_of
 from adaptor.online.transfer import Shard
 from adaptor.replica import optimizer_state, twin
@@ -86,7 +86,7 @@ def most_bytes(trainee: MegatronTrainee) -> int:
     schedule = None if state.scheduler is None else dict(state.scheduler.state_dict())
     taken = (trainee.random.take(), trainee.loaders.take(), state.buffers.take())
     record = (*taken, step_record.take_groups(state.optimizer), schedule)
-    size = _SLACK + 2 * len(packing.pack(record)) + 2 * len(take_extra(trainee))
+    size = _SLACK + 2 * len(transfer.pack(record)) + 2 * len(take_extra(trainee))
     for _, optimizer in own_shards(trainee.state.optimizer):
         params = twin.params(optimizer)
         # Main params in float32 may be elsewhere (`optimizer_state.Storage`).
@@ -102,7 +102,7 @@ def take_extra(trainee: MegatronTrainee) -> bytes:
     Raises:
         TypeError: an entry cannot be copied.
     """
-    return packing.pack(dict(trainee.state.extra))
+    return transfer.pack(dict(trainee.state.extra))
 
 
 def write(
@@ -116,7 +116,6 @@ def write(
 
     Args:
         trainee: of this rank; the optimizer state must not change during the call.
-        record: of the step.
         extra: the result of `take_extra` after the step.
         room: returns memory for so many bytes.
         cancelled: is asked again and again.
@@ -136,8 +135,8 @@ def write(
     kinds += [(weight.dtype, weight.numel()) for weight in weights]
     index = msgspec.msgpack.encode(
         _Index(
-            record=packing.pack(dict(vars(record))),
-            arguments=packing.pack(_plain_arguments(trainee.state.args)),
+            record=transfer.pack(dict(vars(record))),
+            arguments=transfer.pack(_plain_arguments(trainee.state.args)),
             extra=extra,
             shards=[
                 _Part(number, optimizer_state.encode(transfer.describe(optimizer)))
@@ -197,9 +196,7 @@ def read(memory: memoryview, state: TrainingState, device: Device) -> CopyRecord
     """Give a whole copy's content to the live optimizers and the untrained weights of `state`.
 
     Args:
-        memory: the content.
         state: of a rank with the same model and optimizer as the copied rank.
-        device: the device of the rank's tensors.
 
     Raises:
         CheckpointError: the copy's model or optimizer has another layout.
@@ -233,8 +230,8 @@ def read(memory: memoryview, state: TrainingState, device: Device) -> CopyRecord
                 tensor.data.copy_(stored_values.reshape(tensor.shape))
         for number, shard in shards_by_index.items():
             optimizer_state.keep(shard, filled[number])
-    record = record_of({"record": packing.unpack(index.record)})
-    return CopyRecord(record, packing.unpack(index.arguments), packing.unpack(index.extra))
+    record = record_of({"record": transfer.unpack(index.record)})
+    return CopyRecord(record, transfer.unpack(index.arguments), transfer.unpack(index.extra))
 
 
 def _numbers(numbers: Any) -> str:

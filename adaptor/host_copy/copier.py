@@ -101,9 +101,7 @@ class Copier:
             file.clear()
 
     def forget_after(self, step: int) -> None:
-        """Drop the copies of steps after `step`: the job goes on from `step`. A copy is due, as on a new
-        rank.
-        """
+        """Drop the copies of steps after `step`, from which the job goes on; the next copy is due."""
         self.stop()
         self._forget_pace()
         for file in self._files:
@@ -112,11 +110,7 @@ class Copier:
                 file.begin()
 
     def reserve(self, size: int) -> None:
-        """Have memory for copies of `size` bytes.
-
-        Raises:
-            OSError: the memory is too small.
-        """
+        """Have memory for copies of `size` bytes. Raises OSError: the memory is too small."""
         for file in self._files:
             file.reserve(size)
 
@@ -124,8 +118,6 @@ class Copier:
         """Begin the copy of a finished step if a copy is due; then collective.
 
         Args:
-            trainee: of this rank.
-            record: of the step.
             mark: the device's, behind the update of the step and the record.
             is_intact: whether the live state is the state of the step.
         """
@@ -186,9 +178,7 @@ class Copier:
         return max(kept, default=NONE)
 
     def _wanted_interval(self, step: int) -> int:
-        """Return the wanted number of steps until the next copy, from the measured times of copies and
-        steps.
-        """
+        """Return the wanted number of steps until the next copy, from measured times."""
         if self._agreed is None:
             return 1
         earlier_step, at = self._agreed

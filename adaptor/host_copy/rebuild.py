@@ -50,15 +50,11 @@ _Copy = tuple[_Key, int]
 
 
 def write_newest(
-    save: Path,
-    optimizer: Any,
-    describe: Callable[[], tuple[TrainingState, CheckpointPlacement, Device]],
+    save: Path, optimizer: Any, describe: Callable[[], tuple[TrainingState, CheckpointPlacement, Device]]
 ) -> int | None:
     """Write a checkpoint into `save` if all ranks have copies of a step newer than the saves; collective.
 
     Args:
-        save: the save folder.
-        optimizer: the chain, as built.
         describe: returns the training state of this rank, its place in checkpoints and its device;
             collective.
 
@@ -138,7 +134,6 @@ def _bring(
 
     Args:
         key: of the copies.
-        readable_copies: the copies readable by this rank.
         holders: for each rank, the rank that can read its copy.
     """
     own_rank, copy_content = dist.get_rank(), None
@@ -256,9 +251,7 @@ def _meet(name: str, ranks: tuple[int, ...], rank: int) -> ProcessGroupGloo:
 
 @contextlib.contextmanager
 def _put_back(optimizer: Any) -> Iterator[None]:
-    """Give the optimizers their former params, state and scalars back: the framework loads the written
-    checkpoint, or trains with the fresh state after a failed write.
-    """
+    """Give the optimizers back what they had before the rebuild: params, state and scalars."""
     inner = step_record.inner(optimizer)
     before = [
         (twin.scalars(inner_optimizer), dict(inner_optimizer.state), _tensors(inner_optimizer))
@@ -321,9 +314,7 @@ def _from_first(value: T) -> list[T]:
 
 
 def _say(line: str) -> None:
-    """Tell `line` on rank 0; collective: if this start only writes copies, the first rank to go on ends all
-    others.
-    """
+    """Tell `line` on rank 0; collective, as the first rank to go on may end all others."""
     if dist.get_rank() == 0:
         output.tell(f"[ttp] {line}", to="stdout")
     gather_values(None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -13,7 +14,7 @@ from adaptor import context, output
 from adaptor.checkpoint import save_folder_claim
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import UnsupportedError
-from adaptor.host_copy import content, room
+from adaptor.host_copy import content
 from adaptor.host_copy.copier import Copier
 from adaptor.host_memory import FOR_COPIES, available
 from adaptor.protocol.copy_file import FILES, HEADER_BYTES, CopyFile
@@ -23,11 +24,48 @@ from adaptor.replica.group import gather_values
 from adaptor.worker.session import Session
 
 
+class Need(NamedTuple):
+    """The memory needed for the copies of a rank.
+
+    Attributes:
+        size: bytes of the rank's copies, all files together.
+        available: free bytes on the node.
+    """
+
+    node: int
+    size: int
+    available: int
+
+
+def bytes_on(needs: Sequence[Need]) -> Mapping[int, int]:
+    """Return the bytes of copies on each node, of its own ranks and of the previous node's ranks."""
+    nodes = sorted({need.node for need in needs})
+    own = {node: sum(need.size for need in needs if need.node == node) for node in nodes}
+    return {node: own[node] + (own[nodes[at - 1]] if len(nodes) > 1 else 0) for at, node in enumerate(nodes)}
+
+
+def shortage(needs: Sequence[Need], usable: float = 1.0) -> str:
+    """Return why copies do not fit into the memory of a node, in words; empty: the copies fit.
+
+    Args:
+        needs: of all ranks, before any rank takes memory for copies.
+        usable: the usable part of the free memory.
+    """
+    part = "" if usable == 1.0 else f", of which copies take {usable:.0%} at most"
+    for node, size in bytes_on(needs).items():
+        free = min(need.available for need in needs if need.node == node)
+        if size > free * usable:
+            return (
+                f"the copies of node {node} take {size} bytes of its memory, and {free} bytes are free"
+                f" (limits of its control group included){part}"
+            )
+    return ""
+
+
 def attach(session: Session, on_whole: Callable[[int], None]) -> None:
     """Give `session` the copier of this rank, with the present files.
 
     Args:
-        session: of this process.
         on_whole: is called with the step of each new copy, on the copier's thread.
 
     Raises:
@@ -76,7 +114,6 @@ def reserve(session: Session, trainee: MegatronTrainee) -> MegatronTrainee:
 
     Args:
         session: of this process; the session loses its copier if no copies are made.
-        trainee: the rank's state.
 
     Returns:
         `trainee`, with the losses that the job may have.
@@ -116,7 +153,7 @@ def reserve(session: Session, trainee: MegatronTrainee) -> MegatronTrainee:
         least = "at least " if copier.is_auto else ""
         output.tell(
             f"[ttp] copies in host memory {least}every {copier.steps_between} steps:"
-            f" {room.bytes_on(needs)[place.node] / 2**20:.1f} MiB on node 0; they survive the death of all"
+            f" {bytes_on(needs)[place.node] / 2**20:.1f} MiB on node 0; they survive the death of all"
             f" workers, {survives}",
             to="stdout",
         )
@@ -125,7 +162,7 @@ def reserve(session: Session, trainee: MegatronTrainee) -> MegatronTrainee:
 
 def _take(
     copier: Copier, trainee: MegatronTrainee, everyone: dist.ProcessGroup
-) -> tuple[str, Sequence[room.Need]]:
+) -> tuple[str, Sequence[Need]]:
     """Take the memory for the copies of this rank; return the error, and the needs; collective."""
     place, size, problem = context.part(WorkerPlace), 0, ""
     try:
@@ -137,9 +174,9 @@ def _take(
         problem = f"node {place.node} does not share the --save folder of node 0"
     needed_bytes = copier.count * (HEADER_BYTES + size)
     dist.barrier(group=everyone)  # every rank has given up what an earlier start has left
-    needs = gather_values(room.Need(place.node, needed_bytes, available() + _kept_bytes()), everyone)
+    needs = gather_values(Need(place.node, needed_bytes, available() + _kept_bytes()), everyone)
     problem = next(filter(None, gather_values(problem, everyone)), "")
-    problem = problem or room.shortage(needs, FOR_COPIES if copier.is_auto else 1.0)
+    problem = problem or shortage(needs, FOR_COPIES if copier.is_auto else 1.0)
     if problem:
         return problem, needs
     try:
@@ -152,9 +189,7 @@ def _take(
 
 
 def _kept_bytes() -> int:
-    """Return the size of the copies that this node keeps from an earlier start of the workers: of another
-    node's ranks, whose next copies take the same memory.
-    """
+    """Return the size of the copies, of another node's ranks, that this node keeps from an earlier start."""
     kept = 0
     for path in (path for paths in context.part(HeldCopies).paths.values() for path in paths):
         with contextlib.suppress(OSError):

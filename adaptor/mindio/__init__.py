@@ -58,10 +58,7 @@ def _require(settings: Config) -> None:
     """Refuse settings that need patches of the framework. Raises ConfigError."""
     if not settings.of(MindioSettings).provide_mindio:
         return
-    values: dict[str, object] = {
-        "HOST_COPY": settings.host_copy,
-        "VERIFY_EVERY": settings.verify_every != 0,
-    }
+    values: dict[str, object] = {"HOST_COPY": settings.host_copy, "VERIFY_EVERY": settings.verify_every != 0}
     values |= {name.upper(): settings.parts.get(name) for name in ("profile", "dump")}
     for name, value in values.items():
         if value:

@@ -8,7 +8,7 @@ from typing import Any
 
 from adaptor.errors import ConfigError
 from adaptor.mindio import job, replicas
-from adaptor.mindio.handlers import Handler
+from adaptor.mindio.trainee import Handler
 
 
 class OptimizerType(Enum):
@@ -349,12 +349,7 @@ def ttp_start_controller(ip: str, port: int) -> None:
 
 
 def ttp_init_processor(
-    rank: int,
-    dp_ranks: Any,
-    dp_size: int,
-    world_size: int,
-    replica: int = 2,
-    enable_local_copy: bool = False,
+    rank: int, dp_ranks: Any, dp_size: int, world_size: int, replica: int = 2, enable_local_copy: bool = False
 ) -> None:
     """Set rank, world size and the ranks with copies: `replica` is the distance between two copies.
 
@@ -370,9 +365,7 @@ def ttp_start_processor(ip: str, port: int) -> None:
 
 
 def ttp_register_save_ckpt_handler(func: Callable[[int, int, list[int], Any], Any]) -> None:
-    """Register `func(save_rank, step, rank_list, args)`, which saves this rank's part. An exception is a
-    failure.
-    """
+    """Register `func(save_rank, step, rank_list, args)`, which saves this rank's part, or raises."""
     job.get().handlers.save = Handler(_callable("ttp_register_save_ckpt_handler", func))
     job.get().handlers.older = True
 
@@ -392,3 +385,11 @@ def ttp_set_ckpt_args(args: Any) -> None:
 def ttp_to_persist(train: Callable[..., Any]) -> Callable[..., Any]:
     """Return `train` with protection: an exception does not end the process before others have saved."""
     return job.get().guard(train)
+
+
+# What the modules of the interface offer to scripts.
+__all__ = [
+    *("Action", "OptimizerType", "RepairType", "ReportState"),
+    *("get_device", "get_mindio_export_version", "set_mindio_export_version"),
+    *(name for name in dir() if name.startswith(("tft_", "ttp_"))),
+]

@@ -18,8 +18,8 @@ from adaptor import context, devices, output
 from adaptor.context import Context
 from adaptor.devices.device import HOST, Device
 from adaptor.errors import AdaptorError, ConfigError
-from adaptor.mindio.handlers import Handlers
 from adaptor.mindio.replicas import StateCopies
+from adaptor.mindio.trainee import Handlers
 from adaptor.protocol.messages import Phase
 from adaptor.worker import runtime
 
@@ -101,8 +101,6 @@ class Job:
 
         Args:
             call: the function of the interface, for messages.
-            rank: of this process.
-            world_size: the number of ranks.
             has_local_copy: the script will make a local copy.
 
         Raises:
@@ -131,9 +129,7 @@ class Job:
         self._joined("tft_start_copy_os").session.before_copy()
 
     def start_update(self, backup_step: int) -> None:
-        """Begin the script's update of its optimizer state; the script has a copy of `backup_step`, if not
-        -1.
-        """
+        """Begin the script's update; the script has a copy of `backup_step`, if not -1."""
         self._begin_if_known("tft_start_updating_os")
         session = self._joined("tft_start_updating_os").session
         if backup_step >= 0:
@@ -176,7 +172,6 @@ class Job:
         """Return `func`, the script's training: an exception is reported, and the process stays.
 
         Args:
-            func: the function.
             sets_args: returns whether the handlers get the arguments of `func` unchanged; None: they get none
         """
 
@@ -231,9 +226,7 @@ class Job:
             self._begin(call, self._loaded, has_ended=False)
 
     def _begin(self, call: str, step: int, *, has_ended: bool) -> None:
-        """Begin training with the live state of `step`; `has_ended`: the state of an update of unknown
-        number.
-        """
+        """Begin training with the live state of `step`; `has_ended`: of an update of unknown number."""
         worker = self._joined(call)
         if not self.replicas:
             raise ConfigError(
@@ -298,3 +291,58 @@ def _nothing() -> None:
 def get() -> Job:
     """Return the state of the interface in this process."""
     return context.part(Job)
+
+
+class ReplicaOptimizer:
+    """Base of a framework's optimizer whose shards have copies on other ranks: update window and dump.
+
+    Attributes:
+        current_step: the step of the optimizer state; during an update the next step
+        error_dump: a dump has begun: the next save is last words
+        save_args: of the dump: `step`, `rank` (the writer) and `rank_list` (the givers of shards)
+    """
+
+    current_step = 0
+    error_dump = False
+    save_args: dict[str, Any]
+
+    def begin_to_update(self, iteration: int) -> None:
+        """Begin the change of the state of `iteration`; return when the change may begin."""
+        interface = get()
+        interface.loaded(iteration)
+        interface.reached(iteration)
+        self.current_step = iteration
+        self.exchange()
+        if interface.has_local_copy:
+            interface.start_copy()
+            self.copy_state()
+        interface.start_update(iteration if interface.has_local_copy else -1)
+        # However the update ends, from here on the live state is not the state of `iteration`.
+        self.current_step = iteration + 1
+
+    def end_to_update(self) -> None:
+        """End the change of the state. Does not return while the job saves."""
+        self.update_copies()
+        get().end_update(self.current_step)
+
+    def exchange(self) -> None:
+        """Fetch the parts of this update for copies of other ranks' shards; after an exception the state is
+        intact.
+        """
+
+    def update_copies(self) -> None:
+        """Update this rank's copies of others' shards, without communication."""
+
+    def copy_state(self) -> None:
+        """Copy the state that an update changes; a dump of an earlier step reads the copy."""
+        raise NotImplementedError
+
+    def givers(self) -> list[int]:
+        """Return, for each shard of a dump, its giver among `rank_list`."""
+        (replicas,) = get().replicas
+        return replicas.givers(self.save_args["rank_list"])
+
+    def set_dump_args(self, rank: int, step: int, rank_list: list[int]) -> None:
+        """Prepare a dump of `step`: `rank` writes, the ranks of `rank_list` give shards."""
+        self.save_args = {"step": step, "rank": rank, "rank_list": rank_list}
+        self.error_dump = True

@@ -86,9 +86,7 @@ def of_older(rank: int, ranks: Any, size: Any, replica: Any, apart: int = 0) -> 
     """Return the replicas of the arguments of `ttp_init_processor`.
 
     Args:
-        rank: this rank.
         ranks: of the data-parallel group.
-        size: their number.
         replica: the distance of the two copies, in places of `ranks`; with `apart`, the number of copies.
         apart: the distance of the two copies of an optimizer that mirrors; 0 for others.
 

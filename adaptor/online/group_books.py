@@ -53,7 +53,6 @@ def adopt(group: Any, fresh: Any, number: int) -> int:
     """Register the backends of `fresh` in `group`.
 
     Args:
-        group: of the framework.
         fresh: a group made with the same arguments.
         number: of the first backend.
 

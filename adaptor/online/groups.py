@@ -34,9 +34,7 @@ LONE_BACKEND = "fake"
 
 
 class _Group(NamedTuple):
-    """A group, torch's arguments for the group, and the way torch reconnects the group; None: torch
-    cannot.
-    """
+    """A group, torch's arguments for it, and the way torch reconnects it; None: torch cannot."""
 
     group: Any
     arguments: dict[str, Any]
@@ -227,9 +225,7 @@ class Groups:
                 self._exchange_one(f"{name}@{occasion}", created, store)
 
     def sockets(self) -> frozenset[int]:
-        """Return the inodes of the groups' connections, which distinguish them from other sockets of the
-        process; from any thread.
-        """
+        """Return the inodes of the groups' connections; from any thread."""
         sockets_before = self._before
         return (
             self._sockets

@@ -24,9 +24,7 @@ class Loop(Protocol):
         """Return the chunks of the model."""
 
     def answers(self, step: int) -> Mapping[str, Any]:
-        """Return the answers that a newcomer, which joins at `step`, would have asked of other ranks at its
-        start.
-        """
+        """Return what a newcomer, which joins at `step`, would have asked of other ranks at its start."""
 
     def settle(self, step: int) -> None:
         """Forget what an exception has left half done; the data since `step` will be given again."""

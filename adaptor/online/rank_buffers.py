@@ -31,11 +31,7 @@ _EXPERT_BUFFERS = "megatron.core.transformer.moe.fused_a2a"
 
 
 class RankBuffers:
-    """The buffers of this process.
-
-    Args:
-        context: of this process.
-    """
+    """The buffers of this process."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -61,11 +57,7 @@ class RankBuffers:
             return self._initialize()
 
     def leave(self) -> None:
-        """Leave all buffers; nothing on the device uses the buffers any more.
-
-        Raises:
-            ExchangeError: a buffer cannot be made again in this process.
-        """
+        """Leave all buffers; nothing on the device uses the buffers any more. Raises ExchangeError."""
         if self._initialize is not None:
             sys.modules[_USER_BUFFERS].destroy_ub()  # local: no other rank takes part
         fused_a2a = sys.modules.get(_EXPERT_BUFFERS)

@@ -27,9 +27,6 @@ class _RedirectedStore(Store):
     store.
 
     The framework's store may wait for a lost rank; the store of a meeting can be abandoned.
-
-    Args:
-        store: of the framework.
     """
 
     def __init__(self, store: Any) -> None:
@@ -90,8 +87,6 @@ class Reconnection:
         """Close the connections of a group and connect the members again; all members call the function.
 
         Args:
-            group: of the framework.
-            occasion: the name of the exchange.
             store: where the members meet.
             handles: of the members, in the order of their ranks.
         """
@@ -151,7 +146,6 @@ def exchange(groups: Mapping[str, tuple[Any, Reconnection]], occasion: str, stor
 
     Args:
         groups: each group with its description, by name, in the same order on all ranks.
-        occasion: the name of the exchange.
         store: where the members meet; the keys must be new.
     """
     handles = {}

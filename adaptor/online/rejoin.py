@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -23,20 +24,66 @@ from adaptor.checkpoint.step_record import inner
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.context import Context
 from adaptor.errors import AdaptorError, CheckpointError
-from adaptor.online import newcomer, state, transfer
+from adaptor.online import state, transfer
 from adaptor.online.groups import Groups
 from adaptor.online.loop import Loop
-from adaptor.online.meeting import Meeting
-from adaptor.online.newcomer import TwinAnswer
 from adaptor.online.rank_buffers import RankBuffers
-from adaptor.online.transfer import TransferChannel
-from adaptor.online.unwinding import until_it_comes
-from adaptor.protocol.messages import Joined, Proceed, Regroup, Replacement
+from adaptor.online.state import TwinAnswer
+from adaptor.online.transfer import Meeting, TransferChannel
+from adaptor.protocol.messages import Joined, Proceed, Regroup, Replacement, Standing
 from adaptor.worker import runtime, stacks
+from adaptor.worker.abort_gloo import LOOK_S
 from adaptor.worker.door import Unwind
 from adaptor.worker.garbage import GarbageCollection
-from adaptor.worker.processor import CannotRejoinError, failed
+from adaptor.worker.processor import CannotRejoinError, MainThreadHangsError, failed
 from adaptor.worker.runtime import Runtime
+
+# When the connections of all groups are shut, what waits for them raises within milliseconds, and a wait for
+# work that gloo has forgotten is ended within half a second (`abort_gloo.Waker`). A main thread that stands
+# still for so long waits for others in a way that nothing here can end. On a machine with ten times more work
+# than cores each of these takes seconds; and the step is on disk, so a longer wait costs only time.
+UNWIND_S = 10.0
+
+
+def until_it_comes(
+    timeout_s: float,
+    shut: Callable[[], int],
+    is_done: Callable[[float], bool],
+    is_gone: Callable[[], bool],
+    *,
+    look: Callable[[], Standing | None] = stacks.awaited,
+) -> None:
+    """Wait until the main thread has done its part; `is_done` waits for a given number of seconds at most.
+
+    Args:
+        shut: is called until then: a connection breaks whenever the main thread comes to use it.
+        is_gone: returns whether the script has left its training loop.
+        look: returns the position of the main thread; None where the thread may stay for any time.
+
+    Raises:
+        MainThreadHangsError: the main thread waits for work that will not end.
+        CannotRejoinError: the time is over, or the script has left the loop.
+    """
+    since = time.monotonic()
+    until = since + timeout_s
+    standing_before = look()
+    while not is_done(max(0.0, min(LOOK_S, until - time.monotonic()))):
+        time_now = time.monotonic()
+        if time_now >= until:
+            raise CannotRejoinError("its main thread has not left the training loop in time")
+        if is_gone():
+            raise CannotRejoinError("its script has left the training loop")
+        shut()
+        standing = look()
+        if (
+            standing is None
+            or standing_before is None
+            or standing.stack_hashes != standing_before.stack_hashes
+        ):
+            standing_before, since = standing, time_now
+        elif time_now - since >= UNWIND_S:
+            raise MainThreadHangsError(f"its main thread hangs in {standing.where}")
+
 
 T = TypeVar("T")
 
@@ -45,8 +92,6 @@ class Rejoin:
     """The online recovery of a worker.
 
     Args:
-        worker: the worker, with session and connection to the agent.
-        groups: the worker's process groups.
         newcomer: this process replaces another.
     """
 
@@ -54,7 +99,7 @@ class Rejoin:
         self._worker = worker
         self._groups = groups
         self._session = worker.session
-        self._is_newcomer = newcomer  # until it has joined
+        self.newcomer = newcomer  # until it has joined
         self._changed = threading.Condition()
         self._order: Regroup | None = None  # the newest
         self._ready: Regroup | None = None  # for the main thread
@@ -71,15 +116,8 @@ class Rejoin:
         self._told: TwinAnswer | None = None  # in a newcomer
         worker.processor.go_round_by(self)
 
-    @property
-    def newcomer(self) -> bool:
-        """Return whether this process takes the place of another, and has not joined yet."""
-        return self._is_newcomer
-
     def set_online_support(self, why_not: str) -> None:
-        """On the main thread, before training begins: set the reason why this rank is not recovered online;
-        empty: the rank is recovered.
-        """
+        """Set, before training begins, why this rank is not recovered online; empty: the rank is."""
         self._worker.online = why_not
         # The framework's waits: torch's own cost it nothing.
         if not why_not and self._groups.are_gloo:
@@ -90,7 +128,10 @@ class Rejoin:
     # processor's threads
 
     def regroup(self, order: Regroup, wake: Callable[[frozenset[int]], int]) -> None:
-        """See `processor.OnlinePart`.
+        """Let the main thread leave, and do a survivor's work for newcomers; may take long.
+
+        Args:
+            wake: shuts the connections with these inodes; called until the main thread has left.
 
         Raises:
             Exception: this rank cannot take part; the rank's state is unchanged.
@@ -107,7 +148,7 @@ class Rejoin:
             self._order = order
             for meeting in (*self._ended, self._meeting):
                 meeting.abandon()
-            if self._is_newcomer:
+            if self.newcomer:
                 self._ready = order
                 self._changed.notify_all()
                 return
@@ -165,7 +206,7 @@ class Rejoin:
         return True
 
     def freeze(self, incident: int) -> None:
-        """See `processor.OnlinePart`."""
+        """Give up the attempts of earlier incidents: they change the training state no more; at once."""
         with self._changed:
             self._frozen = incident
             if self._order is not None and self._order.incident < incident:
@@ -174,17 +215,17 @@ class Rejoin:
                 self._changed.notify_all()
 
     def proceed(self, order: Proceed) -> None:
-        """See `processor.OnlinePart`."""
+        """Let the main thread go on; at once."""
         with self._changed:
             # From now on this is a survivor of the next incident, of which the order may come before the main
             # thread has seen this one; and no thread of this incident does anything more.
-            self._is_newcomer, self._order = False, None
+            self.newcomer, self._order = False, None
             self._session.door.open()
             self._recovered = order.incident
             self._changed.notify_all()
 
     def sockets(self) -> frozenset[int] | None:
-        """See `processor.OnlinePart`."""
+        """Return the inodes of the connections that a dump may shut; None: all, as this process ends then."""
         return None if self._worker.online else self._groups.sockets()
 
     def _answer(self, order: Regroup, replacement: Replacement) -> None:
@@ -212,9 +253,7 @@ class Rejoin:
     # main thread
 
     def run(self, loop: Loop, train: Callable[[], T]) -> T:
-        """Return the result of `train`, the framework's loop; `train` is called again after each incident
-        from which the job goes on.
-        """
+        """Return the result of the loop `train`, which is called again after each incident."""
         self._loop = loop
         context.part(GarbageCollection).resume()  # in a newcomer: it has started
         self._will_not_return = False
@@ -224,7 +263,7 @@ class Rejoin:
             self._will_not_return = True
 
     def _run(self, loop: Loop, train: Callable[[], T]) -> T:
-        if self._is_newcomer:
+        if self.newcomer:
             self._join()
         while True:
             try:
@@ -248,7 +287,7 @@ class Rejoin:
             self._changed.wait_for(lambda: self._ready is not None)
             order = self._ready
         assert order is not None
-        self._told = newcomer.ask_record(order, self._worker.rank, self._line_to(order))
+        self._told = state.ask_twin(order, self._worker.rank, self._line_to(order))
         return self._told
 
     def _line_to(self, order: Regroup) -> Callable[[int], TransferChannel]:
@@ -301,14 +340,14 @@ class Rejoin:
         groups, loop, session = self._groups, self._loop, self._session
         assert loop is not None
         trainee = session.trainee
-        answer = self._told if self._is_newcomer else None
+        answer = self._told if self.newcomer else None
         if session.copier is not None:
             session.copier.stop()
         if answer is not None:
             record = answer.record
             if record.step != order.step:
                 raise transfer.TransferError(f"it has read the data that follow step {record.step}")
-            newcomer.fetch(order, self._worker.rank, self._line_to(order), loop)
+            state.fetch_shards(order, self._worker.rank, self._line_to(order), loop)
         else:
             record = session.record_of(order.step)
             session.freezer.rest()  # what the abandoned step has queued there writes nothing later

@@ -58,11 +58,7 @@ class Replay(Iterator[Any]):
         return len(self._given.get(step, ()))
 
     def rewind(self, step: int) -> None:
-        """Replay all data read after `step`.
-
-        Raises:
-            CannotRejoinError: the data is no longer available.
-        """
+        """Replay all data read after `step`. Raises CannotRejoinError: the data is no longer available."""
         # torch's iterators have gone on before they raise, so the next read would give the item after it.
         if self._is_reading:
             raise CannotRejoinError("its data loader has failed, and would leave out what it was reading")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,26 +14,26 @@ from adaptor.checkpoint.shards import all_finite
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.devices.device import Device
-from adaptor.online.transfer import TransferError
+from adaptor.online import transfer
+from adaptor.online.loop import Loop
+from adaptor.online.transfer import TransferChannel, TransferError
+from adaptor.protocol.messages import Regroup, Replacement
 from adaptor.replica import optimizer_state
 from adaptor.worker.pace import Measures
 from adaptor.worker.processor import CannotRejoinError
 
 
 def own_shards(optimizer: Any) -> list[tuple[int, torch.optim.Optimizer]]:
-    """Return the shards updated here by a chain of optimizers, without copies of other ranks' shards: index
-    and optimizer.
-    """
+    """Return the index and optimizer of each shard updated here, without copies of others' shards."""
     return [(shard.index, shard.optimizer) for shard in shards.held_shards(optimizer)]
 
 
 class Given:
-    """The state of a step as given by a survivor (a `transfer.StateSource`).
+    """The state of a step as given by a survivor.
 
     Args:
         past: the step is before the last update, and so in the local copy.
         answers: returns the answers to a newcomer's start-up questions.
-        measures: durations of steps and phases.
         is_copied: whether this rank, and so every rank, makes copies in host memory.
     """
 
@@ -126,3 +126,51 @@ def require_finite(optimizers: Iterable[torch.optim.Optimizer]) -> None:
         values = itertools.chain(optimizer_state.values_of(optimizer), optimizer_state.tensors_of(optimizer))
         if not all(map(all_finite, values)):
             raise CannotRejoinError("its optimizer state is not finite")
+
+
+class TwinAnswer(NamedTuple):
+    """The data received by a newcomer from its twin.
+
+    Attributes:
+        answers: the answers to a newcomer's start-up questions
+        measures: durations of steps and phases (`Pace.measures`)
+        is_copied: whether all ranks make copies in host memory
+    """
+
+    record: StepRecord
+    answers: Mapping[str, Any]
+    measures: Measures
+    is_copied: bool
+
+
+def ask_twin(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel]) -> TwinAnswer:
+    """Ask the twin of `rank` where the job is."""
+    answer = transfer.ask_record(line_to(_replacement(order, rank).twin))
+    return TwinAnswer(record_of(answer), answer["answers"], answer["measures"], answer["is_copied"])
+
+
+def fetch_shards(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], loop: Loop) -> None:
+    """Receive the shards updated by this rank, and the untrained weights.
+
+    Raises:
+        TransferError: no rank gives a shard, or the shard does not fit.
+        CannotRejoinError: the received state is not finite.
+    """
+    own_replacement = _replacement(order, rank)
+    givers = {(source.group, source.index): source.source for source in own_replacement.sources}
+    own_shards_by_index = own_shards(loop.optimizer())
+    for index, optimizer in own_shards_by_index:
+        giver = givers.get((loop.group(), index))
+        if giver is None:
+            raise transfer.TransferError(f"no survivor sends shard {index}")
+        transfer.ask_shard(line_to(giver), index, optimizer)
+    weights = frozen(loop.model())
+    if weights:
+        transfer.ask_frozen(line_to(own_replacement.twin), weights)
+    for source in {own_replacement.twin, *givers.values()}:
+        transfer.end(line_to(source))
+    require_finite(optimizer for _, optimizer in own_shards_by_index)
+
+
+def _replacement(order: Regroup, rank: int) -> Replacement:
+    return next(replacement for replacement in order.replaced if replacement.rank == rank)

@@ -6,19 +6,102 @@ shard counts as received only if its checksum equals the sender's.
 
 from __future__ import annotations
 
+import enum
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
+import numpy
 import torch
 import xxhash
 
-from adaptor.devices.device import Device
-from adaptor.online import packing
+from adaptor.protocol.messages import Endpoint, Regroup
 from adaptor.replica import optimizer_state, twin
 from adaptor.replica.optimizer_state import StateEntry
 from adaptor.replica.ring import pieces
+
+_TENSOR, _ARRAY, _TUPLE, _BIG, _GENERATOR, _ENUM = 1, 2, 3, 4, 5, 6
+# What fits into a number of msgpack.
+_SMALL = range(-(1 << 63), 1 << 64)
+
+
+def pack(value: Any) -> bytes:
+    """Return `value` as bytes; nothing is ever unpickled.
+
+    A record contains the parts of checkpoints besides shards: numbers, text, tensors, numpy's arrays, members
+    of enums, and tuples and dicts of these types.
+
+    Raises:
+        TypeError: names the type of an element that cannot be passed on.
+    """
+    return msgspec.msgpack.encode(_plain(value))
+
+
+def unpack(data: bytes | memoryview) -> Any:
+    """Return what `pack` was given."""
+    return msgspec.msgpack.decode(data, ext_hook=_read)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        kind = str(value.dtype).removeprefix("torch.")
+        return _ext(_TENSOR, (kind, list(value.shape), flat.numpy().tobytes()))
+    if isinstance(value, torch.Generator):
+        return _ext(_GENERATOR, (str(value.device), _plain(value.get_state())))
+    if isinstance(value, numpy.ndarray):
+        return _ext(_ARRAY, (value.dtype.str, list(value.shape), value.tobytes()))
+    if isinstance(value, numpy.generic):
+        return _plain(value.item())
+    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
+        value_class = type(value)
+        return _ext(_ENUM, (value_class.__module__, value_class.__qualname__, value.name))
+    if isinstance(value, tuple):
+        return _ext(_TUPLE, [_plain(item) for item in value])
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, int) and not isinstance(value, bool) and value not in _SMALL:
+        return _ext(_BIG, str(value))
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value
+    raise TypeError(f"{type(value).__name__} cannot be passed on to a new process")
+
+
+def _ext(code: int, value: Any) -> msgspec.msgpack.Ext:
+    return msgspec.msgpack.Ext(code, msgspec.msgpack.encode(value))
+
+
+def _read(code: int, data: memoryview) -> Any:
+    if code == _TUPLE:
+        return tuple(unpack(data))
+    if code == _BIG:
+        return int(unpack(data))
+    if code == _GENERATOR:
+        device, state = unpack(data)
+        return torch.Generator(device).set_state(state)
+    if code == _ENUM:
+        return _member(*unpack(data))
+    kind, shape, content = unpack(data)
+    if code == _ARRAY:
+        return numpy.frombuffer(bytearray(content), dtype=numpy.dtype(kind)).reshape(shape)
+    flat = torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0).byte()
+    return flat.view(getattr(torch, kind)).reshape(shape)
+
+
+def _member(module: str, kind: str, name: str) -> enum.Enum:
+    """Return member `name` of an enum from a module that this process has imported, too. Raises TypeError."""
+    resolved: Any = sys.modules.get(module)
+    for part in kind.split("."):
+        resolved = getattr(resolved, part, None)
+    if not (isinstance(resolved, enum.EnumMeta) and name in resolved.__members__):
+        raise TypeError(f"{kind}.{name} of {module} is no member of an enum here")
+    member: enum.Enum = resolved[name]
+    return member
+
 
 # The ranks in a group of two.
 SOURCE, NEWCOMER = 0, 1
@@ -45,21 +128,6 @@ class Shard(msgspec.Struct, frozen=True):
     groups: list[dict[str, Any]]
     sizes: list[list[int]]
     states: list[list[StateEntry]]
-
-
-class StateSource(Protocol):
-    """The state that a survivor can give."""
-
-    device: Device
-
-    def record(self) -> Any:
-        """Return the step's record besides tensors, and the answers to a newcomer's start-up questions."""
-
-    def shard(self, index: int) -> torch.optim.Optimizer:
-        """Return the optimizer with shard `index` of this rank's group."""
-
-    def frozen(self) -> Sequence[torch.Tensor]:
-        """Return the weights of the model that are not trained."""
 
 
 class TransferChannel:
@@ -103,11 +171,7 @@ class TransferChannel:
         self.send(self._digest.digest())
 
     def receive_tensors(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Fill tensors with what was sent; return the number of bytes.
-
-        Raises:
-            TransferError: the checksum is not the sender's.
-        """
+        """Fill tensors with what was sent; return the number of bytes. Raises TransferError."""
         self._digest.reset()
         count = 0
         for tensor in tensors:
@@ -130,8 +194,11 @@ class TransferChannel:
         self._group.recv([tensor], self._other, 0).wait()
 
 
-def answer(channel: TransferChannel, source: StateSource, cancelled: Callable[[], bool]) -> None:
+def answer(channel: TransferChannel, source: Any, cancelled: Callable[[], bool]) -> None:
     """Answer the newcomer's requests, until the newcomer has everything, or `cancelled` is true.
+
+    Args:
+        source: gives the state (`state.Given`).
 
     Raises:
         TypeError: the state contains an element that cannot be passed on.
@@ -140,7 +207,7 @@ def answer(channel: TransferChannel, source: StateSource, cancelled: Callable[[]
     while not cancelled():
         request = msgspec.msgpack.decode(channel.receive(), type=Request)
         if request.what == RECORD:
-            channel.send(packing.pack(source.record()))
+            channel.send(pack(source.record()))
         elif request.what == SHARD:
             optimizer = source.shard(request.index)
             channel.send(optimizer_state.encode(describe(optimizer)))
@@ -164,7 +231,7 @@ def describe(optimizer: torch.optim.Optimizer) -> Shard:
 def ask_record(channel: TransferChannel) -> Any:
     """Return what the source's `record` returned."""
     channel.send(msgspec.msgpack.encode(Request(RECORD)))
-    return packing.unpack(channel.receive())
+    return unpack(channel.receive())
 
 
 def ask_shard(channel: TransferChannel, index: int, optimizer: torch.optim.Optimizer) -> int:
@@ -232,3 +299,66 @@ def _bytes(data: torch.Tensor) -> Any:
 
 def _counts(sizes: Sequence[Sequence[int]]) -> str:
     return " + ".join(str(len(group)) for group in sizes) or "no"
+
+
+class Meeting:
+    """The connections of a rank to the store of the controller's agent, attempt after attempt.
+
+    The keys begin with the incident and the attempt, so a late process meets no other process.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._stores: list[Any] = []
+        self._lines: dict[tuple[int, int], TransferChannel] = {}  # by attempt and source
+
+    def store(self, order: Regroup, name: str) -> Any:
+        """Return a store of this attempt, for one thread; the store is kept until `close`."""
+        from torch.distributed import PrefixStore
+
+        from adaptor.worker.dump_store import DumpStore
+
+        place = Endpoint(order.store_host, order.store_port)
+        store = DumpStore(place, order.store_secret, order.timeout_s)
+        self._stores.append(store)
+        return PrefixStore(f"ttp/{order.incident}/{order.attempt}/{name}", store)
+
+    def to_newcomer(self, order: Regroup, newcomer: int) -> TransferChannel:
+        """Return this survivor's end of a group with a newcomer."""
+        return self._meet(order, newcomer, self._rank, SOURCE)
+
+    def to_source(self, order: Regroup, source: int) -> TransferChannel:
+        """Return this newcomer's end of its group with a survivor."""
+        line_key = (order.attempt, source)
+        if line_key not in self._lines:
+            self._lines[line_key] = self._meet(order, self._rank, source, NEWCOMER)
+        return self._lines[line_key]
+
+    def _meet(self, order: Regroup, newcomer: int, source: int, place: int) -> TransferChannel:
+        from adaptor.worker.dump_store import meet
+
+        store = self.store(order, f"line/{newcomer}/{source}")
+        return TransferChannel(meet(store, "two", place, 2, order.timeout_s), 1 - place)
+
+    def abandon(self) -> None:
+        """Let whoever waits at a store raise; from any thread."""
+        for store in self._stores:
+            store.abandon()
+
+    def close(self) -> None:
+        """The job goes on."""
+        self._lines.clear()
+        for store in self._stores:
+            store.close()
+        self._stores.clear()
+
+    def rest(self, timeout_s: float) -> None:
+        """The job goes on, and process groups may come back to a store, as NCCL's do: keep this meeting, and
+        `abandon` the meeting when the next begins.
+
+        Args:
+            timeout_s: seconds for each wait at the store.
+        """
+        self._lines.clear()
+        for store in self._stores:
+            store.rest(timeout_s)

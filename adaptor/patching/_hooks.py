@@ -39,9 +39,6 @@ def around(
     function. The patch acts once, around `function`, even if `function` calls the patched original inside.
 
     Args:
-        group: the patches' group.
-        target: the name, "module:name".
-        function: the framework's new function.
         replacement: the part of `function` that replaces the target itself, if `function` is more than
             wrappers. If the part is patched itself, under the name of its definition, `function` is returned
             unchanged.
@@ -64,7 +61,6 @@ def arm(group: str, *, raises: bool = True, wait_for_claim: Collection[Unit] = (
     includes newly declared patches.
 
     Args:
-        group: the patches' group.
         raises: whether a misfit is an error.
         wait_for_claim: units that change nothing, and whose targets need not fit, until `claim` is called.
     """

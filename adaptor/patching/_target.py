@@ -33,11 +33,7 @@ class Expected:
 
     @classmethod
     def parse(cls, text: str) -> Expected:
-        """Parse `text`.
-
-        Raises:
-            ValueError: `text` is not in the language described above.
-        """
+        """Parse `text`. Raises ValueError: `text` is not in the language described above."""
         if not (text.startswith("(") and text.endswith(")")):
             raise ValueError(f"accepts={text!r}: must be in parentheses")
         parameters: list[Parameter] = []
@@ -92,9 +88,7 @@ def parameters_of(function: Callable[..., Any], bound: bool) -> tuple[Parameter,
 
 
 def render(parameters: tuple[Parameter, ...] | None) -> str:
-    """Return the parameters in the language of `accepts`, without values, which may differ between two
-    processes.
-    """
+    """Return the parameters in the language of `accepts`, without values, which may differ."""
     if parameters is None:
         return "(unknown)"
     parts: list[str] = []
@@ -134,9 +128,7 @@ class NotFitting(Exception):
 
 @dataclass(frozen=True, eq=False)
 class PatchTarget:
-    """A function in its place: `raw` is the attribute `name` of the owner, a module or class, own or
-    inherited.
-    """
+    """A function in its place: `raw` is the attribute `name` of a module or class, own or inherited."""
 
     module: ModuleType
     owner: Any
@@ -173,9 +165,7 @@ class PatchTarget:
         setattr(self.owner, self.name, wrapper)
 
     def restore(self) -> None:
-        """Restore the original: for an inherited method the attribute is deleted, or a copy would stay on the
-        subclass.
-        """
+        """Restore the original; of an inherited method the attribute is deleted."""
         if self.inherited:
             delattr(self.owner, self.name)
         else:

@@ -211,9 +211,7 @@ class Patch:
         return acts and (outside is None or not getattr(outside, "acts", False))
 
     def uninstall(self) -> None:
-        """Restore the original, unless another wrapper is around the wrapper, which then stays and does
-        nothing.
-        """
+        """Restore the original; a wrapper inside another wrapper stays and does nothing."""
         if self._place is not None and self._place.current() is self._wrapper:
             self._place.restore()
         self.status = PatchState.OFF
@@ -279,7 +277,6 @@ class Unit:
         "module:Class.method".
 
         Args:
-            target: the target.
             why: for the report.
             accepts: one signature or several, for a framework that changed the signature; the language:
                 `_target`.
@@ -371,11 +368,7 @@ class Unit:
             return None
 
     def outcomes(self, holders: Mapping[int, tuple[str, ...]]) -> tuple[Outcome, ...]:
-        """Return the outcome of each patch.
-
-        Args:
-            holders: modules that hold an original ("module:name"), by the id of the original.
-        """
+        """Return the outcome of each patch."""
         version = self.framework_version()
         in_range = _in_range(version, self.tested)
         silenced = self.armed and not self._fits

@@ -20,7 +20,7 @@ class Import(Message, frozen=True):
         path: their `sys.path`
         origins: their imported modules, in the order of import: names, and the files
         names: the functions and classes of the modules at the end of their imports
-            (`imported_names.codes_of`)
+            (`script_imports.codes_of`)
         variables: environment variables that a worker has changed
         of_a_rank: environment variables that differ between ranks: none may be read meanwhile
         environment: variables of all workers that the spare process does not have yet

@@ -14,11 +14,7 @@ from adaptor.replica import tolerance
 
 
 class ReplicaChoice:
-    """The choice of this job, a part of its context.
-
-    Args:
-        context: of this process; TTP_REPLICA is the user's choice.
-    """
+    """The choice of this job, a part of its context."""
 
     def __init__(self, context: Context) -> None:
         self._setting = context.settings.replica
@@ -72,9 +68,7 @@ class ReplicaChoice:
         return setting
 
     def cannot_split(self, reason: str) -> None:
-        """Record why `split` cannot use this framework's optimizer instances in this job; empty: `split` can
-        be used.
-        """
+        """Record why `split` cannot be used in this job; empty: `split` can be used."""
         self._no_split = reason
 
     def has_lone_experts(self, alone: bool) -> None:
@@ -85,16 +79,7 @@ class ReplicaChoice:
         self._has_lone_experts = alone
 
     def decide(self, distributed_optimizer: bool, size: int, experts: int = 0) -> None:
-        """Take the framework's arguments before anything is built.
-
-        Args:
-            distributed_optimizer: whether the job has a distributed optimizer.
-            size: of the data-parallel group.
-            experts: number of ranks with the same experts.
-
-        Raises:
-            UnsupportedError: like `replica`.
-        """
+        """Take the framework's arguments before anything is built. Raises UnsupportedError."""
         self._distributed_optimizer = distributed_optimizer
         if distributed_optimizer:
             self.replica(size, experts)
@@ -145,9 +130,6 @@ def describe(
     """Return the line about replicas that `ttprun` prints at the start.
 
     Args:
-        size: of the data-parallel group.
-        instances: optimizer instances.
-        sharded: whether the optimizer is distributed.
         elements: number of main-param elements that rank 0 updates.
         mirrored: bytes of the rank's mirrors.
         alone: whether experts have no second copy, because no other rank has the same.

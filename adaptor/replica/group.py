@@ -129,7 +129,6 @@ def gather_all(value: T, everyone: dist.ProcessGroup) -> list[T]:
 
     Args:
         value: of this rank; it can be pickled.
-        everyone: the group of all ranks.
 
     Raises:
         RuntimeError: a rank is gone.

@@ -69,9 +69,7 @@ class Ring:
             _land(*message)
 
     def _post(self, out: torch.Tensor | None, landing: torch.Tensor | None) -> list[dist.Work]:
-        """Begin to send a message and to receive a message; neither tensor may change before both have
-        ended.
-        """
+        """Begin to send and to receive a message; neither tensor may change before both have ended."""
         if self._device.type == "cpu":
             # gloo has no batches. Not by `dist.isend`, which copies on a CPU that stands in for a device:
             # what is sent here stays as it is.
@@ -91,7 +89,6 @@ class Ring:
         """Send and receive any number of bytes, with float32 tensors in the same messages.
 
         Args:
-            outgoing: the bytes.
             out: flat float32 tensors, all on the device of `inbox`.
             inbox: made by `make_inbox` for as many numbers as the other rank gives.
 

@@ -23,21 +23,14 @@ def steps_between_copies(host_copy: int | None) -> int:
 
 
 def alone(copied: int) -> str:
-    """Return the faults that a job with a lone shard survives, in words.
-
-    Args:
-        copied: the most steps between two copies in host memory; 0: none are made.
-    """
+    """Return the faults that a job with a lone shard survives, in words."""
     if copied:
         return f"exceptions are survived; a process that dies costs up to {copied} steps (TTP_HOST_COPY)"
     return "exceptions are survived, the death of a process is not"
 
 
 def survives(
-    kind: str,
-    shares: Mapping[int, Iterable[Share]],
-    node_of: Mapping[int, int],
-    copied: int | None = 0,
+    kind: str, shares: Mapping[int, Iterable[Share]], node_of: Mapping[int, int], copied: int | None = 0
 ) -> str:
     """Return the losses that a job survives, in words.
 

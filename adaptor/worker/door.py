@@ -30,20 +30,15 @@ class Door:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._closed = False
+        self.closed = False
         self._inside = 0
         self._let_through: int | None = None
         self._turns_away = False
 
     @property
-    def closed(self) -> bool:
-        """Return whether nobody may pass."""
-        return self._closed
-
-    @property
     def is_sealed(self) -> bool:
         """Return whether the door is closed, and no window is open."""
-        return self._closed and not self._inside
+        return self.closed and not self._inside
 
     def enter(self, window: int) -> None:
         """Open a window; waits while the door is closed, until the controller lets this window pass.
@@ -52,7 +47,7 @@ class Door:
             Unwind: everybody is turned away.
         """
         with self._changed:
-            while self._closed and (self._turns_away or self._let_through != window):
+            while self.closed and (self._turns_away or self._let_through != window):
                 if self._turns_away:
                     raise Unwind
                 self._changed.wait()
@@ -66,13 +61,13 @@ class Door:
     def close(self, timeout_s: float) -> bool:
         """Close, then wait for an open window to end; False: the window has not ended after `timeout_s`."""
         with self._changed:
-            self._closed = True
+            self.closed = True
             return self._changed.wait_for(lambda: self._inside == 0, timeout_s)
 
     def shut(self) -> None:
         """Close without waiting: for the main thread itself, which is not inside."""
         with self._changed:
-            self._closed = True
+            self.closed = True
 
     def let_through(self, step: int | None) -> None:
         """Let the window of `step` open, and no other; None: none."""
@@ -98,7 +93,7 @@ class Door:
     def open(self) -> None:
         """Let every window open again: the incident is over, and this process goes on."""
         with self._changed:
-            self._closed = self._turns_away = False
+            self.closed = self._turns_away = False
             self._let_through = None
             self._changed.notify_all()
 

@@ -36,8 +36,6 @@ def follow(
     """Follow an order to dump; the call may take long.
 
     Args:
-        rank: of this process.
-        session: of this process, in which training has begun.
         store_port: of the framework's own store, whose connections are left alone.
         is_current: returns False once a newer order has come.
         sockets: returns the inodes of the connections that may be shut; None: all.

@@ -59,11 +59,7 @@ class DumpStore(Store):
             connection.sendall(wire.frame(Keep(key, bytes(value))))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Return when the store has all `keys`.
-
-        Raises:
-            TimeoutError: keys are missing after `timeout`.
-        """
+        """Return when the store has all `keys`. Raises TimeoutError: keys are missing after `timeout`."""
         until = time.monotonic() + (self._timeout_s if timeout is None else timeout.total_seconds())
         missing = [key for key in keys if key not in self._values]
         if not missing:
@@ -90,9 +86,7 @@ class DumpStore(Store):
         return self._values[key]
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether this end knows all `keys`: torch calls the method, and the adaptor does not depend
-        on the result.
-        """
+        """Return whether this end knows all `keys`; torch calls the method."""
         return all(key in self._values for key in keys)
 
     @contextlib.contextmanager

@@ -20,12 +20,7 @@ from adaptor.worker.update_window import UpdateWindow
 
 
 class Freezer:
-    """The freezer of one rank.
-
-    Args:
-        board: of this rank.
-        window: the window in which the main thread changes the state.
-    """
+    """The freezer of one rank."""
 
     def __init__(self, board: Board, window: UpdateWindow) -> None:
         self.board = board
@@ -88,7 +83,6 @@ class Freezer:
         """Close the door, and wait until no update is in flight.
 
         Args:
-            timeout_s: seconds to wait.
             is_repeated: the order is repeated in the same incident: a dump may run, and is not disturbed.
 
         Returns:
@@ -116,7 +110,6 @@ class Freezer:
         Args:
             step: the step that the door has let through, or a finished step.
             wake: takes the main thread out of the barrier, where the thread may still hang.
-            timeout_s: seconds to wait.
 
         Raises:
             TimeoutError: the update was not done after `timeout_s`.

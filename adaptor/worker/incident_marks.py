@@ -1,4 +1,4 @@
-"""Marks incidents in the framework's own logs: TensorBoard and Weights & Biases.
+"""Marks incidents in the framework's own logs, TensorBoard and Weights & Biases, and ends a run of W&B.
 
 The rank that writes the logs learns of each incident from its agent: before its start by the environment,
 after surviving an incident by the order to go on. The training thread writes the mark after the first step
@@ -9,32 +9,14 @@ steps.
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping
-from typing import Protocol
+from typing import Any
 
-from adaptor import output, text
+from adaptor import output, text, threads
 from adaptor.context import Context
 from adaptor.protocol.environment import Generation
 
 # The incident as a point among the curves, and as text.
 MARK, LINE = "ttp/incident", "ttp/incident_line"
-
-
-class Curves(Protocol):
-    """The methods of TensorBoard's `SummaryWriter` that marks need."""
-
-    def add_scalar(self, tag: str, value: float, step: int, /) -> object:
-        """Add a point to a curve."""
-
-    def add_text(self, tag: str, text: str, step: int, /) -> object:
-        """Add a text."""
-
-
-class Run(Protocol):
-    """The function of the module `wandb` that marks need."""
-
-    def log(self, values: Mapping[str, object], step: int, /) -> object:
-        """Add values to a step."""
 
 
 class IncidentMarks:
@@ -53,7 +35,7 @@ class IncidentMarks:
         """Add the incident that `line` tells of; any thread may."""
         self._lines.append(line)
 
-    def write(self, step: int, tensorboard: Curves | None, wandb: Run | None) -> None:
+    def write(self, step: int, tensorboard: Any, wandb: Any) -> None:
         """Mark the unmarked incidents.
 
         Args:
@@ -72,3 +54,34 @@ class IncidentMarks:
                 output.tell(
                     f"[ttp] the incident is not marked in the framework's log: {text.describe(error)}"
                 )
+
+
+# Together with the worker's last messages below the time after which the agent ends the worker.
+END_OF_RUN_S = 1.5
+
+
+class OpenRun:
+    """The run of Weights & Biases that the framework writes to, a part of its process's context.
+
+    A worker that is ended after a verdict does not take its interpreter down, which would end the run. The
+    client's service, a separate process, drops data as soon as the worker is gone: for an offline run
+    everything that fits in 32 KiB, for any other run all unsent data.
+
+    Attributes:
+        client: the module `wandb`; None: no run
+    """
+
+    def __init__(self, _context: Context) -> None:
+        self.client: Any = None
+
+    def end(self, limit_s: float = END_OF_RUN_S) -> None:
+        """Mark the run as failed and end it; return after `limit_s` seconds at the latest."""
+        if (client := self.client) is not None:
+            threads.within(limit_s, lambda: _finish(client), name="ttp-open-run")
+
+
+def _finish(client: Any) -> None:
+    try:
+        client.finish(exit_code=1)
+    except Exception as error:  # the run is for people: the worker leaves
+        output.tell(f"[ttp] the run of W&B was not ended: {text.describe(error)}")

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from adaptor.worker import thread_frames
+from adaptor.worker import stacks
 
 # Between two looks. A thread at the same instruction in both stands in a call; running code moves on.
 _LOOK_S = 0.02
@@ -61,7 +61,7 @@ def interrupt(may: Callable[[], bool] = lambda: True) -> bool:
 
 
 def _place(thread: int) -> tuple[FrameType, int] | None:
-    frame = thread_frames.of(thread)
+    frame = stacks.frame_of(thread)
     return None if frame is None else (frame, frame.f_lasti)
 
 

@@ -59,9 +59,6 @@ def origin_of(error: BaseException, finished: int, stage: int, *, trains: bool, 
 
     Args:
         finished: the step that this rank has finished, -1 before training.
-        stage: the stage of the script.
-        trains: training has begun on this rank.
-        is_restart: this is not the first start of the job.
     """
     mistake = not trains and not is_restart and _is_a_mistake(error)
     lasting = (not trains or stage != ScriptStage.TRAINING) and _is_lasting(error)

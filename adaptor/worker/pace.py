@@ -61,9 +61,7 @@ class Pace:
         self._board.enter(step)
 
     def await_step(self, step: int) -> None:
-        """Count this rank as being in `step`: in an online recovery each rank waits for all others before the
-        step.
-        """
+        """Count this rank as in `step`: in an online recovery each rank waits for all others before it."""
         self._board.leave(self._slowest)
         self._board.enter(step)
 
@@ -81,9 +79,7 @@ class Pace:
         self._board.leave(self._slowest)
 
     def abandon_step(self) -> None:
-        """The running step was abandoned: the step runs no longer, and its duration is not used as a
-        measure.
-        """
+        """Abandon the running step: its duration is no measure."""
         if self._board.inside >= 0:
             self._board.leave(self._slowest)
 
@@ -137,9 +133,7 @@ class Pace:
         self._board.spend("load", time.monotonic() - begun_at)
 
     def measures(self) -> Measures:
-        """Return the durations of steps and phases in this process, for the replacement of another
-        process.
-        """
+        """Return the durations of steps and phases, for a process that takes the place of another."""
         return {
             "first": 0.0 if self._unusual and not self._knows_first else self._first,
             "steps": list(self._took),

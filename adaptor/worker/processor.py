@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from adaptor import context, output, text, threads
 from adaptor.descriptors import Descriptors
@@ -46,10 +46,9 @@ from adaptor.protocol.messages import (
     TimelineEvent,
     ToWorker,
 )
-from adaptor.worker import abort_gloo, dump_order, flight_recorder, modules, stacks
+from adaptor.worker import abort_gloo, dump_order, script_imports, stacks
 from adaptor.worker.end_signals import EndSignals
-from adaptor.worker.incident_marks import IncidentMarks
-from adaptor.worker.open_run import OpenRun
+from adaptor.worker.incident_marks import IncidentMarks, OpenRun
 from adaptor.worker.session import Session
 
 T = TypeVar("T")
@@ -80,38 +79,6 @@ class MainThreadHangsError(CannotRejoinError):
     """The main thread waits for what will not come any more."""
 
 
-class OnlinePart(Protocol):
-    """The online recovery of this process (`adaptor.online`), started by the processor."""
-
-    def regroup(self, order: Regroup, wake: Callable[[frozenset[int]], int]) -> None:
-        """Let the main thread leave, and do a survivor's work for newcomers; may take long.
-
-        Args:
-            wake: shuts the connections with these inodes; called until the main thread has left.
-        """
-
-    def freeze(self, incident: int) -> None:
-        """Give up the attempts of earlier incidents: they change the training state no more; at once."""
-
-    def proceed(self, order: Proceed) -> None:
-        """Let the main thread go on; at once."""
-
-    def sockets(self) -> frozenset[int] | None:
-        """Return the inodes of the connections that may be shut for a dump; None: all, because this process
-        ends after the dump.
-        """
-
-
-class ScriptHandlers(Protocol):
-    """A script with its own save handlers."""
-
-    def name(self, step: int) -> None:
-        """Publish the saved `step` under its name; an exception becomes the reason for a missing name."""
-
-    def leave(self) -> None:
-        """Do what the script does before the process ends; raises nothing."""
-
-
 class Processor:
     """Connects to the agent at `address` (an abstract unix socket) and serves it until the process ends."""
 
@@ -129,17 +96,17 @@ class Processor:
         )
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._connection.connect("\0" + address)
-        self._session: Session | None = None
+        self._session: Session  # from `start` on
         self._current = (0, 0)  # the incident and the attempt of the newest order
-        self._handlers: ScriptHandlers | None = None
-        self._rejoin: OnlinePart | None = None
+        self._handlers: Any = None  # `mindio.job.Job`, where a script has its own save handlers
+        self._rejoin: Any = None  # `online.rejoin.Rejoin`, where the training loop can be called again
         self._rejoin_is_known = threading.Event()
         self.exit_code = EXIT_SURVIVOR
         self._descriptors = Descriptors(DESCRIPTORS)
         self._modules_probed = False
         self.held = ""  # shown for this rank if the verdict blames the rank
 
-    def use_handlers(self, handlers: ScriptHandlers) -> None:
+    def use_handlers(self, handlers: Any) -> None:
         """Let the script's own handlers name what was saved, and be told before the process ends."""
         self._handlers = handlers
 
@@ -160,7 +127,6 @@ class Processor:
 
     def tell_end_of_script(self) -> None:
         """Answer `EndScript`; from any thread."""
-        assert self._session is not None
         self.say(Frozen(self._rank, self._current[0], self._session.board.record()))
 
     def _serve(self) -> None:
@@ -197,7 +163,6 @@ class Processor:
     def _obey(self, order: ToWorker) -> None:
         match order:
             case Freeze():
-                assert self._session is not None
                 self._descriptors.release()
                 is_repeated = order.incident == self._current[0]
                 if not is_repeated:  # a repeated order only asks for a sign of life
@@ -210,17 +175,14 @@ class Processor:
                 self._in_thread("freeze", functools.partial(self._freeze, is_repeated=is_repeated), order)
             case Dump():
                 self._current = (order.incident, order.attempt)
-                assert self._session is not None
                 # Here, not in a thread: in the order of the attempts, so that no older one opens the door.
                 self._session.door.let_through(order.step)
                 self._in_thread("dump", self._dump, order)
             case Regroup():
                 self._current = (order.incident, order.attempt)
-                assert self._session is not None
                 self._session.door.let_through(order.step)
                 self._in_thread("regroup", self._regroup, order)
             case Proceed():
-                assert self._rejoin is not None
                 self.exit_code, self.held = EXIT_SURVIVOR, ""
                 self._rejoin.proceed(order)
                 self._descriptors = Descriptors(DESCRIPTORS)  # for the next incident
@@ -228,7 +190,6 @@ class Processor:
             case Rename():
                 self._in_thread("rename", self._rename, order)
             case BusyProbe():
-                assert self._session is not None
                 self.say(BusyReport(self._rank, self._session.end_step_left_by_break() or stacks.busy()))
             case PresenceProbe():
                 self.say(Present(self._rank, order.incident))
@@ -238,7 +199,6 @@ class Processor:
                     self._modules_probed = True
                     self._in_thread("modules", self._tell_modules, order)
             case EndScript():
-                assert self._session is not None
                 self._session.script_may_end.set()
             case Exit():
                 self._send_queued()
@@ -272,7 +232,6 @@ class Processor:
         return TimelineEvent(self._rank, self._current[0], time.time(), event_name, detail)
 
     def _freeze(self, order: Freeze, is_repeated: bool) -> None:
-        assert self._session is not None
         standing = self._look(order.incident) if order.stacks else None
         board = self._session.freezer.freeze(self._timeout_s / 2, is_repeated)
         if board is not None:  # None: this rank is no holder, and the controller does not wait longer
@@ -295,11 +254,9 @@ class Processor:
         return standing
 
     def _tell_modules(self, _probe: ModulesProbe) -> None:
-        """Report the imported modules. The report looks at foreign objects, which may raise anything, or
-        hang.
-        """
+        """Report the imported modules, foreign objects, which may raise anything, or hang."""
         try:
-            module_report = modules.of_this_process(self._rank)
+            module_report = script_imports.modules_of_this_process(self._rank)
         except BaseException as error:
             output.tell(
                 f"[ttp] rank {self._rank}: no spare process waits on its node: what it has imported cannot be"
@@ -314,11 +271,10 @@ class Processor:
             environment.stack_folder_of(self._stacks_folder, incident) / f"rank{self._rank}.collectives.json"
         )
         with contextlib.suppress(Exception):  # the record is for people; the save goes on without the record
-            if collectives_text := flight_recorder.write(path):
+            if collectives_text := stacks.write_collectives(path):
                 self._note("collectives", collectives_text)
 
     def _dump(self, order: Dump) -> None:
-        assert self._session is not None
         dump_order.follow(
             order,
             self._rank,
@@ -330,7 +286,7 @@ class Processor:
             note=self._note,
         )
 
-    def go_round_by(self, rejoin: OnlinePart | None) -> None:
+    def go_round_by(self, rejoin: Any) -> None:
         """Set how the training loop is called again, at the start of a worker; None: not at all."""
         self._rejoin = rejoin
         self._rejoin_is_known.set()
@@ -349,7 +305,6 @@ class Processor:
     def _rename(self, order: Rename) -> None:
         reason = ""
         try:
-            assert self._handlers is not None
             self._handlers.name(order.step)
         except (Exception, SystemExit) as error:  # the script's own exception decides the end of the job
             reason = text.describe(error)

@@ -8,7 +8,7 @@ import pkgutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from adaptor import context, engines, hooks, output, text
 from adaptor.config import Config
@@ -28,12 +28,11 @@ from adaptor.protocol.environment import (
 )
 from adaptor.protocol.messages import Copied, Layout, Origin, Raised, Refused, Unprotected
 from adaptor.protocol.state_provider import Trainee
-from adaptor.worker import leftover_threads, stacks
-from adaptor.worker.engine import WorkerRuntime
+from adaptor.worker import stacks
 from adaptor.worker.origin import calls_of, innermost, may_be_an_echo, origin_of, outline
 from adaptor.worker.processor import Processor
 from adaptor.worker.session import Session, drop_sigchld_handler
-from adaptor.worker.unprotected import UnprotectedTraining
+from adaptor.worker.unprotected import UnprotectedTraining, WorkerRuntime
 
 # TTP_ONLINE is 0: nobody needs to know why.
 OFF = "off"
@@ -41,17 +40,6 @@ OFF = "off"
 UNDECIDED = "its training loop has not begun"
 
 _runtime: WorkerRuntime | None = None
-
-
-class RememberedGroups(Protocol):
-    """The process groups that are remembered for an online recovery (`adaptor.online`)."""
-
-    @property
-    def most_exchanges(self) -> int:
-        """Return how often the connections of the groups can be made anew; 0: any number of times."""
-
-    def forget(self) -> None:
-        """Remember no group any more: this job is not recovered online."""
 
 
 class Runtime:
@@ -78,15 +66,11 @@ class Runtime:
         board = Board(self.rank, environ[BOARD], environ[BOARD_RANKS])
         board.hold_lifeline()
         self.session = Session(
-            board,
-            self._send_layout,
-            self._send_broken_barrier,
-            self._print_protected,
-            hooks.of_worker(),
+            board, self._send_layout, self._send_broken_barrier, self._print_protected, hooks.of_worker()
         )
         # The reason, for the user, why this rank is not recovered online; empty: the rank is recovered.
         self.online = "its training loop cannot be called again" if settings.online_s else OFF
-        self.groups: RememberedGroups | None = None  # remembered for an online recovery
+        self.groups: Any = None  # `online.groups.Groups`, remembered for an online recovery
         self.processor.start(self.session)
 
     def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
@@ -137,7 +121,7 @@ class Runtime:
             self.processor.tell_end_of_script()
         for hook in hooks.of_worker():
             hook.close()
-        leftover_threads.end_after(self._timeout_s, self.rank)
+        stacks.end_leftovers_after(self._timeout_s, self.rank)
 
     def not_protected(self, reason: str) -> None:
         """Report that the script's training cannot be saved; the script goes on."""
@@ -227,9 +211,7 @@ class Runtime:
 
 
 def summarize(error: BaseException) -> str:
-    """Return an exception in one line; an exception without a message is shown with the place of its
-    `raise`.
-    """
+    """Return an exception in one line; without a message, with the place of its `raise`."""
     kind, calls = type(error).__name__, calls_of(error)
     if not text.say(error) and calls:
         path, line = calls[-1]
@@ -253,11 +235,7 @@ def training() -> bool:
 
 
 def begin() -> WorkerRuntime:
-    """Make the runtime of this process, a worker started by ttprun, by TTP_ENGINE.
-
-    Raises:
-        StartError: the process was not started by `ttprun`.
-    """
+    """Make the runtime of this process, a worker started by ttprun, by TTP_ENGINE. Raises StartError."""
     global _runtime
     if AGENT not in os.environ:
         raise StartError(NOT_BY_TTPRUN)

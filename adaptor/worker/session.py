@@ -3,7 +3,7 @@
 The main thread calls `begin_training`, then in every step `begin_step`, `before_update` and `after_update`
 (from the optimizer's own step hooks) and `end_update`. The processor's threads call the rest, and the freezer
 (`freezer`). Between the two stand the door, through which the update window (`update_window`) is entered, and
-the history of steps (`step_history`); no lock is held across a call into the framework.
+the history of steps; no lock is held across a call into the framework.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any, NoReturn
 from adaptor.hooks import WorkerHooks
 from adaptor.protocol.board import Board
 from adaptor.protocol.state_provider import StateCopier, Trainee
-from adaptor.worker import step_checks
+from adaptor.worker import update_window
 from adaptor.worker.door import PUBLISH
 from adaptor.worker.freezer import Freezer
-from adaptor.worker.loop_position import LoopPosition
 from adaptor.worker.pace import Measures, Pace
-from adaptor.worker.step_history import TakenRecord
-from adaptor.worker.update_window import UpdateWindow
+from adaptor.worker.stacks import LoopPosition
+from adaptor.worker.update_window import TakenRecord, UpdateWindow
 
 
 class Session:
@@ -41,7 +40,6 @@ class Session:
         """Make the session.
 
         Args:
-            board: of this rank.
             send_layout: tells the agent this rank's shards and the step from which training goes on.
             report_broken_barrier: tells the agent that the barrier broke.
             on_protected: is called once, at the first finished step.
@@ -101,7 +99,6 @@ class Session:
         """Begin training.
 
         Args:
-            trainee: the training state.
             inner_optimizers: the optimizers whose updates make a step.
             origin: the step of the state, from which training goes on.
         """
@@ -154,9 +151,7 @@ class Session:
         self.pace.abandon_step()
 
     def tell_again(self) -> None:
-        """Report this rank's shards to the agent once more: the way of recovery was decided after training
-        began.
-        """
+        """Report this rank's shards once more: the way of recovery was decided after training began."""
         assert self.trainee is not None
         self._send_layout(self.trainee, self._origin)
 
@@ -180,13 +175,9 @@ class Session:
             hook.close()
 
     def require_next(self, step: int) -> None:
-        """Check the number of the next step, in a loop that numbers steps by itself.
-
-        Raises:
-            StepError: another step was expected.
-        """
+        """Check the number of the next step, in a loop that numbers steps by itself. Raises StepError."""
         if self.trainee is not None:
-            step_checks.require_next(step, self._step, self.board.finished)
+            update_window.require_next(step, self._step, self.board.finished)
 
     def begin_step(
         self,
@@ -261,7 +252,7 @@ class Session:
         if updates_finish and self.window.is_open:
             missing = self.window.waits_for
             self._leave_earlier_step()
-            raise step_checks.part_of_an_update(step, missing, self.window.inner_count)
+            raise update_window.part_of_an_update(step, missing, self.window.inner_count)
         self.end_step()
 
     def end_step(self) -> None:
@@ -317,7 +308,7 @@ class Session:
         if self.trainee is None or self._step < 0 or self.window.is_open or not self.window.owns(optimizer):
             return
         if not self.window.is_copying:
-            step_checks.require_first_update(self._step, self.board.finished)
+            update_window.require_first_update(self._step, self.board.finished)
         for hook in self._hooks:
             hook.before_update()
         if self.copier is not None:
@@ -344,12 +335,10 @@ class Session:
         """
         self.window.was_bypassed(self._step)
         kinds = " and ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
-        raise step_checks.update_without_hooks(self._step, kinds)
+        raise update_window.update_without_hooks(self._step, kinds)
 
     def update_nothing(self) -> None:
-        """Pass the door together with the other ranks, on a rank that trains nothing (a frozen pipeline
-        stage).
-        """
+        """Pass the door with the other ranks, on a rank that trains nothing (a frozen pipeline stage)."""
         if self.trainee is None or self._step < 0 or self.window.inner_count:
             return
         self.window.open(self.trainee, self._step)
@@ -447,9 +436,7 @@ class Session:
         return step < self.board.live
 
     def record_of(self, step: int) -> Any:
-        """Return the record of `step`: everything besides tensors. Raises LookupError if the record has been
-        dropped.
-        """
+        """Return everything of `step` besides tensors. Raises LookupError if the record has been dropped."""
         assert self.trainee is not None
         return self._history.record_of(step, self.trainee)
 

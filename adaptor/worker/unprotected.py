@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from types import ModuleType
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import wrapt
@@ -18,8 +19,34 @@ import wrapt
 from adaptor import patching
 from adaptor.context import Context
 from adaptor.errors import StartError
-from adaptor.worker.engine import WorkerRuntime
 from adaptor.worker.session import Session
+
+
+class WorkerRuntime(Protocol):
+    """A worker's session and its reports of failures, the same for each engine (TTP_ENGINE)."""
+
+    rank: int
+    pid: int  # of the worker; a forked child has another number, and is no worker
+    session: Session
+
+    def hear_signals(self) -> None:
+        """Install the handlers of signals; on the main thread."""
+
+    def refuse(self, reason: str) -> None:
+        """Refuse the job, in one line; does not return."""
+
+    def raised(self, error: str, exit_code: int, by: BaseException | None = None) -> None:
+        """Report that an exception left the script; the state is kept."""
+
+    def hold_after(self, error: BaseException) -> None:
+        """Report the exception, and keep the process, whose state may be saved."""
+
+    def not_protected(self, reason: str) -> None:
+        """Report why the training of this process cannot be saved."""
+
+    def finish(self) -> None:
+        """Report that the script has come to its end."""
+
 
 # The number of updates of an optimizer that count as training. A framework makes one or two empty ones, to
 # create the state that an optimizer has after its first update.
@@ -143,11 +170,7 @@ class UnprotectedTraining:
         return f"{reason}; {_CLAIM}"
 
     def arm(self, worker: Callable[[], WorkerRuntime | None]) -> None:
-        """Watch the updates of this process from now on, if the process is a worker.
-
-        Args:
-            worker: returns this process's runtime, None outside of a worker.
-        """
+        """Watch the updates of this process from now on, if the process is a worker."""
         self._armed = True
         wrapt.register_post_import_hook(partial(self._hook, worker), "torch.optim.optimizer")
 

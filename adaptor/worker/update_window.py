@@ -10,23 +10,103 @@ last collective of the step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from adaptor.devices.device import Device
+from adaptor.errors import StepError, UnsupportedError
 from adaptor.protocol.board import Board
 from adaptor.protocol.messages import Phase
 from adaptor.protocol.state_provider import StepVerifier, Trainee
 from adaptor.worker.door import Door, Unwind
 from adaptor.worker.interruption import CollectiveEndedError
-from adaptor.worker.step_history import StepHistory
+
+# The longest wait, in seconds, for the device's copy of a record: a collective that never ends may be queued
+# before it.
+RECORD_S = 2.0
+
+
+class TakenRecord(NamedTuple):
+    """A record, and the device's event after which the tensors are complete; None: complete already."""
+
+    record: Any
+    mark: Any
+
+
+@dataclass(frozen=True)
+class _Content:
+    """The content of the history.
+
+    Attributes:
+        records: by finished step.
+        snapshot_step: the newest step that was updated or skipped.
+        snapshot: the changes of the step before its update.
+        updated: whether the step was updated; False: the step was skipped.
+    """
+
+    records: dict[int, TakenRecord] = field(default_factory=dict)
+    snapshot_step: int = -1
+    snapshot: Any = None
+    updated: bool = True
+
+
+class StepHistory:
+    """The records of the last steps of one training: each step's state besides tensors, for a dump.
+
+    The main thread adds records, the processor's threads read them: the content is a single value, always
+    replaced as a whole. `reset` begins another training.
+    """
+
+    def __init__(self) -> None:
+        self._content = _Content()
+
+    @property
+    def snapshot_step(self) -> int:
+        """Return the newest step that was updated or skipped; -1: none."""
+        return self._content.snapshot_step
+
+    def reset(self, records: Mapping[int, TakenRecord] | None = None) -> None:
+        """Forget all but `records`, by finished step."""
+        self._content = _Content(dict(records or {}))
+
+    def add(self, records: Mapping[int, TakenRecord], oldest: int, newest: int) -> None:
+        """Add `records`, by finished step, and drop the records of steps no longer needed.
+
+        Args:
+            oldest, newest: the finished steps savable from this rank.
+        """
+        content = self._content
+        # Keep the record of the step before the newest snapshot, too: the newest record derives from it.
+        oldest = min(oldest, content.snapshot_step - 1)
+        newest = max(newest, content.snapshot_step - 1)
+        kept = {step: taken for step, taken in content.records.items() if oldest <= step <= newest}
+        self._content = _Content(
+            {**kept, **records}, content.snapshot_step, content.snapshot, content.updated
+        )
+
+    def add_snapshot(self, step: int, snapshot: Any, updated: bool) -> None:
+        """Add the `snapshot` of the changes in `step` before its update, or of a skipped step."""
+        self._content = _Content(self._content.records, step, snapshot, updated)
+
+    def record_of(self, step: int, trainee: Trainee) -> Any:
+        """Return the record of `step`: everything besides tensors. Raises LookupError."""
+        content = self._content
+        taken, record_before = content.records.get(step), content.records.get(step - 1)
+        if taken is not None and trainee.device.done(taken.mark):
+            return taken.record
+        # Not taken yet, or queued behind a collective that never ends; the snapshot was taken before that.
+        if content.snapshot_step == step and record_before is not None:
+            return trainee.derive(record_before.record, content.snapshot, content.updated)
+        if taken is not None and trainee.device.wait(taken.mark, RECORD_S):
+            return taken.record
+        raise LookupError(f"step {step} is not among the steps that this rank still knows")
 
 
 class UpdateWindow:
     """The update windows of one rank; opened and closed by the main thread.
 
     Args:
-        board: of this rank.
         broke: tells the agent that the barrier broke, with the error.
 
     Attributes:
@@ -44,18 +124,13 @@ class UpdateWindow:
         self._mark: Any = None  # behind the last update on the device, and the last local copy
         self._inner: frozenset[int] = frozenset()
         self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
-        self._copying = False
+        self.is_copying = False
         self._newest: int | None = None  # the newest step whose collectives nobody has ended
 
     @property
     def is_open(self) -> bool:
         """Return True while some inner optimizers have not made this update yet."""
         return bool(self._waiting)
-
-    @property
-    def is_copying(self) -> bool:
-        """Return True while a script makes the local copy by itself, before the update."""
-        return self._copying
 
     @property
     def inner_count(self) -> int:
@@ -79,7 +154,7 @@ class UpdateWindow:
         """Begin with an intact state: the next windows belong to these inner optimizers."""
         self._inner = frozenset(id(optimizer) for optimizer in inner_optimizers)
         self._waiting = set()
-        self._copying = False
+        self.is_copying = False
         self._newest = None
         self._mark = trainee.device.mark()
 
@@ -87,7 +162,7 @@ class UpdateWindow:
         """Note that a script begins to make the local copy of the state before `step` by itself."""
         self._come_to_the_door(trainee, step)
         self._board.copying()
-        self._copying = True
+        self.is_copying = True
 
     def open(self, trainee: Trainee, step: int) -> None:
         """Open the window of `step`, until `updated` was called for each inner optimizer.
@@ -99,9 +174,7 @@ class UpdateWindow:
         self._waiting = set(self._inner)
 
     def updated(self, trainee: Trainee, optimizer: object) -> bool:
-        """Note that an inner optimizer has changed its state; return whether the optimizer was the last to do
-        so.
-        """
+        """Note that an inner optimizer has changed its state; return whether it was the last."""
         if self._waiting == {id(optimizer)}:
             trainee.update_replicas()
             self._mark = trainee.device.mark()
@@ -142,8 +215,8 @@ class UpdateWindow:
         Inside the window the live state belongs to no step. At the door the live state is intact, but the
         main thread will not come back to go through.
         """
-        if self._copying:  # the live state is intact
-            self._copying = False
+        if self.is_copying:  # the live state is intact
+            self.is_copying = False
             self._board.turn_back()
             self.door.leave()
         elif self._waiting:
@@ -154,9 +227,7 @@ class UpdateWindow:
             self._board.turn_back()
 
     def was_bypassed(self, step: int) -> None:
-        """Note that inner optimizers changed the state on the way to `step`, and not all of them came
-        here.
-        """
+        """Note that inner optimizers changed the state on the way to `step`, not all of them here."""
         self.give_up()
         self._board.changed(step)
 
@@ -170,13 +241,13 @@ class UpdateWindow:
         return device.wait(self._mark, max(0.0, until - time.monotonic()))
 
     def _enter(self, trainee: Trainee, step: int) -> None:
-        if not self._copying:
+        if not self.is_copying:
             self._come_to_the_door(trainee, step)
             if trainee.has_local_copy:
                 self._copy_state(trainee)
         else:
             self._mark = trainee.device.mark()
-        self._copying = False
+        self.is_copying = False
         self._board.updating(copied=trainee.has_local_copy)
 
     def _come_to_the_door(self, trainee: Trainee, step: int) -> None:
@@ -241,3 +312,56 @@ class UpdateWindow:
 
     def _take_snapshot(self, trainee: Trainee, step: int, *, updated: bool) -> None:
         self.history.add_snapshot(step, trainee.snapshot_before_update(), updated)
+
+
+def require_next(step: int, last: int, finished: int) -> None:
+    """Check the number of a new step.
+
+    A step that was begun, and left without an update, may be begun again.
+
+    Args:
+        last: the step begun before; -1: none, since training began or a fault was recovered online.
+        finished: the newest finished step.
+
+    Raises:
+        StepError: another step was expected; nothing is saved under the wrong number.
+    """
+    if last < 0:
+        if step != finished + 1:
+            raise StepError(
+                f"step {step} was begun, expected step {finished + 1}: "
+                f"adaptor.protect was told step={finished}; give it the step of the checkpoint that "
+                "was loaded, or 0"
+            )
+    elif step != last + 1 and not (step == last and finished < step):
+        raise StepError(
+            f"step {step} was begun, expected step {last + 1}: the step before was "
+            f"{last}, and what is saved has the number of its step"
+        )
+
+
+def require_first_update(step: int, finished: int) -> None:
+    """Check that `step` has not been updated yet; `finished`: the newest finished step. Raises StepError."""
+    if finished >= step:
+        raise StepError(
+            f"step {step} has a second update of its optimizer, expected "
+            f"step {step + 1} to be begun before it: what is saved has the number of its step"
+        )
+
+
+def part_of_an_update(step: int, missing: int, optimizers: int) -> StepError:
+    """Return the error of a step that ended before `missing` of its `optimizers` made an update."""
+    return StepError(
+        f"step {step} has ended, and {missing} of {optimizers} optimizers that adaptor.protect "
+        "was given made no update in it: what is saved is the state after the updates of all; "
+        "let each make one in every step"
+    )
+
+
+def update_without_hooks(step: int, kinds: str) -> UnsupportedError:
+    """Return the error of an update in `step` by optimizers of these `kinds` without a report from a hook."""
+    return UnsupportedError(
+        f"step {step} has an update of {kinds} that no hook has told of, so it could not be saved: train "
+        "with what get_megatron_optimizer returned, and leave its optimizers, their `step` and their hooks "
+        "as they are; or set ENABLE_TTP=False"
+    )

@@ -18,8 +18,8 @@ from adaptor.protocol import environment
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from adaptor.worker.engine import WorkerRuntime
     from adaptor.worker.runtime import Runtime
+    from adaptor.worker.unprotected import WorkerRuntime
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61

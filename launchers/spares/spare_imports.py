@@ -29,7 +29,7 @@ from adaptor.launchers.agent import worker_main
 from adaptor.launchers.spares.worker_forks import Forks, take_streams
 from adaptor.protocol import environment, wire
 from adaptor.protocol.spare_messages import Become, Forked, Import, Ready, to_spare
-from adaptor.worker import imported_names, modules, watchdogs
+from adaptor.worker import script_imports, watchdogs
 from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.script_imports import ScriptImports, code_of_variable
 
@@ -224,7 +224,7 @@ class _ImportsAsAWorker:
                 return Ready(difference, name)
         # A later import may have changed a module, here as in a worker.
         for module in self._recorder.end():
-            difference = self._changed_name(module, imported_names.codes_of(module))
+            difference = self._changed_name(module, script_imports.codes_of(module))
             if difference:
                 return Ready(difference, imported_by.get(module, ""))  # another thread may have imported it
         return Ready()
@@ -249,10 +249,11 @@ class _ImportsAsAWorker:
             if name not in sys.modules:  # the import has failed
                 continue
             origin = self._order.origins.get(name)
-            if name not in _NOT_TO_IMPORT and origin not in (None, modules.origin(name)):
+            own_origin = script_imports.origin(name)
+            if name not in _NOT_TO_IMPORT and origin not in (None, own_origin):
                 return (
-                    f"{name} is {modules.origin(name) or 'not a file'} here, {origin or 'not a file'} in a"
-                    " worker; to avoid this, let one folder of sys.path have it"
+                    f"{name} is {own_origin or 'not a file'} here, {origin or 'not a file'} in a worker;"
+                    " to avoid this, let one folder of sys.path have it"
                 )
             if name in _LIBRARIES:
                 for variable in filter(self.is_unlike, _BY_LIBRARIES):
@@ -267,7 +268,7 @@ class _ImportsAsAWorker:
         worker_codes = self._order.names.get(module)
         if worker_codes is None:
             return ""
-        name = imported_names.first_difference(module, codes, worker_codes)
+        name = script_imports.first_difference(module, codes, worker_codes)
         if not name:
             return ""
         return (

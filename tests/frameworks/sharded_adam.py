@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from adaptor.mindio.optimizer import ReplicaOptimizer
+from adaptor.mindio.job import ReplicaOptimizer
 
 STEPS, WIDTH, SHARDS = 8, 8, 2
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from adaptor.devices.cpu import collectives
-from adaptor.devices.cpu.fused_adam import FusedAdam
+from adaptor.devices.cpu.apex import FusedAdam
 from adaptor.replica import ring
 from adaptor.replica.mirror import Mirror, ParamPiece
 from adaptor.replica.ring import Ring

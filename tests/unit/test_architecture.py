@@ -235,7 +235,7 @@ def test_frames_are_read_while_no_garbage_is_collected() -> None:
         for node in source_tree.nodes(path)
         if isinstance(node, ast.Attribute) and node.attr == "_current_frames"
     }
-    assert found == {"adaptor.worker.thread_frames"}
+    assert found == {"adaptor.worker.stacks"}
 
 
 def _changing_classes() -> set[str]:

@@ -11,8 +11,14 @@ import torch
 
 from adaptor import context
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import ascendspeed, local_copy_flag, megatron_lm, megatron_restart, mindspeed_wrappers
-from adaptor.patches import megatron_training
+from adaptor.frameworks import (
+    ascendspeed,
+    megatron_lm,
+    megatron_restart,
+    megatron_training,
+    mindspeed_wrappers,
+    supported_options,
+)
 from adaptor.protocol import environment
 
 
@@ -82,9 +88,9 @@ def test_of_1_2_and_mindspeed_llm(given: dict[str, Any], line: str) -> None:
     """They add these options to Megatron-LM's own."""
     usual: dict[str, Any] = dict.fromkeys(name for name, _, _ in mindspeed_wrappers.ALLOWED_VALUES)
     usual |= {"optimizer_selection": "fused_adamw"}
-    megatron_training._require_protected(Namespace(**usual))
+    megatron_training.require_protected(Namespace(**usual))
     with pytest.raises(UnsupportedError, match=line):
-        megatron_training._require_protected(Namespace(**given))
+        megatron_training.require_protected(Namespace(**given))
 
 
 @pytest.mark.parametrize("option", ["reuse_fp32_param", "swap_optimizer"])
@@ -95,9 +101,9 @@ def test_main_params_in_other_memory(option: str, monkeypatch: pytest.MonkeyPatc
 
     def refused(line: str, **given: Any) -> None:
         with pytest.raises(UnsupportedError, match=f"^{flag}{line}"):
-            megatron_training._require_protected(Namespace(**{**usual, **given}))
+            megatron_training.require_protected(Namespace(**{**usual, **given}))
 
-    megatron_training._require_protected(Namespace(**usual))
+    megatron_training.require_protected(Namespace(**usual))
     refused("without --use-distributed-optimizer", use_distributed_optimizer=False)
     refused("with another --ckpt-format than torch", ckpt_format="torch_dist")
     refused("with another --ckpt-format than torch", use_dist_ckpt=True)
@@ -119,11 +125,11 @@ def test_a_copy_of_shards_is_refused_where_there_are_none(monkeypatch: pytest.Mo
     with pytest.raises(
         UnsupportedError, match="--local-copy-os is given without --use-distributed-optimizer: add"
     ):
-        local_copy_flag.take_local_copy(_args(use_distributed_optimizer=False, local_copy_os=True))
+        supported_options.take_local_copy(_args(use_distributed_optimizer=False, local_copy_os=True))
     assert not context.get().settings.local_copy
-    local_copy_flag.take_local_copy(_args(use_distributed_optimizer=False))
+    supported_options.take_local_copy(_args(use_distributed_optimizer=False))
     given = _args(local_copy_os=True)
-    local_copy_flag.take_local_copy(given)
+    supported_options.take_local_copy(given)
     assert context.get().settings.local_copy
     assert "local_copy_os" not in given, "the framework would save it"
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from adaptor import context
-from adaptor.frameworks.ascendspeed_log import AscendLog
-from adaptor.frameworks.ascendspeed_online import build_data, of_data, of_options
-from adaptor.frameworks.loop_recovery import Recovery
+from adaptor.frameworks.ascendspeed_online import AscendLog, build_data, of_data, of_options
+from adaptor.frameworks.training_loop import Recovery
 
 
 @pytest.mark.parametrize(

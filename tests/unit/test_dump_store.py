@@ -27,7 +27,7 @@ from adaptor.launchers.control import agent_connections
 from adaptor.launchers.control.controller_host import DumpStoreServer
 from adaptor.protocol import wire
 from adaptor.protocol.messages import Endpoint, Standing
-from adaptor.worker import stacks, thread_frames
+from adaptor.worker import stacks
 from adaptor.worker.dump_store import DumpStore as Client
 from adaptor.worker.origin import may_be_an_echo
 from tests import waiting
@@ -160,7 +160,7 @@ def test_whoever_waits_at_a_store_that_rests_can_be_woken(address: str) -> None:
 
 
 def _calls_of(thread: int) -> list[str]:
-    frame, found = thread_frames.of(thread), list[str]()
+    frame, found = stacks.frame_of(thread), list[str]()
     while frame is not None:
         found.append(frame.f_code.co_name)
         frame = frame.f_back

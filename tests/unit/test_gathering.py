@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from adaptor.errors import UnsupportedError
+from adaptor.frameworks import optimizer_instances
 from adaptor.patches import megatron_core
 from adaptor.worker import runtime
 
@@ -58,7 +59,7 @@ def test_whole_matrices_on_one_rank_alone_are_refused(is_nested: bool) -> None:
     layer_wise = LayerWiseDistributedOptimizer(chained_optimizers=[])
     optimizer = SimpleNamespace(chained_optimizers=[layer_wise]) if is_nested else layer_wise
     with pytest.raises(UnsupportedError, match="Muon's state of whole matrices, each on one rank alone"):
-        megatron_core.let_pass_the_door(optimizer)
+        optimizer_instances.let_pass_the_door(optimizer)
 
 
 @pytest.mark.parametrize("name", ["mode", "tp_mode"])  # up to 0.16, and later
@@ -70,4 +71,4 @@ def test_muon_that_asks_other_ranks_in_its_update_is_refused(name: str, mode: st
     vars(muon).update({"pg_collection": groups, name: mode})
     is_refused = mode == "duplicated" and size == 2
     with pytest.raises(UnsupportedError, match="--muon-tp-mode is") if is_refused else nullcontext():
-        megatron_core.let_pass_the_door(SimpleNamespace(optimizer=muon))
+        optimizer_instances.let_pass_the_door(SimpleNamespace(optimizer=muon))

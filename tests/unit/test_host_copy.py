@@ -26,7 +26,7 @@ from adaptor import config, context, descriptors
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
-from adaptor.host_copy import content, copier, rebuild, room, start
+from adaptor.host_copy import content, copier, rebuild, start
 from adaptor.host_copy.copier import Copier
 from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
@@ -295,15 +295,15 @@ def test_a_rank_that_can_have_no_thread_says_so_and_trains_on(
 
 def test_copies_that_do_not_fit_are_named_with_their_bytes() -> None:
     """Of two nodes each keeps the copies of the other, too; of one rank of node 1 they are larger."""
-    needs = [room.Need(0, 30, 100), room.Need(0, 30, 90), room.Need(1, 25, 100)]
-    assert room.bytes_on(needs) == {0: 85, 1: 85}
-    assert room.shortage(needs) == ""
-    assert room.bytes_on(needs[:2]) == {0: 60}
-    assert room.shortage(needs[:2], 0.5) == (
+    needs = [start.Need(0, 30, 100), start.Need(0, 30, 90), start.Need(1, 25, 100)]
+    assert start.bytes_on(needs) == {0: 85, 1: 85}
+    assert start.shortage(needs) == ""
+    assert start.bytes_on(needs[:2]) == {0: 60}
+    assert start.shortage(needs[:2], 0.5) == (
         "the copies of node 0 take 60 bytes of its memory, and 90 bytes are free (limits of its control group"
         " included), of which copies take 50% at most"
     )
-    assert "the copies of node 0 take 85 bytes" in room.shortage([*needs, room.Need(0, 0, 80)])
+    assert "the copies of node 0 take 85 bytes" in start.shortage([*needs, start.Need(0, 0, 80)])
 
 
 @pytest.fixture

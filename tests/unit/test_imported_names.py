@@ -38,12 +38,12 @@ FILES = {"here": HERE, "there": THERE, "changes": CHANGES, "wraps": WRAPS, "thir
 WORKER = """
 import json, sys
 from adaptor import context
-from adaptor.worker import modules
+from adaptor.worker import script_imports
 from adaptor.worker.script_imports import ScriptImports
 sys.path.insert(0, sys.argv[1])
 context.part(ScriptImports).begin()
 exec(sys.argv[2], {})
-names = modules.of_this_process(0).names
+names = script_imports.modules_of_this_process(0).names
 print(json.dumps({name: code.hex() for name, code in names.items()}))
 """
 SPARE = """
@@ -192,6 +192,7 @@ def test_the_record_of_changed_variables_is_no_read_of_a_module() -> None:
 import os
 from adaptor import context
 from adaptor.launchers.spares import spare_imports
+from adaptor.worker import script_imports
 from adaptor.worker.script_imports import ScriptImports
 recorder = context.part(ScriptImports)
 reads = []

@@ -35,7 +35,7 @@ from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.hashing import BLOCK, BlockDigest
 from adaptor.checkpoint.in_place_holder import Order
 from adaptor.checkpoint.shards import DumpCancelled, Exchange
-from adaptor.devices.device import Host
+from adaptor.devices.device import Device
 from adaptor.errors import CheckpointError
 from tests.unit.test_checkpoint_dump import RECORD, Rank, dump, load, together, whole_state, without_padding
 
@@ -284,7 +284,7 @@ def _orders(monkeypatch: pytest.MonkeyPatch) -> list[Order]:
 
 
 def test_a_failure_without_words_is_named_by_both(tmp_path: Path) -> None:
-    class Short(Host):
+    class Short(Device):
         def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
             raise MemoryError
 
@@ -295,7 +295,7 @@ def test_a_failure_without_words_is_named_by_both(tmp_path: Path) -> None:
 
 
 def test_a_holder_whose_disk_refuses_is_named_by_both(tmp_path: Path) -> None:
-    class Full(Host):
+    class Full(Device):
         def copy(self, into: torch.Tensor, tensor: torch.Tensor) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -18,7 +18,7 @@ from adaptor.checkpoint.hashing import BLOCK
 from adaptor.checkpoint.in_place_holder import own_readers
 from adaptor.checkpoint.planned_tensors import CannotBePlanned, PlannedTensors, Source, StridedView
 from adaptor.checkpoint.shards import Exchange
-from adaptor.devices.device import Host
+from adaptor.devices.device import Device
 from tests.faults import sharded
 from tests.unit.test_in_place import DTYPES, half, one_param
 from tests.unit.test_in_place_dcp import Planner, assert_same, in_both_ways, ranks_of, set_block
@@ -169,7 +169,7 @@ def test_too_many_runs_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
         planned_tensors.require_few_runs([source], optimizers)
 
 
-class _Far(Host):
+class _Far(Device):
     """A device that counts what is brought from it, and the most that is held on the host at a time."""
 
     def __init__(self) -> None:
@@ -207,7 +207,7 @@ def test_a_device_gives_what_a_block_needs_at_once_and_what_is_not_finite_is_tol
     assert len(device.brought) == 1, "it is one run of one block"
 
 
-def _written(file: Path, device: Host, rank: Any, *views: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
+def _written(file: Path, device: Device, rank: Any, *views: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
     """Return what a rank with all shards writes of views of its param, one behind the other.
 
     Args:
@@ -272,4 +272,4 @@ def test_what_lies_between_params_is_zero_where_it_is_turned_round_too(tmp_path:
     }
     rank.optimizer.gbuf_ranges = [{DTYPES: [{"param_map": named}]}]
     view = world.view(64, 64).t()
-    assert torch.equal(_written(tmp_path / "file", Host(), rank, view), view.reshape(-1))
+    assert torch.equal(_written(tmp_path / "file", Device(), rank, view), view.reshape(-1))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from adaptor.worker import interruption, thread_frames
+from adaptor.worker import interruption, stacks
 from adaptor.worker.interruption import CollectiveEndedError
 from adaptor.worker.origin import may_be_an_echo
 from tests import waiting
@@ -27,7 +27,7 @@ def comes_to(*calls: str) -> None:
     main = threading.main_thread().ident or 0
 
     def is_there() -> bool:
-        frame = thread_frames.of(main)
+        frame = stacks.frame_of(main)
         for name in calls:
             if frame is None or frame.f_code.co_name != name:
                 return False

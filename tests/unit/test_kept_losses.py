@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 
-from adaptor.frameworks import kept_losses
-from adaptor.frameworks.kept_losses import MOST_LOSSES
+from adaptor.frameworks import step_log
+from adaptor.frameworks.step_log import MOST_LOSSES
 from adaptor.protocol import board
 
 
@@ -31,8 +31,8 @@ def numbers(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> list[dict
 def test_losses_of_micro_batches(count: int, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     losses = numbers(count, dtype, shape)
     losses[0]["lm loss"].view(-1)[0] = float("nan") if dtype.is_floating_point else 2**62 + 1
-    assert kept_losses.are_few(losses)
-    back = kept_losses.read(told(kept_losses.of(losses)), "cpu")
+    assert step_log.are_few(losses)
+    back = step_log.losses_of_numbers(told(step_log.numbers_of_losses(losses)), "cpu")
     assert len(back) == count
     for one, given in zip(back, losses, strict=True):
         assert (one["lm loss"].dtype, one["lm loss"].shape) == (dtype, torch.Size(shape))
@@ -43,8 +43,8 @@ def test_losses_of_micro_batches(count: int, dtype: torch.dtype, shape: tuple[in
 
 def test_a_rank_without_losses() -> None:
     """It has no part of the last stage of a pipeline."""
-    assert kept_losses.are_few([])
-    assert kept_losses.read(told(kept_losses.of([])), "cpu") == []
+    assert step_log.are_few([])
+    assert step_log.losses_of_numbers(told(step_log.numbers_of_losses([])), "cpu") == []
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_rank_without_losses() -> None:
 )
 def test_what_is_added_up_first(losses: list[dict[str, Any]]) -> None:
     """There is no room for it, it is not on the host, or it is no tensor."""
-    assert not kept_losses.are_few(losses)
+    assert not step_log.are_few(losses)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64])
@@ -68,7 +68,7 @@ def test_what_is_added_up_first(losses: list[dict[str, Any]]) -> None:
 def test_sums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     (loss,) = numbers(1, dtype, shape)
     sums = {**loss, "advanced iterations": 3, "nan iterations": False, "got": 0.1}
-    back = kept_losses.read_sums(told(kept_losses.of_sums(sums)), "cpu")
+    back = step_log.sums_of_numbers(told(step_log.numbers_of_sums(sums)), "cpu")
     assert list(back) == list(sums)
     assert (back["lm loss"].dtype, back["lm loss"].shape) == (dtype, torch.Size(shape))
     assert torch.equal(back["lm loss"], loss["lm loss"])
@@ -78,4 +78,4 @@ def test_sums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         "got": 0.1,
     }
     with pytest.raises(AttributeError):
-        kept_losses.of_sums({"lm loss": "none"})
+        step_log.numbers_of_sums({"lm loss": "none"})

@@ -11,7 +11,7 @@ import torch
 
 from adaptor.checkpoint.trainee import LocalCopy, replicas_of
 from adaptor.errors import UnsupportedError
-from adaptor.replica import supported_optimizers, twin
+from adaptor.replica import optimizer_state, twin
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -101,7 +101,7 @@ def test_a_twin_makes_the_same_updates() -> None:
     ids=["adam", "adamw", "sgd", "fused"],
 )
 def test_torch_s_own_are_protected(kind: Callable[[Any], torch.optim.Optimizer]) -> None:
-    supported_optimizers.require_protected(kind([torch.nn.Parameter(torch.ones(2))]))
+    optimizer_state.require_protected(kind([torch.nn.Parameter(torch.ones(2))]))
 
 
 @pytest.mark.parametrize(
@@ -130,18 +130,18 @@ def test_a_capturable_one_of_torch_is_refused() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
     optimizer.param_groups[0]["capturable"] = True
     with pytest.raises(UnsupportedError, match="torch's AdamW has capturable=True"):
-        supported_optimizers.require_protected(optimizer)
+        optimizer_state.require_protected(optimizer)
 
 
 def test_a_count_that_is_a_tensor_is_protected() -> None:
     optimizer = made()
     for group in optimizer.param_groups:
         group["step"] = torch.tensor(3)
-    supported_optimizers.require_protected(optimizer)
+    optimizer_state.require_protected(optimizer)
 
 
 def test_a_rate_that_is_a_tensor_is_refused() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
     with pytest.raises(UnsupportedError, match="torch's SGD has a tensor as lr of a param group"):
-        supported_optimizers.require_protected(optimizer)
+        optimizer_state.require_protected(optimizer)

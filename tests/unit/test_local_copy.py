@@ -15,7 +15,7 @@ from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import LocalCopy
 from adaptor.checkpoint.training_state import TrainingState
-from adaptor.devices.cpu.fused_adam import FusedAdam
+from adaptor.devices.cpu.apex import FusedAdam
 
 KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adam": lambda groups: torch.optim.Adam(groups, lr=1e-2, weight_decay=0.1),

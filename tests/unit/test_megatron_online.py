@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaptor.frameworks.loop_recovery import loads_nothing
+from adaptor.frameworks.training_loop import loads_nothing
 
 
 def test_what_its_model_is_built_with() -> None:

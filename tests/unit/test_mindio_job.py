@@ -18,8 +18,7 @@ from adaptor.errors import ConfigError, StartError
 from adaptor.mindio import interface
 from adaptor.mindio import job as job_module
 from adaptor.mindio.interface import ReportState
-from adaptor.mindio.job import Job
-from adaptor.mindio.optimizer import ReplicaOptimizer
+from adaptor.mindio.job import Job, ReplicaOptimizer
 from adaptor.protocol import environment, wire
 from adaptor.protocol.board import BoardMemory
 from adaptor.protocol.messages import (

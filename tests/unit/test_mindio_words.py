@@ -8,7 +8,7 @@ import pytest
 
 from adaptor.errors import ConfigError
 from adaptor.mindio import replicas
-from adaptor.mindio.handlers import Handler, Handlers
+from adaptor.mindio.trainee import Handler, Handlers
 from adaptor.protocol.messages import GroupOrder, Share
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from adaptor.controller.failures import missing_collectives
 from adaptor.protocol import collectives
 from adaptor.protocol.messages import Freeze, TimelineEvent
-from adaptor.worker import flight_recorder
+from adaptor.worker import stacks
 from tests.unit.test_operations import Recorded
 
 WORLD, PAIR = ("0", "default_pg"), ("1", "undefined")
@@ -113,7 +113,7 @@ def test_the_recorder_of_torch(tmp_path: Path) -> None:
     try:
         dist.all_reduce(torch.ones(2))
         dist.all_reduce(torch.ones(2))
-        said = flight_recorder.write(tmp_path / "new" / "rank0.collectives.json")
+        said = stacks.write_collectives(tmp_path / "new" / "rank0.collectives.json")
     finally:
         dist.destroy_process_group()
     path, found = collectives.decode(said)

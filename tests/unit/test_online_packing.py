@@ -11,7 +11,7 @@ import numpy
 import pytest
 import torch
 
-from adaptor.online import packing
+from adaptor.online import transfer
 
 
 class Colour(enum.Enum):
@@ -37,14 +37,14 @@ class Colour(enum.Enum):
     ],
 )
 def test_plain_values(value: object) -> None:
-    assert packing.unpack(packing.pack(value)) == value
+    assert transfer.unpack(transfer.pack(value)) == value
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.uint8, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
 def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape).to(dtype)
-    back = packing.unpack(packing.pack({"a": (tensor,)}))["a"][0]
+    back = transfer.unpack(transfer.pack({"a": (tensor,)}))["a"][0]
     assert (back.dtype, back.shape) == (dtype, shape)
     assert torch.equal(back, tensor)
 
@@ -52,8 +52,8 @@ def test_tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 def test_random_states_go_on_where_they_were() -> None:
     numpy.random.seed(5)
     numpy.random.standard_normal()
-    states = packing.unpack(
-        packing.pack((torch.get_rng_state(), numpy.random.get_state(), random.getstate()))
+    states = transfer.unpack(
+        transfer.pack((torch.get_rng_state(), numpy.random.get_state(), random.getstate()))
     )
     expected = torch.rand(3), numpy.random.standard_normal(3), random.random()
     torch.set_rng_state(states[0])
@@ -67,13 +67,13 @@ def test_random_states_go_on_where_they_were() -> None:
 def test_a_generator_of_torch() -> None:
     generator = torch.Generator().manual_seed(7)
     torch.rand(2, generator=generator)
-    back = packing.unpack(packing.pack(generator))
+    back = transfer.unpack(transfer.pack(generator))
     assert torch.equal(torch.rand(2, generator=back), torch.rand(2, generator=generator))
 
 
 def test_what_cannot_be_passed_on_is_named() -> None:
     with pytest.raises(TypeError, match="Random cannot be passed on"):
-        packing.pack({"a": [random.Random()]})
+        transfer.pack({"a": [random.Random()]})
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_what_cannot_be_passed_on_is_named() -> None:
 )
 def test_only_members_of_enums_are_looked_up_and_nothing_is_imported(module: str, kind: str) -> None:
     """`packing.pack` makes no such thing."""
-    member = msgspec.msgpack.Ext(6, packing.pack([module, kind, "RED"]))
+    member = msgspec.msgpack.Ext(6, transfer.pack([module, kind, "RED"]))
     with pytest.raises(TypeError, match="is no member of an enum here"):
-        packing.unpack(msgspec.msgpack.encode(member))
+        transfer.unpack(msgspec.msgpack.encode(member))
     assert "this" not in sys.modules

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from adaptor import patches, patching
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
-from adaptor.online import newcomer, transfer, unwinding
+from adaptor.online import rejoin, state, transfer
 from adaptor.online.groups import Groups
 from adaptor.online.rejoin import Rejoin
 from adaptor.protocol.board import Board, BoardMemory
@@ -192,7 +192,7 @@ def test_who_has_joined_is_a_survivor_of_the_next_fault(memory: BoardMemory) -> 
 
 
 class Given:
-    """What a survivor gives (`transfer.StateSource`)."""
+    """What a survivor gives (`state.Given`)."""
 
     device = HOST
 
@@ -234,10 +234,10 @@ def test_a_newcomer_takes_no_shard_that_is_not_finite(is_finite: bool) -> None:
     with Thread(lambda: transfer.answer(line(transfer.SOURCE), Given(theirs), lambda: False)) as gives:
         to_source = line(transfer.NEWCOMER)
         if is_finite:
-            newcomer.fetch(order(1), 1, lambda source: to_source, loop)
+            state.fetch_shards(order(1), 1, lambda source: to_source, loop)
         else:
             with pytest.raises(CannotRejoinError, match="its optimizer state is not finite"):
-                newcomer.fetch(order(1), 1, lambda source: to_source, loop)
+                state.fetch_shards(order(1), 1, lambda source: to_source, loop)
         gives.result()
 
 
@@ -312,12 +312,12 @@ def test_a_main_thread_that_waits_for_no_other_rank_hangs_in_a_recovery_alone(
     look: Callable[[], Standing | None], error: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the framework it may save, or compile, for any time."""
-    monkeypatch.setattr(unwinding, "UNWIND_S", 0.01)
+    monkeypatch.setattr(rejoin, "UNWIND_S", 0.01)
     raised: list[str] = []
 
     def wait() -> None:
         with pytest.raises(CannotRejoinError) as caught:
-            unwinding.until_it_comes(1.5, lambda: 0, threading.Event().wait, lambda: False, look=look)
+            rejoin.until_it_comes(1.5, lambda: 0, threading.Event().wait, lambda: False, look=look)
         raised.append(str(caught.value))
 
     thread = threading.Thread(target=wait)

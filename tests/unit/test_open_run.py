@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from adaptor import context
-from adaptor.worker.open_run import OpenRun
+from adaptor.worker.incident_marks import OpenRun
 from tests.unit.threads import LONG_S
 
 

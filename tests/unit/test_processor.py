@@ -189,7 +189,7 @@ def test_in_a_hang_it_tells_of_collectives_before_it_answers(
 
     monkeypatch.setattr(processor_module, "LOOK_S", LONG_S)
     monkeypatch.setattr(session.freezer, "freeze", freezes)
-    monkeypatch.setattr(processor_module.flight_recorder, "write", write)
+    monkeypatch.setattr(processor_module.stacks, "write_collectives", write)
     assert sorted(asked_where_it_stands(at_work.agent)) == ["collectives", "stacks"]
 
 
@@ -198,7 +198,7 @@ def test_in_a_hang_it_answers_though_nothing_can_be_read_of_collectives(
 ) -> None:
     hangs = threading.Event()
     monkeypatch.setattr(processor_module, "LOOK_S", 0.1)
-    monkeypatch.setattr(processor_module.flight_recorder, "write", lambda path: str(hangs.wait(LONG_S)))
+    monkeypatch.setattr(processor_module.stacks, "write_collectives", lambda path: str(hangs.wait(LONG_S)))
     assert "collectives" not in asked_where_it_stands(at_work.agent)
     hangs.set()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from adaptor.devices.device import Host
+from adaptor.devices.device import Device
 from adaptor.protocol.messages import Phase
 from adaptor.worker import interruption
 from adaptor.worker.interruption import CollectiveEndedError
@@ -20,7 +20,7 @@ SHORT_S = 0.05
 
 
 @dataclass
-class Queue(Host):
+class Queue(Device):
     """A stream in which all is done that was marked before `standing` was set; marks are their numbers."""
 
     marks: int = 0
@@ -155,7 +155,7 @@ def test_a_record_that_is_not_there_yet_is_not_read(
     worker: Worker, device: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is behind a collective that never ends has not been copied."""
-    monkeypatch.setattr("adaptor.worker.step_history.RECORD_S", SHORT_S)
+    monkeypatch.setattr("adaptor.worker.update_window.RECORD_S", SHORT_S)
     device.standing = True
     worker.loop.begin(4)
     worker.session.begin_step(5)

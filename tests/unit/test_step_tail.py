@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from adaptor.frameworks.step_tail import StepTail, TailState
+from adaptor.frameworks.training_loop import StepTail, TailState
 from adaptor.online.replay import Replay
 from adaptor.worker.processor import CannotRejoinError
 

@@ -7,11 +7,10 @@ from packaging.specifiers import SpecifierSet
 from adaptor.frameworks import tested_versions
 from adaptor.frameworks.megatron_online_support import of_version
 from adaptor.frameworks.tested_versions import MEGATRON, ONLINE
-from adaptor.patches import _versions
 
 
 def test_the_report_and_the_line_of_a_job_name_the_same_versions() -> None:
-    tested = SpecifierSet(_versions.MEGATRON)
+    tested = SpecifierSet(tested_versions.MEGATRON_SPECIFIER)
     for minor in range(6, 25):
         is_tested = f"0.{minor}" in ("0.6", *MEGATRON)
         assert tested.contains(f"0.{minor}.1", prereleases=True) == is_tested

@@ -11,7 +11,7 @@ from tests.unit.threads import LONG_S
 # there for a lock that it holds, where frames are read by `sys._current_frames` alone.
 PROGRAM = """
 import gc, sys, threading
-from adaptor.worker import thread_frames
+from adaptor.worker import stacks
 waits = threading.Event()
 for _ in range(200):
     threading.Thread(target=waits.wait, daemon=True).start()
@@ -20,10 +20,10 @@ def collect(phase, info):
 gc.collect()
 gc.callbacks.append(collect)
 gc.set_threshold(100)
-found = thread_frames.of_all()
-print(len(found), gc.isenabled(), thread_frames.of(threading.get_ident()).f_code.co_name)
+found = stacks.all_frames()
+print(len(found), gc.isenabled(), stacks.frame_of(threading.get_ident()).f_code.co_name)
 gc.disable()
-thread_frames.of_all()
+stacks.all_frames()
 print(gc.isenabled())
 """
 
@@ -32,4 +32,4 @@ def test_no_collection_begins_while_frames_are_read() -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=LONG_S
     )
-    assert done.stdout.split("\n") == ["201 True of_all", "False", ""]
+    assert done.stdout.split("\n") == ["201 True all_frames", "False", ""]

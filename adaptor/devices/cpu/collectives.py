@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from adaptor.devices.cpu.placement import rebind
+from adaptor.devices.cpu.tensors import rebind
 
 
 def _backend(name: str | None) -> str:

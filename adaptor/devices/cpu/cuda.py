@@ -1,15 +1,22 @@
-"""The rest of `torch.cuda`: information about the machine, and calls without an effect on a CPU."""
+"""`torch.cuda` on a CPU: information about the machine, random numbers, and streams and events.
+
+The "CUDA" generator is the CPU generator, because CPU operators draw from the CPU generator. The only stream
+is the program itself, and all issued work has ended.
+"""
 
 from __future__ import annotations
 
 import collections
+import logging
+import time
 import types
+from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from adaptor.devices.cpu.placement import replace
+from adaptor.devices.cpu.tensors import replace
 
 # Ampere: bf16 is supported, and nothing newer is asked of the device.
 CAPABILITY = (8, 0)
@@ -29,6 +36,8 @@ def _always(answer: Any) -> Callable[..., Any]:
 
 def install(device_count: int) -> None:
     """Make torch.cuda report `device_count` devices."""
+    _install_streams()
+    _install_generators(device_count)
     properties = types.SimpleNamespace(
         name="cpu",
         major=CAPABILITY[0],
@@ -54,3 +63,152 @@ def install(device_count: int) -> None:
     replace((torch.cuda,), {name: _always(answer) for name, answer in answers.items()})
     replace((torch.cuda,), {"_lazy_call": lambda call, **kwargs: call()})
     replace((torch.cuda.nvtx,), {"range_push": _always(0), "range_pop": _always(0)})
+
+
+def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    return torch.default_generator.get_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
+    torch.default_generator.set_state(new_state)
+
+
+def _set_rng_state_all(new_states: Any) -> None:
+    for state in new_states:
+        torch.default_generator.set_state(state)
+
+
+def _manual_seed(seed: int) -> None:
+    # Not torch.manual_seed: that one calls this one.
+    torch.default_generator.manual_seed(int(seed))
+
+
+def _fork_is_expected(record: logging.LogRecord) -> bool:
+    return "CPU RNG state changed within GPU RNG context" not in record.getMessage()
+
+
+def _install_generators(device_count: int) -> None:
+    """Replace the random generators of `device_count` devices."""
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "get_rng_state": _get_rng_state,
+        "get_rng_state_all": lambda: [_get_rng_state()],
+        "set_rng_state": _set_rng_state,
+        "set_rng_state_all": _set_rng_state_all,
+        "manual_seed": _manual_seed,
+        "manual_seed_all": _manual_seed,
+        "seed": torch.default_generator.seed,
+        "seed_all": torch.default_generator.seed,
+        "initial_seed": torch.default_generator.initial_seed,
+    }
+    replace((torch.cuda, torch.cuda.random), stand_ins)
+    torch.cuda.default_generators = (torch.default_generator,) * device_count  # type: ignore[assignment]
+    # Megatron warns at every fork of its generator that the other one has moved too.
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_fork_is_expected)
+
+
+class HostEvent:
+    """An event that is complete as soon as it is recorded; keeps the time for `elapsed_time`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._recorded = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self._recorded = time.perf_counter()
+
+    def elapsed_time(self, end_event: HostEvent) -> float:
+        """Milliseconds from this event to `end_event`."""
+        return (end_event._recorded - self._recorded) * 1000.0
+
+    def query(self) -> bool:
+        """Return whether all work is done: always true on a CPU."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once: no work is pending."""
+
+    def wait(self, stream: Any = None) -> None:
+        """Return at once: no work is pending."""
+
+
+class Stream:
+    """A stream on which all work is done as soon as it is issued."""
+
+    cuda_stream = 0
+    priority = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        event = event or HostEvent()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        """Return whether all work is done: always true on a CPU."""
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once: no work is pending."""
+
+    def wait_event(self, event: HostEvent) -> None:
+        """Return at once: no work is pending."""
+
+    def wait_stream(self, stream: Stream) -> None:
+        """Return at once: no work is pending."""
+
+
+class StreamContext:
+    """A stand-in for `torch.cuda.stream(...)` and `torch.cuda.device(...)`, with repeated entries."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Ignore the named stream or device: the CPU has a single stream."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc_info: object) -> None:
+        return None
+
+
+_ONLY = Stream()
+
+
+def _register_with_the_compiler() -> None:
+    """Let torch 2.4 import its compiler, which accepts only subclasses of its own abstract classes.
+
+    Later versions of torch have no such classes.
+    """
+    try:
+        from torch import _streambase
+    except ImportError:
+        return
+    for name, stand_in in (("_EventBase", HostEvent), ("_StreamBase", Stream)):
+        base = getattr(_streambase, name, None)
+        if isinstance(base, ABCMeta):
+            base.register(stand_in)
+
+
+def _install_streams() -> None:
+    """Replace streams and events of CUDA."""
+    _register_with_the_compiler()
+    classes = {
+        "Event": HostEvent,
+        "Stream": Stream,
+        "ExternalStream": Stream,
+        "StreamContext": StreamContext,
+        "stream": StreamContext,
+        "device": StreamContext,
+        "device_of": StreamContext,
+    }
+    for name, stand_in in classes.items():
+        setattr(torch.cuda, name, stand_in)
+    replace(
+        (torch.cuda,),
+        {
+            "current_stream": lambda device=None: _ONLY,
+            "default_stream": lambda device=None: _ONLY,
+            "set_stream": lambda stream: None,
+            "is_current_stream_capturing": lambda: False,
+        },
+    )

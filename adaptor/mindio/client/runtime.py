@@ -13,8 +13,7 @@ from adaptor import context, hooks, output, text
 from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.mindio.client import engine
-from adaptor.mindio.client.saving import SaveHandlers, replica_info, store_of_the_job
-from adaptor.mindio.client.sdk_session import MindioSession
+from adaptor.mindio.client.sdk_session import MindioSession, SaveHandlers, replica_info, store_of_the_job
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.state_provider import Trainee

@@ -134,7 +134,7 @@ class Modules(Message, frozen=True):
         path: `sys.path`
         origins: by the name of each imported module, in the order of import: its file, or its kind
         names: by the name of each module that the script has imported, its functions and classes at the end
-            of its import (`imported_names.codes_of`)
+            of its import (`script_imports.codes_of`)
         variables: environment variables that have changed between the begin of the script and its last import
     """
 

@@ -1,17 +1,45 @@
-"""`torch.save` and `torch.load`: data written in a regular save is hashed on its way to the disk; data read
-for a check before a load is not read again. And the barriers of a regular save.
+"""torch's functions in every worker: the rendezvous, `torch.save` and `torch.load`, barriers, data loaders.
 
-`torch` and other modules have copies of the two functions, so the wrappers are around the functions that open
-a file.
+Data written in a regular save is hashed on its way to the disk; data read for a check before a load is not
+read again. `torch` and other modules have copies of the two functions, so the wrappers are around the
+functions that open a file.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from adaptor import context, patching
 from adaptor.frameworks import compared_save
 from adaptor.frameworks.regular_save import RegularSaves
+from adaptor.protocol.environment import Generation
+from adaptor.worker import runtime
+
+# The agent's store lives through a restart. Up to torch 2.3 clients of the store put the restart count
+# before their keys; since then a restarted worker can read the address of a dead worker, and its group never
+# connects.
+#
+# Other stores stay unchanged: a script may make a group with processes outside of the job, which do not know
+# the prefix.
+
+rendezvous = patching.Unit("rendezvous", framework="torch", tested=">=2.4,<3", group="worker")
+
+
+@rendezvous.patch(
+    "torch.distributed.rendezvous:_create_c10d_store",
+    why="a restarted worker must not read the addresses of dead ones",
+    accepts="(hostname, port, rank, world_size, timeout, use_libuv=)",
+)
+def each_start_has_keys_of_its_own(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from torch.distributed import PrefixStore
+
+    store = wrapped(*args, **kwargs)
+    port = args[1] if len(args) > 1 else kwargs["port"]
+    if str(port) != os.environ.get("MASTER_PORT"):  # not by host: it has several names
+        return store
+    return PrefixStore(f"ttp/{context.part(Generation).name}", store)
+
 
 serialization = patching.Unit("serialization", framework="torch", tested=">=2.4,<3", group="worker")
 
@@ -62,3 +90,19 @@ def what_was_checked_is_mapped(wrapped: Any, instance: Any, args: Any, kwargs: A
         wrapped(*args, **kwargs)
     else:
         instance.file_like = archive
+
+
+data = patching.Unit("data", framework="torch", tested=">=2.4,<3", group="worker")
+
+
+@data.patch(
+    "torch.utils.data.dataloader:_BaseDataLoaderIter.__next__",
+    why="what a job spends on waiting for data stands in its goodput",
+    accepts="(...)",
+    optional=True,  # without it that time counts as that of steps
+)
+def waiting_for_data_is_counted(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    worker = runtime.of_this_process()
+    if worker is None or worker.pid != os.getpid():  # a process that was forked from a worker
+        return wrapped()
+    return worker.session.wait_for_data(wrapped)

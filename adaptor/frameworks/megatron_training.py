@@ -1,0 +1,258 @@
+"""The work of the patches on Megatron-LM's arguments and training loop; part of it is ModelLink's, too.
+
+The patches import this module before the framework, so torch is imported in functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adaptor import context, hooks, patching, preflight
+from adaptor.checkpoint import left_overs, save_folder_claim
+from adaptor.frameworks import (
+    compared_save,
+    fine_tuning,
+    megatron_nodes,
+    megatron_restart,
+    optimizer_instances,
+    parallel_sizes,
+    supported_options,
+)
+from adaptor.frameworks.optimizer_instances import INSTANCES
+from adaptor.replica.choice import ReplicaChoice
+from adaptor.worker import runtime
+from adaptor.worker.incident_marks import IncidentMarks, OpenRun
+from adaptor.worker.watchdogs import Watchdogs
+
+if TYPE_CHECKING:
+    from adaptor.checkpoint.trainee import MegatronTrainee
+    from adaptor.frameworks.megatron_online import MegatronLoop
+
+Checks = Callable[[Any], Iterator[Callable[[], None]]]
+
+
+def parse_arguments(
+    parse: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    *,
+    checks: Checks,
+    examine: Callable[[Any], None],
+    fit: Callable[[Any], object] = lambda parsed: None,
+) -> Any:
+    """Return the result of the framework's parser, with the arguments of a restart after a fault.
+
+    Args:
+        checks: returns the checks of the parsed arguments before anything is built.
+        examine: records what a report says of the job.
+        fit: changes parallel sizes to the number of ranks.
+
+    Raises:
+        AdaptorError: the job cannot be protected.
+    """
+    provider, *further_args = args or (kwargs.pop("extra_args_provider", None),)
+    parsed = parse(supported_options.accepts_local_copy(provider), *further_args, **kwargs)
+    if context.part(preflight.Preflight).findings is not None:
+        examine(parsed)
+        return parsed
+    if getattr(parsed, "skip_train", False):  # it evaluates, and saves nothing
+        return parsed
+    fit(parsed)
+    for check in checks(parsed):
+        check()
+    context.part(Watchdogs).switch_off()
+    from adaptor.online import rejoin
+
+    is_newcomer = (
+        rejoin.is_newcomer()
+    )  # this job is in the middle of its training, and has checked the folder
+    if not is_newcomer:
+        save_folder_claim.require_writable(parsed.save)
+    if parsed.rank == 0:
+        save_folder_claim.claim(parsed.save)
+    if not is_newcomer:
+        if parsed.rank == 0:
+            left_overs.clean(Path(parsed.save))  # what an earlier job, ended in the middle, has left
+        megatron_restart.resume_after_restart(parsed)
+    return parsed
+
+
+def checks(parsed: Any) -> Iterator[Callable[[], None]]:
+    """Return the checks before anything is built; each raises an AdaptorError."""
+    yield lambda: supported_options.take_local_copy(parsed)
+    yield lambda: supported_options.require_alone(parsed)
+    yield lambda: supported_options.require_cpu_options(parsed)
+    yield from supported_options.checks(parsed)
+    for hook in hooks.of_worker():
+        yield from hook.checks(parsed, begins=False)
+    yield from fine_tuning.checks(parsed)
+    yield lambda: supported_options.require_folders(parsed)
+    choice = context.part(ReplicaChoice)
+    choice.cannot_split(
+        optimizer_instances.wrong_in_framework()
+        or optimizer_instances.wrong_with_options(
+            parsed, parsed.pipeline_model_parallel_size, aligned=getattr(parsed, "align_grad_reduce", True)
+        )
+    )
+    choice.has_lone_experts(parallel_sizes.has_lone_experts(parsed))
+    yield lambda: choice.decide(
+        parsed.use_distributed_optimizer,
+        supported_options.data_parallel_size(parsed),
+        supported_options.expert_data_parallel_size(parsed),
+    )
+
+
+def examine(parsed: Any) -> None:
+    """Record for the report the refusals, and the protection."""
+    from adaptor.frameworks import megatron_online_support
+
+    def layout() -> preflight.ParallelLayout:
+        has_experts = getattr(parsed, "num_experts", None) is not None
+        stages = parsed.pipeline_model_parallel_size
+        return preflight.ParallelLayout(
+            world_size=parsed.world_size,
+            data_parallel=supported_options.data_parallel_size(parsed),
+            experts=supported_options.expert_data_parallel_size(parsed) if has_experts else 0,
+            sharded=parsed.use_distributed_optimizer,
+            instances=getattr(parsed, INSTANCES, 1),
+            tensor=parsed.tensor_model_parallel_size,
+            expert=parallel_sizes.experts_size(parsed) // stages if has_experts else 1,
+        )
+
+    parsed.use_persistent_ckpt_worker = False  # the framework starts it before it looks at all arguments
+    preflight.examine(
+        [*checks(parsed), lambda: save_folder_claim.require_possible(parsed.save)],
+        layout,
+        lambda: parallel_sizes.model_of(parsed),
+        lambda: megatron_online_support.reasons(parsed),
+    )
+
+
+def require_protected(parsed: Any) -> None:
+    """Check the arguments with which training begins. Raises UnsupportedError."""
+    supported_options.require_protected(parsed)
+    for hook in hooks.of_worker():
+        for check in hook.checks(parsed, begins=True):
+            check()
+    for check in fine_tuning.checks(parsed):
+        check()
+
+
+def train(
+    wrapped: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    begin: Callable[[], None],
+    kind: type[MegatronLoop] | None = None,
+    tolerance: contextlib.AbstractContextManager[None] | None = None,
+) -> Any:
+    """Call the framework's training loop `wrapped`, and again after each fault that is recovered online.
+
+    Args:
+        begin: describes the state of this rank, and lets training begin (`begin_training`).
+        kind: the class of the loop; None: Megatron-LM's own.
+        tolerance: is entered around the loop.
+    """
+    from adaptor.host_copy import start
+    from adaptor.online import rejoin
+
+    worker = runtime.get()
+    if isinstance(worker, runtime.Runtime):  # other engines make no copies, and compare nothing
+        start.attach(worker.session, worker.tell_of_copy)
+        compared_save.attach(worker)
+    with tolerance or contextlib.nullcontext():
+        if rejoin.of_this_process() is None:
+            begin()
+            trained = wrapped(*args, **kwargs)
+        else:
+            from adaptor.frameworks import megatron_online
+
+            trained = megatron_online.train(wrapped, args, kwargs, begin, kind)
+    worker.session.end_training()
+    return trained
+
+
+def begin_training(args: Any, kwargs: Any, operations: float, rerun: bool = True) -> None:
+    """Begin training: the state can be saved from now on.
+
+    Args:
+        operations: the floating-point operations so far, where the loop begins to count.
+        rerun: whether the loop's saves have the state of the rerun state machine.
+    """
+    from megatron.training import get_args
+
+    from adaptor.checkpoint import step_record
+    from adaptor.frameworks import layout_beside, megatron_lm
+    from adaptor.host_copy import start
+
+    patching.check("ttp")
+    require_protected(get_args())  # a checkpoint or a yaml file may have changed them
+    save_folder_claim.require_no_later_step(get_args().save, get_args().iteration)
+    megatron_nodes.count_iterations(get_args())
+    megatron_restart.tell_of_last_words(get_args())
+    names = ("forward_step_func", "model", "optimizer", "opt_param_scheduler", "train_data_iterator")
+    call = {**dict(zip(names, args, strict=False)), **kwargs}
+    trainee = megatron_lm.trainee(
+        call["model"],
+        call["optimizer"],
+        call["opt_param_scheduler"],
+        operations,
+        rerun,
+        train_data=call.get("train_data_iterator"),
+    )
+    if path := context.get().settings.layout_only:
+        layout_beside.write_alone(Path(path), trainee.barrier)
+    trainee = start.reserve(runtime.get().session, trainee)
+    compared_save.require_replays(call["model"])
+    hand_over(trainee, step_record.inner(call["optimizer"]), get_args().iteration)
+
+
+def hand_over(trainee: MegatronTrainee, inner_optimizers: Iterable[Any], step: int) -> None:
+    """Give the state of `step` to the session of this process."""
+    context.part(Watchdogs).warn_if_on()
+    for hook in hooks.of_worker():
+        hook.watch(trainee.state.model)
+    runtime.get().session.begin_training(trainee, inner_optimizers, step)
+
+
+def make_step(wrapped: Callable[..., Any], args: Any, kwargs: Any, step: int) -> Any:
+    """Call the framework's `train_step`, which makes `step`."""
+    from adaptor.online import rejoin
+
+    is_repeatable = rejoin.of_this_process() is not None
+    if is_repeatable:
+        from adaptor.frameworks import training_loop
+
+        training_loop.begin_step(step)
+    with runtime.get().session.step(step):
+        result = wrapped(*args, **kwargs)
+    if is_repeatable:
+        training_loop.end_step()
+    return result
+
+
+def write_log(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call the framework's `training_log`, with the sums of steps that were made before a fault."""
+    from adaptor.online import rejoin
+
+    log = None
+    if rejoin.of_this_process() is not None:
+        from adaptor.frameworks import training_loop
+
+        log = training_loop.log_of_this_process()
+    return wrapped(*args, **kwargs) if log is None else log.write(wrapped, args, kwargs)
+
+
+def write_marked_log(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call Megatron-LM's `training_log` and mark incidents in its loggers."""
+    with runtime.get().session.phase("logging"):
+        result = write_log(wrapped, args, kwargs)
+        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
+
+        run = context.part(OpenRun).client = get_wandb_writer()
+        if (marks := context.part(IncidentMarks)).are_missing:
+            marks.write(runtime.get().session.board.finished, get_tensorboard_writer(), run)
+        return result
