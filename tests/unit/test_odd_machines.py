@@ -530,24 +530,33 @@ def test_no_threads(who: str, launcher: Launcher) -> None:
         assert "; the workers cannot be started again: " in ended.last_line
 
 
+# The worker alone joins the group: a busy kernel may look for a second process before it has freed the memory
+# of the first one.
+JOINS = """
+from pathlib import Path
+from adaptor.host_memory import OutOfMemoryKills
+note = OutOfMemoryKills.note
+def join(self, pid):
+    Path("GROUP/cgroup.procs").write_text(str(pid))
+    note(self, pid)
+OutOfMemoryKills.note = join
+"""
+
+
 @pytest.mark.robustness(
     "B7", "the kernel kills a rank for want of memory (memory.max)", "named, with the limit and the peak"
 )
 def test_out_of_memory(launcher: Launcher) -> None:
+    script = launcher.script("hoard = [b'1' * (1 << 20) for _ in range(2048)]")
     with contextlib.ExitStack() as stack:
         try:
-            group = stack.enter_context(cgroups.too_little_memory(512 << 20))
+            group = stack.enter_context(cgroups.too_little_memory(256 << 20))
         except OSError as error:
             pytest.skip(f"not on this machine, or not for this user: {error}")
-        # The worker alone: on a busy machine the kernel may look for a second process before it has freed the
-        # memory of the first one, and ttprun would be the next largest of the group.
-        joins = f"from pathlib import Path; Path('{group}/cgroup.procs').write_text('0')"
-        ended = launcher.run(
-            *ONE, launcher.script(f"{joins}\nhoard = [b'1' * (1 << 20) for _ in range(2048)]")
-        )
+        ended = launcher.run(*ONE, script, before=JOINS.replace("GROUP", str(group)))
     assert ended.code == 137, ended.log
     words = (
-        r"killed by the kernel: out of memory, the limit of its control group is 512 MiB, the peak \d+ MiB"
+        r"killed by the kernel: out of memory, the limit of its control group is 256 MiB, the peak \d+ MiB"
     )
     assert re.search(rf"rank 0 was ended by SIGKILL \({words}\)", ended.last_line), ended.log
 
