@@ -302,6 +302,7 @@ def protect(
             parallel_state.get_expert_tensor_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
         )
+    supported_options.require_no_replay()
     for hook in hooks.of_worker():
         hook.require_other_loop(torch.distributed.get_world_size())
     worker = rejoin.of_this_process()

@@ -130,6 +130,14 @@ def require_no_host_copy() -> None:
         )
 
 
+def require_no_replay() -> None:
+    """Refuse TTP_REPLAY_EVERY in a loop of a user. Raises UnsupportedError."""
+    if every := context.get().settings.replay_every:
+        raise UnsupportedError(
+            f"TTP_REPLAY_EVERY is {every}: only scripts of Megatron-LM repeat micro-batches; leave it out"
+        )
+
+
 def require_no_comparison() -> None:
     """Refuse comparisons, replays and drills in a loop without them. Raises UnsupportedError."""
     settings = context.get().settings

@@ -455,3 +455,11 @@ def test_split_is_refused_without_right_instances_once_the_optimizer_is_known() 
 )
 def test_the_user_is_told(size: int, made: int, sharded: bool, mirrored: int, words: str) -> None:
     assert words in describe(size, made, sharded, 1 << 20, mirrored)
+
+
+def test_a_loop_of_a_user_repeats_no_micro_batches() -> None:
+    context.begin({"TTP_VERIFY_EVERY": "1", "TTP_REPLAY_EVERY": "5"})
+    with pytest.raises(UnsupportedError, match="TTP_REPLAY_EVERY is 5: only scripts of Megatron-LM"):
+        supported_options.require_no_replay()
+    context.begin({"TTP_VERIFY_EVERY": "1"})
+    supported_options.require_no_replay()
