@@ -325,8 +325,8 @@ def disable() -> None:
     from adaptor import context, hooks, patching
     from adaptor.errors import StartError
     from adaptor.worker import runtime
+    from adaptor.worker.framework_watchdogs import Watchdogs
     from adaptor.worker.unprotected import UnprotectedTraining
-    from adaptor.worker.watchdogs import Watchdogs
 
     if runtime.training():
         raise StartError("adaptor.disable() was called while training runs; call it before, or not at all")

@@ -14,8 +14,8 @@ from adaptor import context, distributions, hooks, patching
 from adaptor.errors import StartError
 from adaptor.protocol.environment import NOT_BY_TTPRUN
 from adaptor.worker import runtime
+from adaptor.worker.framework_watchdogs import Watchdogs
 from adaptor.worker.unprotected import UnprotectedTraining
-from adaptor.worker.watchdogs import Watchdogs
 
 
 def arm_patches() -> None:

@@ -277,7 +277,7 @@ def protect(
     from adaptor.online import rejoin
     from adaptor.replica import group
     from adaptor.worker import runtime
-    from adaptor.worker.watchdogs import Watchdogs
+    from adaptor.worker.framework_watchdogs import Watchdogs
 
     patching.check("ttp")
     supported_options.require_no_layout_only()

@@ -32,7 +32,7 @@ from adaptor.launchers.control.agent_connections import (
     read_hello,
 )
 from adaptor.launchers.control.controller_host import ControllerHost
-from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.protocol import wire
 from adaptor.protocol.messages import (

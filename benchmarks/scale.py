@@ -22,7 +22,7 @@ from _bench import Benchmark, table
 from adaptor import config
 from adaptor.launchers.control.agent_connections import LOOPBACK, RejectedConnections
 from adaptor.launchers.control.controller_host import ControllerHost
-from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.launchers.records.log import Log
 from adaptor.protocol import wire

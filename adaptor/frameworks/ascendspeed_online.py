@@ -28,8 +28,8 @@ from adaptor.frameworks.megatron_online_support import of_process_groups, of_tor
 from adaptor.frameworks.step_log import StepLog
 from adaptor.frameworks.training_loop import Recovery, TrainingLoop, set_args
 from adaptor.online import rejoin
+from adaptor.online.data_rewind import DataRewind
 from adaptor.online.groups import Groups
-from adaptor.online.replay import Replay
 from adaptor.replica.choice import ReplicaChoice
 
 
@@ -87,7 +87,7 @@ class AscendLoop(TrainingLoop):
         # In the caller's own list: behind the loop it evaluates once more.
         iterators = train_call["valid_data_iterator"]
         iterators[:] = map(_replayed, iterators)
-        valid: list[Replay] = [iterator for iterator in iterators if iterator is not None]
+        valid: list[DataRewind] = [iterator for iterator in iterators if iterator is not None]
         super().__init__(
             train_call, train_call["lr_scheduler"], [] if train is None else [train], valid, start_answers
         )
@@ -174,8 +174,8 @@ class AscendLoop(TrainingLoop):
             self._optimizer.gather_model_params(self.args(), get_timers())
 
 
-def _replayed(iterator: Any) -> Replay | None:
-    return None if iterator is None else Replay(iterator)
+def _replayed(iterator: Any) -> DataRewind | None:
+    return None if iterator is None else DataRewind(iterator)
 
 
 # Options with which a step, or the start of a job, keeps something that cannot be put back.

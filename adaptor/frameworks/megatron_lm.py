@@ -30,7 +30,7 @@ from adaptor.devices.device import Device
 from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, layout_beside, megatron_restart, supported_options
 from adaptor.frameworks.failed_saves import FailedSaves
-from adaptor.online.replay import Replay
+from adaptor.online.data_rewind import DataRewind
 from adaptor.replica import group, twin
 from adaptor.replica.mirror import Mirror
 
@@ -154,7 +154,7 @@ def _loader_states(train_data: Any) -> LoaderStates:
     if not root or not is_first or train_data is None or not has_states:
         return LoaderStates()
     loader = train_data.iterable
-    source = loader.source if isinstance(loader, Replay) else loader
+    source = loader.source if isinstance(loader, DataRewind) else loader
     if not hasattr(source, "save_state"):
         raise UnsupportedError(
             f"--dataloader-save is {root}, and the data loader of the script, {type(source).__name__}, has no"
@@ -170,7 +170,7 @@ def _loader_states(train_data: Any) -> LoaderStates:
     states = LoaderStates(
         str(path.relative_to(path.parts[0])), source.save_state, mpu.get_data_parallel_group()
     )
-    if isinstance(loader, Replay):
+    if isinstance(loader, DataRewind):
         vars(loader)["save_state"] = states.own  # the loader may have read further than the loop
     return states
 

@@ -29,7 +29,7 @@ from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.frameworks.step_log import StepLog
 from adaptor.frameworks.training_loop import Recovery, TrainingLoop, set_args
 from adaptor.online import rejoin
-from adaptor.online.replay import Replay
+from adaptor.online.data_rewind import DataRewind
 
 
 class MegatronLog(StepLog):
@@ -300,12 +300,12 @@ def call_of_train(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[s
     return {**dict(zip(_NAMES, args, strict=False)), **kwargs}
 
 
-def _replayed(iterators: Any) -> list[Replay]:
-    """Put a `Replay` below the framework's own iterators, which keep only the data of a single step."""
-    replays: list[Replay] = []
+def _replayed(iterators: Any) -> list[DataRewind]:
+    """Put a `DataRewind` below the framework's own iterators, which keep only the data of a single step."""
+    replays: list[DataRewind] = []
     for iterator in iterators if isinstance(iterators, list) else [iterators]:
         if iterator is not None and hasattr(iterator, "iterable"):
-            replay = Replay(iterator.iterable)
+            replay = DataRewind(iterator.iterable)
             iterator.iterable = replay
             replays.append(replay)
     return replays

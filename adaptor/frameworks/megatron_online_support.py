@@ -15,7 +15,7 @@ from adaptor.devices.cuda import is_detailed
 from adaptor.frameworks import tested_versions
 from adaptor.online import group_books
 from adaptor.online.groups import Groups
-from adaptor.worker.watchdogs import Watchdogs
+from adaptor.worker.framework_watchdogs import Watchdogs
 
 # Versions with which failed ranks were replaced.
 TESTED = SpecifierSet(tested_versions.specifier(tested_versions.ONLINE), prereleases=True)

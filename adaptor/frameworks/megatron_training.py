@@ -24,8 +24,8 @@ from adaptor.frameworks import (
 from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
+from adaptor.worker.framework_watchdogs import Watchdogs
 from adaptor.worker.incident_marks import IncidentMarks, OpenRun
-from adaptor.worker.watchdogs import Watchdogs
 
 if TYPE_CHECKING:
     from adaptor.checkpoint.trainee import MegatronTrainee

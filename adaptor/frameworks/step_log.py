@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from adaptor import output
-from adaptor.online.replay import STEPS
+from adaptor.online.data_rewind import STEPS
 
 # A rank keeps the losses of a step as numbers. Reading numbers on the host takes a tenth of the time of a
 # sum: at this point torch's code for sums is in no CPU cache. So the losses of each micro-batch are kept, and

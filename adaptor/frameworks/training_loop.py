@@ -21,7 +21,7 @@ from adaptor.checkpoint.step_record import StepRecord
 from adaptor.context import Context
 from adaptor.frameworks.step_log import StepLog
 from adaptor.online import loop, rejoin
-from adaptor.online.replay import STEPS, Replay
+from adaptor.online.data_rewind import STEPS, DataRewind
 from adaptor.replica import group
 from adaptor.worker import runtime
 from adaptor.worker.processor import CannotRejoinError
@@ -141,7 +141,7 @@ class StepTail:
         from_twin: in a newcomer, the state reported by its twin; else None.
     """
 
-    def __init__(self, validation: Sequence[Replay], from_twin: TailState | None) -> None:
+    def __init__(self, validation: Sequence[DataRewind], from_twin: TailState | None) -> None:
         self._validation = validation
         self._from_twin = from_twin
         self._begun = 0  # the newest step
@@ -250,8 +250,8 @@ class TrainingLoop(loop.Loop):
         self,
         train_call: Mapping[str, Any],
         scheduler: Any,
-        train: Sequence[Replay],
-        valid: Sequence[Replay],
+        train: Sequence[DataRewind],
+        valid: Sequence[DataRewind],
         start_answers: Mapping[str, Mapping[str, Any]],
     ) -> None:
         self.args: Callable[[], Any] = importlib.import_module(self.framework).get_args  # asked in each step

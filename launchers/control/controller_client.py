@@ -33,7 +33,7 @@ from adaptor.launchers.control.agent_connections import (
 )
 from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.control.credentials import UNIX, Invitation, Tls, kind_of
-from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.log import tell_error
 from adaptor.protocol import wire
 from adaptor.protocol.messages import AgentHello, ControllerToAgent, Endpoint, FromAgent, Recovered, Verdict

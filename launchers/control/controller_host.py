@@ -28,7 +28,7 @@ from adaptor.launchers.control.agent_connections import (
     bind,
     bind_here,
 )
-from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.log import tell_error
 from adaptor.protocol import wire
 from adaptor.protocol.messages import (

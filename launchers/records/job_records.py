@@ -22,7 +22,7 @@ from adaptor.controller.plan import groups_of
 from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent.worker_processes import Workers
 from adaptor.launchers.control.controller_host import ControllerHost
-from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles, StepTimer, TimeUses
 from adaptor.launchers.records.log import tell_error
 from adaptor.protocol.messages import BoardRecord, Share

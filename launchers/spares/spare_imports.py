@@ -29,7 +29,7 @@ from adaptor.launchers.agent import worker_main
 from adaptor.launchers.spares.worker_forks import Forks, take_streams
 from adaptor.protocol import environment, wire
 from adaptor.protocol.spare_messages import Become, Forked, Import, Ready, to_spare
-from adaptor.worker import script_imports, watchdogs
+from adaptor.worker import framework_watchdogs, script_imports
 from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.script_imports import ScriptImports, code_of_variable
 
@@ -235,9 +235,9 @@ class _ImportsAsAWorker:
         A module that reads all variables, such as networkx.utils.backends, then reads the values of a
         worker.
         """
-        for name in watchdogs.VARIABLES:
+        for name in framework_watchdogs.VARIABLES:
             if self._place > self._changed_at.get(name, self._place):
-                os.environ[name] = watchdogs.OFF
+                os.environ[name] = framework_watchdogs.OFF
 
     def _difference(self, modules_to_compare: Iterable[str]) -> str:
         """Return the first difference from a worker, with the user's remedy; empty without a difference."""

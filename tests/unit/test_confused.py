@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from adaptor.controller.controller import Controller, Orders
 from adaptor.launchers.control.controller_host import AgentRegistry
-from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.protocol import messages, wire
 from adaptor.protocol.messages import (

@@ -24,7 +24,7 @@ from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
 from adaptor.launchers.cli import ttp
 from adaptor.launchers.records import log
-from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.job_files import LIMITS_S, JobFiles, StepTimer
 from adaptor.launchers.records.job_records import JobStatus
 from adaptor.protocol import naming, records

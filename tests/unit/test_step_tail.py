@@ -7,12 +7,12 @@ from itertools import count
 import pytest
 
 from adaptor.frameworks.training_loop import StepTail, TailState
-from adaptor.online.replay import Replay
+from adaptor.online.data_rewind import DataRewind
 from adaptor.worker.processor import CannotRejoinError
 
 
-def tail(told: TailState | None = None) -> tuple[StepTail, Replay]:
-    valid = Replay(count())
+def tail(told: TailState | None = None) -> tuple[StepTail, DataRewind]:
+    valid = DataRewind(count())
     return StepTail([valid], told), valid
 
 

@@ -278,7 +278,7 @@ import torch.distributed as dist
 from adaptor import context
 from adaptor.frameworks import megatron_online_support
 from adaptor.online.groups import Groups
-from adaptor.worker.watchdogs import Watchdogs
+from adaptor.worker.framework_watchdogs import Watchdogs
 
 made = context.part(Groups)
 made.remember(lone=True)
@@ -352,7 +352,7 @@ def test_the_framework_of_a_plug_in_is_imported(launcher: Launcher, start: str, 
 HCCL = """
 import torch.distributed as dist
 from adaptor import context
-from adaptor.worker.watchdogs import Watchdogs
+from adaptor.worker.framework_watchdogs import Watchdogs
 def gloo(store, rank, size, timeout):
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 dist.Backend.register_backend("hccl", gloo, devices=["cpu"])
@@ -439,7 +439,7 @@ def test_over_nccl_only_without_its_watchdog_a_job_recovers_online(
 NEWCOMER = """
 import os
 from adaptor import context
-from adaptor.worker.watchdogs import Watchdogs
+from adaptor.worker.framework_watchdogs import Watchdogs
 context.part(Watchdogs).switch_off()
 print(os.environ.get("TORCH_NCCL_DUMP_ON_TIMEOUT"))
 """

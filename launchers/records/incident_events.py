@@ -1,4 +1,4 @@
-"""The report of an incident: events are collected during the incident and written to a file after its end."""
+"""Collects the events of an incident, and has its report (`incident_record`) written after its end."""
 
 from __future__ import annotations
 

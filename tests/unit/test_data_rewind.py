@@ -10,24 +10,24 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader
 
-from adaptor.online.replay import Replay
+from adaptor.online.data_rewind import DataRewind
 from adaptor.worker.processor import CannotRejoinError
 
 
-def read(replay: Replay, step: int, items: int = 2) -> list[int]:
+def read(replay: DataRewind, step: int, items: int = 2) -> list[int]:
     replay.begin_step(step)
     return [next(replay) for _ in range(items)]
 
 
 def test_a_step_that_is_made_again_reads_the_same() -> None:
-    replay = Replay(count())
+    replay = DataRewind(count())
     assert [read(replay, step) for step in (1, 2, 3)] == [[0, 1], [2, 3], [4, 5]]
     replay.rewind(2)
     assert [read(replay, step) for step in (3, 4)] == [[4, 5], [6, 7]]
 
 
 def test_a_step_that_was_begun_reads_on_behind_what_it_has_read() -> None:
-    replay = Replay(count())
+    replay = DataRewind(count())
     read(replay, 1)
     read(replay, 2, items=1)
     replay.rewind(1)
@@ -36,7 +36,7 @@ def test_a_step_that_was_begun_reads_on_behind_what_it_has_read() -> None:
 
 def test_a_batch_that_was_changed_comes_as_it_was() -> None:
     """Each time: it is changed in each step that is made again."""
-    replay = Replay(iter([{"tokens": [1, 2, 3, 4]}, [5, 6, 7, 8]]))
+    replay = DataRewind(iter([{"tokens": [1, 2, 3, 4]}, [5, 6, 7, 8]]))
     for _ in range(3):
         replay.begin_step(1)
         batch, packed = next(replay), next(replay)
@@ -47,7 +47,7 @@ def test_a_batch_that_was_changed_comes_as_it_was() -> None:
 
 
 def test_again_and_again() -> None:
-    replay = Replay(count())
+    replay = DataRewind(count())
     read(replay, 1)
     for items in (2, 1, 0, 2):
         read(replay, 2, items)
@@ -57,7 +57,7 @@ def test_again_and_again() -> None:
 
 def test_two_steps_back() -> None:
     """With a local copy a rank that is ahead goes back one step more."""
-    replay = Replay(count())
+    replay = DataRewind(count())
     for step in (1, 2, 3):
         read(replay, step)
     replay.rewind(1)
@@ -65,14 +65,14 @@ def test_two_steps_back() -> None:
 
 
 def test_nothing_is_given_again_where_the_step_is_finished() -> None:
-    replay = Replay(count())
+    replay = DataRewind(count())
     read(replay, 1)
     replay.rewind(1)
     assert read(replay, 2) == [2, 3]
 
 
 def test_how_often_a_step_has_read() -> None:
-    replay = Replay(count())
+    replay = DataRewind(count())
     read(replay, 1)
     read(replay, 2, items=3)
     assert [replay.given_in(step) for step in (1, 2, 3)] == [2, 3, 0]
@@ -96,7 +96,7 @@ class FailsOnce(Iterator[int]):
 
 def test_after_a_read_that_failed_nothing_is_given_again() -> None:
     """The next item would be the one after that which could not be read."""
-    replay = Replay(FailsOnce(3))
+    replay = DataRewind(FailsOnce(3))
     read(replay, 1)
     with pytest.raises(OSError, match="a bad sample"):
         read(replay, 2)
@@ -106,7 +106,7 @@ def test_after_a_read_that_failed_nothing_is_given_again() -> None:
 
 
 def test_a_script_that_reads_on_after_a_failure_has_left_the_item_out_itself() -> None:
-    replay = Replay(FailsOnce(3))
+    replay = DataRewind(FailsOnce(3))
     read(replay, 1)
     with pytest.raises(OSError, match="a bad sample"):
         read(replay, 2)
@@ -116,7 +116,7 @@ def test_a_script_that_reads_on_after_a_failure_has_left_the_item_out_itself() -
 
 
 def test_the_end_of_the_data_is_no_failure() -> None:
-    replay = Replay(iter(range(3)))
+    replay = DataRewind(iter(range(3)))
     read(replay, 1)
     assert next(replay) == 2
     with pytest.raises(StopIteration):
@@ -134,7 +134,7 @@ def test_a_process_that_reads_ahead_has_died() -> None:
     try:
         # torch's handler would raise here, at a moment that depends on the machine.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        replay = Replay(source)
+        replay = DataRewind(source)
         assert read(replay, 1) == [0, 1]
         replay.rewind(0)
         (process,) = source._workers

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adaptor import output
-from adaptor.launchers.records.incident_report import IncidentReport
+from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles
 from adaptor.protocol.messages import (
     BoardRecord,

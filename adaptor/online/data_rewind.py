@@ -13,7 +13,7 @@ from adaptor.worker.processor import CannotRejoinError
 STEPS = 2
 
 
-class Replay(Iterator[Any]):
+class DataRewind(Iterator[Any]):
     """An iterator that remembers the data of the last steps.
 
     Args:
@@ -58,7 +58,7 @@ class Replay(Iterator[Any]):
         return len(self._given.get(step, ()))
 
     def rewind(self, step: int) -> None:
-        """Replay all data read after `step`. Raises CannotRejoinError: the data is no longer available."""
+        """Give all data read after `step` again. Raises CannotRejoinError: the data is gone."""
         # torch's iterators have gone on before they raise, so the next read would give the item after it.
         if self._is_reading:
             raise CannotRejoinError("its data loader has failed, and would leave out what it was reading")
