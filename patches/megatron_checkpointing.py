@@ -13,7 +13,7 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.checkpoint.divided_reading import CheckedFiles
-from adaptor.frameworks import adapter_base, compared_save, loaded_state, megatron_restart
+from adaptor.frameworks import adapter_base, compared_save, megatron_restart
 from adaptor.frameworks.failed_saves import SaveFailedError
 from adaptor.frameworks.megatron_restart import ChosenStep
 from adaptor.frameworks.regular_save import RegularSaves
@@ -122,7 +122,7 @@ def wandb_is_told_the_final_name(wrapped: Any, instance: Any, args: Any, kwargs:
 )
 def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with runtime.get().session.pace.loading(), context.part(CheckedFiles).loading():
-        return loaded_state.load(wrapped, args, kwargs)
+        return compared_save.load(wrapped, args, kwargs)
 
 
 @checkpointing.patch(

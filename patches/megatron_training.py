@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import context, patching
-from adaptor.frameworks import megatron_nodes, megatron_training, script_loop
+from adaptor.frameworks import megatron_nodes, megatron_training
 from adaptor.frameworks.failed_saves import FailedSaves
 from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER
 from adaptor.protocol.messages import ScriptStage
@@ -23,7 +23,7 @@ training = patching.Unit("training", framework="megatron-lm", tested=MEGATRON_SP
 )
 def arguments_are_checked(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     context.part(UnprotectedTraining).expect("Megatron-LM")
-    if not script_loop.claim_if_protected():
+    if not megatron_training.claim_if_protected():
         return wrapped(*args, **kwargs)
     patching.require_modules("ttp")
     return megatron_training.parse_arguments(
@@ -70,7 +70,7 @@ def training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
         result = wrapped(*args, **kwargs)
     except Exception as error:
         has_trained = session.trainee is not None and not session.is_training
-        if has_trained and script_loop.loggers_are_the_cause(error):
+        if has_trained and megatron_training.loggers_are_the_cause(error):
             session.board.reach(ScriptStage.FINISHED)
         raise
     session.board.reach(ScriptStage.FINISHED)

@@ -60,7 +60,7 @@ def our_wrapper_is_outermost(wrapped: Any, instance: Any, args: Any, kwargs: Any
     accepts="(forward_step_func, model, optimizer, opt_param_scheduler, ...)",
 )
 def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks.mindspeed_loop import MindspeedLoop  # torch, which is for the script to import
+    from adaptor.frameworks.mindspeed_memory import MindspeedLoop  # torch, which is for the script to import
 
     def begin() -> None:
         # It counts its floating-point operations from 0, also where it goes on from a checkpoint; its save

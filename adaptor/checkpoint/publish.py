@@ -23,7 +23,7 @@ from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.verification import agreed_parts
+from adaptor.verification import agreed_state
 from adaptor.verification.agreed_state import AgreedState
 
 
@@ -94,7 +94,7 @@ def publish(
         _take(save_folder / name, temporary, files)
     if not tracker.is_of_generation(save_folder, step, generation):
         joined = dcp.join(temporary, files)
-        entries, agreed = agreed_parts.join(temporary, step, joined)
+        entries, agreed = agreed_state.join(temporary, step, joined)
         if not entries:
             raise CheckpointError(f"{temporary}: nothing was written, so there is nothing to publish")
         _name(temporary, entries, progress)

@@ -25,7 +25,7 @@ Rules (the tests are named after the rules):
   protected, or wrap what a framework replaces when it is imported (MindSpeed). A claim is made before process
   groups are made, or leaves process groups as they are. Claims come from `adaptor.enable`, `adaptor.protect`,
   the import of a plug-in's framework (`adaptor._start`) and the parsers of the supported frameworks
-  (`adaptor.frameworks.script_loop`).
+  (`adaptor.frameworks.megatron_training`).
 - `disarm` reaches names that were imported elsewhere, because every wrapper asks its unit whether to act.
 - A wrapper is copied and pickled by reference, like the function that it stands for: a pickle names the
   framework's function and loads without the adaptor.

@@ -3,16 +3,20 @@
 The sums are taken from the memory of the holders, never from a file (`state_sums`). A job that loads the
 checkpoint compares the sums of the loaded state. The sum of a group does not depend on the number of shards,
 so a job with another data-parallel size compares the same sums.
+
+Last words have the sums in parts (`AgreedPart`), and the agent joins the parts to the field of the manifest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
 from adaptor.errors import CheckpointError
+from adaptor.protocol.naming import FileEntry
 
 MASK = (1 << 64) - 1
 # Keys of sums: the model's weights, and the main params of the optimizer. All other keys are its moments.
@@ -261,3 +265,42 @@ def described(agreed: AgreedState | None) -> str:
         f"as trained: step {agreed.step}, {shards}, each agreed by {holder_words} (ranks {names})"
         f"{omitted if agreed.not_compared else ''}"
     )
+
+
+_PART = ".state."
+
+
+class AgreedPart(msgspec.Struct, frozen=True):
+    """The agreed sums of one group."""
+
+    group: str
+    agreed: AgreedGroup
+
+    @property
+    def name(self) -> str:
+        """The name of the file, below the checkpoint."""
+        return f"{_PART}{self.group}"
+
+
+def join(
+    folder: Path, step: int, entries: Sequence[FileEntry]
+) -> tuple[tuple[FileEntry, ...], AgreedState | None]:
+    """Return the files of the checkpoint without the parts, and the agreed state.
+
+    The state is None without parts, or if a call before a crash has removed a part.
+
+    Args:
+        folder: of the checkpoint; files may have the names of drafts.
+        step: of the checkpoint.
+        entries: of all groups.
+    """
+    files = tuple(entry for entry in entries if not entry.path.startswith(_PART))
+    try:
+        parts = [
+            msgspec.json.decode((folder / entry.draft).read_bytes(), type=AgreedPart)
+            for entry in entries
+            if entry.path.startswith(_PART)
+        ]
+    except (OSError, msgspec.MsgspecError):
+        return files, None
+    return files, AgreedState(step, {part.group: part.agreed for part in parts}) if parts else None

@@ -1,4 +1,4 @@
-"""Compares a regular save with the state in memory, before the save gets its name.
+"""Compares a regular save with the state in memory, before the save gets its name; and the loaded state.
 
 At the begin of a save all ranks take the sums of the state in memory, and agree (`agreed_state`). Then each
 file is compared when the framework hands the file over to be written:
@@ -7,27 +7,44 @@ file is compared when the framework hands the file over to be written:
 - The tensors of `torch_dist`: the written tensors with the planned tensors (`plan`, `handed_over`,
   `require_written`); and planned tensors must be the live state if they were at an earlier save. So a writer
   or a plan that keeps tensors of an earlier save is refused.
+
+After a load the state of all ranks is compared with the agreed state of the checkpoint (`compare`). The
+comparison notices a loader that leaves state out, or loads the state of another rank or step, also with
+intact files. State is not compared if the user has chosen not to load the state.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+import torch.distributed as dist
 import xxhash
 
-from adaptor.checkpoint import format_torch, regular_folder, shards, step_record
+from adaptor.checkpoint import format_torch, manifest, regular_folder, shards, step_record
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.context import Context
 from adaptor.errors import CheckpointError
+from adaptor.protocol.messages import Share
 from adaptor.replica import group, optimizer_state, twin
+from adaptor.replica.group import gather_values
 from adaptor.verification import state_sums
-from adaptor.verification.agreed_state import MASK, PARAM, WEIGHT, AgreedState, agree
+from adaptor.verification.agreed_state import (
+    MASK,
+    PARAM,
+    WEIGHT,
+    AgreedState,
+    agree,
+    differences,
+    in_words,
+    other_layouts,
+)
 from adaptor.verification.placed_sums import name_factor, placed_sum
 
 
@@ -287,3 +304,57 @@ def name_of(item: Any) -> str:
     """Return a name for an item of a write plan of torch."""
     offset = item.index.offset
     return item.index.fqn if offset is None else f"{item.index.fqn} at {list(offset)}"
+
+
+@dataclass(frozen=True)
+class LoadResult:
+    """The result of a comparison, equal on all ranks.
+
+    Attributes:
+        problem: the differences, in a line; "": none
+        not_compared: the groups that could not be compared, with the reason
+    """
+
+    problem: str = ""
+    not_compared: tuple[str, ...] = ()
+
+
+def agreed_of(folder: Path) -> AgreedState | None:
+    """Return the agreed state of the checkpoint in `folder`, as rank 0 reads the manifest; None: no agreed
+    state. Collective.
+    """
+    agreed: list[AgreedState | None] = [None]
+    if dist.get_rank() == 0:
+        with contextlib.suppress(CheckpointError):  # the check before the load has reported the problem
+            agreed = [manifest.read(folder).state]
+    dist.broadcast_object_list(agreed, src=0)
+    return agreed[0]
+
+
+def compare(
+    folder: Path,
+    agreed: AgreedState,
+    state: TrainingState,
+    shares: Sequence[Share],
+    *,
+    has_optimizer: bool,
+) -> LoadResult:
+    """Compare the memory of all ranks with the agreed state of a checkpoint. Collective.
+
+    Args:
+        folder: of the checkpoint.
+        agreed: the agreed state of the checkpoint.
+        state: of the rank, loaded.
+        shares: of the rank.
+        has_optimizer: whether the state of the optimizer was to be loaded, too.
+    """
+    gathered = gather_values(state_sums.held_by(state, (), shares, whole_weights=True))
+    omitted = other_layouts(agreed, gathered)
+    different = [] if omitted else differences(agreed, gathered, has_optimizer=has_optimizer)
+    problem = (
+        f"{folder}: the ranks have loaded another state than that on which the holders of step {agreed.step}"
+        f" agreed: {in_words(different)}"
+        if different
+        else ""
+    )
+    return LoadResult(problem, tuple(omitted))

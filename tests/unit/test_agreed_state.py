@@ -26,7 +26,7 @@ from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
 from adaptor.protocol.board import Phase
 from adaptor.protocol.messages import BoardRecord, Share
-from adaptor.verification import agreed_state, drill, state_sums
+from adaptor.verification import agreed_state, given_sums, state_sums
 from adaptor.verification.agreed_state import MASK, AgreedState, HeldState, agree, differences
 from adaptor.verification.given_sums import GivenSums
 from adaptor.verification.placed_sums import placed_sum
@@ -432,11 +432,11 @@ def test_a_drill_says_whether_a_step_could_be_saved_without_a_rank() -> None:
     held = [_held([rank])[0] for rank in ranks]
     shares = {rank: _shares(0, 1) for rank in range(2)}
     boards = {rank: BoardRecord(rank, phase=Phase.RUNNING, oldest=STEP, finished=STEP) for rank in range(2)}
-    assert drill.problem(STEP, 1, boards, shares, held) == ""
-    alone = drill.problem(STEP, 0, {0: boards[0]}, {0: shares[0]}, held[:1])
+    assert given_sums.problem(STEP, 1, boards, shares, held) == ""
+    alone = given_sums.problem(STEP, 0, {0: boards[0]}, {0: shares[0]}, held[:1])
     assert alone == "shard 0 of 1 of group mp_rank_00 has no live holder, it was on rank 0"
     ranks[0].states[ranks[0].model.c]["exp_avg"].view(torch.int32)[0] ^= 1
     held[0] = _held(ranks[:1])[0]
-    assert drill.problem(STEP, 1, boards, shares, held) == (
+    assert given_sums.problem(STEP, 1, boards, shares, held) == (
         "ranks 0 and 1 hold different bits of exp_avg of shard 0 of mp_rank_00"
     )

@@ -26,8 +26,8 @@ from adaptor import config, context, descriptors
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
-from adaptor.host_copy import content, copier, rebuild, start
-from adaptor.host_copy.copier import Copier
+from adaptor.host_copy import content, rebuild, start
+from adaptor.host_copy.start import Copier
 from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
 from adaptor.protocol.environment import COPY_FILES, HeldCopies
@@ -390,7 +390,7 @@ def test_auto_copies_as_often_as_the_share_of_time_allows(
     back begins anew, as its new ranks do."""
     ranks = _Ranks(2, made, every=None)
     now = [0.0]
-    monkeypatch.setattr(copier, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def copied(step: int) -> bool:
         ranks.step(step)

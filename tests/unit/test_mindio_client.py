@@ -13,10 +13,9 @@ import pytest
 from adaptor import config
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.mindio import NAME, replicas
-from adaptor.mindio.client import engine, sdk_session
+from adaptor.mindio.client import engine, runtime
 from adaptor.mindio.client.engine import MindioEngine
-from adaptor.mindio.client.runtime import MindioRuntime
-from adaptor.mindio.client.sdk_session import MindioSession
+from adaptor.mindio.client.runtime import MindioRuntime, MindioSession
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.messages import GroupOrder, Share
 from adaptor.protocol.state_provider import Trainee
@@ -104,7 +103,7 @@ def shares(*held: tuple[str, int, int]) -> list[tuple[Share, ...]]:
 def test_the_words_mean_what_each_rank_holds(told: list[tuple[Share, ...]]) -> None:
     """Read by our own implementation of the interface, which is tested against its documentation."""
     for rank, (share,) in enumerate(told):
-        (read,) = replicas.of_newer(rank, sdk_session.replica_info(rank, told))
+        (read,) = replicas.of_newer(rank, runtime.replica_info(rank, told))
         assert [(one.index, one.count) for one in read.shares(rank)] == [(share.index, share.count)]
         for place, holder in enumerate(read.ranks):
             assert told[holder] == (Share(share.group, place % share.count, share.count),)
@@ -115,14 +114,14 @@ def test_layouts_without_words() -> None:
     with pytest.raises(
         UnsupportedError, match="but rank 0 holds 2 shards: mindio_ttp knows of one per rank; use"
     ):
-        sdk_session.replica_info(1, mirrored)
+        runtime.replica_info(1, mirrored)
     uneven = shares(("a", 0, 2), ("a", 1, 2), ("a", 0, 2))
     with pytest.raises(UnsupportedError, match="the shards of a have 2, 1 holders: mindio_ttp needs"):
-        sdk_session.replica_info(0, uneven)
+        runtime.replica_info(0, uneven)
 
 
 def test_an_order() -> None:
-    assert sdk_session._order_of("a", [{"type": 0, "ranks": [2, 1]}]) == GroupOrder("a", (2, 1), 2)
+    assert runtime._order_of("a", [{"type": 0, "ranks": [2, 1]}]) == GroupOrder("a", (2, 1), 2)
 
 
 # steps

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from adaptor.frameworks.mindspeed_loop import MindspeedLoop, forget_swapped_activations
+from adaptor.frameworks.mindspeed_memory import MindspeedLoop, forget_swapped_activations
 
 
 class SwapPrefetch:
