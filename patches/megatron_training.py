@@ -8,7 +8,6 @@ from adaptor import context, patching
 from adaptor.frameworks import megatron_nodes, megatron_training
 from adaptor.frameworks.failed_saves import FailedSaves
 from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER
-from adaptor.protocol.messages import ScriptStage
 from adaptor.worker import runtime
 from adaptor.worker.unprotected import UnprotectedTraining
 
@@ -62,19 +61,7 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     optional=True,
 )
 def training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    worker = runtime.of_this_process()
-    if worker is None:  # a report of what would be protected
-        return wrapped(*args, **kwargs)
-    session = worker.session
-    try:
-        result = wrapped(*args, **kwargs)
-    except Exception as error:
-        has_trained = session.trainee is not None and not session.is_training
-        if has_trained and megatron_training.loggers_are_the_cause(error):
-            session.board.reach(ScriptStage.FINISHED)
-        raise
-    session.board.reach(ScriptStage.FINISHED)
-    return result
+    return megatron_training.training_is_finished(wrapped, args, kwargs)
 
 
 @training.patch(

@@ -11,12 +11,10 @@ from typing import Any
 
 from adaptor import patching
 from adaptor.frameworks import megatron_training, mindspeed_wrappers, supported_options
-from adaptor.patches.megatron_training import training_is_finished
+from adaptor.frameworks.tested_versions import MINDSPEED
 
-TESTED = ">=2.0,<26.2"
-
-mindspeed = patching.Unit("mindspeed", framework="mindspeed", tested=TESTED)
-llm = patching.Unit("mindspeed-llm", framework="mindspeed_llm", tested=TESTED)
+mindspeed = patching.Unit("mindspeed", framework="mindspeed", tested=MINDSPEED)
+llm = patching.Unit("mindspeed-llm", framework="mindspeed_llm", tested=MINDSPEED)
 
 
 @mindspeed.patch(
@@ -78,7 +76,7 @@ def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: An
     unless_imported=True,
 )
 def its_training_is_finished(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return training_is_finished(wrapped, instance, args, kwargs)
+    return megatron_training.training_is_finished(wrapped, args, kwargs)
 
 
 @llm.patch(

@@ -6,11 +6,11 @@ import sys
 from typing import Any
 
 from adaptor import patching
-from adaptor.patches.mindspeed import TESTED
+from adaptor.frameworks.tested_versions import MINDSPEED
 
 _LOOP = "mindspeed_llm"  # the package with such a loop
 
-online = patching.Unit("mindspeed-llm-online", framework="mindspeed_llm", tested=TESTED, group="online")
+online = patching.Unit("mindspeed-llm-online", framework="mindspeed_llm", tested=MINDSPEED, group="online")
 
 
 @online.patch(

@@ -31,6 +31,7 @@ from adaptor.frameworks import (
 )
 from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.patching import is_gone
+from adaptor.protocol.messages import ScriptStage
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker import runtime
 from adaptor.worker.framework_watchdogs import Watchdogs
@@ -301,6 +302,26 @@ def _will_be_protected() -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+def training_is_finished(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call the framework's `pretrain`; behind it the board says that the script has finished its training.
+
+    The board says so as well if only a logger has raised the exception of `pretrain`.
+    """
+    worker = runtime.of_this_process()
+    if worker is None:  # a report of what would be protected
+        return wrapped(*args, **kwargs)
+    session = worker.session
+    try:
+        result = wrapped(*args, **kwargs)
+    except Exception as error:
+        has_trained = session.trainee is not None and not session.is_training
+        if has_trained and loggers_are_the_cause(error):
+            session.board.reach(ScriptStage.FINISHED)
+        raise
+    session.board.reach(ScriptStage.FINISHED)
+    return result
 
 
 _CALLS_OF_PRETRAIN = tuple(

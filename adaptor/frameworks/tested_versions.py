@@ -39,6 +39,8 @@ def _number(minor: str) -> int:
 MEGATRON_SPECIFIER = specifier(CORE)
 # ModelLink has no version in its package; a commit is named.
 MODELLINK = "commit af1347"
+# Of MindSpeed and MindSpeed-LLM.
+MINDSPEED = ">=2.0,<26.2"
 
 # Megatron-core 0.6 does not have this module: what came later may be missing there, too.
 SINCE_0_7 = "megatron.core.distributed.distributed_data_parallel_config"

@@ -2,7 +2,7 @@
 calls that their patches make.
 
 Both have `get_args` in a package with `get_checkpoint_name` beside it, and count on the same arguments; a
-subclass names the package (`online.loop.Loop` documents the methods).
+subclass names the package (`online.state.Loop` documents the methods).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from adaptor import context
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.context import Context
 from adaptor.frameworks.step_log import StepLog
-from adaptor.online import loop, rejoin
+from adaptor.online import rejoin, state
 from adaptor.online.data_rewind import STEPS, DataRewind
 from adaptor.replica import group
 from adaptor.worker import runtime
@@ -227,7 +227,7 @@ class StepTail:
 _CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
 
 
-class TrainingLoop(loop.Loop):
+class TrainingLoop(state.Loop):
     """A training loop, as it was called.
 
     Args:

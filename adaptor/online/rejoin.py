@@ -26,9 +26,8 @@ from adaptor.context import Context
 from adaptor.errors import AdaptorError, CheckpointError
 from adaptor.online import state, transfer
 from adaptor.online.groups import Groups
-from adaptor.online.loop import Loop
 from adaptor.online.rank_buffers import RankBuffers
-from adaptor.online.state import TwinAnswer
+from adaptor.online.state import Loop, TwinAnswer
 from adaptor.online.transfer import Meeting, TransferChannel
 from adaptor.protocol.messages import Joined, Proceed, Regroup, Replacement, Standing
 from adaptor.worker import runtime, stacks
