@@ -20,7 +20,7 @@ _APART = ("save-apart", "save-apart-named")
 _EVALUATION = ("evaluation", "evaluation-forward")
 _ELSEWHERE = (
     *("start", "read", "copy", *_EVALUATION, "logging", "logger", "line", "finished"),
-    *("exchanged", "updated"),  # of the comparison of holders (TTP_VERIFY_EVERY)
+    *("exchanged", "updated", "activation"),  # of the comparison of holders (TTP_VERIFY_EVERY)
     *("save-background", *_APART, *ONLINE),
 )
 CHOICE = tuple(phase for phase in PHASES if phase not in (*_ELSEWHERE, *IN_AN_INCIDENT))

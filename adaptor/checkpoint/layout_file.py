@@ -313,12 +313,3 @@ START_ONLY: dict[str, bool | None] = {
 
 # Options that leave a part out of regular saves, and the options to load a checkpoint without the part.
 LEFT_OUT = {"no_save_optim": "no_load_optim", "no_save_rng": "no_load_rng"}
-
-# Arguments that move layers between stages. A layout file describes the result, no rule does.
-UNEVEN = {
-    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
-    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
-    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
-}

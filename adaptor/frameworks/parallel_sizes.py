@@ -8,8 +8,8 @@ import copy
 import math
 from typing import Any
 
-from adaptor.checkpoint.layout_file import UNEVEN
 from adaptor.protection_plan import ModelSize
+from adaptor.protocol.naming import UNEVEN
 
 NEAREST = "nearest"
 # How the framework is told of chunks: they belong to one pipeline parallel size.

@@ -113,7 +113,7 @@ def install(injector: Injector) -> None:
     before("freeze", "adaptor.worker.freezer", "Freezer.freeze")
     before("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump")
     _wrap("adaptor.worker.freezer", "Freezer.bring_to", _let_through(injector))
-    for act in ("send", "gather"):
+    for act in ("send_shards", "gather"):
         before("dump-gather", "adaptor.checkpoint.shards", act)
     before("dump-gather", "adaptor.checkpoint.in_place_holder", "take_part")
     before("dump-gather", "adaptor.checkpoint.in_place", "InPlace.write")
