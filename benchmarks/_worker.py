@@ -51,7 +51,7 @@ PARTS = (
     ("dump", "adaptor.checkpoint.trainee", "MegatronTrainee.dump"),
     ("connect", "adaptor.worker.dump_order", "_connect"),
     ("gather", "adaptor.checkpoint.shards", "gather"),
-    ("send", "adaptor.checkpoint.shards", "send"),
+    ("send", "adaptor.checkpoint.shards", "send_shards"),
     ("cast", "adaptor.checkpoint.weights", "Weights.add_sharded"),
     ("rebuild", "adaptor.checkpoint.weights", "Weights.rebuild"),
     ("write", "torch", "save"),
