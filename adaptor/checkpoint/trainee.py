@@ -55,6 +55,15 @@ class _PreUpdateSnapshot:
     also: Mapping[str, Any]
 
 
+def device_of(model: Sequence[Any], optimizer: Any) -> Device:
+    """Return the device that has the main params of `optimizer` and the weights of the chunks of `model`."""
+    mains = (
+        param for inner_optimizer in step_record.inner(optimizer) for param in twin.params(inner_optimizer)
+    )
+    weights = (param for chunk in model for param in chunk.parameters())
+    return devices.of(chain(mains, weights), context.get().settings.device)
+
+
 @dataclass(frozen=True)
 class MegatronTrainee:
     """The training state of a rank of a Megatron job: the `Trainee` that a dump reads.
@@ -97,13 +106,7 @@ class MegatronTrainee:
     @cached_property
     def device(self) -> Device:
         """First asked for on the main thread, when training begins."""
-        mains = (
-            param
-            for inner_optimizer in step_record.inner(self.state.optimizer)
-            for param in twin.params(inner_optimizer)
-        )
-        weights = (param for chunk in self.state.model for param in chunk.parameters())
-        return devices.of(chain(mains, weights), context.get().settings.device)
+        return device_of(self.state.model, self.state.optimizer)
 
     def copy_state(self) -> None:
         assert self.local_copy is not None

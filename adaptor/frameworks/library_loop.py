@@ -9,7 +9,6 @@ new process runs the script up to the loop, and gets the state from a survivor.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +16,10 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from adaptor import context, devices
+from adaptor import context
 from adaptor.checkpoint import step_record
 from adaptor.checkpoint.step_record import StepRecord
-from adaptor.checkpoint.trainee import MegatronTrainee
+from adaptor.checkpoint.trainee import MegatronTrainee, device_of
 from adaptor.checkpoint.training_state import (
     CheckpointContents,
     CheckpointPlacement,
@@ -38,7 +37,6 @@ from adaptor.host_copy import rebuild, start
 from adaptor.online.rejoin import Rejoin
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import model_parallel_folder
-from adaptor.replica import twin
 from adaptor.worker.runtime import UNDECIDED
 from adaptor.worker.session import Session
 
@@ -120,16 +118,9 @@ def write_host_copies(
     def describe() -> tuple[TrainingState, CheckpointPlacement, Device]:
         everyone = dist.group.WORLD
         assert everyone is not None
-        mains = (
-            param
-            for inner_optimizer in step_record.inner(optimizer)
-            for param in twin.params(inner_optimizer)
-        )
-        weights = (param for chunk in model for param in chunk.parameters())
-        device = devices.of(itertools.chain(mains, weights), context.get().settings.device)
         place = place_of(optimizer, none_mirrored, folder_of_rank(), everyone)
         state = training_state(model, optimizer, scheduler, extra, place, format, contents)
-        return state, place, device
+        return state, place, device_of(model, optimizer)
 
     written = rebuild.write_newest(save.resolve(), optimizer, describe)
     start.require_training()

@@ -6,7 +6,6 @@ import copy
 import importlib
 import importlib.util
 import inspect
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from adaptor import context, devices
+from adaptor import context
 from adaptor.checkpoint import step_record
 from adaptor.checkpoint.step_record import LoaderStates, RandomStates
-from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
+from adaptor.checkpoint.trainee import MegatronTrainee, device_of, local_copy_of, replicas_of
 from adaptor.checkpoint.training_state import (
     FLOPS,
     CheckpointPlacement,
@@ -31,7 +30,7 @@ from adaptor.errors import UnsupportedError
 from adaptor.frameworks import adapter_base, layout_beside, megatron_restart, supported_options
 from adaptor.frameworks.failed_saves import FailedSaves
 from adaptor.online.data_rewind import DataRewind
-from adaptor.replica import group, twin
+from adaptor.replica import group
 from adaptor.replica.mirror import Mirror
 
 # The counters in the framework's arguments; a version may lack some.
@@ -244,16 +243,10 @@ def write_host_copies(model: Sequence[Any], optimizer: Any, scheduler: Any) -> N
     chain = step_record.chain(optimizer)
 
     def describe() -> tuple[TrainingState, CheckpointPlacement, Device]:
-        mains = (
-            param
-            for inner_optimizer in step_record.inner(optimizer)
-            for param in twin.params(inner_optimizer)
-        )
-        weights = (param for chunk in model for param in chunk.parameters())
-        device = devices.of(itertools.chain(mains, weights), context.get().settings.device)
         everyone = dist.group.WORLD
         assert everyone is not None
-        return (*_state_of(model, optimizer, scheduler, (None,) * len(chain), everyone), device)
+        state, place = _state_of(model, optimizer, scheduler, (None,) * len(chain), everyone)
+        return state, place, device_of(model, optimizer)
 
     if rebuild.write_newest(Path(args.save).resolve(), optimizer, describe) is not None:
         megatron_restart.resume_after_restart(args)

@@ -2,7 +2,7 @@
 
 The holders of a shard apply a wrong gradient alike, so the twin check cannot see an error of a forward or a
 backward pass. In a replay each rank repeats the first micro-batch of the rank with the same part of the model
-in the next model replica: with its data and random states, and with weights of its own. The sums of the
+in the previous model replica: with its data and random states, and with weights of its own. The sums of the
 gradients must be equal before the update.
 
 Invariant: a replay leaves the gradients, random states, buffers and logs of the rank as the step left them,
@@ -144,7 +144,7 @@ def step(check: ReplayCheck, forward_backward: ForwardBackward, **arguments: Any
     if (
         everyone is None
         or arguments.get("forward_only")
-        or not check.replays(runtime.get().session.board.record().finished + 1)
+        or not check.begin_step(runtime.get().session.board.record().finished + 1)
         or (arguments["num_microbatches"] < 2 and _reduces_early(model))
     ):
         return forward_backward(**arguments)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -19,10 +18,36 @@ from adaptor.protocol.environment import Scratch
 from adaptor.replica import group
 from adaptor.verification.verdict import Finding, Kind
 
-# Until so many replays of a job agree, a difference is a property of its kernels: they do not compute the
-# same bits twice, and replays are of no use.
+# Until a job has verified so many steps, or repeated so many micro-batches, a difference is a property of its
+# layout or its kernels, which do not compute the same bits twice: the check is of no use.
 SELF_TEST = 20
-_PROVEN, _OFF = "proven", "off"
+PROVEN, OFF = "proven", "off"  # results of a self-test
+
+
+class SelfTestMemo:
+    """The result of a self-test: a start of the workers leaves it to the next start, in the agent's scratch
+    folder.
+
+    Args:
+        name: of the file; each rank has its own.
+    """
+
+    def __init__(self, name: str) -> None:
+        folder = context.part(Scratch).path
+        self._path = None if folder is None else folder / name
+
+    def read(self) -> str:
+        """Return the result; "" without one."""
+        try:
+            return "" if self._path is None else self._path.read_text()
+        except OSError:
+            return ""
+
+    def write(self, result: str) -> None:
+        """Keep the result. If it cannot be kept, the next start repeats the self-test."""
+        if self._path is not None:
+            with contextlib.suppress(OSError):
+                self._path.write_text(result)
 
 
 class ReplayRecord(msgspec.Struct, frozen=True):
@@ -65,15 +90,15 @@ def decide(records: Sequence[ReplayRecord], second: Sequence[str], step: int) ->
         return Finding(Kind.REPLAY, "", ("grad",), tuple(named), tuple(suspects), step - 1, text)
 
     replicas = {record.replica for record in records}
-    differ = {records[rank].replica for rank in ranks}  # from the next replica
-    next_of = {record.replica: records[record.replayer].replica for record in records}
-    of_both = {replica for replica in differ if replica in {next_of[other] for other in differ}}
+    differ_from_next = {records[rank].replica for rank in ranks}
+    differ_from_previous = {records[records[rank].replayer].replica for rank in ranks}
+    differ_from_both = differ_from_next & differ_from_previous
     wrong_once = {
         records[rank].replica
         for rank in ranks
         if second[rank] != records[rank].own and second[rank] == records[records[rank].replayer].repeated
     }
-    wrong = wrong_once or (of_both if len(replicas) > 2 and len(of_both) == 1 else set())
+    wrong = wrong_once or (differ_from_both if len(replicas) > 2 and len(differ_from_both) == 1 else set())
     if wrong:
         # An error in one pipeline stage or tensor rank spreads to all ranks of the replica.
         members = [rank for rank in ranks if records[rank].replica in wrong]
@@ -99,12 +124,12 @@ class ReplayCheck:
         self._count = 0  # of replays that agreed
         self.finding: Finding | None = None
         self._step = 0
-        scratch = context.part(Scratch).path
-        # The result of the self-test in an earlier start of the workers.
-        self._memo: Path | None = None if scratch is None else scratch / f"replay{rank}"
-        with contextlib.suppress(OSError):
-            if self._memo is not None and (memo := self._memo.read_text()):
-                self._every, self._count = (0, 0) if memo == _OFF else (every, SELF_TEST)
+        self._memo = SelfTestMemo(f"replay{rank}")
+        result = self._memo.read()
+        if result == OFF:
+            self._every = 0
+        elif result == PROVEN:
+            self._count = SELF_TEST
 
     def begin(self) -> None:
         """Agree with all ranks on the state of the self-test: a new process knows nothing. Collective."""
@@ -114,8 +139,8 @@ class ReplayCheck:
         is_on, self._count = group.smallest(everyone, (self._every > 0, self._count))
         self._every = self._every if is_on else 0
 
-    def replays(self, step: int) -> bool:
-        """Return whether a micro-batch of `step` is repeated; the step begins."""
+    def begin_step(self, step: int) -> bool:
+        """Forget the finding of the previous step; return whether a micro-batch of `step` is repeated."""
         self.finding, self._step = None, step
         return bool(self._every) and step % self._every == 0
 
@@ -135,20 +160,15 @@ class ReplayCheck:
         if not differing(records):
             self._count += 1
             if self._count == SELF_TEST:
-                self._note(_PROVEN)
+                self._memo.write(PROVEN)
             return
         finding = decide(records, group.gather_all(repeat(), everyone), self._step)
         if self._count >= SELF_TEST:
             self.finding = finding
             return
         self._every = 0
-        self._note(_OFF)
+        self._memo.write(OFF)
         self._tell(
             f"no micro-batch is repeated (TTP_REPLAY_EVERY): {finding.text}, in the first {SELF_TEST}"
             " replays, so the kernels of this job may not compute the same bits twice"
         )
-
-    def _note(self, memo: str) -> None:
-        if self._memo is not None:
-            with contextlib.suppress(OSError):  # then the next start tests the kernels again
-                self._memo.write_text(memo)

@@ -10,12 +10,10 @@ of gradients is not seen: all holders apply a wrong gradient alike.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +24,6 @@ from adaptor import context, output
 from adaptor.checkpoint import shards, step_record
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import CheckpointError, UnsupportedError
-from adaptor.protocol.environment import Scratch
 from adaptor.protocol.messages import Corruption
 from adaptor.replica import group
 from adaptor.verification import verdict
@@ -37,20 +34,15 @@ from adaptor.verification.checksums import (
     start_gradient_sums,
     start_shard_sums,
 )
-from adaptor.verification.replay_check import ReplayCheck
+from adaptor.verification.replay_check import OFF, PROVEN, SELF_TEST, ReplayCheck, SelfTestMemo
 from adaptor.verification.verdict import Finding, Report, ShardRecord, without_groups
 
-# Until a start of the workers has verified so many steps, a difference is a property of the layout, whose
-# holders do not compute the same bits: the check is of no use.
-SELF_TEST = 20
 # With TTP_VERIFY_EVERY=auto: the part of a step's time that the sums take on average. A step gets longer by
 # up to twice as much, because the sums displace the model from the cache.
 SHARE_OF_TIME = 0.0025
 _NEVER = 1 << 62
 # Before last words: a device that has not computed the sums behind an update in this time does not go on.
 _DEVICE_S = 1.0
-# What a start of the workers leaves to the next one, in the scratch folder of the agent.
-_PROVEN, _OFF = "proven", "off"
 
 
 class TwinCheck:
@@ -85,11 +77,9 @@ class TwinCheck:
         self._reported: set[tuple[str, tuple[int, ...]]] = set()
         self._sums_s: list[float] = []  # of each verified step
         self._steps_s: list[float] = []
-        scratch = context.part(Scratch).path
-        # The result of the self-test in an earlier start of the workers.
-        self._memo = None if scratch is None else scratch / f"twin-check{rank}"
-        self._layout = _read(self._memo)
-        if self._layout == _OFF:
+        self._memo = SelfTestMemo(f"twin-check{rank}")
+        self._layout = self._memo.read()
+        if self._layout == OFF:
             self._every = 0
         self._step = -1  # of the update behind which `_updated` was computed
         # By the index of the shard; None: there is nothing to compare.
@@ -110,9 +100,14 @@ class TwinCheck:
             self.replay.begin()
         # A new process knows nothing, and some ranks may have met a fault before they changed the interval.
         is_on, longest, chooses, is_proven, self._first, agreed = _smallest(
-            self._every > 0, -self._every, self._chooses, self._layout == _PROVEN, self._first, -self._agreed
+            self._every > 0,
+            -self._every,
+            self._chooses,
+            self._layout == PROVEN,
+            self._first,
+            -self._agreed,
         )
-        self._layout = _PROVEN if is_proven else ""
+        self._layout = PROVEN if is_proven else ""
         self._every, self._chooses, self._agreed = -longest if is_on else 0, bool(chooses), -agreed
         labels, self._holders = verdict.holders_of(trainee.shares_by_rank)
         self._labels = labels[self._rank]
@@ -203,10 +198,10 @@ class TwinCheck:
         if group.total(everyone, number) == 0:
             self._agreed = self._step
             self._judge_disputed(report)
-            if self._layout != _PROVEN and self._count >= SELF_TEST:
-                self._learn(_PROVEN)
+            if self._layout != PROVEN and self._count >= SELF_TEST:
+                self._learn(PROVEN)
             return True
-        is_self_test = self._layout != _PROVEN and self._count <= SELF_TEST
+        is_self_test = self._layout != PROVEN and self._count <= SELF_TEST
         try:
             gathered = group.gather_bytes(everyone, msgspec.msgpack.encode(report))
         except RuntimeError:  # a rank is gone: the step must not be saved all the same
@@ -239,9 +234,7 @@ class TwinCheck:
     def _learn(self, layout: str) -> None:
         """Note for the next start of the workers whether the layout computes the same bits on all holders."""
         self._layout = layout
-        if self._memo is not None:
-            with contextlib.suppress(OSError):  # then the next start tests the layout again
-                self._memo.write_text(layout)
+        self._memo.write(layout)
 
     def _report(
         self, trainee: MegatronTrainee, updated: Mapping[int, PendingSums], *, is_at_door: bool
@@ -293,7 +286,7 @@ class TwinCheck:
             return True
         if is_self_test:
             self._every, self._updated = 0, None
-            self._learn(_OFF)
+            self._learn(OFF)
             self._print(
                 f"no step is verified (TTP_VERIFY_EVERY): {finding.text}, in the first {SELF_TEST} verified"
                 " steps, so this layout may not compute the same bits on all holders"
@@ -323,13 +316,6 @@ class TwinCheck:
     def _print(self, line: str) -> None:
         if self._rank == 0:
             output.tell(f"[ttp] {line}")
-
-
-def _read(memo: Path | None) -> str:
-    try:
-        return "" if memo is None else memo.read_text()
-    except OSError:
-        return ""
 
 
 def _everyone() -> dist.ProcessGroup:

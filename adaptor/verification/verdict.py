@@ -153,11 +153,11 @@ def _share(holders: Sequence[int], rank: int) -> int:
 class Kind(Enum):
     """The kinds of a finding, in the order of the search: each kind explains the kinds below."""
 
-    REPLAY = "replay"
     AT_REST = "at rest"
     UPDATE = "update"
     INPUTS = "inputs"
     WEIGHTS = "weights"
+    REPLAY = "replay"
     UNKNOWN = "unknown"
 
 

@@ -78,14 +78,14 @@ def test_kernels_that_differ_from_the_first_replay_on_turn_the_check_off(
     check = job()
     check.begin()
     said.clear()
-    assert check.replays(2)
+    assert check.begin_step(2)
     _compare(check, "x")
     assert check.finding is None
     assert len(said) == 1
-    assert not check.replays(4)
+    assert not check.begin_step(4)
     restarted = job()
     restarted.begin()
-    assert not restarted.replays(6)
+    assert not restarted.begin_step(6)
 
 
 def test_after_the_self_test_a_difference_is_a_finding_of_its_step_alone(
@@ -93,16 +93,16 @@ def test_after_the_self_test_a_difference_is_a_finding_of_its_step_alone(
 ) -> None:
     check = job()
     check.begin()
-    assert not check.replays(1)
+    assert not check.begin_step(1)
     for _ in range(SELF_TEST):
-        assert check.replays(2)
+        assert check.begin_step(2)
         _compare(check, "a")
     restarted = job()
     restarted.begin()
     for proven in (check, restarted):
-        proven.replays(4)
+        proven.begin_step(4)
         _compare(proven, "x")
         assert proven.finding is not None
         assert proven.finding.named == (0,)
-        proven.replays(5)
+        proven.begin_step(5)
         assert proven.finding is None
