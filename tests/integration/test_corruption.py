@@ -13,6 +13,7 @@ from tests.faults import harness, outcome
 from tests.faults.harness import (
     DP2,
     DP2_MIRROR,
+    DP2_OVERLAP,
     DP4,
     ITERATIONS,
     MOE_EP2,
@@ -55,7 +56,7 @@ def test_no_save_of_a_disputed_step_is_published(tmp_path: Path, baseline_of: Ba
     assert "rank 1 is corrupt: param of shard mp_rank_00/1 changed at rest after the update of step 4" in told
 
 
-@pytest.mark.parametrize("layout", [DP2, TP2_DP2, PP2_DP2, MOE_EP2], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [DP2_OVERLAP, TP2_DP2, PP2_DP2, MOE_EP2], ids=lambda layout: layout.name)
 def test_a_wrong_backward_pass_is_found_by_its_replay(
     layout: Layout, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
