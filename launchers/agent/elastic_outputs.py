@@ -31,6 +31,9 @@ INCIDENT = "ttp.incident"
 VERDICT = "ttp.verdict"
 # torch's name for the error file of a worker that has left none.
 _NO_FILE = "<N/A>"
+# The bytes that `Tee` writes by one call, so that other writers cannot split a line of this length. A reader
+# that takes less within `output.DRAIN_S` has stopped.
+_PIECE = 1 << 16
 
 
 class ElasticEvents:
@@ -181,11 +184,6 @@ def _failure(
     if code > 0 and failure.error_file == _NO_FILE:
         failure.message = verdict.line
     return failure
-
-
-# Written by one call, so that other writers cannot split a line of this length. A reader that takes less
-# within `output.DRAIN_S` has stopped.
-_PIECE = 1 << 16
 
 
 class Tee(TailLog):

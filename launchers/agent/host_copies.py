@@ -39,6 +39,16 @@ from adaptor.protocol.copy_file import (
 from adaptor.protocol.messages import Endpoint
 from adaptor.protocol.wire import deadline
 
+# Bytes read or sent at once, so that other connections get their turn.
+PIECE = 1 << 18
+# Seconds between two attempts to reach the next node.
+AGAIN_S = 2.0
+# Seconds until a refused copy is sent again: the next node may lack memory.
+REFUSED_S = 10.0
+# The limit in seconds for one piece of a copy.
+SLOW_S = 30.0
+_GONE = (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError, StartError)
+
 
 class CopyFiles:
     """The files of one agent, for its workers and for the ranks of another node, from start to start."""
@@ -155,17 +165,6 @@ def _new_file() -> int:
     file = descriptors.in_memory("ttp-host-copy")
     os.fchmod(file, 0o600)
     return file
-
-
-# Bytes read or sent at once, so that other connections get their turn.
-PIECE = 1 << 18
-# Seconds between two attempts to reach the next node.
-AGAIN_S = 2.0
-# Seconds until a refused copy is sent again: the next node may lack memory.
-REFUSED_S = 10.0
-# The limit in seconds for one piece of a copy.
-SLOW_S = 30.0
-_GONE = (EOFError, OSError, msgspec.DecodeError, asyncio.TimeoutError, StartError)
 
 
 class CopyKeeper:

@@ -36,6 +36,30 @@ _log = logging.getLogger("adaptor")
 
 # A port scan or a flood makes thousands of connections, which must not fill the log.
 LINE_S = 60.0
+# The time for the proof of the secret; an agent needs a few round trips.
+HANDSHAKE_S = 10.0
+# The most open connections without a proof, or a quarter of the process's descriptors, if less. An agent
+# needs a few milliseconds for its proof. Each connection costs half a megabyte of buffers.
+MOST = 256
+# The pause between two attempts of an agent.
+PAUSE_S = 0.2
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+LOOPBACK = "127.0.0.1"
+BACKLOG = 1024  # all nodes of a large job connect at once
+# The time limit for connecting. The controller listens before its address is published, so only a flood or a
+# starting network can keep the agent out.
+CONNECT_TIMEOUT_S = 30.0
+# The time for TLS and the proof after the other side's kernel has accepted the connection: in a large job
+# thousands of agents connect at once.
+PROOF_S = 5.0
+# An entry of `getaddrinfo`: family, kind, protocol, canonical name, socket address.
+_Address = tuple[
+    socket.AddressFamily,
+    socket.SocketKind,
+    int,
+    str,
+    tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes],
+]
 
 
 class RejectedConnections:
@@ -74,17 +98,6 @@ class RejectedConnections:
             "%d rejected connections at %s so far: %s", sum(self.counted.values()), self._where, counts_text
         )
 
-
-# The time for the proof of the secret; an agent needs a few round trips.
-HANDSHAKE_S = 10.0
-# The most open connections without a proof, or a quarter of the process's descriptors, if less. An agent
-# needs a few milliseconds for its proof. Each connection costs half a megabyte of buffers.
-MOST = 256
-# The pause between two attempts of an agent.
-PAUSE_S = 0.2
-EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-LOOPBACK = "127.0.0.1"
-BACKLOG = 1024  # all nodes of a large job connect at once
 
 # Reads the first message of an agent; None: an unexpected message.
 T = TypeVar("T")
@@ -288,22 +301,6 @@ async def _streams(
     protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
     transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection, ssl=tls)
     return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
-
-
-# The time limit for connecting. The controller listens before its address is published, so only a flood or a
-# starting network can keep the agent out.
-CONNECT_TIMEOUT_S = 30.0
-# The time for TLS and the proof after the other side's kernel has accepted the connection: in a large job
-# thousands of agents connect at once.
-PROOF_S = 5.0
-# An entry of `getaddrinfo`: family, kind, protocol, canonical name, socket address.
-_Address = tuple[
-    socket.AddressFamily,
-    socket.SocketKind,
-    int,
-    str,
-    tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes],
-]
 
 
 async def connect(

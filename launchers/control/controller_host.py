@@ -50,6 +50,8 @@ Send = Callable[[Sequence[ControllerToAgent]], None]
 # Seconds between two ticks of the controller's clock: deadlines are tens of seconds.
 TICK_S = 0.25
 _GAP = "the report of the incident has a gap"
+# An answer also contains the values that the connection will ask for next, up to this size.
+AHEAD_BYTES = 1 << 20
 
 
 class ControllerHost:
@@ -365,10 +367,6 @@ class AgentRegistry:
         self._here.add(hello.node)
         self._homes.update(dict.fromkeys(hello.ranks, hello.node))
         return ""
-
-
-# An answer also contains the values that the connection will ask for next, up to this size.
-AHEAD_BYTES = 1 << 20
 
 
 class DumpStoreServer:

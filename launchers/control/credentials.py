@@ -38,6 +38,16 @@ _log = logging.getLogger("adaptor")
 # The time a connection waits for the files: their file system may hang.
 READ_S = 1.0
 _MISSING = "one of the files"
+# The key of the invitation in the rendezvous store, and the kinds of connections.
+KEY = "ttp/controller"
+UNIX, TLS, PLAIN = "unix", "tls", "plain"
+_WORDS = {
+    UNIX: "a socket of its own machine (no certificates)",
+    TLS: "TLS (certificates)",
+    PLAIN: "unencrypted TCP (TTP_TLS=plain)",
+}
+_FORM = re.compile(r"(unix|tls|plain) ([0-9a-f]{16}) ([01]) (\d{1,5}) ([0-9a-z-]{1,100}) ([\w.@+=,-]{1,255})")
+_NOTHING = "-"
 
 
 class Contexts(NamedTuple):
@@ -188,17 +198,6 @@ def _try(contexts: Contexts, settings: Config) -> ssl.SSLObject:
             f" it is not accepted with TTP_TLS_CA {settings.tls_ca!r}: {problem}"
         ) from None
     return client
-
-
-KEY = "ttp/controller"
-UNIX, TLS, PLAIN = "unix", "tls", "plain"
-_WORDS = {
-    UNIX: "a socket of its own machine (no certificates)",
-    TLS: "TLS (certificates)",
-    PLAIN: "unencrypted TCP (TTP_TLS=plain)",
-}
-_FORM = re.compile(r"(unix|tls|plain) ([0-9a-f]{16}) ([01]) (\d{1,5}) ([0-9a-z-]{1,100}) ([\w.@+=,-]{1,255})")
-_NOTHING = "-"
 
 
 def kind_of(config: Config) -> str:

@@ -62,6 +62,12 @@ _GROUPS = "group_list"
 _NAMED = 4
 # Keys of the addresses of a node, the best first.
 _ADDRESSES = ("container_ip", "server_ip", "host_ip", "server_id")
+# The platform starts the processes of a node together; a process that comes late to a job that failed at once
+# still gets the exit code.
+LATE_S = 30.0
+_KILLED = 1
+# Variables for one card; workers of the node must not see them.
+OF_A_CARD = ("RANK_ID", "ASCEND_DEVICE_ID", "DEVICE_ID")
 
 
 @dataclass(frozen=True)
@@ -331,14 +337,6 @@ def _number(holder: dict[str, object], key: str, table_name: str) -> int:
 def _require_count(holder: dict[str, object], key: str, listed: int, table_name: str) -> None:
     if key in holder and _number(holder, key, table_name) != listed:
         raise PlatformError(f"{table_name}: {key} is {holder[key]}, but {listed} are listed")
-
-
-# The platform starts the processes of a node together; a process that comes late to a job that failed at once
-# still gets the exit code.
-LATE_S = 30.0
-_KILLED = 1
-# Variables for one card; workers of the node must not see them.
-OF_A_CARD = ("RANK_ID", "ASCEND_DEVICE_ID", "DEVICE_ID")
 
 
 class First:

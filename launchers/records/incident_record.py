@@ -40,6 +40,8 @@ from adaptor.protocol.messages import (
 from adaptor.protocol.records import Cause, CauseKind, Event, Incident, Phases, Versions
 
 NOTICED = "fault-noticed"
+# Sections of docs/runbook.md.
+_RUNBOOK = "docs/runbook.md"
 
 
 class Happened(NamedTuple):
@@ -144,10 +146,6 @@ class Timeline:
                 **(further_data or {}),
             },
         )
-
-
-# Sections of docs/runbook.md.
-_RUNBOOK = "docs/runbook.md"
 
 
 def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_at: float) -> Incident:

@@ -37,6 +37,11 @@ from adaptor.protocol.records import (
 # The event `training` reports a load, because it distinguishes starts from recoveries.
 _LOAD = USES.index("load")
 _STEPS = "steps"
+# Limits of the durations of steps, in seconds: from small models to steps with a save in them.
+LIMITS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+# The most incidents whose files are written later, when the disk has room again.
+_MOST_LATE = 16
+_json = msgspec.json.Encoder()
 
 
 class TimeUses:
@@ -146,10 +151,6 @@ class StepsMadeAgain:
             self.first += further_s * (1.0 - share)
 
 
-# From small models to steps with a save in them.
-LIMITS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
-
-
 class StepTimer:
     """The timer of the steps of a job.
 
@@ -189,12 +190,6 @@ class StepTimer:
         if not any(self._counts):
             return None
         return StepTimes(limits=list(LIMITS_S), counts=list(self._counts), sum=self._sum)
-
-
-# The most incidents whose files are written later, when the disk has room again.
-_MOST_LATE = 16
-
-_json = msgspec.json.Encoder()
 
 
 class JobFiles:

@@ -1,6 +1,7 @@
 """The lines of the agent: its log, and for the operator a line at each fault, each restart, and the end.
 
-The log has times in UTC. It is a file, made on demand; and stdout, if requested.
+The log has times in UTC. It is a file, made on demand; and stdout, if requested. The lines for the operator
+come from the incidents and restarts in an `Account`, which `RunRecord` gives to `ttprun`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from adaptor.protocol.messages import Fault, Recovered, Verdict
 from adaptor.protocol.spare_messages import SpareHello, TakePlace
 
 _log = logging.getLogger("adaptor")
+# The disk of the save folder may hang. The last line waits PROMPT_S for the tracker, which is read while the
+# workers end; after that ttprun waits TRACKER_S to print the tracker in a separate line.
+PROMPT_S = 0.5
+TRACKER_S = 2.0
 
 
 def tell_error(subject: str, error: BaseException) -> None:
@@ -125,12 +130,6 @@ class _QueuedFile(_Quiet):
     def _close_file(self) -> None:
         if self._file is not None:
             self._file.close()
-
-
-# The disk of the save folder may hang. The last line waits PROMPT_S for the tracker, which is read while the
-# workers end; after that ttprun waits TRACKER_S to print the tracker in a separate line.
-PROMPT_S = 0.5
-TRACKER_S = 2.0
 
 
 class TrackerReading:

@@ -46,6 +46,14 @@ _LEAST_TRY_S = 0.1
 _TIMEOUT_S = 60
 _PORT = 29400
 _LOOPBACK = "127.0.0.1"
+# The time for the new store to answer. The store was open before its address was sent, so a silent store is
+# lost with its node.
+_ANSWERS_S = 10.0
+# Seconds between two checks of node 0: the store's own wait writes two warnings at each time-out.
+_LOOK_S = 0.1
+# The most nodes that are named in a line.
+_NAMED = 4
+_ALL = "all are here"
 
 
 def ignore(trouble: str) -> None:
@@ -196,11 +204,6 @@ def wait_until_it_answers(
             time.sleep(TRY_S)
 
 
-# The time for the new store to answer. The store was open before its address was sent, so a silent store is
-# lost with its node.
-_ANSWERS_S = 10.0
-
-
 class NextStore:
     """The next rendezvous store of one agent.
 
@@ -274,13 +277,6 @@ class NextStore:
             holder.sync()
         dynamic_nodes.put_in_order(handler, has_store=has_store)
         return handler
-
-
-# Seconds between two checks of node 0: the store's own wait writes two warnings at each time-out.
-_LOOK_S = 0.1
-# The most nodes that are named in a line.
-_NAMED = 4
-_ALL = "all are here"
 
 
 class FixedNodes:

@@ -41,6 +41,20 @@ FIRST_S = 1.5
 AGAIN_S = 10.0
 # The name of a thread whose wait was ended by `look`.
 _ABANDONED = "ttp-abandoned"
+# SIGTERM and SIGHUP may come twice for one request. At a time limit Slurm's daemons and srun send SIGTERM,
+# some hundredths of a second apart. When a terminal closes, its shell sends SIGHUP, and the kernel again at
+# the end of the shell; systemd sends SIGHUP after SIGTERM. A person who asks again waits longer, or presses
+# Ctrl-C.
+SAME_REQUEST_S = 5.0
+_SENT_TWICE = {signal.SIGTERM, signal.SIGHUP}
+# A signal that the agent has not taken within this time was lost, and the next signal counts. torch writes a
+# log line in between.
+TAKEN_S = 1.0
+# torch's errors after which nodes have not met.
+UNMET = (DistError, RendezvousError)
+_TAKEN = "EADDRINUSE"
+# torch's limits of waits for other nodes, by the key of --rdzv-conf: with --node-rank and without.
+_TIMEOUTS_S = {"timeout": 900, "join_timeout": 600}
 
 T = TypeVar("T")
 
@@ -182,17 +196,6 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-# SIGTERM and SIGHUP may come twice for one request. At a time limit Slurm's daemons and srun send SIGTERM,
-# some hundredths of a second apart. When a terminal closes, its shell sends SIGHUP, and the kernel again at
-# the end of the shell; systemd sends SIGHUP after SIGTERM. A person who asks again waits longer, or presses
-# Ctrl-C.
-SAME_REQUEST_S = 5.0
-_SENT_TWICE = {signal.SIGTERM, signal.SIGHUP}
-# A signal that the agent has not taken within this time was lost, and the next signal counts. torch writes a
-# log line in between.
-TAKEN_S = 1.0
-
-
 class EndRequests:
     """Signal handlers that call torch's handlers, which raise the exception that ends the job.
 
@@ -249,12 +252,6 @@ class EndRequests:
         handler = self._handlers.get(number)
         if handler is not None:
             handler(number, frame)
-
-
-UNMET = (DistError, RendezvousError)
-_TAKEN = "EADDRINUSE"
-# torch's limits of waits for other nodes, by the key of --rdzv-conf: with --node-rank and without.
-_TIMEOUTS_S = {"timeout": 900, "join_timeout": 600}
 
 
 class NotTakenInError(RendezvousError):

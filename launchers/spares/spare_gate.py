@@ -62,6 +62,13 @@ _NAME = "spares"
 ANSWER_S = 3.0
 # The time for a refused spare to read the reason.
 READ_S = 3.0
+# The time for the agent of a new owner to connect to the controller: the agent starts torch elastic, which
+# takes seconds. The other nodes wait longer (`places.DECIDED_S`).
+COMES_S = 20.0
+# The time for spare nodes to come to the gate of the node that has taken over: they notice the loss of node 0
+# by themselves, as this node has, and the save has taken time, too.
+MOVES_S = 5.0
+_NONE_WAITS = "no spare node waits"
 
 
 class StartCounts(NamedTuple):
@@ -324,15 +331,6 @@ def _difference(spare: SpareHello, own_hello: SpareHello) -> str:
         first = longer.arguments[min(len(spare.arguments), len(own_hello.arguments))]
         return f"the script's arguments differ: {first!r} is only {side_name}"
     return ""
-
-
-# The time for the agent of a new owner to connect to the controller: the agent starts torch elastic, which
-# takes seconds. The other nodes wait longer (`DECIDED_S`).
-COMES_S = 20.0
-# The time for spare nodes to come to the gate of the node that has taken over: they notice the loss of node 0
-# by themselves, as this node has, and the save has taken time, too.
-MOVES_S = 5.0
-_NONE_WAITS = "no spare node waits"
 
 
 async def fill_for_restart(

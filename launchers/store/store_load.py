@@ -27,7 +27,6 @@ from adaptor.checkpoint import tracker
 from adaptor.checkpoint.layout_file import START_ONLY
 from adaptor.errors import ConfigError, ResumeError, StoreError
 from adaptor.launchers.agent import processes
-from adaptor.launchers.agent.processes import STORE
 from adaptor.launchers.cli import flags
 from adaptor.store import settings
 from adaptor.store.settings import StoreSettings
@@ -44,6 +43,12 @@ _BEGINS_ANEW = [f"--{name.replace('_', '-')}" for name in START_ONLY if name != 
 _SIZES = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 # Options with which ranks have other numbers, or sizes are set elsewhere.
 _NUMBERS_OTHERWISE = ("--use-tp-pp-dp-mapping", "--encoder-", "--yaml-cfg", "--use-checkpoint-args")
+# The process of TTP_PULL removes an incomplete file and ends: at once, or within ten seconds if its disk
+# hangs.
+_LEAVING_S = 15.0
+# The key of the resumed step, or of the reason why there is none, in the store of a generation.
+_KEY = "ttp/resume"
+_REFUSED = "!"
 
 
 @dataclass(frozen=True)
@@ -117,10 +122,6 @@ def _replaced(arguments: Sequence[str], name: str, value: str) -> list[str]:
     return new_arguments
 
 
-# The process removes an incomplete file and ends: at once, or within ten seconds if its disk hangs.
-_LEAVING_S = 15.0
-
-
 def require_pulls(config: StoreSettings) -> None:
     """Refuse URLs that name no store, and impossible folders, without asking a store.
 
@@ -164,7 +165,7 @@ def pull_data(config: StoreSettings) -> int:
     )
     try:
         process = subprocess.Popen(
-            [sys.executable, str(STORE), "data", config.store_endpoint, *pairs],
+            [sys.executable, str(processes.STORE), "data", config.store_endpoint, *pairs],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for ttprun
@@ -190,10 +191,6 @@ def pull_data(config: StoreSettings) -> int:
             f"TTP_PULL: {reason or f'the process that pulls has ended with status {process.returncode}'}"
         )
     return 0
-
-
-_KEY = "ttp/resume"  # in the store of a generation: the step, or why there is none
-_REFUSED = "!"
 
 
 class StoreResume:
@@ -265,7 +262,7 @@ class StoreResume:
         description = f"the checkpoint of {load.url}, which comes to {load.save}"
         command = [
             sys.executable,
-            str(STORE),
+            str(processes.STORE),
             "pull",
             load.url,
             self._endpoint,
