@@ -31,7 +31,7 @@ LAYOUT_WAIT_S = 2.0
 # The time for the answer of a dispensable rank when the job is told to end.
 ANSWER_S = 5.0
 # The time for the answer of any rank in a hang: the rank has stood still for long, is in no short update, and
-# answers at once or never. Before, its agent looks at its stacks (2 s, `launchers.stack_collector`), the rank
+# answers at once or never. Before, its agent looks at its stacks (2 s, `agent.processes.LOOK_S`), the rank
 # looks itself (1 s, `worker.processor`) and asks its device (twice 1 s, `devices.accelerator`). On a busy
 # machine each takes all of its time, and a rank that counts as silent is named as the cause.
 HANG_ANSWER_S = 10.0

@@ -2,7 +2,8 @@
 
 torch's own stores authenticate nobody, so any client could give gloo other addresses, fill the store's
 memory, or block the store with half a message. The dump store is a part of the controller's agent
-(`launchers.dump_store`); an order to dump carries the store's address and secret.
+(`DumpStoreServer` in `launchers.control.controller_host`); an order to dump carries the store's address and
+secret.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A simulated agent: `launchers.node` and `launchers.worker_processes` without processes and sockets.
+"""A simulated agent: `agent.node` and `agent.worker_processes` without processes and sockets.
 
 It reads real boards, and what it takes for a hang is decided by the real `HangDetector`.
 """

@@ -1,4 +1,4 @@
-"""A simulated hub: `launchers.controller_host` without sockets, around the real controller of one term."""
+"""A simulated `ControllerHost`: without sockets, around the real controller of one term."""
 
 from __future__ import annotations
 

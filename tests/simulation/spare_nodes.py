@@ -1,6 +1,6 @@
-"""Spare nodes, and the gate at which they wait: `launchers.spare_gate` and `spare_node` without sockets.
+"""Spare nodes, and the gate at which they wait: `spare_gate` and `spare_node` without sockets.
 
-Who gets a place, and what the controller hears of it, is decided by the real `launchers.place_filling`.
+The real `fill_for_restart` and `fill_online` decide who gets a place, and what the controller hears of it.
 """
 
 from __future__ import annotations

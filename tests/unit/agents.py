@@ -12,7 +12,7 @@ from adaptor.protocol.messages import ControllerToAgent, StandbyState, Welcome
 
 
 class Agent:
-    """A connection to the hub, as an agent has it."""
+    """A connection to the controller host, as an agent has it."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer

@@ -1,7 +1,7 @@
 """An agent that knows the secret and talks nonsense: valid messages, any values, in any order, twice.
 
-They go through what the hub does with them. Whatever comes, the controller goes on, and gives a verdict in
-the end.
+They go through what `ControllerHost` does with them. Whatever comes, the controller goes on, and gives a
+verdict in the end.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Job:
             self.take(rank // 2, Layout(rank, (Share("g", rank % 2, 2),), "/save", 0, "same"))
 
     def take(self, node: int, message: Any) -> None:
-        """As the hub takes it, after it has come over a connection."""
+        """As the controller host takes it, after it has come over a connection."""
         try:
             heard = wire.from_agent(wire.frame(message)[4:])
         except (msgspec.DecodeError, OverflowError):  # it could not have come over one

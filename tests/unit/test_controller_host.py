@@ -474,7 +474,7 @@ def test_one_connection_of_each_node_waits_at_a_standby(two_plain_nodes: Job) ->
     assert of_both(job) == [("saved", FIRST, 137)]
 
 
-# the hub alone
+# the controller host alone
 
 
 class Open:
@@ -498,7 +498,7 @@ class Open:
 
 
 def with_hub(act: Callable[[ControllerHost, int, str], Coroutine[Any, Any, None]], tmp_path: Path) -> None:
-    """Run `act(hub, port, secret)` beside a hub for two nodes."""
+    """Run `act(controller_host, port, secret)` beside a controller host for two nodes."""
 
     async def main() -> None:
         opened = Open(tmp_path, free_port())

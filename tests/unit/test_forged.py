@@ -51,7 +51,7 @@ class Job:
         self.say(2, Died(5, -9, 0.0, BoardRecord(5)))
 
     def say(self, node: int, *messages: FromAgent) -> Orders:
-        """Pass on what the agent of `node` says, as the hub does."""
+        """Pass on what the agent of `node` says, as the controller host does."""
         orders: Orders = []
         for message in messages:
             if not self.registry.rejection_reason(node, message):
