@@ -30,6 +30,21 @@ from adaptor.checkpoint.tracker import locked
 from adaptor.errors import CheckpointError, ConfigError
 from adaptor.protocol import naming
 
+# The pause between two touches of the lease.
+REFRESH_S = 5.0
+# After this time an unchanged lease of another machine is stale. Six refreshes: a file system of several
+# machines may be slow, or show a change late, by some seconds.
+STALE_S = 30.0
+# The pause between two looks at a lease of another machine, or of a job that is leaving.
+LOOK_S = 1.0
+# The pause between two lines while the job waits for a leaving job.
+AGAIN_S = 10.0
+LOCK_PATIENCE_S = 10.0  # a lease is not worth a longer delay of a start
+RELEASE_S = 1.0  # of each wait of a release: on a disk that hangs the job ends all the same
+LARGEST = 4096  # bytes; a longer file is no lease
+
+_Owner = TypeVar("_Owner", bound="Owner")
+
 
 class Owner(msgspec.Struct, frozen=True):
     """The identity of a process, unique over time and over machines.
@@ -96,20 +111,6 @@ def _read(path: Path) -> str:
         return path.read_text()
     except OSError:
         return ""
-
-
-REFRESH_S = 5.0
-# Six refreshes: a file system of several machines may be slow, or show a change late, by some seconds.
-STALE_S = 30.0
-# The pause between two looks at a lease of another machine, or of a job that is leaving.
-LOOK_S = 1.0
-# The pause between two lines while the job waits for a leaving job.
-AGAIN_S = 10.0
-LOCK_PATIENCE_S = 10.0  # a lease is not worth a longer delay of a start
-LARGEST = 4096  # bytes; a longer file is no lease
-
-
-_Owner = TypeVar("_Owner", bound="Owner")
 
 
 class LeaseContent(Owner, frozen=True):
@@ -186,10 +187,10 @@ class StoreOfJob:
         self._save_folder = save_folder
         self._seen: _Seen | None = None
 
-    def find(self, stale_s: float = STALE_S) -> str:
-        """Return the store, "" without one; watch the lease of another machine for `stale_s` seconds."""
+    def find(self) -> str:
+        """Return the store, "" without one; watch the lease of another machine for `STALE_S` seconds."""
         store = self._read()
-        return store if store and self._seen and _is_there(self._save_folder, self._seen, stale_s) else ""
+        return store if store and self._seen and _is_there(self._save_folder, self._seen) else ""
 
     def look(self) -> str:
         """Return the store if the lease has changed since the last call, because its job lives; else ""."""
@@ -279,15 +280,15 @@ class Lease:
         self._thread = threading.Thread(target=self._keep, name="ttp-lease", daemon=True)
         self._marker = threading.Thread(target=self._mark, name="ttp-lease-leaving", daemon=True)
 
-    def take(self, stale_s: float = STALE_S, patience_s: float = 0.0) -> None:
+    def take(self, patience_s: float = 0.0) -> None:
         """Take the lease; the lease of a dead owner is replaced, with a line.
 
-        `stale_s`: after this time an unchanged lease of another machine is stale; `patience_s`: a leaving job
-        may take this time. Raises ConfigError if another job has the lease, CheckpointError, OSError.
+        `patience_s`: a leaving job may take this time. Raises ConfigError if another job has the lease,
+        CheckpointError, OSError.
         """
-        path, seen_before = self._save_folder / naming.LEASE, self._after_who_is_leaving(stale_s, patience_s)
+        path, seen_before = self._save_folder / naming.LEASE, self._wait_for_leaving_job(patience_s)
         if seen_before is not None and seen_before.owner != self._owner:
-            if _is_there(self._save_folder, seen_before, stale_s):
+            if _is_there(self._save_folder, seen_before):
                 raise ConfigError(self._refusal(seen_before))
             self._say_replaced(seen_before)
             if _look(self._save_folder) is None:
@@ -307,14 +308,14 @@ class Lease:
             store = written.store if written is not None else ""
             _write(self._save_folder, LeaseContent.of_owner(self._owner, self._generation, store=store))
 
-    def _after_who_is_leaving(self, stale_s: float, patience_s: float) -> _Seen | None:
+    def _wait_for_leaving_job(self, patience_s: float) -> _Seen | None:
         """Return the lease once no leaving job has it, or after `patience_s`."""
         seen_lease = _look(self._save_folder)
         looks, unchanged = 0, 0.0
         while seen_lease is not None and seen_lease.leaving and seen_lease.owner not in (None, self._owner):
             owner, waited = seen_lease.owner, looks * LOOK_S
             assert owner is not None
-            if waited >= patience_s or unchanged >= stale_s or owner.lives() is False:
+            if waited >= patience_s or unchanged >= STALE_S or owner.lives() is False:
                 break
             if looks % max(1, round(AGAIN_S / LOOK_S)) == 0:
                 owner_name = f"{owner.host}, pid {owner.pid}"
@@ -352,15 +353,15 @@ class Lease:
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
-    def release(self, patience_s: float = 1.0) -> None:
-        """Free the lease for another job; wait at most `patience_s` for a disk that hangs."""
+    def release(self) -> None:
+        """Free the lease for another job; a disk that hangs delays the call by some `RELEASE_S` at most."""
         self._released.set()
         for thread in (self._thread, self._marker):
             if thread.is_alive():
-                thread.join(patience_s)
+                thread.join(RELEASE_S)
         remover = threading.Thread(target=self._remove, name="ttp-lease-end", daemon=True)
         remover.start()
-        remover.join(patience_s)
+        remover.join(RELEASE_S)
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
@@ -410,11 +411,11 @@ class Lease:
         )
 
 
-def _is_there(save_folder: Path, seen_lease: _Seen, stale_s: float) -> bool:
+def _is_there(save_folder: Path, seen_lease: _Seen) -> bool:
     """Return True if the owner of a lease is alive.
 
     The kernel knows whether a process of this machine lives. A lease of another machine is watched for
-    `stale_s` seconds, and its owner is alive if the lease changes.
+    `STALE_S` seconds, and its owner is alive if the lease changes.
     """
     owner = seen_lease.owner
     lives = False if owner is None else owner.lives()
@@ -422,13 +423,12 @@ def _is_there(save_folder: Path, seen_lease: _Seen, stale_s: float) -> bool:
         # A copied lease from another machine is not refreshed, as noticed below; device numbers are local.
         return bool(lives) and not seen_lease.is_copied(save_folder)
     output.tell(
-        f"[ttp] {save_folder}: waiting up to {stale_s:g} s for a sign of life of {owner.words}", to="stdout"
+        f"[ttp] {save_folder}: waiting up to {STALE_S:g} s for a sign of life of {owner.words}", to="stdout"
     )
     # Looks are counted, not seconds: while the disk hangs for this machine, it may hang for the owner.
-    pause = min(LOOK_S, stale_s / 4)
-    remaining_looks = failures = round(stale_s / pause)
+    remaining_looks = failures = round(STALE_S / LOOK_S)
     while remaining_looks:
-        time.sleep(pause)
+        time.sleep(LOOK_S)
         try:
             seen_now = _look(save_folder)
         except OSError:

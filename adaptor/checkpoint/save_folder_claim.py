@@ -12,7 +12,6 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -30,21 +29,27 @@ NOTE = "TTP_OWNER_NOTE"
 # The seconds for which the job waits for a leaving job.
 PATIENCE = "TTP_OWNER_PATIENCE"
 
+# The beginning of an object store's name, such as msc://profile/folder; pathlib turns `//` into `/`.
+_STORE = re.compile(r"\w+:/")
+_CREDENTIALS = re.compile(r"(:/+)[^/@]*@")  # before the host
 
-def claim(save_folder: str | Path, environ: Mapping[str, str] = os.environ) -> None:
+# The folder of which this process has taken the lease.
+_claimed: Path | None = None
+
+
+def claim(save_folder: str | Path) -> None:
     """Take the lease for the job, while this worker lives. Raises ConfigError if another job has it."""
     global _claimed
     folder = Path(save_folder).resolve()
     if _claimed == folder:  # a framework may parse its arguments more than once
         return
     try:
-        owner = (
-            msgspec.json.decode(environ[OWNER], type=Owner) if OWNER in environ else Owner.of(os.getppid())
-        )
-        lease = Lease(folder, owner, environ.get(GENERATION, ""))
-        lease.take(patience_s=float(environ.get(PATIENCE, "0")))
-        if NOTE in environ:
-            Path(environ[NOTE]).write_text(str(folder))
+        owner_text = os.environ.get(OWNER)
+        owner = Owner.of(os.getppid()) if owner_text is None else msgspec.json.decode(owner_text, type=Owner)
+        lease = Lease(folder, owner, os.environ.get(GENERATION, ""))
+        lease.take(patience_s=float(os.environ.get(PATIENCE, "0")))
+        if NOTE in os.environ:
+            Path(os.environ[NOTE]).write_text(str(folder))
         lease.keep()
     except (OSError, CheckpointError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -121,14 +126,6 @@ def _lease_of_this_generation(save_folder: Path) -> tuple[int, LeaseContent] | N
     if written is None or not generation or written.generation != generation:
         return None
     return theirs, written
-
-
-_claimed: Path | None = None
-
-
-# The beginning of an object store's name, such as msc://profile/folder; pathlib turns `//` into `/`.
-_STORE = re.compile(r"\w+:/")
-_CREDENTIALS = re.compile(r"(:/+)[^/@]*@")  # before the host
 
 
 def require_writable(save_folder: str | Path | None) -> None:

@@ -30,8 +30,10 @@ def said(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-# A lease of another machine that nobody touches is watched for so long here.
-STALE_S = 0.2
+def watch_for(monkeypatch: pytest.MonkeyPatch, stale_s: float) -> None:
+    """A lease of another machine that nobody touches is watched for so long, with looks in between."""
+    monkeypatch.setattr(lease, "STALE_S", stale_s)
+    monkeypatch.setattr(lease, "LOOK_S", stale_s / 4)
 
 
 @pytest.fixture
@@ -82,19 +84,23 @@ def test_a_second_job_is_refused(tmp_path: Path, stack: ExitStack) -> None:
     "B10", "a job starts again after a SIGKILL of ttprun", "it takes over at once, in one line"
 )
 def test_a_job_whose_process_is_gone_is_no_hindrance(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    watch_for(monkeypatch, 1e9)
     with process() as child:
         Lease(tmp_path, Owner.of(child.pid)).take()
-    Lease(tmp_path, mine()).take(stale_s=1e9)
+    Lease(tmp_path, mine()).take()
     (line,) = said(capsys).splitlines()
     assert line.endswith("which is gone: this job saves there now")
     assert held_by(tmp_path) == mine()
 
 
-def test_a_process_number_that_is_used_again_is_another_process(tmp_path: Path) -> None:
+def test_a_process_number_that_is_used_again_is_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch_for(monkeypatch, 1e9)
     Lease(tmp_path, msgspec.structs.replace(mine(), ticks=1)).take()
-    Lease(tmp_path, mine()).take(stale_s=1e9)
+    Lease(tmp_path, mine()).take()
 
 
 def test_a_restart_shares_the_lease_of_its_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,22 +123,24 @@ def test_a_job_of_another_machine_is_seen_to_live(tmp_path: Path) -> None:
 
     with Thread(touch):
         with pytest.raises(ConfigError, match="process 77 on node-b"):
-            Lease(tmp_path, mine()).take(stale_s=60.0)
+            Lease(tmp_path, mine()).take()
         done.set()
 
 
 @pytest.mark.robustness("B10", "a job goes on on another machine after a crash", "it takes over, in one line")
 def test_a_job_of_another_machine_that_is_gone_is_no_hindrance(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    watch_for(monkeypatch, 0.2)
     Lease(tmp_path, elsewhere(mine())).take()
-    Lease(tmp_path, mine()).take(STALE_S)
+    Lease(tmp_path, mine()).take()
     waiting, taken = said(capsys).splitlines()
     assert "waiting up to 0.2 s for a sign of life of the job of process 77 on node-b" in waiting
     assert "which is gone" in taken
 
 
 def test_of_two_that_take_over_one_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch_for(monkeypatch, 0.2)
     Lease(tmp_path, elsewhere(mine())).take()
     others = [elsewhere(mine(), pid) for pid in (78, 79)]
     refused = []
@@ -146,7 +154,7 @@ def test_of_two_that_take_over_one_is_refused(tmp_path: Path, monkeypatch: pytes
 
     def take(owner: Owner) -> None:
         try:
-            Lease(tmp_path, owner).take(STALE_S)
+            Lease(tmp_path, owner).take()
         except ConfigError:
             refused.append(owner)
 
@@ -161,12 +169,13 @@ def test_it_is_touched_while_it_is_held_and_removed_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "REFRESH_S", 0.01)
+    monkeypatch.setattr(lease, "RELEASE_S", LONG_S)
     held = Lease(tmp_path, mine())
     held.take()
     os.utime(tmp_path / naming.LEASE, (1, 1))
     held.keep()
     waiting.until(lambda: (tmp_path / naming.LEASE).stat().st_mtime != 1, "it is touched")
-    held.release(LONG_S)
+    held.release()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -205,7 +214,7 @@ def test_what_is_no_lease_is_replaced(tmp_path: Path, kind: str) -> None:
 def test_a_lease_that_cannot_be_written_stops_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_folder_claim.claim(tmp_path / "gone", {})
+    save_folder_claim.claim(tmp_path / "gone")
     (line,) = said(capsys).splitlines()
     lease = tmp_path / "gone" / naming.LEASE
     assert f"the lease {lease} cannot be taken (No such file or directory)" in line
@@ -270,13 +279,14 @@ def test_a_job_that_is_leaving_is_waited_for(
         told.set()
 
     monkeypatch.setattr(lease, "LOOK_S", 0.01)
+    monkeypatch.setattr(lease, "STALE_S", 1e9)
     monkeypatch.setattr(output, "tell", tell)
     before = Owner.of(stack.enter_context(process()).pid)
     held = Lease(tmp_path, before)
     held.take()
     held.leave()
     held._marker.join()
-    with Thread(Lease(tmp_path, mine()).take, 1e9, 1e9):
+    with Thread(Lease(tmp_path, mine()).take, 1e9):
         assert told.wait(LONG_S)
         assert held_by(tmp_path) == before
         held.release()
