@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 
-from adaptor.checkpoint import in_place, in_place_holder, layout_file, planned_tensors, shards
+from adaptor.checkpoint import in_place, in_place_holder, planned_tensors, shards
 from adaptor.checkpoint.archive_layout import FileLayout
 from adaptor.checkpoint.file_parts import NotFinite
 from adaptor.checkpoint.format_torch import TorchFormat, can_be_planned
@@ -36,6 +36,7 @@ from adaptor.checkpoint.training_state import (
 )
 from adaptor.checkpoint.weights import Weights
 from adaptor.errors import CheckpointError
+from adaptor.protocol.framework_options import LEFT_OUT
 from adaptor.protocol.naming import FileEntry
 from adaptor.verification import given_sums
 from adaptor.verification.agreed_state import AgreedGroup
@@ -362,7 +363,7 @@ def _args_of(state: TrainingState, record: StepRecord) -> Any:
     for name, value in state.args_overrides.items():
         setattr(args, name, value)
     # options of regular saves; a loader expects the saved parts that they name
-    for name in layout_file.LEFT_OUT:
+    for name in LEFT_OUT:
         if getattr(args, name, None):
             setattr(args, name, None)
     return args

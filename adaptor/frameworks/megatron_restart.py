@@ -10,10 +10,10 @@ from typing import Any
 
 from adaptor import context, output
 from adaptor.checkpoint import save_folder_claim, tracker
-from adaptor.checkpoint.layout_file import LEFT_OUT, START_ONLY
 from adaptor.context import Context
 from adaptor.frameworks import fine_tuning
 from adaptor.protocol.environment import Generation, HeldCopies, Nodes
+from adaptor.protocol.framework_options import LEFT_OUT, START_ONLY
 from adaptor.protocol.naming import TRACKER
 
 

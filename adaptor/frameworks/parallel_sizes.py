@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from adaptor.protection_plan import ModelSize
-from adaptor.protocol.naming import UNEVEN
+from adaptor.protocol.framework_options import UNEVEN
 
 NEAREST = "nearest"
 # How the framework is told of chunks: they belong to one pipeline parallel size.

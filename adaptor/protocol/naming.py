@@ -203,13 +203,3 @@ class FileEntry:
     def draft(self) -> str:
         """Return the path during the write; no two attempts write to the same path."""
         return self.path if self.attempt is None else f"{self.path}.{self.attempt}"
-
-
-# Arguments that move layers between stages. A layout file describes the result, no rule does.
-UNEVEN = {
-    "decoder_first_pipeline_num_layers": "--decoder-first-pipeline-num-layers",
-    "decoder_last_pipeline_num_layers": "--decoder-last-pipeline-num-layers",
-    "pipeline_model_parallel_layout": "--pipeline-model-parallel-layout",
-    "account_for_embedding_in_pipeline_split": "--account-for-embedding-in-pipeline-split",
-    "account_for_loss_in_pipeline_split": "--account-for-loss-in-pipeline-split",
-}

@@ -14,6 +14,7 @@ from typing import Any
 
 from adaptor.errors import CheckpointError, UnsupportedError
 from adaptor.protocol import naming
+from adaptor.protocol.framework_options import UNEVEN
 from adaptor.setting_values import Setting
 
 
@@ -297,7 +298,7 @@ def require_supported(args: Namespace, folder: Path, *, described: bool, weights
     Raises:
         UnsupportedError: names the option.
     """
-    for name, option in naming.UNEVEN.items():
+    for name, option in UNEVEN.items():
         if getattr(args, name, None) and not described:
             raise UnsupportedError(
                 f"{folder}: was saved with {option} and has no {naming.LAYOUT}, without which it is not"
@@ -334,7 +335,7 @@ def untransformable(args: Namespace, *, described: bool, weights_only: bool = Fa
     Returns:
         Words that follow `a job` or `was saved`.
     """
-    for name, option in {**_REFUSED, **({} if described else naming.UNEVEN)}.items():
+    for name, option in {**_REFUSED, **({} if described else UNEVEN)}.items():
         if getattr(args, name, None):
             return f"with {option}"
     if weights_only:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from adaptor.checkpoint import dcp
 from adaptor.checkpoint.layout_file import JobLayout
 from adaptor.errors import CheckpointError, UnsupportedError
-from adaptor.protocol.naming import UNEVEN
+from adaptor.protocol.framework_options import UNEVEN
 from adaptor.transform import described, rules, sharded_index
 from adaptor.transform.described import STATES
 from adaptor.transform.model import Buffer, Group, Slot, View, resized

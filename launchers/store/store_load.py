@@ -24,10 +24,10 @@ import msgspec
 
 from adaptor import output
 from adaptor.checkpoint import tracker
-from adaptor.checkpoint.layout_file import START_ONLY
 from adaptor.errors import ConfigError, ResumeError, StoreError
 from adaptor.launchers.agent import processes
 from adaptor.launchers.cli import flags
+from adaptor.protocol.framework_options import START_ONLY
 from adaptor.store import settings
 from adaptor.store.settings import StoreSettings
 
