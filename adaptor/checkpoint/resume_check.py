@@ -24,10 +24,10 @@ from adaptor.checkpoint.manifest import Unreadable
 from adaptor.checkpoint.resume_selection import (
     ALIKE,
     COPIES,
+    MOST_NAMED,
     RELEASE,
-    TOLD,
     Agreed,
-    Found,
+    Findings,
     Judgement,
     by_rank,
     first_of,
@@ -88,7 +88,7 @@ def require_intact(
 
     rank = dist.get_rank()
     judgement = judge(load_folder, save_folder, chosen, refused or {}) if rank == 0 else None
-    examined: Found | None = None
+    examined: Findings | None = None
     readers: list[Reader] = []
     root = load_folder
     while True:
@@ -98,7 +98,7 @@ def require_intact(
         if order.refusal:
             raise ResumeError(order.refusal)
         if order.agreed is not None:
-            examined = Found(_follow(root, order.agreed, readers))
+            examined = Findings(_follow(root, order.agreed, readers))
             continue
         if order.is_empty:
             _require_nothing(load_folder)
@@ -161,7 +161,7 @@ def _require_nothing(load_folder: Path) -> None:
     names_that_differ = {node: name for node, name in other_values if name != first}
     if names_that_differ:
         summary = ", ".join(
-            f"node {node} has {_word(name)}" for node, name in list(names_that_differ.items())[:TOLD]
+            f"node {node} has {_word(name)}" for node, name in list(names_that_differ.items())[:MOST_NAMED]
         )
         raise ResumeError(f"{load_folder}: node 0 has {_word(first)}, {summary}; {COPIES}")
 
@@ -201,17 +201,17 @@ def _require_one_step(load_folder: Path, save_folder: Path) -> None:
         if node_problem
     ]
     if problems:
-        raise ResumeError(f"{'; '.join(map(line_of, problems[:TOLD]))}; {ALIKE}")
+        raise ResumeError(f"{'; '.join(map(line_of, problems[:MOST_NAMED]))}; {ALIKE}")
 
 
-def _examine(order: _CheckOrder, readers: Sequence[Reader]) -> tuple[Found, tuple[FileEntry, ...]]:
+def _examine(order: _CheckOrder, readers: Sequence[Reader]) -> tuple[Findings, tuple[FileEntry, ...]]:
     """Compare a checkpoint with its manifest, with all ranks; return the findings and this node's part."""
     import torch.distributed as dist
 
     unlike, apart = divided_reading.unlike(readers), divided_reading.apart(readers)
     # no file need be read to know that the checkpoint is not whole
     if any(reader.lacks for reader in readers):
-        return Found(_lacking(order.folder, readers), unlike, apart), ()
+        return Findings(_lacking(order.folder, readers), unlike, apart), ()
     views = divided_reading.views(readers)
     compared = _compare(order, dist.get_rank(), readers)
     compared_by_rank = _gather(compared)
@@ -225,7 +225,7 @@ def _examine(order: _CheckOrder, readers: Sequence[Reader]) -> tuple[Found, tupl
         ]
     else:
         problems = [problem for some in results_by_view for problem in some]
-    return Found(problems, unlike, apart), compared.part
+    return Findings(problems, unlike, apart), compared.part
 
 
 def _lacking(folder: str, readers: Sequence[Reader]) -> list[str]:
@@ -314,8 +314,8 @@ def _of_view(order: _CheckOrder, compared_parts: Sequence[_Compared]) -> list[st
 def _nodes(numbers: Iterable[int]) -> str:
     """Return the words for nodes with the same view."""
     nodes = sorted(set(numbers))
-    omitted = f" and {len(nodes) - TOLD} more" if len(nodes) > TOLD else ""
-    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes[:TOLD]))}{omitted}"
+    omitted = f" and {len(nodes) - MOST_NAMED} more" if len(nodes) > MOST_NAMED else ""
+    return f"node{'s' if len(nodes) > 1 else ''} {', '.join(map(str, nodes[:MOST_NAMED]))}{omitted}"
 
 
 def _of_nodes(nodes: str, problems: list[str]) -> str:
@@ -325,7 +325,7 @@ def _of_nodes(nodes: str, problems: list[str]) -> str:
     return f"{nodes}: {first_of(sorted(problems, key=lambda problem: isinstance(problem, Unreadable)))}"
 
 
-def _next(judgement: Judgement, examined: Found | None, chosen: int | None) -> _CheckOrder:
+def _next(judgement: Judgement, examined: Findings | None, chosen: int | None) -> _CheckOrder:
     try:
         request = next(judgement) if examined is None else judgement.send(examined)
         if isinstance(request, Agreed):

@@ -1,10 +1,10 @@
 """Decides on rank 0, before a resume, which checkpoint is loaded, and carries out on one disk what all ranks
 decided.
 
-Rank 0 asks for comparisons of files with their manifest (`Files`) and gets the findings (`Found`); all ranks
-make the comparisons (`resume_check`). A checkpoint that cannot be read, because of an error of a disk or a
-machine, may be intact: the job is refused then, and nothing is changed. In the save folder of the job a
-damaged checkpoint is moved aside, and the newest intact checkpoint replaces it. A folder that the job only
+Rank 0 asks for comparisons of files with their manifest (`Files`) and gets the `Findings`; all ranks make the
+comparisons (`resume_check`). A checkpoint that cannot be read, because of an error of a disk or a machine,
+may be intact: the job is refused then, and nothing is changed. In the save folder of the job a damaged
+checkpoint is moved aside, and the newest intact checkpoint replaces it. A folder that the job only
 loads from is not changed: its damage ends the job.
 
 Where nodes have disks of their own, a checkpoint is intact if it is intact on each disk. A node without the
@@ -157,7 +157,7 @@ def _of_trackers(save_folder: Path, named: int | None, step: int) -> str:
 # The text of the tracker of a converted model, which belongs to no step.
 RELEASE = "release"
 # The number of names and problems that are printed, and the characters of each.
-TOLD = 5
+MOST_NAMED = 5
 _LONGEST = 1000
 
 COPIES = (
@@ -169,7 +169,7 @@ ALIKE = "let all name the same step, or choose one with --ckpt-step"
 
 
 @dataclass(frozen=True)
-class Found:
+class Findings:
     """The findings of all ranks about a checkpoint.
 
     Attributes:
@@ -185,7 +185,7 @@ class Found:
     @property
     def words(self) -> str:
         """Return the problems in a line."""
-        return "; ".join(map(line_of, self.problems[:TOLD])) if self.unlike else first_of(self.problems)
+        return "; ".join(map(line_of, self.problems[:MOST_NAMED])) if self.unlike else first_of(self.problems)
 
     def of_step(self, step: int) -> str:
         """Return the problem with the checkpoint of `step`."""
@@ -195,7 +195,7 @@ class Found:
 # The next question of rank 0: the files of a folder, to be compared with their manifest, or actions on the
 # disks of other nodes, whose answer has the problems.
 Files = tuple[Path, tuple[FileEntry, ...]]
-Judgement = Generator[Files | Agreed, Found, bool]
+Judgement = Generator[Files | Agreed, Findings, bool]
 
 
 def judge(
@@ -215,7 +215,7 @@ def judge(
     with contextlib.suppress(Exception):  # only prints
         _tell_ignored(load_folder)
     examined = (
-        Found(_of_tracker(load_folder))
+        Findings(_of_tracker(load_folder))
         if named is None
         else (yield from _examine(load_folder, named, refused))
     )
@@ -238,10 +238,10 @@ def judge(
 
 
 def _replace(
-    save_folder: Path, named: int | None, examined: Found, refused: Mapping[int, str]
-) -> Generator[Files | Agreed, Found, None]:
+    save_folder: Path, named: int | None, examined: Findings, refused: Mapping[int, str]
+) -> Generator[Files | Agreed, Findings, None]:
     """Find the newest intact checkpoint, and let the tracker name it."""
-    steps, damaged, problem_lines = tracker.steps(save_folder), dict[int, Found](), []
+    steps, damaged, problem_lines = tracker.steps(save_folder), dict[int, Findings](), []
     if named is not None and os.path.lexists(save_folder / naming.final_name(named)):
         steps = [step for step in steps if step < named]  # newer steps: a user has gone back by hand
         damaged[named] = examined
@@ -267,52 +267,54 @@ def _replace(
     problem_lines += [
         f"{damaged_step.of_step(step)}, kept in {aside[step].name}" for step, damaged_step in damaged.items()
     ]
-    omitted = [f"and {len(problem_lines) - TOLD} more"] if len(problem_lines) > TOLD else []
+    omitted = [f"and {len(problem_lines) - MOST_NAMED} more"] if len(problem_lines) > MOST_NAMED else []
     newest = "the newest that is intact on every node" if examined.apart else "the newest intact checkpoint"
-    _say(*problem_lines[:TOLD], *omitted, f"{newest} is step {step}")
+    _say(*problem_lines[:MOST_NAMED], *omitted, f"{newest} is step {step}")
     go_back(save_folder, step, aside)
 
 
-def _of_none(save_folder: Path, problem_lines: list[str], damaged: dict[int, Found]) -> str:
+def _of_none(save_folder: Path, problem_lines: list[str], damaged: dict[int, Findings]) -> str:
     """Return why nothing can be loaded: no checkpoint is intact."""
     problem_lines = [*problem_lines, *(damage.of_step(step) for step, damage in damaged.items())]
-    summary = f"{'; '.join(problem_lines[:TOLD])}; no other checkpoint in {save_folder} is intact"
+    summary = f"{'; '.join(problem_lines[:MOST_NAMED])}; no other checkpoint in {save_folder} is intact"
     if any(damage.unlike for damage in damaged.values()):
         return f"{summary} on every node; {COPIES}"
     return f"{summary}, and nothing was changed: load another one, or begin anew in another --save folder"
 
 
-def _agree(agreed: Agreed) -> Generator[Agreed, Found, None]:
+def _agree(agreed: Agreed) -> Generator[Agreed, Findings, None]:
     """Have actions done on the disks that rank 0 does not see. Raises ResumeError."""
     examined = yield agreed
     if examined.problems:
         advice = "" if agreed.may_change else f"; {ALIKE}"
-        raise ResumeError(f"{'; '.join(map(line_of, examined.problems[:TOLD]))}{advice}")
+        raise ResumeError(f"{'; '.join(map(line_of, examined.problems[:MOST_NAMED]))}{advice}")
 
 
-def _examine(load_folder: Path, step: int, refused: Mapping[int, str]) -> Generator[Files, Found, Found]:
+def _examine(
+    load_folder: Path, step: int, refused: Mapping[int, str]
+) -> Generator[Files, Findings, Findings]:
     """Return the problems of a checkpoint; none if it has no manifest. Raises ResumeError if unreadable."""
     folder = load_folder / naming.final_name(step)
     if step in refused:
-        return Found([refused[step]])
+        return Findings([refused[step]])
     _require_answer(folder)
     if not disk.is_folder(folder):
-        return Found([f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"])
+        return Findings([f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"])
     if not tracker.has_manifest(load_folder, step):
-        return Found([])
+        return Findings([])
     try:
         saved_manifest = manifest.read(folder)
     except manifest.UnreadableError as error:
         raise ResumeError(_refusal([by_rank(0, str(error))])) from error
     except CheckpointError as error:
-        return Found([str(error)])
+        return Findings([str(error)])
     if saved_manifest.step != step or not saved_manifest.files:
-        return Found([f"{folder / naming.MANIFEST}: is not that of step {step}"])
+        return Findings([f"{folder / naming.MANIFEST}: is not that of step {step}"])
     examined = yield folder, saved_manifest.files
     wrong = [problem for problem in examined.problems if not isinstance(problem, Unreadable)]
     if examined.problems and not wrong:
         raise ResumeError(_refusal(examined.problems))
-    return Found(wrong, examined.unlike, examined.apart)
+    return Findings(wrong, examined.unlike, examined.apart)
 
 
 def _require_readable(load_folder: Path) -> None:
@@ -376,8 +378,8 @@ def _tell_ignored(load_folder: Path) -> None:
         or (naming.is_temporary(name) and not left_overs.is_left_over(load_folder / name))
     ]
     if ignored:
-        omitted = f" (and {len(ignored) - TOLD} more)" if len(ignored) > TOLD else ""
-        _say(f"{load_folder}: no checkpoint, and ignored: {', '.join(ignored[:TOLD])}{omitted}")
+        omitted = f" (and {len(ignored) - MOST_NAMED} more)" if len(ignored) > MOST_NAMED else ""
+        _say(f"{load_folder}: no checkpoint, and ignored: {', '.join(ignored[:MOST_NAMED])}{omitted}")
 
 
 def _seems_whole(load_folder: Path, step: int) -> bool:
