@@ -13,31 +13,33 @@ saved with the option.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from adaptor.checkpoint import hashing, manifest
+import msgspec
+import xxhash
+
+from adaptor.checkpoint import disk, hashing, manifest
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.errors import CheckpointError
 from adaptor.protocol.naming import FileEntry
 
 if TYPE_CHECKING:
     import torch
-import hashlib
-import os
-from collections.abc import Callable
-
-import msgspec
-import xxhash
-
-from adaptor.checkpoint import disk
 
 METADATA = ".metadata"
 _PART = f"{METADATA}."
+INTEGRITY = "integrity.json"
+_INTEGRITY_PART = ".integrity."
+_ALGORITHM = "sha256"
+_SLICE = 4 << 20  # bytes of one read
+_Write = Callable[[HashingFile], object]
 
 
 @dataclass(frozen=True)
@@ -154,15 +156,8 @@ def _finish(folder: Path, parts: Sequence[_Known]) -> None:
     FileSystemWriter(str(folder)).finish(metadata, [list(part.results) for part in parts])
 
 
-INTEGRITY = "integrity.json"
-_INTEGRITY_PART = ".integrity."
-_ALGORITHM = "sha256"
-_SLICE = 4 << 20
-_Write = Callable[[HashingFile], object]
-
-
 class Integrity(msgspec.Struct):
-    """The content of the file: digests in hexadecimal, by name."""
+    """The content of `integrity.json`: digests in hexadecimal, by the names of files."""
 
     algorithm: str
     files: dict[str, str]
@@ -172,7 +167,7 @@ class Integrity(msgspec.Struct):
 
 
 def sha256() -> hashlib._Hash:
-    """Return an empty digest of the kind in the file, as `hashlib` makes it."""
+    """Return an empty digest of the kind in `integrity.json`."""
     return hashlib.new(_ALGORITHM)
 
 
@@ -223,7 +218,7 @@ def _join_integrity(folder: Path, entries: tuple[FileEntry, ...]) -> tuple[FileE
 
 
 def integrity_content(folder: Path, digests: Mapping[str, str], other_names: Sequence[str]) -> bytes:
-    """Return the content of the file, for a checkpoint that is complete but for this file.
+    """Return the content of `integrity.json`, for a checkpoint that is complete but for this file.
 
     `digests`: of files that were hashed while written; `other_names`: further, small files.
     """
@@ -232,6 +227,7 @@ def integrity_content(folder: Path, digests: Mapping[str, str], other_names: Seq
 
 
 def decode_integrity(text: bytes, path: Path) -> Integrity:
+    """Return the digests in the `text` of the file at `path`. Raises CheckpointError."""
     try:
         return msgspec.json.decode(text, type=Integrity)
     except msgspec.MsgspecError as error:

@@ -27,8 +27,19 @@ from adaptor.errors import CheckpointError
 
 _PIECE = 1 << 20  # bytes of one read
 DRAFT = ".tmp"  # the end of the names of drafts of `replace`
+PRIVATE = 0o700  # of a folder that is being written: no other user can put anything into it
+PROBE = ".ttp-"  # the beginning of the names of short-lived files that show owner and rights
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _ANEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+# System calls that Python does not have.
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+_RENAME_EXCHANGE = 2  # linux/fs.h
+_FALLOC_KEEP_SIZE = 1  # linux/falloc.h
+_AT_FDCWD = -100
+_STATFS_BYTES = 256  # more than the structure has; the number of the file system stands first, in a long
+_OWN_DISK = frozenset((0xEF53, 0x58465342))  # linux/magic.h: ext4 and xfs
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -279,10 +290,6 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-PRIVATE = 0o700  # of a folder that is being written: no other user can put anything into it
-PROBE = ".ttp-"  # the beginning of the names of short-lived files that show owner and rights
-
-
 def make_private(folder: Path) -> None:
     """Make a folder into which only this user can put anything, until `share_folder`."""
     folder.mkdir(PRIVATE)
@@ -344,15 +351,6 @@ def share_folder(folder: Path) -> None:
         finally:
             sample.rmdir()
         folder.chmod(stat.S_IMODE(folder.stat().st_mode) & ~0o777 | rights)
-
-
-_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
-_RENAME_EXCHANGE = 2  # linux/fs.h
-_FALLOC_KEEP_SIZE = 1  # linux/falloc.h
-_AT_FDCWD = -100
-_STATFS_BYTES = 256  # more than the structure has; the number of the file system stands first, in a long
-_OWN_DISK = frozenset((0xEF53, 0x58465342))  # linux/magic.h: ext4 and xfs
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def exchange(first: Path, second: Path) -> bool:

@@ -31,6 +31,9 @@ ROOM_S = 2.0
 # Seconds that a start waits for the removal of left-overs of earlier jobs. All other ranks wait for the
 # start, some within time-outs of minutes; afterwards the removal goes on beside them.
 _LEFT_OVER_S = 60.0
+# The name of a new checkpoint in other sizes during its exchange with the former: the final name, and the
+# inode of the new checkpoint. So after a crash the next start knows which of the two it has.
+_EXCHANGED = re.compile(r"(iter_[0-9]{7,18})\.([0-9]{1,20})")
 
 
 @disk.one_line
@@ -170,11 +173,6 @@ def _remove_drafts(save_folder: Path) -> None:
 
 def _is_left_by(name: str, term: int, generation: str) -> bool:
     return naming.term_of(name) == term and (naming.is_of(name, generation) or not naming.is_temporary(name))
-
-
-# The name of the new checkpoint during the exchange: the final name, and the inode of the new checkpoint. So
-# after a crash the next start knows which of the two it has.
-_EXCHANGED = re.compile(r"(iter_[0-9]{7,18})\.([0-9]{1,20})")
 
 
 @disk.one_line

@@ -26,6 +26,9 @@ from adaptor.protocol.naming import FileEntry
 from adaptor.verification import agreed_state
 from adaptor.verification.agreed_state import AgreedState
 
+# Of a further tracker of a framework (`FileEntry.tracker`), which is read whole; in bytes.
+_LONGEST_TRACKER = 1 << 20
+
 
 @disk.one_line
 def prepare(
@@ -48,10 +51,6 @@ def prepare(
     disk.make_private(folder)
     left_overs.remove_beside(abandoned, disk.discard, left_overs.ROOM_S)
     return folder
-
-
-# In bytes; the file is read whole.
-_LONGEST_TRACKER = 1 << 20
 
 
 def get_ready() -> None:

@@ -29,6 +29,10 @@ from adaptor.verification.agreed_state import AgreedState
 _SUFFIX = ".ttp-xxh3"
 _LARGEST_NOTE = 64 << 20  # of a note, in bytes; with the sums of tensors 100 bytes for each
 _SMALL = 64 << 20  # of a file that rank 0 hashes for others, in bytes: a hundredth of a second
+# Files that are no part of a save: an NFS server's copies of removed open files, and short-lived probes.
+_PASSING = (".nfs", disk.PROBE)
+# A folder cannot be renamed to the name of another one, or of a file.
+_IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 class _ChecksumNote(msgspec.Struct):
@@ -49,9 +53,8 @@ def leave_note(folder: Path, entry: FileEntry, tensors: Mapping[str, str] | None
         with os.fdopen(disk.create(folder, f"{entry.path}{_SUFFIX}"), "wb") as file:
             file.write(text)
     except OSError:
-        with contextlib.suppress(
-            OSError
-        ):  # a part of the note; `noted_entries` reads no note older than its file
+        # A part of the note; `noted_entries` reads no note older than its file.
+        with contextlib.suppress(OSError):
             (folder / f"{entry.path}{_SUFFIX}").unlink()
 
 
@@ -167,12 +170,6 @@ def _of_earlier_call(folder: Path) -> Mapping[str, _ChecksumNote]:
         for entry in files
         if entry.xxh3_128 is not None
     }
-
-
-# Files that are no part of a save: an NFS server's copies of removed open files, and short-lived probes.
-_PASSING = (".nfs", disk.PROBE)
-# A folder cannot be renamed to the name of another one, or of a file.
-_IN_THE_WAY = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 @disk.one_line

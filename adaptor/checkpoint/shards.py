@@ -29,6 +29,9 @@ from adaptor.replica import optimizer_state
 from adaptor.replica.mirror import Mirror, ParamPiece
 
 KEYS = ("param", "exp_avg", "exp_avg_sq")
+# Elements per message: progress is seen, and a dump abandoned, at least every 32 MiB.
+_MESSAGE = 1 << 23
+_MOST_NAMED = 3  # of the shards that are not finite, in a line
 
 
 @dataclass(frozen=True)
@@ -170,10 +173,6 @@ def tensor_of(tensors: Mapping[str, torch.Tensor], key: str) -> torch.Tensor:
     return tensors[key]
 
 
-# The number of names that are printed.
-_TOLD = 3
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
     """Return True if no element is nan or infinite; reads the tensor once and allocates nothing."""
     if not tensor.numel() or not tensor.is_floating_point():
@@ -217,13 +216,9 @@ def not_finite_words(things: list[str]) -> str:
     """Return a sentence about bad things, some by name: "a, b, c and 4 more are not finite"; "" for none."""
     if not things:
         return ""
-    omitted = len(things) - _TOLD
-    shown = ", ".join(things[:_TOLD]) + (f" and {omitted} more" if omitted > 0 else "")
+    omitted = len(things) - _MOST_NAMED
+    shown = ", ".join(things[:_MOST_NAMED]) + (f" and {omitted} more" if omitted > 0 else "")
     return f"{shown} {'is' if len(things) == 1 else 'are'} not finite"
-
-
-# Elements per message: progress is seen, and a dump abandoned, at least every 32 MiB.
-_MESSAGE = 1 << 23
 
 
 class DumpCancelled(CheckpointError):

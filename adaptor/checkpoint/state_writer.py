@@ -134,8 +134,10 @@ def _is_in_place(state: TrainingState, exchange: Exchange) -> bool:
 
 
 def _plans_its_files(own_format: CheckpointFormat) -> bool:
-    """Return whether a format can lay out the files that its method `files` would write: the class that
-    defines `files` defines `planned_files`, too."""
+    """Return True if a format can lay out the files that its method `files` writes.
+
+    A subclass that defines `files` alone writes other files than the inherited `planned_files` lays out.
+    """
     owner = next(kind for kind in type(own_format).__mro__ if "files" in vars(kind))
     return "planned_files" in vars(owner)
 
@@ -224,16 +226,21 @@ def _bad_shards(
     optimizers: Sequence[Any], not_finite: Sequence[tuple[int, NotFinite]]
 ) -> list[tuple[str, int]]:
     """Return the non-finite shards, in order, each with its giver."""
-    counts = [shards.shard_of(optimizer)[1] for optimizer in optimizers]
     keys_by_shard: dict[tuple[int, int], tuple[set[str], int]] = {}
     for rank, bad_part in not_finite:
         if bad_part.dtype == "float32":
             keys_by_shard.setdefault((bad_part.position, bad_part.index), (set(), rank))[0].add(bad_part.key)
     named_shards = []
     for (position, index), (keys, rank) in sorted(keys_by_shard.items()):
-        named = ", ".join(key for key in shards.KEYS if key in keys)
-        named_shards.append((f"shard {sum(counts[:position]) + index} of {sum(counts)} ({named})", rank))
+        named_keys = [key for key in shards.KEYS if key in keys]
+        named_shards.append((_shard_in_words(optimizers, position, index, named_keys), rank))
     return named_shards
+
+
+def _shard_in_words(optimizers: Sequence[Any], position: int, index: int, keys: Iterable[str]) -> str:
+    """Return the number of a shard in its group, and the `keys` of its tensors, in words."""
+    counts = [shards.shard_of(optimizer)[1] for optimizer in optimizers]
+    return f"shard {sum(counts[:position]) + index} of {sum(counts)} ({', '.join(keys)})"
 
 
 def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, Source]]) -> list[str]:
@@ -253,7 +260,10 @@ def _weights_among(not_finite: Sequence[NotFinite], spans: Sequence[tuple[str, S
 def _add_all(
     weights: Weights, state: TrainingState, state_of: Callable[[Any, int], dict[Any, Any]]
 ) -> list[Any]:
-    """Add all main params to `weights`; return the state of each optimizer, by `state_of`, or None."""
+    """Add all main params to `weights`; return the state of each optimizer, None without shards.
+
+    `state_of` returns the state of a sharded optimizer, by its position in the chain.
+    """
     gathered: list[Any] = []
     for position, (optimizer, live, _) in enumerate(state.chained):
         world = None
@@ -272,14 +282,13 @@ def _gather(
     """Gather all shards, and return the writers of all files of the format."""
     bad_subjects: list[tuple[str, int]] = []
     optimizers = chain(state.optimizer)
-    counts = [shards.shard_of(optimizer)[1] for optimizer in optimizers]
 
     def state_of(optimizer: Any, position: int) -> dict[Any, Any]:
         world = shards.gather(optimizer, position, exchange)
         shards.acknowledge(optimizers, position, exchange)
         for index, keys in shards.bad_shards(optimizer, world).items():
-            name = f"shard {sum(counts[:position]) + index} of {sum(counts)} ({', '.join(keys)})"
-            bad_subjects.append((name, exchange.sources[position][index]))
+            words = _shard_in_words(optimizers, position, index, keys)
+            bad_subjects.append((words, exchange.sources[position][index]))
         exchange.check()
         return world
 

@@ -39,6 +39,12 @@ from adaptor.replica.group import gather_values
 # Per inner optimizer, per param group: every key but `params`, `step`, and classes, which never change.
 Groups = tuple[tuple[Mapping[str, Any], ...], ...]
 
+# numpy's mt19937_state: 624 words and a position. CPython's RandomObject: the position, then the words.
+_WORD = 4
+_MT19937_BYTES = 625 * _WORD
+# A kept view: a call of `ctypes.string_at` takes 20 microseconds in the middle of a training.
+_Memory = ctypes.c_char * _MT19937_BYTES
+
 
 @dataclass(frozen=True)
 class StepRecord:
@@ -50,10 +56,11 @@ class StepRecord:
         groups: per optimizer of the chain, per param group: its scalars
         scalers: per optimizer of the chain: state dict of its grad scaler, or None
         rng: as the framework stores random states, one entry for each data-parallel rank with states of its
-            own
+            own (`RandomStates`)
         buffers: copies of the model's saved buffers (`Buffers.take`)
         rerun: the stored state of the rerun state machine of some versions; empty: None is stored, None:
             nothing
+        loaders: the files with the states of the script's own data loaders, by name (`LoaderStates`)
     """
 
     step: int
@@ -244,13 +251,6 @@ def write_loader_states(root: str, step: int, files: Mapping[str, bytes]) -> Non
             raise CheckpointError(f"{path} (--dataloader-save): {error.strerror or error}") from error
 
 
-# numpy's mt19937_state: 624 words and a position. CPython's RandomObject: the position, then the words.
-_WORD = 4
-_MT19937_BYTES = 625 * _WORD
-# A kept view: a call of `ctypes.string_at` takes 20 microseconds in the middle of a training.
-_Memory = ctypes.c_char * _MT19937_BYTES
-
-
 class RandomStates:
     """The random states that the framework saves.
 
@@ -263,7 +263,7 @@ class RandomStates:
         """`tracker`: the framework's CUDA RNG tracker; all ranks of `group` make this object together."""
         self._tracker = tracker
         self._group = group
-        self._told: list[Mapping[str, Any]] = []
+        self._exchanged: list[Mapping[str, Any]] = []
         self.exchange()
 
     def take(self) -> list[Mapping[str, Any]]:
@@ -272,21 +272,21 @@ class RandomStates:
         if self._group is None:
             return [own_states]
         rank = self._group.rank()
-        return [*self._told[:rank], own_states, *self._told[rank + 1 :]]
+        return [*self._exchanged[:rank], own_states, *self._exchanged[rank + 1 :]]
 
     def exchange(self) -> list[Mapping[str, Any]]:
         """Exchange the states with the group: collective, on the main thread."""
         own_states = take_random(self._tracker)
         if self._group is None:
             return [own_states]
-        self._told = gather_values(own_states, self._group)
-        return self._told
+        self._exchanged = gather_values(own_states, self._group)
+        return self._exchanged
 
     def put_back(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Restore the states that `take` returned here, or on a rank with the same part of the model."""
         own_states = states[0 if self._group is None else self._group.rank()]
         put_back_random(self._tracker, own_states)
-        self._told = list(states)
+        self._exchanged = list(states)
 
 
 def take_random(tracker: Any) -> dict[str, Any]:
@@ -307,7 +307,7 @@ def take_random(tracker: Any) -> dict[str, Any]:
 
 
 def put_back_random(tracker: Any, states: Mapping[str, Any]) -> None:
-    """Set the random states of this process to what `take` returned."""
+    """Set the random states of this process to the `states` that `take_random` returned."""
     random.setstate(states["random_rng_state"])
     numpy.random.set_state(states["np_rng_state"])
     torch.set_rng_state(states["torch_rng_state"])

@@ -35,6 +35,8 @@ PATIENCE_S = 100.0
 _AGAIN_S = 0.05
 _HAS_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _OPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+# In bytes: a step, with spaces and line ends that a person may have added.
+_LONGEST_TRACKER = 256
 
 
 @contextlib.contextmanager
@@ -137,10 +139,6 @@ def _bears(lock: Path, descriptor: int) -> bool:
 def _drop(descriptor: int, lock: Path) -> None:
     if _bears(lock, descriptor):
         lock.unlink()
-
-
-# In bytes: a step, with spaces and line ends that a person may have added.
-_LONGEST_TRACKER = 256
 
 
 def tracked_step(save_folder: Path) -> int | None:

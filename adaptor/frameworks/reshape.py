@@ -2,8 +2,8 @@
 
 All ranks call the module together, before the framework loads. Each rank writes the files that it would load
 itself, if it is the first rank with these files; rank 0 gives the checkpoint its name. No file has a final
-name before all files are on disk, and the source is kept (`reshaped`). The work of an interrupted start is
-kept, too, as far as whole ranks are written.
+name before all files are on disk, and the source is kept (`left_overs.put_in_place`). The work of an
+interrupted start is kept, too, as far as whole ranks are written.
 
 Invariant: all ranks decide by the reports of all ranks, and each rank reports, even after a failure: all go
 the same way.

@@ -24,6 +24,9 @@ BY_HAND = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 # The variable in which torch lists the signals with handlers (--signals-to-handle).
 HANDLED = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _NAMES = signal.Signals.__members__.keys() - {"SIGKILL", "SIGSTOP"}
+# Asks a worker that does not answer for its stacks. No framework uses real-time signals, and an agent sends
+# this signal only to a process that handles it.
+STACK_SIGNAL = signal.SIGRTMIN + 13
 
 # Set by the agent for its workers, besides the variables of torch elastic.
 AGENT = "TTP_AGENT"
@@ -129,11 +132,6 @@ def ending_signals() -> list[signal.Signals]:
     names = [name.strip() for name in os.environ.get(HANDLED, "SIGHUP").split(",")]
     handled = [signal.Signals[name] for name in names if name in _NAMES]
     return list(dict.fromkeys([*BY_HAND, *handled]))
-
-
-# For a worker that does not answer. No framework uses real-time signals, and an agent sends this signal only
-# to a process that handles it.
-STACK_SIGNAL = signal.SIGRTMIN + 13
 
 
 def stack_folder(log_path: str, generation: str) -> Path:

@@ -39,6 +39,29 @@ from adaptor.protocol.messages import (
     ToWorker,
 )
 
+# The largest messages are lists of files: some hundred bytes each, thousands of them.
+MAX_SIZE = 16 * 1024 * 1024
+_LENGTH_BYTES = 4
+# Between machines: an announced message arrives within this time. The largest message would, at half a
+# megabyte a second; the kernel answers for a stopped sender, so silence alone does not tell.
+SLOW_S = 30.0
+# Between machines, the kernel asks the kernel of the other side after this time without data, and again after
+# the same time. Processes send no signs of life: 12,500 nodes with a sign every half second would take most
+# of a core of the controller. TCP_KEEPIDLE and TCP_KEEPINTVL are whole seconds.
+ASK_S = 1
+# The time within which the kernel of the other side answers, however busy its processes are; so a slow node
+# does not count as lost. By then two questions, or data sent at about 0, 0.2, 0.6 and 1.4 s, have had no
+# answer, so one lost packet is no silence. The kernel looks when it would ask again: a lost node is noticed 2
+# to 3 s after its loss.
+SILENT_S = 2.5
+_NONCE_BYTES = 32
+_PROOF_BYTES = 32
+_CREDENTIALS = "3i"  # pid, uid, gid
+
+T = TypeVar("T")
+
+_encoder = msgspec.msgpack.Encoder()
+
 
 def deadline(seconds: float) -> AbstractAsyncContextManager[object]:
     """Return `asyncio.timeout` (3.11 and later), or an equivalent on 3.10; raises asyncio.TimeoutError."""
@@ -69,18 +92,6 @@ class _Deadline:
         self._handle.cancel()
         if self._expired and kind is asyncio.CancelledError:
             raise asyncio.TimeoutError
-
-
-# The largest messages are lists of files: some hundred bytes each, thousands of them.
-MAX_SIZE = 16 * 1024 * 1024
-_LENGTH_BYTES = 4
-# Between machines: an announced message arrives within this time. The largest message would, at half a
-# megabyte a second; the kernel answers for a stopped sender, so silence alone does not tell.
-SLOW_S = 30.0
-
-T = TypeVar("T")
-
-_encoder = msgspec.msgpack.Encoder()
 
 
 class Decoder(Generic[T]):
@@ -217,27 +228,12 @@ to_store: Decoder[Keep | Ask] = Decoder(msgspec.msgpack.Decoder(Keep | Ask))
 from_store: Decoder[Kept] = Decoder(msgspec.msgpack.Decoder(Kept))
 
 
-# Between machines, the kernel asks the kernel of the other side after this time without data, and again after
-# the same time. Processes send no signs of life: 12,500 nodes with a sign every half second would take most
-# of a core of the controller. TCP_KEEPIDLE and TCP_KEEPINTVL are whole seconds.
-ASK_S = 1
-# The time within which the kernel of the other side answers, however busy its processes are; so a slow node
-# does not count as lost. By then two questions, or data sent at about 0, 0.2, 0.6 and 1.4 s, have had no
-# answer, so one lost packet is no silence. The kernel looks when it would ask again: a lost node is noticed 2
-# to 3 s after its loss.
-SILENT_S = 2.5
-
-
 def notice_silence(connection: socket.socket) -> None:
     """Let the kernel end a TCP connection whose other side is powered off or cut off."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, ASK_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, ASK_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * SILENT_S))
-
-
-_NONCE_BYTES = 32
-_PROOF_BYTES = 32
 
 
 async def prove_controller(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes) -> None:
@@ -282,9 +278,6 @@ class Socket(Protocol):
     """A socket, or asyncio's view of a socket."""
 
     def getsockopt(self, level: int, option: int, size: int, /) -> bytes: ...
-
-
-_CREDENTIALS = "3i"  # pid, uid, gid
 
 
 def is_same_user(connection: Socket) -> bool:

@@ -217,7 +217,7 @@ def test_settings_are_read_once() -> None:
 
 
 def test_a_coroutine_that_is_cancelled_ends() -> None:
-    """In Python 3.10 and 3.11 `asyncio.wait_for` may lose a cancellation; `protocol.deadline` does not."""
+    """In Python 3.10 and 3.11 `asyncio.wait_for` may lose a cancellation; `wire.deadline` does not."""
     found = [
         f"{module}, line {node.lineno}"
         for module, path in source_tree.modules().items()

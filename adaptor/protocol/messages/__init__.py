@@ -4,7 +4,8 @@ All messages are msgspec structs, encoded as msgpack with a tag; nothing is ever
 its own agent only; the agent forwards the messages for the controller (`FromWorker`) and the controller's
 orders (`ToWorker`).
 
-Messages are imported from this package, which has all names of its modules; these hold them by direction.
+Import messages from this package. Each message is defined in the module of its sender: `from_worker`,
+`from_agent` or `from_controller`; `parts` has the types that several messages share.
 """
 
 from __future__ import annotations
