@@ -427,7 +427,7 @@ class SurvivorsAgent(LocalElasticAgent):
         # args[0] is the signal of this process. A second signal interrupts `_shutdown`, and the next call of
         # torch has no args.
         in_time = self._save_first(args[0]) if args else not self._interrupted
-        self._record.save = self._node.save
+        self._record.save_folder = self._node.save_folder
         # torch causes the deaths that follow, so they are no failures. It would wait for workers that hang.
         self._node.dismiss(at_once=not in_time)
         self._tell_of_recoveries()

@@ -327,7 +327,7 @@ class Node:
         return self.control.workers.running or self.control.incident_is_open
 
     @property
-    def save(self) -> str:
+    def save_folder(self) -> str:
         """Return the save folder; '' if unknown, or known only to another node."""
         host = self.control.controller_host
         return host.controller.membership.save_folder if host is not None else ""

@@ -368,7 +368,7 @@ def end_by(sigval: signal.Signals, record: RunRecord) -> int:
     waiting.ignore_signals()
     verdict = record.verdict
     if verdict is None:
-        conclude(f"ended by {sigval.name}, and the workers with it", record.save)
+        conclude(f"ended by {sigval.name}, and the workers with it", record.save_folder)
     else:
         record.account.failed(verdict.line)
     return 128 + sigval

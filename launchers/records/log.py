@@ -314,7 +314,7 @@ class RunRecord:
         verdict: the last verdict; None without one
         refused_after: the verdict before `verdict`, if `verdict` refuses to go on after a fault
         has_started: whether workers were started
-        save: the save folder of the last generation, '' without training
+        save_folder: of the last generation, '' without training
         stopped: why remaining restarts are not used, as a part of the last line
         account: of incidents, restarts and lost steps
         end_agent: ends the agent's control thread; returns whether the thread had failed. The function keeps
@@ -328,7 +328,7 @@ class RunRecord:
     verdict: Verdict | None = None
     refused_after: Verdict | None = None
     has_started: bool = False
-    save: str = ""
+    save_folder: str = ""
     stopped: str = ""
     account: Account = field(default_factory=lambda: Account(0))
     end_agent: Callable[[], bool] = lambda: False

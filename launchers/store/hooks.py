@@ -39,7 +39,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 _LAST_LINE_S = 5.0
 
 
-def require(config: StoreSettings) -> None:
+def require_writable(config: StoreSettings) -> None:
     """Refuse a store that cannot be written.
 
     Raises:
@@ -299,7 +299,7 @@ class StoreHooks(AgentHooks):
 
     def prepare(self) -> int:
         if self.settings.enabled:
-            require(self._own)
+            require_writable(self._own)
         return store_load.pull_data(self._own)
 
     def before_workers(

@@ -183,8 +183,8 @@ def test_the_process_of_a_node(
 def test_settings_that_cannot_be(tmp_path: Path) -> None:
     settings = dataclasses.replace(load({}).of(StoreSettings), store_also=("logs",))
     with pytest.raises(ConfigError, match="TTP_STORE_ALSO is logs and TTP_STORE is not set: give the URL"):
-        hooks.require(settings)
+        hooks.require_writable(settings)
     (tmp_path / "file").touch()
     also = (str(tmp_path / "file"),)
     with pytest.raises(ConfigError, match=r"TTP_STORE_ALSO is .*/file: it is no folder"):
-        hooks.require(dataclasses.replace(settings, store=f"file://{tmp_path}", store_also=also))
+        hooks.require_writable(dataclasses.replace(settings, store=f"file://{tmp_path}", store_also=also))

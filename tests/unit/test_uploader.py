@@ -555,13 +555,15 @@ def test_a_store_that_refuses_starts_nothing(
     url: str, server: str, faults: FaultProxy, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = dataclasses.replace(load({}).of(StoreSettings), store=url, store_endpoint=faults.url)
-    hooks.require(settings)
+    hooks.require_writable(settings)
     assert open_store(url, server).objects("") == {}, "the probe is removed"
     faults.begin(lambda number, method, path: "403")
     with pytest.raises(ConfigError, match=r"TTP_STORE: s3://.*does not allow these credentials to write"):
-        hooks.require(settings)
+        hooks.require_writable(settings)
     with pytest.raises(ConfigError, match="there is no bucket nowhere"):
-        hooks.require(dataclasses.replace(settings, store="s3://nowhere/run7", store_endpoint=server))
+        hooks.require_writable(
+            dataclasses.replace(settings, store="s3://nowhere/run7", store_endpoint=server)
+        )
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     with pytest.raises(ConfigError, match="AWS_SECRET_ACCESS_KEY is set, but AWS_ACCESS_KEY_ID is not"):
-        hooks.require(settings)
+        hooks.require_writable(settings)
