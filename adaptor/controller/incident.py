@@ -140,6 +140,7 @@ class Incident:
         if self.state.stage is Stage.FREEZING:
             return []
         writing, orders = self.state.writing, self.regrouping.cancel("a rank is corrupt, too")
+        # No step on which holders differ is saved: such a dump begins again, whoever takes part in it.
         is_disputed = writing.newest is not None and writing.step > writing.newest
         excluded = writing.taking_part if is_disputed else self._failures.corrupt
         return self.go_on(orders + self.saving.on_deaths(excluded))

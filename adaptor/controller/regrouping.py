@@ -91,7 +91,7 @@ class Regrouping:
 
         With local copies that step may be the step before the newest.
         """
-        if not self._feasibility.recoveries.seconds:
+        if not self._feasibility.recoveries.seconds:  # online recovery is off
             return decision, []
         step = self._feasibility.common_step(decision.step)
         try:
