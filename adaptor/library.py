@@ -266,10 +266,10 @@ def protect(
     from adaptor.checkpoint.trainee import MegatronTrainee, local_copy_of, replicas_of
     from adaptor.checkpoint.training_state import CheckpointContents, place_of
     from adaptor.frameworks import (
-        compared_save,
         kernel_timeout,
         library_loop,
         optimizer_instances,
+        state_comparison,
         supported_options,
     )
     from adaptor.frameworks.library_loop import OwnLoopRecovery
@@ -322,7 +322,7 @@ def protect(
     if copies and isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
         start.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
     if isinstance(runtime_of_rank, runtime.Runtime):
-        compared_save.attach(runtime_of_rank)
+        state_comparison.attach(runtime_of_rank)
     everyone = group.of_everyone()
 
     def describe(is_repeated: bool) -> MegatronTrainee:

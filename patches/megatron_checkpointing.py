@@ -13,7 +13,7 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.checkpoint.divided_reading import CheckedFiles
-from adaptor.frameworks import adapter_base, compared_save, megatron_restart
+from adaptor.frameworks import adapter_base, checkpoint_load, megatron_restart, state_comparison
 from adaptor.frameworks.failed_saves import SaveFailedError
 from adaptor.frameworks.megatron_restart import ChosenStep
 from adaptor.frameworks.regular_save import RegularSaves
@@ -37,7 +37,7 @@ def regular_saves_are_complete(wrapped: Any, instance: Any, args: Any, kwargs: A
     with contextlib.suppress(SaveFailedError), session.phase("save"):  # after a failed save all ranks go on
         session.before_save()
         with saves.regular(
-            get_args().save, iteration, asynchronous, may_fail=True, agree=compared_save.agree
+            get_args().save, iteration, asynchronous, may_fail=True, agree=state_comparison.agree
         ):
             with saves.noting():
                 adapter_base.write_beside(get_args().save, iteration)
@@ -122,7 +122,7 @@ def wandb_is_told_the_final_name(wrapped: Any, instance: Any, args: Any, kwargs:
 )
 def what_is_loaded_is_intact(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     with runtime.get().session.pace.loading(), context.part(CheckedFiles).loading():
-        return compared_save.load(wrapped, args, kwargs)
+        return checkpoint_load.load(wrapped, args, kwargs)
 
 
 @checkpointing.patch(
@@ -163,7 +163,7 @@ def tensors_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any,
     if kwargs.get("write_bucket") is None or kwargs.get("results_queue") is None:
         return wrapped(*args, **kwargs)
     (path, _, (_, tensors)), results = kwargs["write_bucket"], kwargs["results_queue"]
-    sums = partial(compared_save.sums_of, path, tensors)
+    sums = partial(state_comparison.sums_of, path, tensors)
     hashing = context.part(RegularSaves).hashing(path, results, sums)
     return wrapped(*args, **{**kwargs, "results_queue": hashing})
 
@@ -180,7 +180,7 @@ _CORE = "megatron.core.dist_checkpointing"
 def planned_tensors_are_compared(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     planned = wrapped(*args, **kwargs)
     with context.part(RegularSaves).noting():
-        compared_save.plan(instance, args[1] if len(args) > 1 else kwargs["planner"])
+        state_comparison.plan(instance, args[1] if len(args) > 1 else kwargs["planner"])
     return planned
 
 
@@ -196,7 +196,7 @@ def failed_writers_have_no_results(wrapped: Any, instance: Any, args: Any, kwarg
         results = wrapped(*args, **kwargs)  # up to 0.13 and in 0.15.0rc5 it raises; else it returns the error
         if saves.notes_errors and isinstance(results, tuple):
             raise results[0]
-        compared_save.require_written(instance.checkpoint_dir)
+        state_comparison.require_written(instance.checkpoint_dir)
         return results
     return []
 

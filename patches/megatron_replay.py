@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from adaptor import context, patching
-from adaptor.frameworks import compared_save
+from adaptor.frameworks import state_comparison
 from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER
 
 replay = patching.Unit("replay", framework="megatron-core", tested=MEGATRON_SPECIFIER)
@@ -18,7 +18,7 @@ replay = patching.Unit("replay", framework="megatron-core", tested=MEGATRON_SPEC
     optional=True,
 )
 def micro_batches_are_repeated(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    return compared_save.with_replays(wrapped(*args, **kwargs))
+    return state_comparison.with_replays(wrapped(*args, **kwargs))
 
 
 @replay.patch(

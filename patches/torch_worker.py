@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from adaptor import context, patching
-from adaptor.frameworks import compared_save
+from adaptor.frameworks import state_comparison
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol.environment import Generation
 from adaptor.worker import runtime
@@ -61,7 +61,7 @@ def files_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any, k
     optional=True,  # without it, archives are not compared
 )
 def archives_of_a_regular_save_are_compared(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    compared_save.compare(args[0] if args else kwargs["obj"])
+    state_comparison.compare(args[0] if args else kwargs["obj"])
     return wrapped(*args, **kwargs)
 
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 from adaptor import context, hooks, patching, preflight
 from adaptor.checkpoint import left_overs, save_folder_claim
 from adaptor.frameworks import (
-    compared_save,
     fine_tuning,
     megatron_nodes,
     megatron_restart,
     optimizer_instances,
     parallel_sizes,
+    state_comparison,
     supported_options,
 )
 from adaptor.frameworks.optimizer_instances import INSTANCES
@@ -172,7 +172,7 @@ def train(
     worker = runtime.get()
     if isinstance(worker, runtime.Runtime):  # other engines make no copies, and compare nothing
         start.attach(worker.session, worker.tell_of_copy)
-        compared_save.attach(worker)
+        state_comparison.attach(worker)
     with tolerance or contextlib.nullcontext():
         if rejoin.of_this_process() is None:
             begin()
@@ -216,7 +216,7 @@ def begin_training(args: Any, kwargs: Any, operations: float, rerun: bool = True
     if path := context.get().settings.layout_only:
         layout_beside.write_alone(Path(path), trainee.barrier)
     trainee = start.reserve(runtime.get().session, trainee)
-    compared_save.require_replays(call["model"])
+    state_comparison.require_replays(call["model"])
     hand_over(trainee, step_record.inner(call["optimizer"]), get_args().iteration)
 
 

@@ -21,7 +21,7 @@ from adaptor.checkpoint import manifest, publish, state_writer, tracker
 from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import CheckpointError
-from adaptor.frameworks import compared_save
+from adaptor.frameworks import state_comparison
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
 from adaptor.protocol.board import Phase
@@ -163,8 +163,8 @@ def _regular_in_torch_dist(tmp_path: Path, lie: Lie) -> None:
         lie(handed, {key: value + 1 for key, value in live.items()})
         ((path, _, (_, tensors)),) = _Planner(handed).buckets(folder)
         Path(path).write_bytes(b"tensors")
-        _saves().hashing(path, _Results(), lambda: compared_save.sums_of(path, tensors)).put("written")
-        compared_save.require_written(folder)
+        _saves().hashing(path, _Results(), lambda: state_comparison.sums_of(path, tensors)).put("written")
+        state_comparison.require_written(folder)
         _saves().tracker(str(tmp_path / naming.TRACKER))
 
 
@@ -181,10 +181,10 @@ def test_the_plan_of_a_save_that_is_abandoned_is_dropped(tmp_path: Path) -> None
         _saves().scheduled(SimpleNamespace(finalize_fns=[], add_finalize_fn=lambda function: None))
     del check
     gc.collect()
-    assert len(compared_save.sums_of(path, tensors)) == len(live)
+    assert len(state_comparison.sums_of(path, tensors)) == len(live)
     _saves().abandon()
     gc.collect()
-    assert compared_save.sums_of(path, tensors) == {}
+    assert state_comparison.sums_of(path, tensors) == {}
 
 
 class _Results:

@@ -1,154 +1,25 @@
-"""Compares regular saves with the state in memory, and loaded state with the agreed state of the checkpoint
+"""Loads a checkpoint of Megatron-LM: an intact one, whose loaded state is compared with its agreed state
 (`verification.save_check`).
 
-`load` checks the files that a rank is about to load, and compares what was loaded. A different checkpoint is
-refused like a damaged checkpoint: the newest checkpoint before takes its place, and is loaded instead. If the
-second checkpoint differs, too, the loader is more likely to be wrong than two checkpoints: the job ends.
-
-Modules with torch are imported at a save: the script imports torch first.
+A different checkpoint is refused like a damaged checkpoint: the newest checkpoint before takes its place, and
+is loaded instead. If the second checkpoint differs, too, the loader is more likely to be wrong than two
+checkpoints: the job ends.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from adaptor import context, hooks, output
 from adaptor.checkpoint import resume_check
 from adaptor.errors import ResumeError
 from adaptor.frameworks import adapter_base, megatron_restart
 from adaptor.frameworks.megatron_restart import ChosenStep
-from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.protocol import naming
 from adaptor.protocol.environment import Generation, HeldCopies
-from adaptor.worker import runtime
-
-if TYPE_CHECKING:
-    from adaptor.verification.save_check import SaveCheck
-
-
-def agree(step: int) -> SaveCheck | None:
-    """Agree with all ranks on the state to save; None without TTP_VERIFY_SAVES, or without a protected state.
-    Collective.
-
-    Raises:
-        CheckpointError: the holders of a shard differ; on all ranks.
-    """
-    if not context.get().settings.verify_saves:
-        return None
-    from adaptor.checkpoint.trainee import MegatronTrainee
-    from adaptor.replica import group
-    from adaptor.verification import save_check
-
-    session, everyone = runtime.get().session, group.of_this_job()
-    trainee = session.trainee
-    if everyone is None or not isinstance(trainee, MegatronTrainee) or not session.is_on_this_thread:
-        return None
-    return save_check.begin(step, trainee, everyone)
-
-
-def compare(content: Any) -> None:
-    """Compare an archive before its write in the current thread's save. Raises CheckpointError."""
-    check = context.part(RegularSaves).check_in()
-    if check is not None:
-        check.require_archive(content)
-
-
-def plan(writer: Any, planner: Any) -> None:
-    """Note the plan of a writer of `torch_dist` in the current thread's save. Raises CheckpointError."""
-    check = context.part(RegularSaves).check_in()
-    if check is not None:
-        from adaptor.verification.save_check import PlannedWrites
-
-        context.part(PlannedWrites).plan(check, writer.write_buckets, planner)
-
-
-def sums_of(path: str | os.PathLike[str], tensors: Iterable[Any]) -> dict[str, str]:
-    """Return the sums of the tensors of a writer of `torch_dist`; empty without a plan for the file."""
-    if not context.get().settings.verify_saves:
-        return {}
-    from adaptor.verification.save_check import PlannedWrites
-
-    return context.part(PlannedWrites).handed_over(path, tensors)
-
-
-def require_written(folder: str | os.PathLike[str]) -> None:
-    """Compare the tensors that this rank's writers have written below `folder` with the plan.
-
-    Raises:
-        CheckpointError: the tensors differ.
-    """
-    check = context.part(RegularSaves).check_in(Path(folder))
-    if check is not None:
-        check.require_written(Path(folder))
-
-
-def attach(worker: runtime.Runtime) -> None:
-    """Let the loop of `worker` compare its state with the other holders (TTP_VERIFY_EVERY), and hold drills
-    (TTP_DRILL_EVERY); before training begins.
-    """
-    settings = context.get().settings
-    if settings.verify_every != 0:
-        from adaptor.verification import twin_check
-
-        worker.session.window.verifier = twin_check.of_this_process(worker.rank, worker.processor.say)
-    if settings.drill_every:
-        worker.session.drill = drill
-
-
-def require_replays(model: Sequence[Any]) -> None:
-    """Refuse a job of Megatron-LM whose micro-batches cannot be repeated (TTP_REPLAY_EVERY).
-
-    Raises:
-        UnsupportedError: names the option.
-    """
-    if context.get().settings.replay_every:
-        from adaptor.frameworks import megatron_replay
-
-        megatron_replay.require_possible(model)
-
-
-def with_replays(forward_backward: Any) -> Any:
-    """Return a schedule of Megatron-core that also repeats micro-batches (TTP_REPLAY_EVERY)."""
-    worker = runtime.of_this_process()
-    if not context.get().settings.replay_every or not isinstance(worker, runtime.Runtime):
-        return forward_backward
-    from adaptor.frameworks import megatron_replay
-
-    check = getattr(worker.session.window.verifier, "replay", None)
-    return forward_backward if check is None else partial(megatron_replay.step, check, forward_backward)
-
-
-def drill(step: int) -> None:
-    """Hold a drill behind `step` if one is due (TTP_DRILL_EVERY); rank 0 tells its agent. Collective.
-
-    Raises:
-        RuntimeError: a rank is gone.
-    """
-    if step % context.get().settings.drill_every:
-        return
-    from adaptor.replica import group
-    from adaptor.verification import given_sums
-
-    worker, everyone = runtime.get(), group.of_this_job()
-    if everyone is None or not isinstance(worker, runtime.Runtime) or worker.session.trainee is None:
-        return
-    drilled = given_sums.hold(step, worker.session.trainee, worker.session.board.record(), everyone)
-    if drilled is None:
-        return
-    worker.processor.say(drilled)
-    # Later failed drills are in the status alone.
-    if drilled.problem and context.get().is_first("failed drill"):
-        output.tell(
-            f"[ttp] drill: step {step} could not be saved bit for bit without rank {drilled.lost}:"
-            f" {drilled.problem}",
-            to="stdout",
-        )
-
 
 # The arguments that a load of Megatron-LM increases, or requires to be 0.
 _COUNTERS = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples", "iteration")
@@ -213,10 +84,8 @@ def _require_intact(load_arg: str, optimizer: Any, refused: Mapping[int, str] | 
     from megatron.training.checkpointing import checkpoint_exists
 
     megatron_args = get_args()
-    pretrained = getattr(megatron_args, "pretrained_checkpoint", None)
-    for folder in filter(
-        None, (getattr(megatron_args, load_arg), pretrained)
-    ):  # the second where the first is empty
+    pretrained = getattr(megatron_args, "pretrained_checkpoint", None)  # loaded where the first is empty
+    for folder in filter(None, (getattr(megatron_args, load_arg), pretrained)):
         chosen = getattr(megatron_args, "ckpt_step", None) or None
         loads = _files_of_rank(folder, optimizer)
         resume_check.require_intact(Path(folder), Path(megatron_args.save), chosen, loads, refused)
