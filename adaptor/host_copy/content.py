@@ -19,7 +19,6 @@ from adaptor.checkpoint import step_record
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.checkpoint.training_state import TrainingState
-from adaptor.devices.device import Device
 from adaptor.errors import CheckpointError
 from adaptor.online import transfer
 from adaptor.online.state import frozen, own_shards, record_of
@@ -192,7 +191,7 @@ def _places(index: int, tensors: list[tuple[torch.dtype, int]]) -> tuple[list[in
     return places, at
 
 
-def read(memory: memoryview, state: TrainingState, device: Device) -> CopyRecord:
+def read(memory: memoryview, state: TrainingState) -> CopyRecord:
     """Give a whole copy's content to the live optimizers and the untrained weights of `state`.
 
     Args:
