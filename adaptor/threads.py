@@ -1,7 +1,10 @@
-"""Threads started before they are needed.
+"""Work in other threads: in threads started before they are needed (`reserve`), and in new threads (`start`).
 
 In an incident a machine may refuse new threads (`pids.max`, RLIMIT_NPROC): the work of an incident runs in
 threads that were started with the process.
+
+No process waits at its end for the new threads: `concurrent.futures` joins its threads there, and a call may
+hang for minutes in a function that no handler of a signal interrupts.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ T = TypeVar("T")
 
 # Of a wait with a limit: the longest that a stretch counts in which this process does not run.
 _SLICE_S = 0.1
+# The calls that are made at the same time, ahead of the use of their results.
+AT_ONCE = 4
 
 
 class Reserve:
@@ -141,10 +146,6 @@ def within(limit_s: float, act: Callable[[], T], name: str = "ttp-device") -> T 
     return Background(act, name).within(limit_s)
 
 
-# Calls whose threads nobody waits for: `concurrent.futures` joins its threads at the end of a process, and a
-# call may hang for minutes in a function that no handler of a signal interrupts.
-
-
 def start(work: Callable[[], T], name: str) -> Future[T] | None:
     """Make a call in a new thread; None where no thread can be had."""
     future: Future[T] = Future()
@@ -188,10 +189,6 @@ def _run(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(work())
     except BaseException as error:  # the reader of the result gets the error
         future.set_exception(error)
-
-
-# The calls that are made at the same time, ahead of the use of their results.
-AT_ONCE = 4
 
 
 def in_order(calls: Iterable[Callable[[], T]], name: str, at_once: int = AT_ONCE) -> Generator[Future[T]]:

@@ -20,7 +20,7 @@ from adaptor.frameworks import supported_options
 from adaptor.replica import group
 
 _DEEPSPEED = "training by DeepSpeed, which has checkpoints of its own,"
-# As `layout` has them for Megatron-LM.
+# As `supported_options` has them for Megatron-LM.
 ALLOWED_VALUES: supported_options.Values = (
     ("deepspeed", (False,), _DEEPSPEED),
     ("release_fp32_grad", (False, None), "an optimizer without fp32 gradients"),

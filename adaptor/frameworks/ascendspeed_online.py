@@ -32,6 +32,30 @@ from adaptor.online.data_rewind import DataRewind
 from adaptor.online.groups import Groups
 from adaptor.replica.choice import ReplicaChoice
 
+# What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
+_ASKED = ("do_train", "do_valid", "do_test")
+NAMES = (
+    *("forward_step_func", "model", "optimizer", "lr_scheduler"),
+    *("train_data_iterator", "valid_data_iterator", "config"),
+)
+# Options with which a step, or the start of a job, keeps something that cannot be put back.
+_OPTIONS = (
+    ("DDP_impl", "torch", "--DDP-impl torch keeps work of a step in torch's own buckets"),
+    (
+        "auto_recompute_device_size",
+        None,
+        "--auto-recompute-device-size measures the first steps of a process",
+    ),
+    (
+        "distribute_checkpointed_activations",
+        None,
+        "--distribute-checkpointed-activations has a buffer of its own",
+    ),
+    ("optimized_pipeline", None, "--optimized-pipeline has not been tested with it"),
+    ("is_instruction_dataset", None, "--is-instruction-dataset has not been tested with it"),
+    ("adlr_autoresume", None, "--adlr-autoresume ends jobs in a way of its own"),
+)
+
 
 class AscendLog(StepLog):
     """The log of one rank of ModelLink, whose losses are reduced over all ranks in the forward pass."""
@@ -64,16 +88,8 @@ class AscendLog(StepLog):
         }
 
 
-# What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
-_ASKED = ("do_train", "do_valid", "do_test")
-NAMES = (
-    *("forward_step_func", "model", "optimizer", "lr_scheduler"),
-    *("train_data_iterator", "valid_data_iterator", "config"),
-)
-
-
 class AscendLoop(TrainingLoop):
-    """ModelLink's training loop, as it was called (`rejoin.Loop`).
+    """ModelLink's training loop, as it was called (`online.state.Loop`).
 
     Args:
         train_call: the arguments of the call of `train`, by their names; the loop's iterators are replaced.
@@ -176,25 +192,6 @@ class AscendLoop(TrainingLoop):
 
 def _replayed(iterator: Any) -> DataRewind | None:
     return None if iterator is None else DataRewind(iterator)
-
-
-# Options with which a step, or the start of a job, keeps something that cannot be put back.
-_OPTIONS = (
-    ("DDP_impl", "torch", "--DDP-impl torch keeps work of a step in torch's own buckets"),
-    (
-        "auto_recompute_device_size",
-        None,
-        "--auto-recompute-device-size measures the first steps of a process",
-    ),
-    (
-        "distribute_checkpointed_activations",
-        None,
-        "--distribute-checkpointed-activations has a buffer of its own",
-    ),
-    ("optimized_pipeline", None, "--optimized-pipeline has not been tested with it"),
-    ("is_instruction_dataset", None, "--is-instruction-dataset has not been tested with it"),
-    ("adlr_autoresume", None, "--adlr-autoresume ends jobs in a way of its own"),
-)
 
 
 class NewcomerData:

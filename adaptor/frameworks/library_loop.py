@@ -133,7 +133,7 @@ T = TypeVar("T")
 
 
 class LibraryLoop:
-    """A custom training loop (`rejoin.Loop`).
+    """A custom training loop (`online.state.Loop`).
 
     Args:
         group: the folder of this rank's files.

@@ -31,6 +31,26 @@ from adaptor.frameworks.training_loop import Recovery, TrainingLoop, set_args
 from adaptor.online import rejoin
 from adaptor.online.data_rewind import DataRewind
 
+# What the loop sets in the config of the model when it is called, and asserts that nobody has (2036 to 2060).
+_CONFIG = (
+    "no_sync_func",
+    "grad_sync_func",
+    "param_sync_func",
+    "grad_scale_func",
+    "finalize_model_grads_func",
+    "timers",
+)
+# What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
+_ASKED = ("do_train", "do_valid", "do_test", "eval_iters")
+# The loop takes its position from these arguments when it is called; at other times they have the values of
+# the start of the job.
+_START = ("iteration", "num_floating_point_operations_so_far")
+_NAMES = (
+    *("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
+    *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
+    *("config", "checkpointing_context", "non_loss_data_func"),
+)
+
 
 class MegatronLog(StepLog):
     """The log of one rank of Megatron-LM, which puts losses together in `train_step` (1310 to 1340)."""
@@ -111,28 +131,8 @@ def _scale(optimizer: Any) -> float:
     return float(optimizer.get_loss_scale().item())
 
 
-# What the loop sets in the config of the model when it is called, and asserts that nobody has (2036 to 2060).
-_CONFIG = (
-    "no_sync_func",
-    "grad_sync_func",
-    "param_sync_func",
-    "grad_scale_func",
-    "finalize_model_grads_func",
-    "timers",
-)
-# What the framework finds out by asking other ranks before its loop, and keeps in its arguments.
-_ASKED = ("do_train", "do_valid", "do_test", "eval_iters")
-# What the loop reads of its arguments when it is called, and which are those of the start of the job else.
-_START = ("iteration", "num_floating_point_operations_so_far")
-_NAMES = (
-    *("forward_step_func", "model", "optimizer", "opt_param_scheduler"),
-    *("train_data_iterator", "valid_data_iterator", "process_non_loss_data_func"),
-    *("config", "checkpointing_context", "non_loss_data_func"),
-)
-
-
 class MegatronLoop(TrainingLoop):
-    """Megatron-LM's training loop, as it was called (`rejoin.Loop`).
+    """Megatron-LM's training loop, as it was called (`online.state.Loop`).
 
     Attributes:
         rerun: whether its saves have the state of the rerun state machine
@@ -290,7 +290,7 @@ class MegatronLoop(TrainingLoop):
 
 
 class FlagscaleLoop(MegatronLoop):
-    """FlagScale's copy of the loop, as it was called (`rejoin.Loop`)."""
+    """FlagScale's copy of the loop, as it was called (`online.state.Loop`)."""
 
     module = "flagscale.train.train"
 

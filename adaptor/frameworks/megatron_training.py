@@ -42,6 +42,17 @@ if TYPE_CHECKING:
     from adaptor.frameworks.megatron_online import MegatronLoop
 
 Checks = Callable[[Any], Iterator[Callable[[], None]]]
+# The module of the loop, and its functions by which a script comes to the loop.
+_LOOP = "megatron.training.training"
+_ENTRIES = ("pretrain", "train")
+# Frameworks that use Megatron-LM's parser, and whose scripts have no loop but theirs, which is protected.
+_OTHERS = ("mindspeed_llm.training.training", "modellink.training")
+# The calls of the framework in the traceback of a logger's exception (`loggers_are_the_cause`).
+_CALLS_OF_PRETRAIN = tuple(
+    {(module, "pretrain")} for module in ("megatron.training.training", "flagscale.train.train")
+)
+_PACKAGES = ("megatron.", "flagscale.")
+_LOGGERS = "megatron.training.one_logger_utils"
 
 
 def parse_arguments(
@@ -268,12 +279,6 @@ def write_marked_log(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any
         return result
 
 
-_LOOP = "megatron.training.training"
-_ENTRIES = ("pretrain", "train")
-# Frameworks that use Megatron-LM's parser, and whose scripts have no loop but theirs, which is protected.
-_OTHERS = ("mindspeed_llm.training.training", "modellink.training")
-
-
 def claim_if_protected() -> bool:
     """Claim the job if its script will run a protected training loop; called from the parser.
 
@@ -322,13 +327,6 @@ def training_is_finished(wrapped: Callable[..., Any], args: Any, kwargs: Any) ->
         raise
     session.board.reach(ScriptStage.FINISHED)
     return result
-
-
-_CALLS_OF_PRETRAIN = tuple(
-    {(module, "pretrain")} for module in ("megatron.training.training", "flagscale.train.train")
-)
-_PACKAGES = ("megatron.", "flagscale.")
-_LOGGERS = "megatron.training.one_logger_utils"
 
 
 def loggers_are_the_cause(error: BaseException) -> bool:

@@ -36,6 +36,21 @@ from adaptor.replica import twin
 _HALF = 32768
 _JOIN, _PART = "fp16_tensor_convert_to_fp32_tensor", "fp32_tensor_convert_to_fp16_tensor"
 _SWAP = "param_to_cpu_states_map"
+LLM = "mindspeed_llm"
+_UTILS = "mindspeed_llm.training.utils"
+# Where MindSpeed keeps activations that are on the host until the backward pass (--swap-attention).
+_PREFETCH = (
+    "mindspeed.core.memory.swap_attention.prefetch",
+    "mindspeed.core.memory.adaptive_recomputing.prefetch",  # before 2.1
+)
+# What one step has left of them, and the value at its begin; the manager is bound to the layers, and stays.
+_SWAPPED = {
+    **dict.fromkeys(("swap_tensors", "prefetch_list", "prefetch_data_ptr_list"), list),
+    **dict.fromkeys(("slice_tensor_storage_ptr_list",), list),
+    **dict.fromkeys(("data_ptr", "slice_tensor_storage_ptr"), dict),
+    **dict.fromkeys(("cur_micro_num", "remove_num"), int),
+    **dict.fromkeys(("forward_flag", "eval_end_flag"), bool),
+}
 
 
 def attach(optimizer: Any) -> Any:
@@ -315,23 +330,6 @@ def _do_nothing() -> None:
     """In the place of a conversion of MindSpeed that is made at another time."""
 
 
-LLM = "mindspeed_llm"
-_UTILS = "mindspeed_llm.training.utils"
-# Where MindSpeed keeps activations that are on the host until the backward pass (--swap-attention).
-_PREFETCH = (
-    "mindspeed.core.memory.swap_attention.prefetch",
-    "mindspeed.core.memory.adaptive_recomputing.prefetch",  # before 2.1
-)
-# What one step has left of them, and the value at its begin; the manager is bound to the layers, and stays.
-_SWAPPED = {
-    **dict.fromkeys(("swap_tensors", "prefetch_list", "prefetch_data_ptr_list"), list),
-    **dict.fromkeys(("slice_tensor_storage_ptr_list",), list),
-    **dict.fromkeys(("data_ptr", "slice_tensor_storage_ptr"), dict),
-    **dict.fromkeys(("cur_micro_num", "remove_num"), int),
-    **dict.fromkeys(("forward_flag", "eval_end_flag"), bool),
-}
-
-
 def forget_swapped_activations() -> None:
     """Forget the activations of the abandoned step that are on the host, or on their way."""
     for name in _PREFETCH:
@@ -342,7 +340,7 @@ def forget_swapped_activations() -> None:
 
 
 class MindspeedLoop(MegatronLoop):
-    """MindSpeed-LLM's training loop, as it was called (`rejoin.Loop`)."""
+    """MindSpeed-LLM's training loop, as it was called (`online.state.Loop`)."""
 
     module = "mindspeed_llm.training.training"
     rerun = False

@@ -14,6 +14,8 @@ from adaptor.protocol.framework_options import UNEVEN
 NEAREST = "nearest"
 # How the framework is told of chunks: they belong to one pipeline parallel size.
 CHUNKS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+# Bytes for each parameter in the framework's own formula, where the optimizer is not distributed.
+_BYTES = 18
 
 
 def model_size(args: Any) -> int:
@@ -108,10 +110,6 @@ def chunks_of(args: Any, pipeline: int) -> int:
         return 1
     layers, stages = (getattr(args, name, None) for name in CHUNKS)
     return int(stages or (args.num_layers // pipeline // layers if layers else 1))
-
-
-# Bytes for each parameter in the framework's own formula, where the optimizer is not distributed.
-_BYTES = 18
 
 
 def model_of(parsed: Any) -> ModelSize | None:

@@ -30,6 +30,16 @@ from adaptor.online.data_rewind import STEPS
 # numbers (a sum, and a number of tokens); the board has room for twice as much.
 MOST_LOSSES = 24
 _MOST_NUMBERS = 2
+# What is known of so many steps is kept before the older ones are looked for.
+_MOST_STEPS = 8
+_ENCODER = msgspec.msgpack.Encoder()
+# A number that no rank knows.
+_UNKNOWN = -1.0
+# The framework counts the steps of an interval by these sums, and sets them to 0 right before the line.
+_COUNTED = ("advanced iterations", "skipped iterations")
+# Since 0.16 the first step of a job of Megatron-LM has a line whatever the interval, and stays in the average
+# of its own.
+_IS_FIRST = "is_first_iteration"
 
 # Of each loss the type of its numbers, and those of each micro-batch; a tuple is a list when it is read.
 Kept = Mapping[str, Sequence[Any]]
@@ -66,7 +76,7 @@ def numbers_of_losses(losses: Sequence[Mapping[str, torch.Tensor]]) -> Kept:
 
 
 def losses_of_numbers(kept: Kept, device: torch.device | str) -> list[dict[str, torch.Tensor]]:
-    """Return the losses that `of` was given, on `device`."""
+    """Return the losses that `numbers_of_losses` was given, on `device`."""
     losses: list[dict[str, torch.Tensor]] = []
     for name, (kind, values) in kept.items():
         losses = losses or [{} for _ in values]
@@ -88,7 +98,7 @@ def numbers_of_sums(sums: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sums_of_numbers(kept: Mapping[str, Any], device: torch.device | str) -> dict[str, Any]:
-    """Return what `of_sums` was given, with tensors on `device`."""
+    """Return what `numbers_of_sums` was given, with tensors on `device`."""
     return {
         name: value if isinstance(value, (int, float)) else _tensor_of(value[0], value[1], device)
         for name, value in kept.items()
@@ -104,18 +114,6 @@ def _type_name(value: torch.Tensor) -> str:
 
 def _tensor_of(kind: str, value: Any, device: torch.device | str) -> torch.Tensor:
     return torch.tensor(value, dtype=getattr(torch, kind), device=device)
-
-
-# What is known of so many steps is kept before the older ones are looked for.
-_MOST_STEPS = 8
-_ENCODER = msgspec.msgpack.Encoder()
-# A number that no rank knows.
-_UNKNOWN = -1.0
-# What it counts the steps of an interval by, and sets to 0 right before it writes the line.
-_COUNTED = ("advanced iterations", "skipped iterations")
-# Since 0.16 the first step of a job of Megatron-LM has a line whatever the interval, and stays in the average
-# of its own.
-_IS_FIRST = "is_first_iteration"
 
 
 class StepLog(ABC):

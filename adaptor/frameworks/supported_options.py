@@ -18,38 +18,6 @@ from adaptor.checkpoint import save_folder_claim
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.frameworks import parallel_sizes
 
-
-def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
-    """The framework's parser accepts `--local-copy-os`, which is TTP_LOCAL_COPY to users of MindIO TTP."""
-
-    def provide(parser: Any) -> Any:
-        parser = parser if provider is None else provider(parser)
-        parser.add_argument(
-            "--local-copy-os",
-            action="store_true",
-            help="Copy the optimizer state before each update, in place of a barrier (TTP_LOCAL_COPY).",
-        )
-        return parser
-
-    return provide
-
-
-def take_local_copy(parsed: Any) -> None:
-    """Take `--local-copy-os` out of the framework's own arguments, which the framework saves and loads again.
-
-    Raises:
-        UnsupportedError: the job has no shards, which MindIO TTP's option copies.
-    """
-    if not vars(parsed).pop("local_copy_os", False):
-        return
-    if not parsed.use_distributed_optimizer:
-        raise UnsupportedError(
-            "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer, "
-            "or set TTP_LOCAL_COPY=True in its place, which copies a whole optimizer, too"
-        )
-    context.get().copy_locally()
-
-
 # (argument, the values that are protected, what to say of others)
 Values = tuple[tuple[str, tuple[Any, ...], str], ...]
 
@@ -90,6 +58,37 @@ _CPU_FLAGS = (
     "--transformer-impl local --no-masked-softmax-fusion --no-gradient-accumulation-fusion"
     " --no-rope-fusion --no-persist-layer-norm"
 )
+
+
+def accepts_local_copy(provider: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
+    """The framework's parser accepts `--local-copy-os`, which is TTP_LOCAL_COPY to users of MindIO TTP."""
+
+    def provide(parser: Any) -> Any:
+        parser = parser if provider is None else provider(parser)
+        parser.add_argument(
+            "--local-copy-os",
+            action="store_true",
+            help="Copy the optimizer state before each update, in place of a barrier (TTP_LOCAL_COPY).",
+        )
+        return parser
+
+    return provide
+
+
+def take_local_copy(parsed: Any) -> None:
+    """Take `--local-copy-os` out of the framework's own arguments, which the framework saves and loads again.
+
+    Raises:
+        UnsupportedError: the job has no shards, which MindIO TTP's option copies.
+    """
+    if not vars(parsed).pop("local_copy_os", False):
+        return
+    if not parsed.use_distributed_optimizer:
+        raise UnsupportedError(
+            "--local-copy-os is given without --use-distributed-optimizer: add --use-distributed-optimizer, "
+            "or set TTP_LOCAL_COPY=True in its place, which copies a whole optimizer, too"
+        )
+    context.get().copy_locally()
 
 
 def require_cpu_options(args: Any) -> None:

@@ -26,6 +26,11 @@ from adaptor.replica import group
 from adaptor.worker import runtime
 from adaptor.worker.processor import CannotRejoinError
 
+# The counts of so many steps are kept before the older ones are looked for.
+_MOST_STEPS = 8
+# What a step, and the evaluation behind it, count on.
+_CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
+
 
 class Recovery:
     """Online recovery in this process.
@@ -111,14 +116,6 @@ def loads_nothing(args: Any) -> Iterator[None]:
             setattr(args, name, value)
 
 
-# The tail of a step is an evaluation and a regular save. A rank that has begun step N + 1 has finished the
-# tail of step N. If any rank has not, all ranks repeat the tail, with the counts of consumed samples from
-# before step N.
-
-# The counts of so many steps are kept before the older ones are looked for.
-_MOST_STEPS = 8
-
-
 class TailState(NamedTuple):
     """The state of the tail of `step`, for a newcomer.
 
@@ -134,7 +131,10 @@ class TailState(NamedTuple):
 
 
 class StepTail:
-    """The knowledge of a rank about the tail of its step.
+    """The knowledge of a rank about the tail of its step: an evaluation and a regular save.
+
+    A rank that has begun step N + 1 has finished the tail of step N. If any rank has not, all ranks repeat
+    the tail, with the counts of consumed samples from before step N.
 
     Args:
         validation: the rank's validation data, in the order of the framework's iterators.
@@ -221,10 +221,6 @@ class StepTail:
                 replay.begin_step(step)
                 for _ in range(reads):
                     next(replay)
-
-
-# What a step, and the evaluation behind it, count on.
-_CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
 
 
 class TrainingLoop(state.Loop):

@@ -38,6 +38,14 @@ from adaptor.replica import group, tolerance
 from adaptor.replica.group import gather_values
 from adaptor.worker.session import Session
 
+# The step of a rank that holds no copy.
+NONE = -1
+# A copy that is queued behind a collective that never ends is given up after so many seconds.
+DEVICE_S = 60.0
+# With TTP_HOST_COPY=auto: the part of the training's time that copies take at most, even if each holds the
+# training up for as long as it takes. `tolerance.MOST_STEPS` goes before it.
+_SHARE_OF_TIME = 0.02
+
 
 class Need(NamedTuple):
     """The memory needed for the copies of a rank.
@@ -210,15 +218,6 @@ def _kept_bytes() -> int:
         with contextlib.suppress(OSError):
             kept += Path(path).stat().st_blocks * 512
     return kept
-
-
-# A rank that holds none.
-NONE = -1
-# A copy that is queued behind a collective that never ends is given up after so many seconds.
-DEVICE_S = 60.0
-# With TTP_HOST_COPY=auto: the part of the training's time that copies take at most, even if each holds the
-# training up for as long as it takes. `tolerance.MOST_STEPS` goes before it.
-_SHARE_OF_TIME = 0.02
 
 
 class Copier:

@@ -37,6 +37,8 @@ from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.processor import CannotRejoinError, MainThreadHangsError, failed
 from adaptor.worker.runtime import Runtime
 
+T = TypeVar("T")
+
 # When the connections of all groups are shut, what waits for them raises within milliseconds, and a wait for
 # work that gloo has forgotten is ended within half a second (`abort_gloo.Waker`). A main thread that stands
 # still for so long waits for others in a way that nothing here can end. On a machine with ten times more work
@@ -82,9 +84,6 @@ def until_it_comes(
             standing_before, since = standing, time_now
         elif time_now - since >= UNWIND_S:
             raise MainThreadHangsError(f"its main thread hangs in {standing.where}")
-
-
-T = TypeVar("T")
 
 
 class Rejoin:

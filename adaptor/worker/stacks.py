@@ -28,35 +28,13 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
-from adaptor import context, output, text
+from adaptor import context, output
 from adaptor.protocol.collectives import Collectives, encode, newest
 from adaptor.protocol.environment import STACK_SIGNAL as SIGNAL
 from adaptor.protocol.messages import CALL, Standing
 from adaptor.text import encodable
 from adaptor.threads import within
 from adaptor.waits import Waits
-
-# Of two calls at the same time the first would switch the collector on in the middle of the second. A signal
-# handler may be in the middle of its own thread's.
-_one_at_a_time = threading.RLock()
-
-
-def all_frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread, by the thread's identifier."""
-    with _one_at_a_time:
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            return sys._current_frames()
-        finally:
-            if collects:
-                gc.enable()
-
-
-def frame_of(thread: int) -> FrameType | None:
-    """Return the innermost frame of a thread; None where it has ended."""
-    return all_frames().get(thread)
-
 
 # The number of innermost calls to name.
 _DEPTH = 4
@@ -84,6 +62,32 @@ _COMPILER = re.compile(
     r"|torch\._inductor\.compile_fx _?compile_fx_inner$"
     r"|triton\.compiler\.compiler compile$"
 )
+# Where Python waits for the threads, and for the child processes, of a script that has ended.
+_WAITS_AT_THE_END = (threading._shutdown.__code__, multiprocessing.util._exit_function.__code__)  # type: ignore[attr-defined]
+# torch's flight recorders keep the newest collectives, and return them as JSON without waiting for a
+# collective: for backends of the CPU, and for NCCL; present according to the build of torch.
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+# Of two calls at the same time the first would switch the collector on in the middle of the second. A signal
+# handler may be in the middle of its own thread's.
+_one_at_a_time = threading.RLock()
+
+
+def all_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, by the thread's identifier."""
+    with _one_at_a_time:
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sys._current_frames()
+        finally:
+            if collects:
+                gc.enable()
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return the innermost frame of a thread; None where it has ended."""
+    return all_frames().get(thread)
 
 
 def look(path: Path, limit_s: float, written: Callable[[], None]) -> Standing | None:
@@ -254,15 +258,7 @@ class LoopPosition:
 
 def _calls(frame: FrameType | None) -> list[_Call]:
     """Return the calls that led to `frame`, the outermost first."""
-    calls = []
-    while frame is not None:
-        calls.append(_Call(id(frame), frame.f_code, frame.f_lineno))
-        frame = frame.f_back
-    return calls[::-1]
-
-
-# Where Python waits for the threads, and for the child processes, of a script that has ended.
-_WAITS_AT_THE_END = (threading._shutdown.__code__, multiprocessing.util._exit_function.__code__)  # type: ignore[attr-defined]
+    return [_Call(id(frame), frame.f_code, frame.f_lineno) for frame in _outwards(frame)][::-1]
 
 
 def end_leftovers_after(seconds: float, rank: int) -> None:
@@ -295,8 +291,8 @@ def _leftovers() -> list[str]:
     threads = [thread for thread in alive if thread is not threading.main_thread()]
     children = [child for child in multiprocessing.active_children() if not child.daemon]
     return [
-        *(text.encodable(f"the thread {thread.name}{_place_of_thread(thread)}") for thread in threads),
-        *(text.encodable(f"the process {child.name} (pid {child.pid})") for child in children),
+        *(encodable(f"the thread {thread.name}{_place_of_thread(thread)}") for thread in threads),
+        *(encodable(f"the process {child.name} (pid {child.pid})") for child in children),
     ]
 
 
@@ -313,11 +309,6 @@ def _place_of_thread(thread: threading.Thread) -> str:
 def _main_thread_waits() -> bool:
     frames = _outwards(frame_of(threading.main_thread().ident or 0))
     return any(frame.f_code in _WAITS_AT_THE_END for frame in frames)
-
-
-# torch's flight recorders keep the newest collectives, and return them as JSON without waiting for a
-# collective: for backends of the CPU, and for NCCL; present according to the build of torch.
-_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def write_collectives(path: Path) -> str:

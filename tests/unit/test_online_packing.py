@@ -80,7 +80,7 @@ def test_what_cannot_be_passed_on_is_named() -> None:
     ("module", "kind"), [("this", "Colour"), ("builtins", "getattr"), (__name__, "random.Random")]
 )
 def test_only_members_of_enums_are_looked_up_and_nothing_is_imported(module: str, kind: str) -> None:
-    """`packing.pack` makes no such thing."""
+    """`transfer.pack` makes no such thing."""
     member = msgspec.msgpack.Ext(6, transfer.pack([module, kind, "RED"]))
     with pytest.raises(TypeError, match="is no member of an enum here"):
         transfer.unpack(msgspec.msgpack.encode(member))

@@ -42,6 +42,8 @@ _ENDS_AFTER_S = 30.0
 # For the store of the job's agent, which exists before its workers.
 _MEETING_S = 10.0
 _EXIT_FAILED = 1
+# The ending of the reports of writers (`SaveHandlers`).
+_LEFT = ".written"
 # gloo's messages about another rank that is gone; its errors have no type of their own.
 _GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
@@ -247,15 +249,6 @@ class MindioSession(Session):
             raise TimeoutError(f"the device was not done with an update after {timeout_s:g} s")
 
 
-# The rank that publishes knows the files from reports that their writers leave in the same folder; the
-# reports are removed when the checkpoint is published. The SDK knows lists of ranks: the ranks of
-# `rank_list` are cut into `replica_cnt` runs of the same length, and the i-th ranks of all runs hold the
-# same shard. A rank has one place in such a list (two with experts), so it can hold only one shard of an
-# optimizer.
-
-_LEFT = ".written"
-
-
 class _Left(msgspec.Struct):
     """The report of the writer of a group for the rank that publishes."""
 
@@ -267,6 +260,12 @@ class _Left(msgspec.Struct):
 @dataclass(frozen=True)
 class SaveHandlers:
     """The save handlers of a worker, once training has begun.
+
+    The rank that publishes knows the files from reports that their writers leave in the same folder; the
+    reports are removed when the checkpoint is published. The SDK knows lists of ranks: the ranks of
+    `rank_list` are cut into `replica_cnt` runs of the same length, and the i-th ranks of all runs hold the
+    same shard. A rank has one place in such a list (two with experts), so it can hold only one shard of an
+    optimizer.
 
     Attributes:
         groups: all groups of the job, by name
