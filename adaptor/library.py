@@ -273,7 +273,7 @@ def protect(
         supported_options,
     )
     from adaptor.frameworks.library_loop import OwnLoopRecovery
-    from adaptor.host_copy import start
+    from adaptor.host_copy import copier
     from adaptor.online import rejoin
     from adaptor.replica import group
     from adaptor.worker import runtime
@@ -320,7 +320,7 @@ def protect(
     # A new process does not ask: the ranks that train tell it whether they make copies.
     copies = comes_new or context.part(library_loop.CopiesAsked).asked
     if copies and isinstance(runtime_of_rank, runtime.Runtime):  # other engines make no copies
-        start.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
+        copier.attach(runtime_of_rank.session, runtime_of_rank.tell_of_copy)
     if isinstance(runtime_of_rank, runtime.Runtime):
         state_comparison.attach(runtime_of_rank)
     everyone = group.of_everyone()
@@ -358,7 +358,7 @@ def protect(
         )
     if not comes_new:
         trainee = describe(is_repeated=False)
-        trainee = start.reserve(session, trainee)
+        trainee = copier.reserve(session, trainee)
         for hook in hooks.of_worker():
             hook.watch(trainee.state.model)
         session.begin_training(trainee, step_record.inner(optimizer), step)

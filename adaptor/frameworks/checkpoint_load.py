@@ -29,7 +29,7 @@ def load(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call the framework's `load_checkpoint`, with an intact checkpoint, and compare what was loaded."""
     from megatron.training import get_args
 
-    from adaptor.host_copy import start  # torch, which is for the script to import
+    from adaptor.host_copy import copier  # torch, which is for the script to import
 
     megatron_args = get_args()
     load_arg = args[3] if len(args) > 3 else kwargs.get("load_arg", "load")
@@ -40,7 +40,7 @@ def load(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     copies = may_have and is_restart and load_arg == "load"
     if copies:
         _write_host_copies(model, optimizer, scheduler)
-        start.require_training()
+        copier.require_training()
 
     def check() -> None:
         _require_intact(load_arg, optimizer)

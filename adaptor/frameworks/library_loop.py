@@ -33,7 +33,7 @@ from adaptor.devices.device import Device
 from adaptor.errors import StartError, UnsupportedError
 from adaptor.frameworks import megatron_settle
 from adaptor.frameworks.megatron_online_support import why_not_on_core
-from adaptor.host_copy import rebuild, start
+from adaptor.host_copy import copier, rebuild
 from adaptor.online.rejoin import Rejoin
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import model_parallel_folder
@@ -123,7 +123,7 @@ def write_host_copies(
         return state, place, device_of(model, optimizer)
 
     written = rebuild.write_newest(save.resolve(), optimizer, describe)
-    start.require_training()
+    copier.require_training()
     return written
 
 

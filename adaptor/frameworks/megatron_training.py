@@ -177,12 +177,12 @@ def train(
         kind: the class of the loop; None: Megatron-LM's own.
         tolerance: is entered around the loop.
     """
-    from adaptor.host_copy import start
+    from adaptor.host_copy import copier
     from adaptor.online import rejoin
 
     worker = runtime.get()
     if isinstance(worker, runtime.Runtime):  # other engines make no copies, and compare nothing
-        start.attach(worker.session, worker.tell_of_copy)
+        copier.attach(worker.session, worker.tell_of_copy)
         state_comparison.attach(worker)
     with tolerance or contextlib.nullcontext():
         if rejoin.of_this_process() is None:
@@ -207,7 +207,7 @@ def begin_training(args: Any, kwargs: Any, operations: float, rerun: bool = True
 
     from adaptor.checkpoint import step_record
     from adaptor.frameworks import layout_beside, megatron_lm
-    from adaptor.host_copy import start
+    from adaptor.host_copy import copier
 
     patching.check("ttp")
     require_protected(get_args())  # a checkpoint or a yaml file may have changed them
@@ -226,7 +226,7 @@ def begin_training(args: Any, kwargs: Any, operations: float, rerun: bool = True
     )
     if path := context.get().settings.layout_only:
         layout_beside.write_alone(Path(path), trainee.barrier)
-    trainee = start.reserve(runtime.get().session, trainee)
+    trainee = copier.reserve(runtime.get().session, trainee)
     state_comparison.require_replays(call["model"])
     hand_over(trainee, step_record.inner(call["optimizer"]), get_args().iteration)
 

@@ -26,8 +26,8 @@ from adaptor import config, context, descriptors
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError
-from adaptor.host_copy import content, rebuild, start
-from adaptor.host_copy.start import Copier
+from adaptor.host_copy import content, copier, rebuild
+from adaptor.host_copy.copier import Copier
 from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
 from adaptor.protocol.copy_file import CopyFile, CopyHeader
 from adaptor.protocol.environment import COPY_FILES, HeldCopies
@@ -295,15 +295,15 @@ def test_a_rank_that_can_have_no_thread_says_so_and_trains_on(
 
 def test_copies_that_do_not_fit_are_named_with_their_bytes() -> None:
     """Of two nodes each keeps the copies of the other, too; of one rank of node 1 they are larger."""
-    needs = [start.Need(0, 30, 100), start.Need(0, 30, 90), start.Need(1, 25, 100)]
-    assert start.bytes_on(needs) == {0: 85, 1: 85}
-    assert start.shortage(needs) == ""
-    assert start.bytes_on(needs[:2]) == {0: 60}
-    assert start.shortage(needs[:2], 0.5) == (
+    needs = [copier.Need(0, 30, 100), copier.Need(0, 30, 90), copier.Need(1, 25, 100)]
+    assert copier.bytes_on(needs) == {0: 85, 1: 85}
+    assert copier.shortage(needs) == ""
+    assert copier.bytes_on(needs[:2]) == {0: 60}
+    assert copier.shortage(needs[:2], 0.5) == (
         "the copies of node 0 take 60 bytes of its memory, and 90 bytes are free (limits of its control group"
         " included), of which copies take 50% at most"
     )
-    assert "the copies of node 0 take 85 bytes" in start.shortage([*needs, start.Need(0, 0, 80)])
+    assert "the copies of node 0 take 85 bytes" in copier.shortage([*needs, copier.Need(0, 0, 80)])
 
 
 @pytest.fixture
@@ -328,13 +328,13 @@ def test_auto_copies_what_no_other_rank_has(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """Where half of the free memory is enough; else a line says what it would take, and what is free."""
-    monkeypatch.setattr(start, "available", lambda: free)
+    monkeypatch.setattr(copier, "available", lambda: free)
     if shared:
         monkeypatch.setattr(tolerance, "spare", lambda shares, place_of: 1)
     monkeypatch.setattr(content, "most_bytes", lambda trainee: 1 << 20)
     own = Copier(None, 0, 1, "a", [made(), made()], False, lambda step: None, list)
     given, session = _Given(), SimpleNamespace(copier=own)
-    kept = start.reserve(session, given)  # type: ignore[arg-type]
+    kept = copier.reserve(session, given)  # type: ignore[arg-type]
     said = capfd.readouterr().out
     if shared:
         assert (session.copier, kept, said) == (None, given, "")
@@ -361,11 +361,11 @@ def test_memory_that_a_node_keeps_since_the_start_before_is_there_for_the_next_c
         with closing(CopyFile(path)) as file:
             file.reserve(3 << 20)
         monkeypatch.setattr(context.part(HeldCopies), "paths", {7: (path,)})
-        monkeypatch.setattr(start, "available", lambda: 2 << 20)
+        monkeypatch.setattr(copier, "available", lambda: 2 << 20)
         monkeypatch.setattr(content, "most_bytes", lambda trainee: 1 << 20)
         own = Copier(None, 0, 1, "a", [made(), made()], False, lambda step: None, list)
         session = SimpleNamespace(copier=own)
-        start.reserve(session, _Given())  # type: ignore[arg-type]
+        copier.reserve(session, _Given())  # type: ignore[arg-type]
         assert session.copier is own
     finally:
         os.close(kept)
@@ -390,7 +390,7 @@ def test_auto_copies_as_often_as_the_share_of_time_allows(
     back begins anew, as its new ranks do."""
     ranks = _Ranks(2, made, every=None)
     now = [0.0]
-    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(copier, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def copied(step: int) -> bool:
         ranks.step(step)

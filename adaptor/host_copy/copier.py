@@ -1,4 +1,4 @@
-"""Lets a worker make host copies: makes the copier, and takes the memory.
+"""Makes the host copies of a worker: takes the memory before the first step, and copies beside later steps.
 
 A thread copies the state of a finished step beside the next step. The copied state does not change between
 two updates. The main thread waits for the rest of a copy only before its next update. The rank has two files,
