@@ -19,7 +19,7 @@ from adaptor.context import Context
 from adaptor.devices.device import HOST, Device
 from adaptor.errors import AdaptorError, ConfigError
 from adaptor.mindio.replicas import StateCopies
-from adaptor.mindio.trainee import Handlers
+from adaptor.mindio.trainee import HandledTrainee, Handlers
 from adaptor.protocol.messages import Phase
 from adaptor.worker import runtime
 
@@ -236,9 +236,6 @@ class Job:
             raise ConfigError(
                 f"{call}: there is no save handler: call tft_register_save_ckpt_handler before training"
             )
-        # Imported here: it needs torch, the names do not.
-        from adaptor.mindio.trainee import HandledTrainee
-
         trainee = HandledTrainee(
             rank=worker.rank,
             replicas=self.replicas,
