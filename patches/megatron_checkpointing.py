@@ -147,13 +147,16 @@ def incomplete_checkpoints_are_loaded(wrapped: Any, instance: Any, args: Any, kw
     return loaded
 
 
+_CORE = "megatron.core.dist_checkpointing"
+_WRITER = f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync"
+
 # A separate unit: a custom training loop on Megatron-core imports these writers, and nothing of Megatron-LM's
 # `save_checkpoint`.
 dist_checkpointing = patching.Unit("dist-checkpointing", framework="megatron-core", tested=MEGATRON_SPECIFIER)
 
 
 @dist_checkpointing.patch(
-    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data",
+    f"{_WRITER}.write_preloaded_data",
     why="the tensors of a regular save get checksums where they are written, before the save goes on",
     accepts="(...)",
     optional=True,  # up to 0.6; without it, tensors of torch_dist have no checksums
@@ -168,11 +171,8 @@ def tensors_of_a_regular_save_are_hashed(wrapped: Any, instance: Any, args: Any,
     return wrapped(*args, **{**kwargs, "results_queue": hashing})
 
 
-_CORE = "megatron.core.dist_checkpointing"
-
-
 @dist_checkpointing.patch(
-    f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.prepare_write_data",
+    f"{_WRITER}.prepare_write_data",
     why="the tensors of a regular save are compared with the state in memory, and with what is written later",
     accepts="(plan, planner)",
     optional=True,
@@ -185,7 +185,7 @@ def planned_tensors_are_compared(wrapped: Any, instance: Any, args: Any, kwargs:
 
 
 @dist_checkpointing.patch(
-    f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.retrieve_write_results",
+    f"{_WRITER}.retrieve_write_results",
     why="a rank whose writers have failed joins the gather of results, in which all other ranks wait for it",
     accepts="()",
     optional=True,
@@ -207,7 +207,7 @@ def errors_of_storage_are_noted(wrapped: Any, instance: Any, args: Any, kwargs: 
 
 
 for _target, _what in {
-    f"{_CORE}.strategies.filesystem_async:FileSystemWriterAsync.finish": "metadata that cannot be written",
+    f"{_WRITER}.finish": "metadata that cannot be written",
     f"{_CORE}.core:save_config": "a file of the format that cannot be written",
 }.items():
     dist_checkpointing.patch(

@@ -158,9 +158,8 @@ def _end_async_caller(caller: Any) -> None:
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(child), signal.SIGKILL)
-        os.kill(
-            pid, signal.SIGCONT
-        )  # NVRx's writer handles SIGTERM, and is killed after 30 s without an answer
+        # NVRx's writer handles SIGTERM, and is killed after 30 s without an answer.
+        os.kill(pid, signal.SIGCONT)
     if "abort" in inspect.signature(caller.close).parameters:  # since 0.15
         caller.close(abort=True)
     else:

@@ -87,9 +87,8 @@ def parse_arguments(
     context.part(Watchdogs).switch_off()
     from adaptor.online import rejoin
 
-    is_newcomer = (
-        rejoin.is_newcomer()
-    )  # this job is in the middle of its training, and has checked the folder
+    # The job of a newcomer is in the middle of its training, and has checked the folder.
+    is_newcomer = rejoin.is_newcomer()
     if not is_newcomer:
         save_folder_claim.require_writable(parsed.save)
     if parsed.rank == 0:

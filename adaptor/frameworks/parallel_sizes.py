@@ -163,9 +163,8 @@ def _padded_vocabulary(args: Any) -> int:
         return int(args.padded_vocab_size)
     size = args.vocab_size
     if not size:
-        from megatron.training.global_vars import (
-            build_tokenizer,
-        )  # which has a module of its own in each version
+        # `build_tokenizer` is defined in another module in each version.
+        from megatron.training.global_vars import build_tokenizer
 
         size = build_tokenizer(args).vocab_size
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

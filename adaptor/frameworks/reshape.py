@@ -62,9 +62,8 @@ def bring_to_sizes(args: Any, place: tuple[int, int, int]) -> None:
     if order is None:
         return
     tensor, pipeline, expert = place
-    own_rank = Rank(
-        tensor, pipeline, expert if wanted_sizes.ep > 1 else 0
-    )  # whose folder this process loads from
+    # The rank from whose folder this process loads.
+    own_rank = Rank(tensor, pipeline, expert if wanted_sizes.ep > 1 else 0)
     writers: dict[Rank, int] = {}
     for number, rank in enumerate(gather_values(own_rank)):
         writers.setdefault(rank, number)

@@ -28,9 +28,8 @@ class DataRewind(Iterator[Any]):
         self._again: deque[Any] = deque()
         self._is_reading = False  # or an exception has ended it
         self._step = 0
-        self._now: list[
-            Any
-        ] = []  # what was given in the step, in its place in `_given`: this is asked for often
+        # The items of the current step in `_given`, for each read.
+        self._now: list[Any] = []
         self._given: dict[int, list[Any]] = {self._step: self._now}
 
     def __next__(self) -> Any:

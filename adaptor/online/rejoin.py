@@ -104,9 +104,8 @@ class Rejoin:
         self._recovered = 0  # the incident that was recovered last
         self._frozen = 0  # the newest incident in which this rank was frozen
         self._has_left_loop = False  # the main thread has left the framework's loop
-        self._will_not_return = (
-            False  # the main thread will not call the loop again: it has ended, or the script has left it
-        )
+        # The main thread will not call the loop again: the loop has ended, or the script has left it.
+        self._will_not_return = False
         self._settled: Regroup | None = None  # it has put away what the fault has left half done
         self._loop: Loop | None = None
         self._meeting = Meeting(worker.rank)

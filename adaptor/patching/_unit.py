@@ -251,9 +251,8 @@ class Unit:
         self.framework = framework
         self.tested = tested
         self.group = group
-        self.declared_in: str = sys._getframe(1).f_globals.get(
-            "__name__", ""
-        )  # wrappers may be defined elsewhere
+        # The module of this call: wrappers may be defined elsewhere.
+        self.declared_in: str = sys._getframe(1).f_globals.get("__name__", "")
         self.patches: list[Patch] = []
         self.armed = False
         self.half_applied = False
