@@ -30,7 +30,6 @@ from adaptor.frameworks.parallel_sizes import (
 from adaptor.hooks import WorkerHooks
 from adaptor.protocol import naming
 from adaptor.transform.sizes import Reshape, ReshapeSettings, Sizes, untransformable
-from adaptor.transform.source import sizes_at
 
 # Formats that `adaptor transform` writes.
 _FORMATS = ("torch", "torch_dist")
@@ -284,6 +283,8 @@ def require_sizes_of_checkpoint(args: Any) -> None:
     folder = load / naming.final_name(step)
     if not any(path.name.startswith("mp_rank_") for path in folder.iterdir()):
         return
+    from adaptor.transform.source import sizes_at  # imported only where a checkpoint is read
+
     try:
         sizes_of_step = sizes_at(load, step)
     except AdaptorError:
