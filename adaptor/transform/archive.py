@@ -147,8 +147,10 @@ def _members(archive: zipfile.ZipFile, file: _FilePart, path: Path) -> tuple[str
 # The pickle
 
 _LARGEST_NUMBER = 1 << 10  # bytes of an integer
+_LARGEST_KEY = 64  # bits of an integer: larger integers may all have the same hash
 # An object in two places counts twice: the object is walked and written twice.
 _MOST_VALUES = 8_000_000
+_TOO_MANY = f"its structure has more than {_MOST_VALUES} values"
 _DEEPEST = 100
 _MOST_AXES = 64
 
@@ -241,6 +243,7 @@ class _Reader(_Base):  # type: ignore[misc]
         self._path = path
         self._storages = storages
         self._is_index = is_index
+        self._repeated = 0
 
     def load(self) -> Any:
         value = super().load()
@@ -292,9 +295,21 @@ class _Reader(_Base):  # type: ignore[misc]
             raise _RefusedError(f"sets an item of {_words(target)}")
         if self._is_index and type(key) is Described:
             key = _item_key(key)
-        elif not all(type(key_part) in _KEYS for key_part in (key if type(key) is tuple else (key,))):
-            raise _RefusedError(f"has {_words(key)} as a key")
+        else:
+            parts = key if type(key) is tuple else (key,)
+            self._count_repeated(len(parts))
+            if not all(map(_is_key, parts)):
+                raise _RefusedError(f"has {_words(key)} as a key")
         target[key] = value
+
+    def _count_repeated(self, values: int) -> None:
+        """Count values that are walked or copied again each time the pickle uses them.
+
+        A small pickle may use a long tuple or dict very often.
+        """
+        self._repeated += values
+        if self._repeated > _MOST_VALUES:
+            raise _RefusedError(_TOO_MANY)
 
     def _call(self) -> None:
         arguments, name = self.stack.pop(), self.stack.pop()
@@ -318,7 +333,10 @@ class _Reader(_Base):  # type: ignore[misc]
 
     def _set_state(self) -> None:
         state, target = self.stack.pop(), self.stack[-1]
-        if type(target) is Namespace and type(state) is dict and all(map(_is_plain_name, state)):
+        if type(target) is Namespace and type(state) is dict:
+            self._count_repeated(len(state))
+            if not all(map(_is_plain_name, state)):
+                raise _RefusedError(f"sets attributes of {_words(target)}")
             vars(target).update(state)
         elif type(target) is Described and target.state is None:
             target.state = state
@@ -336,7 +354,9 @@ _Reader.dispatch |= {
 }
 
 
-def _tensor(storage: Any, first: Any, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+def _tensor(
+    storage: Any, first: Any, shape: Any, stride: Any, _needs_grad: Any, _hooks: Any, _metadata: Any = None
+) -> StoredTensor:
     if type(storage) is not StoredTensor or not (_is_count(first) and _is_shape(shape) and _is_shape(stride)):
         raise ValueError("a tensor is not in a storage")
     expected = 1
@@ -379,8 +399,12 @@ def _is_storage(value: Any) -> bool:
     return type(value) is Name and value.module == "torch" and value.name in STORAGES
 
 
+def _is_key(value: Any) -> bool:
+    return type(value) in _KEYS and (type(value) is not int or value.bit_length() <= _LARGEST_KEY)
+
+
 def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _is_shape(value: Any) -> bool:
@@ -417,7 +441,7 @@ def _require_moderate(value: Any) -> None:
                 total += count(part, depth + 1)
             sizes[id(value)] = total
             if total > _MOST_VALUES:
-                raise _RefusedError(f"its structure has more than {_MOST_VALUES} values")
+                raise _RefusedError(_TOO_MANY)
         return sizes[id(value)]
 
     count(value, 0)

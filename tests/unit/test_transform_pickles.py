@@ -181,6 +181,20 @@ ATTACKS: dict[str, tuple[bytes, str]] = {
         b"N" + b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(60)),
         "has more than 8000000 values",
     ),
+    "a long key, often": (
+        b"}(" + b"N" * 4000 + b"tq\x000" + b"h\x00Ns" * 4000,
+        "has more than 8000000 values",
+    ),
+    "many attributes, often": (
+        b"".join((b"}(", *(text(f"a{number}") + b"N" for number in range(4000)), b"uq\x000"))
+        + (_NAMESPACE + b")\x81h\x00b0") * 4000,
+        "has more than 8000000 values",
+    ),
+    "a key whose hash others have": (b"}\x8a\x09" + b"\x01" * 9 + b"Ns", "as a key"),
+    "a tensor with a length of more than 63 bits": (
+        _tensor(_storage("0", b"K\x03"), b"\x8a\x09" + b"\x01" * 9 + b"\x85", b"K\x01\x85"),
+        "is damaged",
+    ),
     "no end": (b"]" * 10, "is damaged"),
 }
 
