@@ -349,7 +349,7 @@ def mark_of(path: Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise JobFolderError(f"{path}: it cannot be read ({error.strerror})") from None
+        raise _unreadable(path, error) from None
     return stat.st_mtime_ns, stat.st_size
 
 
@@ -360,6 +360,6 @@ def read(path: Path, kind: type[T]) -> T:
             raise JobFolderError(f"{path}: it is larger than {MOST_BYTES >> 20} MiB, and none of ours")
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except OSError as error:
-        raise JobFolderError(f"{path}: it cannot be read ({error.strerror})") from None
+        raise _unreadable(path, error) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise JobFolderError(f"{path}: it was not written by ttprun of this version ({error})") from None

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from obstore.store import AzureConfig, ClientConfig, GCSConfig, ObjectStore, RetryConfig
 
     from adaptor.store.s3 import S3Bucket
-    from adaptor.store.settings import Address
 
 # Bytes of a part of an upload, and of a read request: small enough for a slow line within the time limit,
 # large enough that requests cost nothing.

@@ -1,8 +1,8 @@
 """Sends a large file of a checkpoint in parts, and goes on with an interrupted upload.
 
 The file is always read from its beginning, for its checksum. A part is not sent again if the note of the
-upload has the checksum of its content, and the store has the part with the etag of the
-note. The object is made only after the whole file agrees with the manifest.
+upload has the checksum of its content, and the store has the part with the etag of the note. The object is
+made only after the whole file agrees with the manifest.
 
 SAVE/.ttp_uploads/7f3a....jsonl notes an upload: its beginning in the first line, and a line for each part
 that the store has accepted. The process that continues the upload may be on another node with the same

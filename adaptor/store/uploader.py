@@ -65,7 +65,7 @@ class Uploader:
         self._patience = patience
         self._others = Others()
         self._first_seen: dict[str, float] = {}  # by place, on the monotonic clock
-        self._ask_at, self._asks_after = 0.0, _ASK_S
+        self._ask_at, self._asks = 0.0, Backoff(_ASK_S, _LONGEST_ASK_S)
         self._left_at = 0.0
         self._joined = ""  # the place of the checkpoint of which this node sent its part last
         self._signs: dict[str, Stored] = {}  # its part lists of all nodes, which changed at `_moved_at`
@@ -225,17 +225,15 @@ class Uploader:
                 pending_save.place: self._first_seen.get(pending_save.place, current_time)
                 for pending_save in pending
             }
-            self._ask_at, self._asks_after = 0.0, _ASK_S
+            self._ask_at = 0.0
+            self._asks.reset()
         if not pending:
             return False
         newest_pending, *_ = pending[::-1]
         urgent = leaving or newest_pending.last_words
         if current_time < self._ask_at and not urgent:
             return False
-        self._ask_at, self._asks_after = (
-            current_time + self._asks_after,
-            min(2 * self._asks_after, _LONGEST_ASK_S),
-        )
+        self._ask_at = current_time + self._asks.next()
         for candidate in pending[: -1 - _ASKED : -1]:
             announced_push = joint.announced(store, candidate.step, candidate.place, self._order.node)
             if announced_push is not None:
