@@ -32,6 +32,12 @@ from adaptor.protocol.records import (
 )
 
 _BLOCK = 1 << 16
+# The largest age of an answer. Checkpoints are minutes apart.
+REFRESH_S = 5.0
+# The largest file that is read: the report of 100,000 ranks has 200 MiB.
+MOST_BYTES = 1 << 30
+_ADVICE = "call ttp in the folder in which ttprun was started, or name the job's TTP_LOG_PATH"
+T = TypeVar("T", Status, Incident, IncidentSummary)
 
 
 class JobReader:
@@ -175,10 +181,6 @@ def _unreadable(path: Path, error: OSError) -> JobFolderError:
     return JobFolderError(f"{path}: it cannot be read ({error.strerror})")
 
 
-# The largest age of an answer. Checkpoints are minutes apart.
-REFRESH_S = 5.0
-
-
 class CheckpointSummary(NamedTuple):
     """A checkpoint: its step, its time (Unix seconds), the bytes of its files."""
 
@@ -251,13 +253,6 @@ def first_step_again(incident: Incident, fault_at: float) -> float | None:
         return None
     spent = max(0.0, unix(incident.ended) - fault_at)
     return spent + (phases.restart or 0.0) + (phases.load or 0.0) + phases.first_step
-
-
-# The largest file that is read: the report of 100,000 ranks has 200 MiB.
-MOST_BYTES = 1 << 30
-_ADVICE = "call ttp in the folder in which ttprun was started, or name the job's TTP_LOG_PATH"
-
-T = TypeVar("T", Status, Incident, IncidentSummary)
 
 
 class JobFolderError(AdaptorError):

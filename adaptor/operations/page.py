@@ -28,6 +28,58 @@ from adaptor.protocol import records
 from adaptor.protocol.records import Event, Incident, Status, unix
 from adaptor.text import duration, size
 
+# The page has the newest incidents only; `ttp incidents` has all.
+MOST_INCIDENTS = 20
+# The uses of a job's time: by the colour, the name in `goodput` and the words.
+_USED = {
+    "first": ("productive", "productive"),
+    "silent": ("data", "waiting for data"),
+    "regroup": ("evaluation", "evaluation"),
+    "publish": ("save", "regular saves"),
+    "stop": ("other", "logs and other phases"),
+    "gone": ("wasted", "for steps that were lost"),
+    "load": ("startup", "startup"),
+    "start": ("load", "loading a checkpoint"),
+    "write": ("recovery", "recovery"),
+    "other": ("down", "down"),
+}
+# The page has the stacks of so many ranks, and so many bytes of each: thousands would stall a browser.
+MOST_FILES = 8
+MOST_BYTES = 16_384
+# The largest expected difference between the clocks of a file server and a node.
+_TOLERANCE_S = 5.0
+_STACK_FILE = re.compile(r"rank(\d+)(?:\.native)?\.txt")
+# The page has no more events of an incident: with thousands of ranks a browser would stall.
+MOST_EVENTS = 500
+# The event at time 0 of an incident, unless the caller knows the fault itself.
+NOTICED = "the notice of the fault"
+# The verdicts of incidents in words.
+_VERDICTS = {
+    "recovered": "recovered without a restart",
+    "saved": "saved",
+    "nothing": "nothing to save",
+    "lost": "could not be saved",
+}
+# The kinds of a lane's spans, which are names of colours, and their words in the key.
+_KINDS = {
+    "gone": "no process",
+    "silent": "does not answer",
+    "stop": "stops",
+    "write": "writes",
+    "publish": "names the checkpoint",
+    "start": "a new process starts",
+    "regroup": "meets the others",
+}
+# The parts of a recovery, by their colours, in words.
+_RECOVERY = {
+    "write": "until the checkpoint has its name",
+    "other": "until the verdict",
+    "regroup": "new process, all meet again",
+    "start": "restart of all processes",
+    "load": "imports, model, data, checkpoint",
+    "first": "first step",
+}
+
 
 def _text(name: str) -> str:
     return resources.files("adaptor.operations").joinpath(name).read_text(encoding="utf-8")
@@ -72,22 +124,6 @@ def environment(*folders: Path) -> jinja2.Environment:
         tick_labels=timeline.tick_labels,
     )
     return jinja_environment
-
-
-# The page has the newest incidents only; `ttp incidents` has all.
-MOST_INCIDENTS = 20
-_USED = {
-    "first": ("productive", "productive"),
-    "silent": ("data", "waiting for data"),
-    "regroup": ("evaluation", "evaluation"),
-    "publish": ("save", "regular saves"),
-    "stop": ("other", "logs and other phases"),
-    "gone": ("wasted", "for steps that were lost"),
-    "load": ("startup", "startup"),
-    "start": ("load", "loading a checkpoint"),
-    "write": ("recovery", "recovery"),
-    "other": ("down", "down"),
-}
 
 
 class Pages:
@@ -164,14 +200,6 @@ def _age(status: Status, at: float | None) -> str:
     return "" if at is None else duration(max(0.0, unix(status.time) - at))
 
 
-# The page has the stacks of so many ranks, and so many bytes of each: thousands would stall a browser.
-MOST_FILES = 8
-MOST_BYTES = 16_384
-# The largest expected difference between the clocks of a file server and a node.
-_TOLERANCE_S = 5.0
-_NAME = re.compile(r"rank(\d+)(?:\.native)?\.txt")
-
-
 class Stack(NamedTuple):
     """The content of a file of stacks: its path below the log folder, the rank, its first bytes as text."""
 
@@ -198,7 +226,7 @@ def stacks_of(log_path: Path, incident: Incident) -> Stacks:
     suspects = {incident.blamed, *incident.failed, *incident.silent}
     try:
         for path in log_path.glob("stacks-*/rank*.txt"):
-            name = _NAME.fullmatch(path.name)
+            name = _STACK_FILE.fullmatch(path.name)
             if name is not None and begin <= path.stat().st_mtime <= end:
                 stack_files.append((int(name[1]) not in suspects, int(name[1]), path))
     except OSError:
@@ -219,35 +247,6 @@ def _stack_text(path: Path) -> str:
         return f"it cannot be read ({error.strerror})"
     omission = "\n... the rest is in the file" if len(read) > MOST_BYTES else ""
     return read[:MOST_BYTES].decode(errors="replace") + omission
-
-
-# The page has no more events of an incident: with thousands of ranks a browser would stall.
-MOST_EVENTS = 500
-NOTICED = "the notice of the fault"
-_VERDICTS = {
-    "recovered": "recovered without a restart",
-    "saved": "saved",
-    "nothing": "nothing to save",
-    "lost": "could not be saved",
-}
-# The kinds of a lane's spans, which are names of colours, and their words in the key.
-_KINDS = {
-    "gone": "no process",
-    "silent": "does not answer",
-    "stop": "stops",
-    "write": "writes",
-    "publish": "names the checkpoint",
-    "start": "a new process starts",
-    "regroup": "meets the others",
-}
-_RECOVERY = {
-    "write": "until the checkpoint has its name",
-    "other": "until the verdict",
-    "regroup": "new process, all meet again",
-    "start": "restart of all processes",
-    "load": "imports, model, data, checkpoint",
-    "first": "first step",
-}
 
 
 class Section(NamedTuple):

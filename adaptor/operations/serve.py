@@ -71,6 +71,10 @@ _JSON = "application/json"
 _TEXT = "text/plain; charset=utf-8"
 _ALLOWED = {"Allow": "GET, HEAD"}
 _NO_INCIDENT = HTTPStatus.NOT_FOUND, _TEXT, b"there is no such incident\n"
+# The buckets of histograms in seconds: a death is noticed in milliseconds, a large job restarts in minutes.
+BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+# The states of ranks that are counted.
+_RANKS = ("starting", "training", "ended")
 
 
 class Server(ThreadingHTTPServer):
@@ -312,11 +316,6 @@ def _not_ready(job: Path) -> str:
     if status.protected is False:
         return f"not protected: {status.why_not}"
     return "" if status.protected else "not yet protected"
-
-
-# From the milliseconds of the notice of a death to the minutes of a restart of a large job.
-BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-_RANKS = ("starting", "training", "ended")
 
 
 def exposition(reader: JobReader, newest: CheckpointSummary | None, accept: str) -> tuple[bytes, str]:

@@ -52,6 +52,27 @@ _INTERVALS = 5
 # The units of scales: name, length, and the smallest end of a scale, in seconds; shorter scales have
 # milliseconds.
 _UNITS = (("h", 3600.0, 7200.0), ("min", 60.0, 120.0), ("s", 1.0, 1.0))
+# The number of columns, and of times, of the chart of a job's time.
+_PARTS = 80
+_TICKS = 4
+# A younger job has no history.
+_LEAST_S = 2.0
+_COLOURS = {"training": "first", "startup": "load", "recovery": "write", "down": "other"}
+Entry = dict[str, object]  # of a trace
+# The row of the job, and of an agent, in a trace.
+_JOB = 0
+# By the order to a rank: the events that complete the order.
+_TASKS = {
+    "freeze": ("frozen",),
+    "dump-ordered": ("written", "failed"),
+    "regroup-ordered": ("joined", "failed"),
+}
+# By the part of an incident: the orders that begin the part.
+_BEGIN = {
+    "freeze": ("freeze",),
+    "write": ("dump-ordered",),
+    "regroup": ("replace", "regroup-ordered"),
+}
 
 
 class Span(NamedTuple):
@@ -291,14 +312,6 @@ def _number(value: float) -> str:
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
-# The number of columns of the chart.
-_PARTS = 80
-_TICKS = 4
-# A younger job has no history.
-_LEAST_S = 2.0
-_COLOURS = {"training": "first", "startup": "load", "recovery": "write", "down": "other"}
-
-
 class History(NamedTuple):
     """The columns of a chart of a job's time, a curve over them, and the times below.
 
@@ -353,24 +366,6 @@ def _ticks(times: Sequence[float]) -> list[str]:
     total = times[-1] - times[0]
     form = "%H:%M:%S" if total < 3600 else "%H:%M" if total < 86400 else "%m-%d %H:%M"
     return [datetime.datetime.fromtimestamp(at, datetime.timezone.utc).strftime(form) for at in times]
-
-
-Entry = dict[str, object]
-
-# The row of the job, and of an agent.
-_JOB = 0
-# By the order to a rank: the events that complete the order.
-_TASKS = {
-    "freeze": ("frozen",),
-    "dump-ordered": ("written", "failed"),
-    "regroup-ordered": ("joined", "failed"),
-}
-# By the part of an incident: the orders that begin the part.
-_BEGIN = {
-    "freeze": ("freeze",),
-    "write": ("dump-ordered",),
-    "regroup": ("replace", "regroup-ordered"),
-}
 
 
 def chrome_trace(incident: Incident) -> dict[str, object]:

@@ -31,6 +31,11 @@ from adaptor.protocol.naming import FileEntry
 from adaptor.store.client import PIECE, DamagedError, Store, Stored
 from adaptor.store.multipart import bare
 
+# The largest part list that is read, in bytes; the list of 100,000 files has 20 MB.
+LARGEST_LIST = 64 << 20
+_FORMAT = 1  # of a part list
+_PARTS = "ttp_parts"
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -210,12 +215,6 @@ def is_same(first: FileEntry, second: FileEntry) -> bool:
     """Return whether two entries may have the same content; two checksums are compared."""
     hashes = {first.xxh3_128, second.xxh3_128} - {None}
     return first.path == second.path and first.bytes == second.bytes and len(hashes) < 2
-
-
-# The largest part list that is read, in bytes; the list of 100,000 files has 20 MB.
-LARGEST_LIST = 64 << 20
-_FORMAT = 1
-_PARTS = "ttp_parts"
 
 
 class UploadedPart(msgspec.Struct, frozen=True):

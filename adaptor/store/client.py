@@ -37,6 +37,15 @@ PIECE = 16 << 20
 _MOST_PARTS = 9000
 
 T = TypeVar("T")
+_PROBE = "ttp_probe"  # the folder of objects that only try the store
+_OF_S3 = ("s3", "obs")
+# The variables from which obstore itself reads the credentials.
+_CREDENTIALS = {
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
+}
+# Seconds for which the client repeats a request, before a line says that the store is awaited.
+_FIRST_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -260,17 +269,6 @@ class Store:
         if "HTTP error" in text or "error sending request" in text:
             return BusyError(str(self._answers.silent(doing)))
         return self._answers.failed(doing, text)
-
-
-_PROBE = "ttp_probe"
-_OF_S3 = ("s3", "obs")
-# The variables from which obstore itself reads the credentials.
-_CREDENTIALS = {
-    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
-    "az": "AZURE_STORAGE_ACCOUNT_NAME with AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_KEY",
-}
-# Seconds for which the client repeats a request, before a line says that the store is awaited.
-_FIRST_S = 10.0
 
 
 def open_store(

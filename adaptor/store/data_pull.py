@@ -39,6 +39,18 @@ from adaptor.text import duration, size
 TELL_S = 5.0  # between two lines about the progress, or about waiting
 
 Tell = Callable[[str], None]
+JOURNAL = ".ttp_pull.jsonl"
+_LOCK = ".ttp_pull.lock"
+_PART = ".ttp_part."
+# Another user who may write to the folder cannot divert writes to another file of this user.
+_CREATE_FLAGS = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+# A part that another machine writes is no left-over; some file systems have locks of one machine only.
+_LEFT_OVER_S = 3600.0
+# flock has no time-out, so it is tried again as often as this.
+_AGAIN_S = 0.2
+# The file system has no locks, or this user may only read the folder, which then has to be complete.
+_HAS_NO_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+_HAS_NO_LOCK |= {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBADF}
 
 
 def bring(
@@ -238,20 +250,6 @@ class _Pull:
             f"[ttp] {self.folder.path}: {size(self._pulled_bytes)} of {size(self._total)} have come from"
             f" {self.store} ({size(int(rate))}/s, {duration(remaining_s)} left)"
         )
-
-
-JOURNAL = ".ttp_pull.jsonl"
-_LOCK = ".ttp_pull.lock"
-_PART = ".ttp_part."
-# Another user who may write to the folder cannot divert writes to another file of this user.
-_CREATE_FLAGS = os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-# A part that another machine writes is no left-over; some file systems have locks of one machine only.
-_LEFT_OVER_S = 3600.0
-# flock has no time-out, so it is tried again as often as this.
-_AGAIN_S = 0.2
-# The file system has no locks, or this user may only read the folder, which then has to be complete.
-_HAS_NO_LOCK = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
-_HAS_NO_LOCK |= {errno.EACCES, errno.EPERM, errno.EROFS, errno.EBADF}
 
 
 class _JournalLine(msgspec.Struct, frozen=True):

@@ -25,6 +25,8 @@ from adaptor.store import catalog, local_checkpoints, prune, push
 from adaptor.store.client import Store, Stored
 from adaptor.store.push import Pushed, Sending
 
+_LOOK_S = 1.0  # between two looks at the parts of the other nodes
+
 
 @dataclass(frozen=True)
 class Patience:
@@ -154,9 +156,6 @@ class Watch:
         joined = self.nodes & set(self._lists)
         self.others.apart = {node for node in joined if self._lists[node].seen != self.prefix}
         self.others.absent = self.nodes - joined
-
-
-_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)

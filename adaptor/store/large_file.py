@@ -49,6 +49,12 @@ from adaptor.threads import AT_ONCE
 # Another process may complete or remove the upload, but not again and again.
 _ATTEMPTS = 3
 _CHANGED = "has changed since its upload was begun"
+_FORMAT = 1  # of a note
+_SUFFIX = ".jsonl"
+# The largest note that is read, in bytes; a note of 10,000 parts has 2 MB.
+_LARGEST = 16 << 20
+# The longest first line that is read; the name of an object has 1,024 bytes at most.
+_LONGEST_LINE = 1 << 16
 
 
 class _ChangedError(Exception):
@@ -286,14 +292,6 @@ def _filled(opened: io.FileIO, count: int) -> bytearray:
     view.release()
     del piece[filled:]
     return piece
-
-
-_FORMAT = 1
-_SUFFIX = ".jsonl"
-# The largest note that is read, in bytes; a note of 10,000 parts has 2 MB.
-_LARGEST = 16 << 20
-# The longest first line that is read; the name of an object has 1,024 bytes at most.
-_LONGEST_LINE = 1 << 16
 
 
 class Begun(msgspec.Struct, frozen=True):

@@ -20,6 +20,17 @@ from adaptor.errors import CheckpointError
 from adaptor.protocol import naming
 from adaptor.store import catalog
 
+# A folder that is changed twice within the resolution of its time has the same time; the coarsest is 2 s.
+SETTLED_S = 3.0
+# Seconds after which the folder is listed in any case: a copy by hand arrives bit by bit, its manifest last.
+# Some file systems (a mounted bucket) have no times of folders.
+RELIST_S = 30.0
+_UNREADABLE = "unreadable"
+# The names of files in the metadata of `torch_dist`: a pickle, searched as text, not loaded.
+_NAMED = re.compile(rb"__\d{1,9}_\d{1,9}\.distcp")
+_LARGEST = 1 << 30  # bytes of the metadata
+_SHARDS, _MODEL_PARALLEL = ".distcp", "mp_rank_"
+
 
 @dataclass(frozen=True)
 class Saved:
@@ -62,14 +73,6 @@ def choose(pending: Sequence[Saved], last: int | None, every: int, *, at_end: bo
             due.append(saved)
             newest_step = saved.step
     return Choice(due[-1], due[:-1]) if due else None
-
-
-# A folder that is changed twice within the resolution of its time has the same time; the coarsest is 2 s.
-SETTLED_S = 3.0
-# Seconds after which the folder is listed in any case: a copy by hand arrives bit by bit, its manifest last.
-# Some file systems (a mounted bucket) have no times of folders.
-RELIST_S = 30.0
-_UNREADABLE = "unreadable"
 
 
 class SeenCheckpoints:
@@ -196,12 +199,6 @@ class SeenCheckpoints:
 
     def _manifest(self, step: int) -> Path:
         return self._root / naming.final_name(step) / naming.MANIFEST
-
-
-# The names of files in the pickle, which has them as plain text and is not loaded.
-_NAMED = re.compile(rb"__\d{1,9}_\d{1,9}\.distcp")
-_LARGEST = 1 << 30
-_SHARDS, _MODEL_PARALLEL = ".distcp", "mp_rank_"
 
 
 def missing(folder: Path, paths: Iterable[str]) -> str:

@@ -18,6 +18,9 @@ from adaptor.store.settings import Address
 RETRY_S = 60.0
 
 T = TypeVar("T")
+# The codes of an answer of a store without the bucket.
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+_LINE = 300  # characters of the error of a client
 
 
 class BusyError(StoreError):
@@ -103,10 +106,6 @@ class Retrying:
             if due:
                 self._line_at = current_time
             return due
-
-
-NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
-_LINE = 300
 
 
 @dataclass(frozen=True)

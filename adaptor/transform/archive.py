@@ -27,6 +27,58 @@ from adaptor.transform.records import SIZES, Archive, Described, DType, ItemKey,
 
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")  # of a file in a zip archive
 _LARGEST_PICKLE = 64 << 20
+_LARGEST_NUMBER = 1 << 10  # bytes of an integer
+_LARGEST_KEY = 64  # bits of an integer: larger integers may all have the same hash
+# An object in two places counts twice: the object is walked and written twice.
+_MOST_VALUES = 8_000_000
+_TOO_MANY = f"its structure has more than {_MOST_VALUES} values"
+_DEEPEST = 100
+_MOST_AXES = 64
+STORAGES = {
+    "FloatStorage": "float32",
+    "DoubleStorage": "float64",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "BoolStorage": "bool",
+}
+# Objects of these packages, classes and functions are kept as descriptions.
+_FRAMEWORKS = frozenset({"megatron", "mindspeed", "mindspeed_llm", "modellink", "ascendspeed"})
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
+_DESCRIBED = frozenset(
+    {
+        Name("_codecs", "encode"),
+        Name("_io", "BytesIO"),
+        Name("pathlib", "PosixPath"),
+        Name("pathlib", "PurePosixPath"),
+        Name("signal", "Signals"),
+        Name("torch", "device"),
+        *(Name(module, name) for module in ("__builtin__", "builtins") for name in ("getattr", "set")),
+        *(Name("numpy", name) for name in ("dtype", "ndarray")),
+        *(Name(module, name) for module in _NUMPY for name in ("_reconstruct", "scalar")),
+    }
+)
+# Further descriptions in the index of a sharded checkpoint; they are read, never written again.
+_OF_INDEX = "torch.distributed.checkpoint."
+_LAYOUT_OF_INDEX = Name("torch.serialization", "_get_layout")
+_INDEX_KEY = Name("torch.distributed.checkpoint.metadata", "MetadataIndex")
+_NAMESPACE = Name("argparse", "Namespace")
+_KEYS = (str, int, bool, float, type(None), DType)
+# The opcodes of protocol 2 to 4 that torch writes. None of the text protocol, of extensions and of buffers.
+_OPCODES = frozenset(
+    (
+        *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE"),
+        *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
+        *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
+        *("EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"),
+        *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "APPEND", "APPENDS"),
+        *("GLOBAL", "STACK_GLOBAL", "BINPERSID"),  # through `find_class` and `persistent_load`
+    )
+)
 
 
 def read(path: Path) -> Any:
@@ -146,49 +198,6 @@ def _members(archive: zipfile.ZipFile, file: _FilePart, path: Path) -> tuple[str
 
 # The pickle
 
-_LARGEST_NUMBER = 1 << 10  # bytes of an integer
-_LARGEST_KEY = 64  # bits of an integer: larger integers may all have the same hash
-# An object in two places counts twice: the object is walked and written twice.
-_MOST_VALUES = 8_000_000
-_TOO_MANY = f"its structure has more than {_MOST_VALUES} values"
-_DEEPEST = 100
-_MOST_AXES = 64
-
-STORAGES = {
-    "FloatStorage": "float32",
-    "DoubleStorage": "float64",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "ByteStorage": "uint8",
-    "CharStorage": "int8",
-    "ShortStorage": "int16",
-    "IntStorage": "int32",
-    "LongStorage": "int64",
-    "BoolStorage": "bool",
-}
-# Objects of these packages, classes and functions are kept as descriptions.
-_FRAMEWORKS = frozenset({"megatron", "mindspeed", "mindspeed_llm", "modellink", "ascendspeed"})
-_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
-_DESCRIBED = frozenset(
-    {
-        Name("_codecs", "encode"),
-        Name("_io", "BytesIO"),
-        Name("pathlib", "PosixPath"),
-        Name("pathlib", "PurePosixPath"),
-        Name("signal", "Signals"),
-        Name("torch", "device"),
-        *(Name(module, name) for module in ("__builtin__", "builtins") for name in ("getattr", "set")),
-        *(Name("numpy", name) for name in ("dtype", "ndarray")),
-        *(Name(module, name) for module in _NUMPY for name in ("_reconstruct", "scalar")),
-    }
-)
-# Further descriptions in the index of a sharded checkpoint; they are read, never written again.
-_OF_INDEX = "torch.distributed.checkpoint."
-_LAYOUT_OF_INDEX = Name("torch.serialization", "_get_layout")
-_INDEX_KEY = Name("torch.distributed.checkpoint.metadata", "MetadataIndex")
-_NAMESPACE = Name("argparse", "Namespace")
-_KEYS = (str, int, bool, float, type(None), DType)
-
 
 def load(data: bytes, path: Path, storages: Mapping[str, tuple[int, int]], *, is_index: bool = False) -> Any:
     """Return the value that a pickle describes, with records in the place of tensors and objects.
@@ -214,17 +223,6 @@ class _RefusedError(Exception):
 # The unpickler in C cannot be told how to carry out an opcode, and allocates memory for any number of a memo;
 # the one in Python has no types.
 _Base: Any = pickle._Unpickler
-# The opcodes of protocol 2 to 4 that torch writes. None of the text protocol, of extensions and of buffers.
-_OPCODES = frozenset(
-    (
-        *("PROTO", "FRAME", "STOP", "MARK", "POP", "POP_MARK", "NONE", "NEWTRUE", "NEWFALSE"),
-        *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT"),
-        *("BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"),
-        *("EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "TUPLE1", "TUPLE2", "TUPLE3", "TUPLE"),
-        *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "APPEND", "APPENDS"),
-        *("GLOBAL", "STACK_GLOBAL", "BINPERSID"),  # through `find_class` and `persistent_load`
-    )
-)
 
 
 class _Reader(_Base):  # type: ignore[misc]

@@ -34,6 +34,18 @@ from adaptor.transform.source import WEIGHT, SourceCheckpoint, StoredPart, neede
 # Elements of a piece: 1 MiB of float32 stays in the cache until the piece is hashed and written. By elements,
 # because main params and weights are compared piece by piece.
 _PIECE = 1 << 18
+Bits = Any  # an array of numpy, of unsigned integers
+# The entries of a checkpoint that are the same on all ranks.
+_COMMON = ("iteration", "opt_param_scheduler", "checkpoint_version")
+# Larger replicas are compared on request alone: the comparison reads as much again. In bytes.
+_SMALL = 1 << 20
+_WORDS = 624  # of a Mersenne twister
+# The random state of a CPU: the seed, the number of unused words, a flag, the next word; the words; the cache
+# of normals.
+_MERSENNE = struct.Struct(f"<Q2iQ{_WORDS}Q3di4xf?3x")
+_PHILOX_BYTES = 16  # of the random state of CUDA and NPU: a seed and an offset
+# The random states that tensor ranks of a pipeline stage share.
+_OF_STAGE = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state")
 
 
 class Files:
@@ -176,9 +188,6 @@ def _flat(array: Any) -> memoryview:
     return memoryview(array).cast("B")
 
 
-Bits = Any  # an array of numpy, of unsigned integers
-
-
 def rounds_to(main: memoryview, weight: memoryview, dtype: str) -> bool:
     """Return whether main params in float32 round to weights.
 
@@ -220,12 +229,6 @@ def _is_nan(bits: Bits) -> Bits:
 def _is_nan_16(bits: Bits, dtype: str) -> Bits:
     infinite = 0x7F80 if dtype == "bfloat16" else 0x7C00
     return (bits & 0x7FFF) > infinite
-
-
-# The entries that are the same on all ranks.
-_COMMON = ("iteration", "opt_param_scheduler", "checkpoint_version")
-# Larger replicas are compared on request alone: the comparison reads as much again. In bytes.
-_SMALL = 1 << 20
 
 
 def require_common(source: SourceCheckpoint, files: Files) -> None:
@@ -323,13 +326,6 @@ def _require_equal(name: str, kind: str, replica_parts: Sequence[StoredPart], fi
             raise CheckpointError(
                 f"{name}: its {description} differs on rank {replica_parts[0].rank} and rank {part.rank}"
             )
-
-
-_WORDS = 624
-# Of a CPU: the seed, the number of unused words, a flag, the next word; the words; the cache of normals.
-_MERSENNE = struct.Struct(f"<Q2iQ{_WORDS}Q3di4xf?3x")
-_PHILOX_BYTES = 16  # of CUDA and NPU: a seed and an offset
-_OF_STAGE = ("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state")
 
 
 def is_kept(source: SourceCheckpoint, rank: Rank) -> bool:

@@ -51,8 +51,32 @@ from adaptor.transform.sizes import Rank
 from adaptor.transform.source import WEIGHT
 from adaptor.transform.target import TargetCheckpoint
 
+_STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
+# Of a zip archive.
+_ALIGNMENT = 64  # of the data of a member, as torch has it, in bytes
+_DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
+_HEADER = 30  # bytes of a local header without name and extra fields
+_EXTRA_64 = 20  # bytes of the extra field of a large member
+_BEHIND = 0x08  # flag: checksum and sizes stand behind the data
+# The modules of the classes in the index of a sharded checkpoint.
+_METADATA, _STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+# The description of the content for the framework, which loads just these tensors.
+_CONTENT = {
+    "singleton_local_shards": True,
+    "distrib_optim_sharding_type": RESHARDABLE,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+}
+_CONFIG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
-def described(name: str, state: Any, module: str = "torch.distributed.checkpoint.metadata") -> Described:
+
+def described(name: str, state: Any, module: str = _METADATA) -> Described:
     """Return the description of an object of a class, which `__new__` makes and which then gets a state."""
     return Described(Name(module, name), (), is_new=True, state=state)
 
@@ -125,9 +149,6 @@ class _RecordPickler(_Base):  # type: ignore[misc]
     dispatch[ScatteredTensor] = _save_tensor
 
 
-_STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
-
-
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides = []
     step = 1
@@ -161,13 +182,6 @@ def save(value: Any, stream: HashingFile, root: str, files: Files) -> None:
         pieces = tensor.pieces() if isinstance(tensor, NewTensor) else files.pieces(tensor)
         archive.add(f"{root}/data/{key}", tensor.numel * SIZES[tensor.dtype], pieces)
     archive.close()
-
-
-_ALIGNMENT = 64  # of the data of a file, as torch has it, in bytes
-_DESCRIPTOR, _DESCRIPTOR_64 = struct.Struct("<4s3I"), struct.Struct("<4sI2Q")
-_HEADER = 30  # bytes of a local header without name and extra fields
-_EXTRA_64 = 20  # bytes of the extra field of a large member
-_BEHIND = 0x08  # flag: checksum and sizes stand behind the data
 
 
 class ZipWriter:
@@ -228,21 +242,6 @@ class ZipWriter:
         """Write the directory; nothing may be added afterwards."""
         with zipfile.ZipFile(cast(Any, self), "w") as directory:
             directory.filelist.extend(self._members)
-
-
-# The description of the content for the framework, which loads just these tensors.
-_CONTENT = {
-    "singleton_local_shards": True,
-    "distrib_optim_sharding_type": RESHARDABLE,
-    "distrib_optim_fully_reshardable_mem_efficient": False,
-    "chained_optim_avoid_prefix": True,
-}
-_CONFIG = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
 
 
 def data_file(target: TargetCheckpoint, rank: Rank) -> str:
@@ -374,11 +373,6 @@ def _objects(target: TargetCheckpoint, rank: Rank, files: Files) -> Iterator[tup
 def _place(target: TargetCheckpoint, name: str, key: str) -> TensorName:
     model = target.source.model
     return TensorName(key, rules.layer_of(name), rules.expert_of(name), len(model.layers), model.experts)
-
-
-_METADATA, _STORAGE = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class NewItem(msgspec.Struct, frozen=True, omit_defaults=True):
