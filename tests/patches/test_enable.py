@@ -44,7 +44,8 @@ import adaptor
 adaptor.enable()
 ours = ("adaptor", "wrapt", "fake", "megatron")
 new = {name for name in set(sys.modules) - before if name.startswith(ours)}
-settings = set("config context errors hooks plug_ins setting_values protocol protocol.naming".split())
+settings = set("config context errors hooks plug_ins setting_values protocol".split())
+settings |= set("protocol.framework_options protocol.naming".split())
 settings |= set("diagnostics diagnostics.requests mindio operations operations.settings".split())
 settings |= set("store store.settings transform transform.sizes".split())
 assert new == {"adaptor", *(f"adaptor.{name}" for name in settings)}, new
