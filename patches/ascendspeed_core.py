@@ -63,7 +63,7 @@ def gradients_reach_both_halves(wrapped: Any, instance: Any, args: Any, kwargs: 
     if not halves:
         return wrapped(*args, **kwargs)
     halves.halve(instance)
-    with halves.in_charge():
+    with halves.half_as_data_parallel_group():
         wrapped(*args, **kwargs)
         halves.add_twins(instance)
     return None
@@ -76,7 +76,7 @@ def gradients_reach_both_halves(wrapped: Any, instance: Any, args: Any, kwargs: 
 )
 @optimizer.patch(
     "ascendspeed.optimizer.optimizer:MegatronOptimizer.clip_grad_norm",
-    why="the norm is summed over one half: the shards of both together are the gradient twice",
+    why="both halves hold the whole gradient: a sum over both would count each element twice",
     accepts="(clip_grad)",
 )
 @optimizer.patch(
@@ -88,7 +88,7 @@ def a_half_is_the_group(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> 
     halves = _halves()
     if not halves:
         return wrapped(*args, **kwargs)
-    with halves.in_charge():
+    with halves.half_as_data_parallel_group():
         return wrapped(*args, **kwargs)
 
 

@@ -92,7 +92,8 @@ def require_room(
 ) -> None:
     """Refuse a disk without room for a folder, which may be missing; raise `error` then.
 
-    The message has the words of `need`, the number of bytes, and the words of `source`.
+    The message has the words of `need`, the number of bytes, and the words of `source`. Last words are
+    tried without this check.
     """
     while not folder.exists():
         folder = folder.parent

@@ -27,7 +27,7 @@ from adaptor.protocol import naming
 
 # Seconds that a save waits until useless folders are removed and their room is free. Thousands of files on a
 # slow disk take longer: a thread goes on beside the save.
-ROOM_S = 2.0
+REMOVAL_WAIT_S = 2.0
 # Seconds that a start waits for the removal of left-overs of earlier jobs. All other ranks wait for the
 # start, some within time-outs of minutes; afterwards the removal goes on beside them.
 _LEFT_OVER_S = 60.0

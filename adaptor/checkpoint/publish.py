@@ -49,7 +49,7 @@ def prepare(
     if first:
         abandoned += left_overs.abandon_regular_saves(save_folder, generation)
     disk.make_private(folder)
-    left_overs.remove_beside(abandoned, disk.discard, left_overs.ROOM_S)
+    left_overs.remove_beside(abandoned, disk.discard, left_overs.REMOVAL_WAIT_S)
     return folder
 
 
@@ -108,7 +108,7 @@ def publish(
             move_in(save_folder, step, temporary, final)
         _tell_tracker(save_folder, step, generation)
     if not is_foreign:
-        left_overs.remove_beside([temporary], disk.remove, left_overs.ROOM_S)
+        left_overs.remove_beside([temporary], disk.remove, left_overs.REMOVAL_WAIT_S)
     return is_foreign
 
 

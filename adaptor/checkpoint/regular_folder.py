@@ -200,7 +200,7 @@ def take_on_own_disk(save_folder: Path, step: int, generation: str = "") -> Path
                 raise
             older = left_overs.abandon(taken)  # of a process that died, and was replaced online
             saving.rename(taken)
-            left_overs.remove_beside(older, disk.remove, left_overs.ROOM_S)
+            left_overs.remove_beside(older, disk.remove, left_overs.REMOVAL_WAIT_S)
     except FileNotFoundError:
         return None
     if not _written(taken):
@@ -331,7 +331,7 @@ def publish_regular(
     with locked(save_folder):
         older = _replace_regular(save_folder, step, saving, final)
     # The caller may keep a window open, in which this rank gives nothing to last words.
-    left_overs.remove_beside(older, disk.remove, left_overs.ROOM_S)
+    left_overs.remove_beside(older, disk.remove, left_overs.REMOVAL_WAIT_S)
 
 
 def _written(saving: Path) -> list[Path]:

@@ -57,15 +57,15 @@ STUCK_S = 5.0
 class LivenessProbe:
     """Asks the ranks of a dump that stands still for `patience_s` for an answer, and waits as long.
 
-    `unanswered` ranks have not answered yet; `silent` ranks were asked once more, and their time is over.
+    Ranks in `unanswered_twice` were asked a second time without an answer: their time is over.
     """
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._moved = True
         self._due_at = 0.0
-        self.unanswered: set[int] = set()
-        self.silent: set[int] = set()
+        self.unanswered_once: set[int] = set()
+        self.unanswered_twice: set[int] = set()
 
     def moved(self) -> None:
         """Note progress of the dump: no rank is asked for a while."""
@@ -73,14 +73,14 @@ class LivenessProbe:
 
     def answer(self, rank: int) -> None:
         """Note an answer of `rank`, so that the rank is asked for its shards again."""
-        self.unanswered.discard(rank)
-        self.silent.discard(rank)
+        self.unanswered_once.discard(rank)
+        self.unanswered_twice.discard(rank)
 
     def is_due(self, time_now: float) -> bool:
         """Return True if nothing has moved for `patience_s` since ranks were last asked."""
         if self._moved:
             self._moved = False
-            self.unanswered, self.silent = set(), set()
+            self.unanswered_once, self.unanswered_twice = set(), set()
             self._due_at = time_now + self._patience_s
         if time_now < self._due_at:
             return False
@@ -89,9 +89,9 @@ class LivenessProbe:
 
     def call(self, ranks: Iterable[int]) -> list[int]:
         """Note that `ranks` are asked; return them in order."""
-        self.silent = self.unanswered
-        self.unanswered = set(ranks)
-        return sorted(self.unanswered)
+        self.unanswered_twice = self.unanswered_once
+        self.unanswered_once = set(ranks)
+        return sorted(self.unanswered_once)
 
 
 class Reassignment:
@@ -119,7 +119,7 @@ class Reassignment:
 
     def leave_the_stuck(self) -> bool:
         """Give up the ranks without an answer if others can give their shards; return True if so."""
-        stuck = self.liveness.unanswered
+        stuck = self.liveness.unanswered_once
         other_ranks = self._others(stuck)
         if not stuck or (
             isinstance(self._writing.rest(other_ranks), NoPlan) and self._older(other_ranks) is None
@@ -133,7 +133,7 @@ class Reassignment:
     @property
     def only_the_stuck(self) -> str:
         """Return why the state is lost if only silent ranks hold a part, else ""."""
-        stuck = self.liveness.silent
+        stuck = self.liveness.unanswered_twice
         if not stuck:
             return ""
         decision = self._writing.decide(self._others(stuck))

@@ -102,7 +102,7 @@ def _cut(ranks: tuple[int, ...]) -> Half | None:
 
 
 @contextlib.contextmanager
-def in_charge() -> Iterator[None]:
+def half_as_data_parallel_group() -> Iterator[None]:
     """Put the half in the place of the data-parallel group for calls of the main thread in the block.
 
     A dump, which may run at the same time, uses none of the groups.

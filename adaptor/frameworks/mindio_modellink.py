@@ -106,27 +106,27 @@ class TTPReplicaOptimizer(_Replicated):
 
     def reduce_model_grads(self, args: Any, timers: Any) -> None:
         shards.halve(self)
-        with shards.in_charge():
+        with shards.half_as_data_parallel_group():
             super().reduce_model_grads(args, timers)
             shards.add_twins(self)
 
     def gather_model_params(self, args: Any, timers: Any) -> None:
         """Gather the parameters as the framework does, in this half."""
-        with shards.in_charge():
+        with shards.half_as_data_parallel_group():
             super().gather_model_params(args, timers)
 
     def count_zeros(self) -> Any:
         return super().count_zeros() / shards.HALVES
 
     def load_parameter_state(self, filename: str, iteration: int) -> None:
-        with shards.in_charge():
+        with shards.half_as_data_parallel_group():
             super().load_parameter_state(filename, iteration)
 
     def save_parameter_state(self, filename: str) -> None:
         if self.error_dump:  # in which nobody may swap what the main thread uses
             super().save_parameter_state(filename)
         elif groups.half().first:
-            with shards.in_charge():
+            with shards.half_as_data_parallel_group():
                 super().save_parameter_state(filename)
 
 

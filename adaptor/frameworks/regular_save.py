@@ -174,7 +174,7 @@ class RegularSaves:
             remains = [save.folder]
             with contextlib.suppress(OSError, CheckpointError):
                 remains = left_overs.abandon(save.folder)
-            if not left_overs.remove_beside(remains, disk.remove, left_overs.ROOM_S):
+            if not left_overs.remove_beside(remains, disk.remove, left_overs.REMOVAL_WAIT_S):
                 remains = []  # they are still being removed
             unfinished = " and ".join(str(path) for path in remains if os.path.lexists(path))
         context.part(FailedSaves).fail(save.step, str(error), unfinished)

@@ -146,7 +146,7 @@ def _remove_staging(save: Path, keep: Path | None = None) -> None:
     """Remove leftovers of transforms without a continuation."""
     staging_folders = [save / name for name in tracker.entry_names(save) if naming.is_reshape(name)]
     abandoned_folders = [path for path in staging_folders if path != keep and left_overs.is_left_over(path)]
-    left_overs.remove_beside(abandoned_folders, disk.remove, left_overs.ROOM_S)
+    left_overs.remove_beside(abandoned_folders, disk.remove, left_overs.REMOVAL_WAIT_S)
 
 
 @dataclass
@@ -236,7 +236,7 @@ def _publish(order: run.TransformOrder, save: Path, written: _Written) -> bytes:
         f"step {order.step} in {save} has {order.sizes} now; what it was made from stays as {kept.name},"
         " until somebody removes it"
     )
-    left_overs.remove_beside([staging], disk.remove, left_overs.ROOM_S)
+    left_overs.remove_beside([staging], disk.remove, left_overs.REMOVAL_WAIT_S)
     return manifest_bytes
 
 

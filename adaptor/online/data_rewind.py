@@ -9,7 +9,7 @@ from typing import Any
 
 from adaptor.worker.processor import CannotRejoinError
 
-# A job goes back behind the step that a rank is in, or one step more (TTP_LOCAL_COPY).
+# A job goes back to the end of the step before the current step, with TTP_LOCAL_COPY one step further.
 STEPS = 2
 
 

@@ -9,8 +9,8 @@ connection, so a recorded proof is useless on another connection; the role in th
 is sent back to its sender. Abstract unix sockets have no permissions, but the kernel knows the users of both
 sides (`is_same_user`): the user of the connecting process, and of the process that called `listen`.
 
-A lost node between machines is noticed by its silence (`notice_silence`): the kernel tells, not its
-processes.
+The loss of a machine is noticed because its kernel no longer answers TCP keepalives (`notice_silence`). A
+stopped process on a live machine is not noticed so.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from adaptor.protocol.messages import (
 MAX_SIZE = 16 * 1024 * 1024
 _LENGTH_BYTES = 4
 # Between machines: an announced message arrives within this time. The largest message would, at half a
-# megabyte a second; the kernel answers for a stopped sender, so silence alone does not tell.
+# megabyte a second. Only this limit ends the connection of a process that is stopped in the middle of a
+# message: its kernel still answers keepalives.
 SLOW_S = 30.0
 # Between machines, the kernel asks the kernel of the other side after this time without data, and again after
 # the same time. Processes send no signs of life: 12,500 nodes with a sign every half second would take most

@@ -93,7 +93,7 @@ class Store:
         endpoint: the URL of the store; empty for the provider's own.
         multipart: sends objects larger than `piece`; None: `put_pieces` does.
         piece: the smallest number of bytes of a part of an upload.
-        retrying: repeats requests that the client has given up, except `put_pieces`; None: no repetition.
+        retrying: repeats requests that `client` has given up, except `put_pieces`; None: only `client` does.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Warns of unprotected training: the adaptor is enabled, and no step is reported.
+"""Warns of unprotected training, and refuses an update that did not pass the hooks of its optimizer.
 
 Hooks of torch run around each step of any optimizer. A script without an optimizer, for example for data
 preparation, gets no warning. In a job that no framework has claimed (`adaptor.patching.claim`) the adaptor

@@ -1,4 +1,4 @@
-"""Writes the files of a job for operators on the node with the controller.
+"""Collects what the files of a job say, on the node with the controller, and gives it to `JobFiles`.
 
 `JobRecords` is the entry; `JobStatus` makes `status.json`, the current state of the job.
 """

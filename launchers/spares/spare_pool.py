@@ -79,9 +79,7 @@ class Spare:
         """Let the process import the modules of `order`, and wait.
 
         Returns:
-            The first module that is left out, if any, and why the first attempt left out modules; or why the
-                process cannot
-            become a worker.
+            The first module that is left out, or "", and why; or why the process cannot become a worker.
 
         Raises:
             EOFError, OSError: the process has ended.

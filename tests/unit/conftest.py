@@ -34,7 +34,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def _patience() -> Iterator[None]:
     """What a save removes beside it is removed when it returns, however busy the disk."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(left_overs, "ROOM_S", LONG_S)
+        patch.setattr(left_overs, "REMOVAL_WAIT_S", LONG_S)
         yield
 
 

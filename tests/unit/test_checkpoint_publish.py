@@ -756,7 +756,7 @@ def test_last_words_do_not_wait_for_a_disk_that_removes_slowly(
         done.set()
 
     monkeypatch.setattr(disk, "discard", slow)
-    monkeypatch.setattr(left_overs, "ROOM_S", 0.01)
+    monkeypatch.setattr(left_overs, "REMOVAL_WAIT_S", 0.01)
     made = publish.prepare(root, STEP, generation="mine", first=True)
     assert not folder.exists(), "whoever would publish it finds nothing"
     assert len(left_over(root)) == 2, "it is still there"
@@ -780,7 +780,7 @@ class SlowDisk:
             remove(*args, **kwargs)
 
         monkeypatch.setattr(os, "unlink", unlink)
-        for patience in ("ROOM_S", "_LEFT_OVER_S"):
+        for patience in ("REMOVAL_WAIT_S", "_LEFT_OVER_S"):
             monkeypatch.setattr(left_overs, patience, 0.01)
 
     def answer(self) -> None:
