@@ -173,8 +173,8 @@ SETTINGS = (
         "0",
         "a number of steps from 0 to 1000000000",
         number(0, 10**9, int),
-        "every so many steps the running job finds out whether it could save the step without one rank,"
-        " another one each time; nothing is written; 0: never",
+        "every so many steps the running job tests whether the step could be saved if one rank died,"
+        " each time another rank; nothing is written; 0: never",
         same_on_all_nodes=True,
     ),
     Setting(

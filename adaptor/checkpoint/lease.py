@@ -402,7 +402,7 @@ class Lease:
         if owner is None:
             owner_name = "something that is no lease"
         elif owner.lives() and seen_lease.is_copied(self._save_folder):
-            owner_name = f"{owner.words}, and came here with a copy of its folder"
+            owner_name = f"{owner.words}, and is a copy from another folder"
         else:
             owner_name = f"{owner.words}, which is gone"
         output.tell(

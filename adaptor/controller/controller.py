@@ -169,7 +169,7 @@ class Controller:
             case Raised(rank=rank):
                 self._failures.raised.setdefault(rank, message)
                 self.membership.ends({rank})
-                return self._fault(time_now, by_death=False)
+                return self._fault(time_now, by_exception=True)
             case Corruption():
                 return self._on_corruption(message, time_now)
             case TerminationRequested(
@@ -248,7 +248,7 @@ class Controller:
             self._failures.nodes = {rank: self.membership.node_of[rank] for rank in ranks}
         if self.incident is not None:
             return self._route(self.incident.on_corruption())
-        return self._fault(time_now, by_death=True)
+        return self._fault(time_now, by_exception=False)
 
     def _on_asked(
         self, rank: int, name: str, caller: str, time_now: float, error: str = "", node: int = -1
@@ -260,7 +260,7 @@ class Controller:
         )
         if self.incident is not None:
             return self._route(self.incident.on_told_to_end())
-        return self._fault(time_now, by_death=True)  # nothing else explains it
+        return self._fault(time_now, by_exception=False)  # nothing else explains it
 
     def _on_nodes_waiting(self, count: int, time_now: float) -> Orders:
         """Have the newest step saved, so that all workers start again on more nodes."""
@@ -268,14 +268,14 @@ class Controller:
         if not (count and is_quiet and self.membership.fits(len(self.membership.agents) + count)):
             return []
         self._failures.join(count)
-        return self._fault(time_now, by_death=True)
+        return self._fault(time_now, by_exception=False)
 
     def _look_for_a_hang(self, time_now: float) -> Orders:
         """Open an incident if every node stands still: a rank that hangs makes all others wait."""
         if self.incident is not None or self.verdict is not None:
             return []
         self._failures.hang_s = self._stalled.hang_s(self.membership.agents)
-        return self._fault(time_now, by_death=True) if self._failures.hang_s else []
+        return self._fault(time_now, by_exception=False) if self._failures.hang_s else []
 
     def _on_dying(self, rank: int, time_now: float) -> Orders:
         if not self.membership.begin_to_die(rank):
@@ -301,7 +301,7 @@ class Controller:
 
     def _record_deaths(self, ranks: Set[int], time_now: float) -> Orders:
         if self.incident is None:
-            return self._fault(time_now, by_death=True)
+            return self._fault(time_now, by_exception=False)
         return self._route(self.incident.on_deaths(ranks) if ranks else [])
 
     def _on_agent_lost(self, node: int, time_now: float) -> Orders:
@@ -327,7 +327,7 @@ class Controller:
             return self._broadcast_verdict(verdict.incident)
         return self._route(self.incident.on_replay_complete()) if self.incident is not None else []
 
-    def _fault(self, time_now: float, *, by_death: bool) -> Orders:
+    def _fault(self, time_now: float, *, by_exception: bool) -> Orders:
         if self.incident is not None or self.verdict is not None:
             return []
         self.incident = Incident(
@@ -342,7 +342,7 @@ class Controller:
             recoveries=self._recoveries,
         )
         self._number += 1
-        return self._route(self.incident.open(by_death))
+        return self._route(self.incident.open(by_exception))
 
     def _on_frozen(self, answer: Frozen) -> Orders:
         incident = self.incident

@@ -188,7 +188,11 @@ class Failures:
         )
 
     def _hang(self, silent: list[int]) -> FirstCause:
-        """Return the cause of a hang: a silent rank, else one outside of a collective, else in another."""
+        """Return the cause of a hang.
+
+        The cause is a silent rank; else a rank that waits for no other rank; else a rank whose script had
+        ended; else a rank that waits in another call than most.
+        """
         rank, words = self._hanging(silent)
         return FirstCause(rank, 1, f"nothing has moved for {self.hang_s:.0f} s{words}", "a hang", kind="hang")
 

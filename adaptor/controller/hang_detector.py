@@ -30,8 +30,8 @@ FACTOR = 3.0
 # than usual when others use the same storage. With the default floor the limit is 10 minutes at least, after
 # which NCCL's own watchdog would end the job.
 PHASE_FACTOR = 5.0
-# A rank is waited for this many floors at most, unless it is in the first phase of a kind: 30 minutes with
-# the default floor, torch's own default time-out of a collective on gloo.
+# The limit of a step or phase is at most this multiple of the floor (TTP_HANG), unless the phase is the first
+# of its kind: 30 minutes with the default floor, torch's own default time-out of a collective on gloo.
 OVERLONG = 15.0
 # An agent that has not looked for this time was stopped or starved itself, perhaps with its workers.
 ABSENT_S = 10.0

@@ -106,7 +106,7 @@ class Incident:
     def step(self) -> int:
         return self.state.writing.step
 
-    def open(self, by_death: bool) -> Orders:
+    def open(self, by_exception: bool) -> Orders:
         """Ask every live rank to freeze; an exception may be the echo of a death that is not reported yet.
 
         If training has only just begun, the report of another node may still be on its way.
@@ -114,14 +114,14 @@ class Incident:
         if self.freeze_state.knows_all:
             raised = self._failures.raised.values()
             had_finished = all(exception.stage == ScriptStage.FINISHED for exception in raised)
-            if by_death:
+            if not by_exception:
                 had_finished = self.freeze_state.dead_had_finished
             if self._failures.asked or self._hangs or not had_finished:
                 return self._freeze()
             # Other ranks leave their last collective at the same time, and are asked when they have finished.
             self.freeze_state.wait()
             return self._freeze_where_nobody_lives()
-        if by_death and self.freeze_state.never_begun:
+        if not by_exception and self.freeze_state.never_begun:
             return self._end(NEVER_BEGUN)
         self.freeze_state.wait()
         return []

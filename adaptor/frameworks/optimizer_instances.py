@@ -1,4 +1,4 @@
-"""Megatron-core's optimizers: the hooks by which updates pass the door, and optimizer instances (`split`).
+"""Megatron-core's optimizers: which options rule out optimizer instances (`split`), and the hooks of updates.
 
 Jobs are detected in which several instances do not train as a single instance does. The check tests the
 functions of the framework, not its version: forks differ.

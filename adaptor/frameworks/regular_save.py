@@ -98,8 +98,8 @@ class RegularSaves:
         # Files of the adaptor's own in every save, by name; where the disk refuses one, the save goes on.
         self.on_top: Mapping[str, bytes] = {}
         self._running = _OfThread()
-        # Those of which only background processes know how far they are.
-        self._written_on: list[_Save] = []
+        # Asynchronous saves that background processes still write.
+        self._in_background: list[_Save] = []
 
     def _current(self) -> _Save | None:
         """Return the save of this thread; a dump runs beside the main thread, and is no regular save."""
@@ -137,7 +137,7 @@ class RegularSaves:
                 yield
             finally:
                 self._running.save = save_before
-                if save not in self._written_on:
+                if save not in self._in_background:
                     save.drop_draft()
             if not asynchronous:
                 with save.noting():
@@ -159,8 +159,8 @@ class RegularSaves:
     def _give_up(self, save: _Save, error: SaveFailedError) -> None:
         """Remove what was written, on each disk once, after all ranks have left the save."""
         save.put_off.clear()
-        if save in self._written_on:
-            self._written_on.remove(save)
+        if save in self._in_background:
+            self._in_background.remove(save)
         save.drop_draft()
         if not save.asynchronous:  # whose results were taken before
             from adaptor.frameworks import megatron_settle  # torch, which is for the script to import
@@ -250,7 +250,7 @@ class RegularSaves:
 
     def check_in(self, folder: Path | None = None) -> SaveCheck | None:
         """Return the check of this thread's save, or of the save in `folder`."""
-        saves = [self._current()] if folder is None else [self._current(), *self._written_on]
+        saves = [self._current()] if folder is None else [self._current(), *self._in_background]
         return next((save.check for save in saves if save and folder in (None, save.folder)), None)
 
     def tracker(self, path: str) -> str:
@@ -338,7 +338,7 @@ class RegularSaves:
         save = self._current()
         if save is None:
             return
-        self._written_on.append(save)
+        self._in_background.append(save)
         save.is_pending = True
 
         def begin() -> None:
@@ -353,7 +353,7 @@ class RegularSaves:
         def end() -> None:
             save.meet()
             self._running.save = None
-            self._written_on.remove(save)
+            self._in_background.remove(save)
             save.drop_draft()
             meet()
             self._end(save)
@@ -373,8 +373,8 @@ class RegularSaves:
         """
         self._running.save = None
         context.part(FailedSaves).forget()
-        while self._written_on:
-            self._written_on.pop().drop_draft()
+        while self._in_background:
+            self._in_background.pop().drop_draft()
 
     def tell(self, path: str, tracker: str, listener: Callable[[str, str], Any]) -> None:
         """Report `path` in the folder of a save, and the save's `tracker`, to `listener` when both have
@@ -383,7 +383,7 @@ class RegularSaves:
         The rank of the call may differ from the rank that names the folder: the end of a save that the
         framework goes on with is behind a barrier.
         """
-        for save in (*filter(None, [self._current()]), *self._written_on):
+        for save in (*filter(None, [self._current()]), *self._in_background):
             with contextlib.suppress(ValueError):
                 relative_path = Path(path).relative_to(save.folder)
                 named = (save.root / naming.final_name(save.step) / relative_path, save.root / naming.TRACKER)

@@ -1,4 +1,4 @@
-"""Gives the state of a step to a new process, and puts a survivor back to that step.
+"""The state of a step: what a newcomer asks for and a survivor gives; how a survivor goes back to the step.
 
 `Loop` is the interface of a framework's training loop for online recovery: the loop can be called again from
 the end of a step.

@@ -1,4 +1,4 @@
-"""Transfers the state of a rank to the replacement process.
+"""The connection of a newcomer and a survivor: requests, shards and their checksums.
 
 The newcomer asks, a survivor answers, over a separate gloo group of the two, made like the group of a dump. A
 shard counts as received only if its checksum equals the sender's.

@@ -1,9 +1,9 @@
-"""The processes of a node: the programs of an agent, /proc, the deaths of workers, and their stacks.
+"""The processes of a node: the programs of an agent, /proc, the threads that wait for lifelines, stacks.
 
 Programs are started by their paths: with `python -m` the working directory would be on `sys.path`.
 
-A lifeline is a robust mutex on a rank's board (`adaptor.protocol.lifeline`), which the kernel releases at a
-death before the memory is freed; one thread waits for each lifeline.
+A lifeline is a robust mutex on a rank's board (`Lifeline` in `adaptor.protocol.board`), which the kernel
+releases at a death before the memory is freed; one thread waits for each lifeline.
 
 A worker of a job that hangs writes its stacks by itself when asked to freeze (`adaptor.worker.stacks`). The
 agent adds native frames, if py-spy is installed, and the stacks of workers that do not answer: by a signal,

@@ -64,10 +64,10 @@ class Workers:
         self.boards: BoardMemory | None = None
         self._server: asyncio.AbstractServer | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._deaths: dict[int, int] = {}  # pidfds of living processes, by rank
+        self._pidfds: dict[int, int] = {}  # of living processes, by rank
         # Reports of ended processes, by rank; called after all messages of the process were read.
-        self._untold: dict[int, Callable[[], None]] = {}
-        self._heard_out: set[int] = set()  # ranks whose connection has ended
+        self._unreported_deaths: dict[int, Callable[[], None]] = {}
+        self._ended_connections: set[int] = set()  # ranks
         self._ended: dict[int, asyncio.Future[None]] = {}  # done when the process of a rank has ended
         self._orders_to_replace: Counter[int] = Counter()  # by rank
         self._kills = OutOfMemoryKills()
@@ -117,11 +117,11 @@ class Workers:
 
     def _watch_process(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         self._processes[rank] = process
-        self._deaths[rank] = os.pidfd_open(process.pid)
+        self._pidfds[rank] = os.pidfd_open(process.pid)
         self._ended[rank] = self._loop.create_future()
         self._sessions[process.pid] = processes.started(process.pid)
         self._kills.note(process.pid)
-        self._loop.add_reader(self._deaths[rank], self._on_death, rank, process)
+        self._loop.add_reader(self._pidfds[rank], self._on_death, rank, process)
 
     async def replace(self, rank: int, start: Callable[[], subprocess.Popen[bytes] | None]) -> None:
         """Replace the process of `rank`; a living process (one that hangs) is ended first.
@@ -136,13 +136,13 @@ class Workers:
         assert boards is not None
         self._orders_to_replace[rank] += 1
         order = self._orders_to_replace[rank]
-        if rank in self._deaths and self._stack_collector is not None:
+        if rank in self._pidfds and self._stack_collector is not None:
             if self._look is not None:
                 await asyncio.shield(self._look)
             await self._stack_collector.take(rank, self._processes[rank].pid)
             if self._orders_to_replace[rank] != order:
                 return
-        if rank in self._deaths:
+        if rank in self._pidfds:
             processes.end_group(self._processes[rank].pid)
         await asyncio.shield(self._ended[rank])
         await self._lifelines.let_go(rank)
@@ -153,7 +153,7 @@ class Workers:
         if connection is not None:
             connection.close()
         boards.reset(rank)
-        self._heard_out.discard(rank)
+        self._ended_connections.discard(rank)
         process = start()
         if process is not None:
             self._watch_process(rank, process)
@@ -225,7 +225,7 @@ class Workers:
     @property
     def _living(self) -> dict[int, int]:
         """Return the living processes, by rank."""
-        return {rank: process.pid for rank, process in self._processes.items() if rank in self._deaths}
+        return {rank: process.pid for rank, process in self._processes.items() if rank in self._pidfds}
 
     def end_incident(self) -> None:
         """End an incident after which all ranks train on: the next incident reads stacks again."""
@@ -247,7 +247,7 @@ class Workers:
     def end_the_living(self, ranks: Collection[int] | None = None) -> None:
         """Kill the living workers, or those of `ranks`; called from any thread."""
         for rank, process in list(self._processes.items()):
-            if rank not in self._deaths or (ranks is not None and rank not in ranks):
+            if rank not in self._pidfds or (ranks is not None and rank not in ranks):
                 continue
             if process.returncode is None:  # otherwise the process number is free again
                 processes.end_group(process.pid)
@@ -260,10 +260,10 @@ class Workers:
         for writer in self._hearing:
             writer.close()
         self._connections.clear()
-        for rank in list(self._deaths):
+        for rank in list(self._pidfds):
             self._forget(rank)
-        self._untold = {}
-        self._heard_out = set()
+        self._unreported_deaths = {}
+        self._ended_connections = set()
         self._ended = {}
         self._processes = {}
         self.alive = set()
@@ -291,7 +291,7 @@ class Workers:
                 return
             rank = hello.rank
             self._connections[rank] = writer
-            if rank in self._untold:
+            if rank in self._unreported_deaths:
                 _end_reading(writer)
             self._lifelines.watch(rank, hello.pid)
             message: FromWorker = hello
@@ -306,8 +306,8 @@ class Workers:
         finally:
             if self._connections.get(rank) is writer:
                 del self._connections[rank]
-                self._heard_out.add(rank)
-                if rank in self._untold:
+                self._ended_connections.add(rank)
+                if rank in self._unreported_deaths:
                     self._loop.call_soon(self._tell_when_heard, rank)
             writer.close()
             self._hearing.discard(writer)
@@ -333,7 +333,7 @@ class Workers:
         # Also ends the children of the worker, such as data loaders.
         processes.end_group(process.pid)
         status = process.wait()  # returns at once; poll() fails while torch's thread polls
-        self._untold[rank] = functools.partial(self._tell_of_death, rank, process.pid, status, at)
+        self._unreported_deaths[rank] = functools.partial(self._tell_of_death, rank, process.pid, status, at)
         if rank in self._connections:
             _end_reading(self._connections[rank])
         self._tell_when_heard(rank)
@@ -344,14 +344,16 @@ class Workers:
         The kernel delivers the messages before the end; the loop may see both at once, and reads messages
         later.
         """
-        if rank not in self._untold or rank in self._connections:  # the end of the connection calls again
+        if (
+            rank not in self._unreported_deaths or rank in self._connections
+        ):  # the end of the connection calls again
             return
         assert self.boards is not None
         # A process connects before it writes to its board.
-        if turns and rank not in self._heard_out and self.boards.read(rank).pid:
+        if turns and rank not in self._ended_connections and self.boards.read(rank).pid:
             self._loop.call_soon(self._tell_when_heard, rank, turns - 1)
             return
-        self._untold.pop(rank)()
+        self._unreported_deaths.pop(rank)()
 
     def _tell_of_death(self, rank: int, pid: int, status: int, at: float) -> None:
         # The agent may see the exit of a small process before its broken lifeline.
@@ -372,7 +374,7 @@ class Workers:
         processes.end_sessions(ended_workers)
 
     def _forget(self, rank: int) -> None:
-        descriptor = self._deaths.pop(rank)
+        descriptor = self._pidfds.pop(rank)
         self._loop.remove_reader(descriptor)
         os.close(descriptor)
 

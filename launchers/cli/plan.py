@@ -266,7 +266,7 @@ def _of_racks(row: Replicas, hosts: Sequence[str]) -> list[str]:
         return []
     if row.any_rack:
         return ["racks        any 1 rack may be lost, with the nodes in the order of the file"]
-    line = "racks        a rack that is lost takes all holders of a shard along, with this order of the nodes"
+    line = "racks        the loss of one rack can lose all holders of a shard, with this order of the nodes"
     if row.better is None:
         return [
             line,

@@ -47,7 +47,7 @@ def test_who_has_written_all_of_its_part_is_not_overdue() -> None:
         for rank in (1, 2, 3):
             incident.on_frozen(rank, BoardRecord(rank, 1, Phase.RUNNING, 5, 5, 5))
 
-    incident.open(by_death=True)
+    incident.open(by_exception=False)
     all_answer()
     orders = incident.saving.on_prepared("/save/iter_0000005_tmp", "", 0)
     assert {order.rank for _, order in orders} == {1, 2}

@@ -237,7 +237,7 @@ def test_a_copy_of_a_folder_is_free(
     Lease(tmp_path / "save", first).take()
     branch = Path(shutil.copytree(tmp_path / "save", tmp_path / "branch"))
     Lease(branch, mine()).take()
-    assert "came here with a copy of its folder" in said(capsys)
+    assert "is a copy from another folder" in said(capsys)
     assert held_by(branch) == mine()
     with pytest.raises(ConfigError):
         Lease(tmp_path / "save", mine()).take()
