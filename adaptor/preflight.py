@@ -22,7 +22,7 @@ from adaptor import _script, context, patching
 from adaptor.context import Context
 from adaptor.errors import AdaptorError
 from adaptor.protection_plan import ModelSize, Sharing, plan
-from adaptor.protocol.records import Plan
+from adaptor.protocol.records import ProtectionPlan
 from adaptor.replica import tolerance
 from adaptor.replica.choice import ReplicaChoice
 from adaptor.worker.unprotected import UnprotectedTraining
@@ -88,7 +88,7 @@ class Findings:
     replica: str = ""
     not_online: list[str] | None = None
 
-    def plan(self, ranks_per_node: int | None, racks: Sequence[str] = ()) -> Plan | None:
+    def plan(self, ranks_per_node: int | None, racks: Sequence[str] = ()) -> ProtectionPlan | None:
         """Return the gains and costs of protection, None if the layout is unknown.
 
         Args:

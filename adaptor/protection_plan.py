@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adaptor.protocol.messages import Share
-from adaptor.protocol.records import Plan, Replicas
+from adaptor.protocol.records import ProtectionPlan, Replicas
 from adaptor.replica import tolerance
 
 # Main params and two moments of a parameter, in an optimizer and in a checkpoint.
@@ -72,7 +72,7 @@ def plan(
     ranks_per_node: int,
     racks: Sequence[str] = (),
     host_copy: int | None = 0,
-) -> Plan:
+) -> ProtectionPlan:
     """Return the plan of a job.
 
     Args:
@@ -92,7 +92,7 @@ def plan(
         if kind == chosen or fits.get(kind, True)
     ]
     has_lone_shards = any(row.chosen and row.survives.startswith("exceptions") for row in rows)
-    return Plan(
+    return ProtectionPlan(
         ranks=ranks,
         nodes=-(-ranks // ranks_per_node),
         parameters=model.dense + model.experts if model is not None else None,

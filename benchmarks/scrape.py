@@ -26,7 +26,7 @@ from adaptor.protocol.records import (
     STATUS_FILE,
     Cause,
     Event,
-    Incident,
+    IncidentRecord,
     Phases,
     Status,
     Versions,
@@ -116,7 +116,7 @@ class Folder:
             for place, what in enumerate(types)
         ]
         self._append(*events)
-        incident = Incident(
+        incident = IncidentRecord(
             id=f"{utc(at)[:19]}-{number}",
             job="gpt",
             generation=number,

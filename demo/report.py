@@ -8,7 +8,7 @@ import jinja2
 
 from adaptor.operations import job_reader, page
 from adaptor.operations.page import Section, section
-from adaptor.protocol.records import Incident
+from adaptor.protocol.records import IncidentRecord
 from demo.findings import ONLINE, Findings, Survival
 from demo.losses import curve, difference
 from demo.runs import Run
@@ -46,7 +46,7 @@ def _section(one: Survival, environment: jinja2.Environment) -> tuple[str, Secti
     """Return the heading of a killed run, and the section of its incident."""
     assert one.run.kill is not None
     file = one.incident.path
-    incident = job_reader.read(file, Incident)
+    incident = job_reader.read(file, IncidentRecord)
     made = section(
         environment,
         incident,

@@ -44,9 +44,9 @@ from adaptor.checkpoint.in_place_holder import (
     ROUND_S,
     TOKEN_BYTES,
     Answer,
+    HolderReport,
     Offer,
     Order,
-    Report,
     own_readers,
     receive,
     send,
@@ -210,7 +210,7 @@ class InPlace:
             except Exception as raised:  # the other ranks, which are at work, are told after this round
                 error = raised
             for rank in sorted(waiting):
-                report = receive(Report, rank, self._exchange)
+                report = receive(HolderReport, rank, self._exchange)
                 failure = failure or report.failure
                 if report.done:
                     waiting.discard(rank)

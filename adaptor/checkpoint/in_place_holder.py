@@ -57,7 +57,7 @@ class Order(enum.Enum):
     END = "end"
 
 
-class Report(msgspec.Struct):
+class HolderReport(msgspec.Struct):
     """The work of a holder in a round; the parts come when all are on disk."""
 
     done: bool = False
@@ -143,18 +143,18 @@ def _in_rounds(parts: PartWriter, add: Callable[[], None], writer: int, exchange
     while (order := receive(Order, writer, exchange)) in (Order.WRITE, Order.WAIT):
         if order is Order.WAIT:
             continue
-        report = Report()
+        report = HolderReport()
         try:
             if not is_added:
                 add()
                 is_added = True
             if parts.write_for(ROUND_S):
-                report = Report(done=True, parts=parts.parts, not_finite=parts.not_finite)
+                report = HolderReport(done=True, parts=parts.parts, not_finite=parts.not_finite)
         except DumpCancelled:
             raise
         except Exception as error:
             failed = _in_one_line(error, exchange.folder)
-            report = Report(failure=str(failed) or type(failed).__name__)
+            report = HolderReport(failure=str(failed) or type(failed).__name__)
         send(report, writer, exchange)
     if failed is not None:
         raise failed

@@ -27,7 +27,7 @@ from adaptor.checkpoint.resume_selection import (
     MOST_NAMED,
     RELEASE,
     Agreed,
-    Findings,
+    CheckpointProblems,
     Judgement,
     by_rank,
     first_of,
@@ -88,7 +88,7 @@ def require_intact(
 
     rank = dist.get_rank()
     judgement = judge(load_folder, save_folder, chosen, refused or {}) if rank == 0 else None
-    examined: Findings | None = None
+    examined: CheckpointProblems | None = None
     readers: list[Reader] = []
     root = load_folder
     while True:
@@ -98,7 +98,7 @@ def require_intact(
         if order.refusal:
             raise ResumeError(order.refusal)
         if order.agreed is not None:
-            examined = Findings(_follow(root, order.agreed, readers))
+            examined = CheckpointProblems(_follow(root, order.agreed, readers))
             continue
         if order.is_empty:
             _require_nothing(load_folder)
@@ -204,14 +204,16 @@ def _require_one_step(load_folder: Path, save_folder: Path) -> None:
         raise ResumeError(f"{'; '.join(map(line_of, problems[:MOST_NAMED]))}; {ALIKE}")
 
 
-def _examine(order: _CheckOrder, readers: Sequence[Reader]) -> tuple[Findings, tuple[FileEntry, ...]]:
+def _examine(
+    order: _CheckOrder, readers: Sequence[Reader]
+) -> tuple[CheckpointProblems, tuple[FileEntry, ...]]:
     """Compare a checkpoint with its manifest, with all ranks; return the findings and this node's part."""
     import torch.distributed as dist
 
     unlike, apart = divided_reading.unlike(readers), divided_reading.apart(readers)
     # no file need be read to know that the checkpoint is not whole
     if any(reader.lacks for reader in readers):
-        return Findings(_lacking(order.folder, readers), unlike, apart), ()
+        return CheckpointProblems(_lacking(order.folder, readers), unlike, apart), ()
     views = divided_reading.views(readers)
     compared = _compare(order, dist.get_rank(), readers)
     compared_by_rank = _gather(compared)
@@ -225,7 +227,7 @@ def _examine(order: _CheckOrder, readers: Sequence[Reader]) -> tuple[Findings, t
         ]
     else:
         problems = [problem for some in results_by_view for problem in some]
-    return Findings(problems, unlike, apart), compared.part
+    return CheckpointProblems(problems, unlike, apart), compared.part
 
 
 def _lacking(folder: str, readers: Sequence[Reader]) -> list[str]:
@@ -325,7 +327,7 @@ def _of_nodes(nodes: str, problems: list[str]) -> str:
     return f"{nodes}: {first_of(sorted(problems, key=lambda problem: isinstance(problem, Unreadable)))}"
 
 
-def _next(judgement: Judgement, examined: Findings | None, chosen: int | None) -> _CheckOrder:
+def _next(judgement: Judgement, examined: CheckpointProblems | None, chosen: int | None) -> _CheckOrder:
     try:
         request = next(judgement) if examined is None else judgement.send(examined)
         if isinstance(request, Agreed):

@@ -1,10 +1,10 @@
 """Decides on rank 0, before a resume, which checkpoint is loaded, and carries out on one disk what all ranks
 decided.
 
-Rank 0 asks for comparisons of files with their manifest (`Files`) and gets the `Findings`; all ranks make the
-comparisons (`resume_check`). A checkpoint that cannot be read, because of an error of a disk or a machine,
-may be intact: the job is refused then, and nothing is changed. In the save folder of the job a damaged
-checkpoint is moved aside, and the newest intact checkpoint replaces it. A folder that the job only
+Rank 0 asks for comparisons of files with their manifest (`Files`) and gets the `CheckpointProblems`; all
+ranks make the comparisons (`resume_check`). A checkpoint that cannot be read, because of an error of a disk
+or a machine, may be intact: the job is refused then, and nothing is changed. In the save folder of the job a
+damaged checkpoint is moved aside, and the newest intact checkpoint replaces it. A folder that the job only
 loads from is not changed: its damage ends the job.
 
 Where nodes have disks of their own, a checkpoint is intact if it is intact on each disk. A node without the
@@ -169,7 +169,7 @@ ALIKE = "let all name the same step, or choose one with --ckpt-step"
 
 
 @dataclass(frozen=True)
-class Findings:
+class CheckpointProblems:
     """The findings of all ranks about a checkpoint.
 
     Attributes:
@@ -195,7 +195,7 @@ class Findings:
 # The next question of rank 0: the files of a folder, to be compared with their manifest, or actions on the
 # disks of other nodes, whose answer has the problems.
 Files = tuple[Path, tuple[FileEntry, ...]]
-Judgement = Generator[Files | Agreed, Findings, bool]
+Judgement = Generator[Files | Agreed, CheckpointProblems, bool]
 
 
 def judge(
@@ -215,7 +215,7 @@ def judge(
     with contextlib.suppress(Exception):  # only prints
         _tell_ignored(load_folder)
     examined = (
-        Findings(_of_tracker(load_folder))
+        CheckpointProblems(_of_tracker(load_folder))
         if named is None
         else (yield from _examine(load_folder, named, refused))
     )
@@ -238,10 +238,10 @@ def judge(
 
 
 def _replace(
-    save_folder: Path, named: int | None, examined: Findings, refused: Mapping[int, str]
-) -> Generator[Files | Agreed, Findings, None]:
+    save_folder: Path, named: int | None, examined: CheckpointProblems, refused: Mapping[int, str]
+) -> Generator[Files | Agreed, CheckpointProblems, None]:
     """Find the newest intact checkpoint, and let the tracker name it."""
-    steps, damaged, problem_lines = tracker.steps(save_folder), dict[int, Findings](), []
+    steps, damaged, problem_lines = tracker.steps(save_folder), dict[int, CheckpointProblems](), []
     if named is not None and os.path.lexists(save_folder / naming.final_name(named)):
         steps = [step for step in steps if step < named]  # newer steps: a user has gone back by hand
         damaged[named] = examined
@@ -273,7 +273,7 @@ def _replace(
     go_back(save_folder, step, aside)
 
 
-def _of_none(save_folder: Path, problem_lines: list[str], damaged: dict[int, Findings]) -> str:
+def _of_none(save_folder: Path, problem_lines: list[str], damaged: dict[int, CheckpointProblems]) -> str:
     """Return why nothing can be loaded: no checkpoint is intact."""
     problem_lines = [*problem_lines, *(damage.of_step(step) for step, damage in damaged.items())]
     summary = f"{'; '.join(problem_lines[:MOST_NAMED])}; no other checkpoint in {save_folder} is intact"
@@ -282,7 +282,7 @@ def _of_none(save_folder: Path, problem_lines: list[str], damaged: dict[int, Fin
     return f"{summary}, and nothing was changed: load another one, or begin anew in another --save folder"
 
 
-def _agree(agreed: Agreed) -> Generator[Agreed, Findings, None]:
+def _agree(agreed: Agreed) -> Generator[Agreed, CheckpointProblems, None]:
     """Have actions done on the disks that rank 0 does not see. Raises ResumeError."""
     examined = yield agreed
     if examined.problems:
@@ -292,29 +292,31 @@ def _agree(agreed: Agreed) -> Generator[Agreed, Findings, None]:
 
 def _examine(
     load_folder: Path, step: int, refused: Mapping[int, str]
-) -> Generator[Files, Findings, Findings]:
+) -> Generator[Files, CheckpointProblems, CheckpointProblems]:
     """Return the problems of a checkpoint; none if it has no manifest. Raises ResumeError if unreadable."""
     folder = load_folder / naming.final_name(step)
     if step in refused:
-        return Findings([refused[step]])
+        return CheckpointProblems([refused[step]])
     _require_answer(folder)
     if not disk.is_folder(folder):
-        return Findings([f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"])
+        return CheckpointProblems(
+            [f"{folder}: {'is not a folder' if os.path.lexists(folder) else 'missing'}"]
+        )
     if not tracker.has_manifest(load_folder, step):
-        return Findings([])
+        return CheckpointProblems([])
     try:
         saved_manifest = manifest.read(folder)
     except manifest.UnreadableError as error:
         raise ResumeError(_refusal([by_rank(0, str(error))])) from error
     except CheckpointError as error:
-        return Findings([str(error)])
+        return CheckpointProblems([str(error)])
     if saved_manifest.step != step or not saved_manifest.files:
-        return Findings([f"{folder / naming.MANIFEST}: is not that of step {step}"])
+        return CheckpointProblems([f"{folder / naming.MANIFEST}: is not that of step {step}"])
     examined = yield folder, saved_manifest.files
     wrong = [problem for problem in examined.problems if not isinstance(problem, Unreadable)]
     if examined.problems and not wrong:
         raise ResumeError(_refusal(examined.problems))
-    return Findings(wrong, examined.unlike, examined.apart)
+    return CheckpointProblems(wrong, examined.unlike, examined.apart)
 
 
 def _require_readable(load_folder: Path) -> None:

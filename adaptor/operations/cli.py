@@ -21,7 +21,7 @@ from adaptor.operations.job_reader import JobReader, first_step_again, protectio
 from adaptor.operations.settings import HostPort
 from adaptor.operations.timeline import chrome_trace
 from adaptor.protocol import records
-from adaptor.protocol.records import Incident, Phases, Status, unix
+from adaptor.protocol.records import IncidentRecord, Phases, Status, unix
 from adaptor.terminal import FINDING, OK, Add, CtrlC, show
 from adaptor.text import duration, shown
 
@@ -157,7 +157,7 @@ def _incidents(parsed: argparse.Namespace) -> int:
     return OK
 
 
-def _incident_lines(incident: Incident) -> list[str]:
+def _incident_lines(incident: IncidentRecord) -> list[str]:
     parts = {name: seconds for name, seconds in _parts(incident.phases).items() if seconds is not None}
     lost = "not known" if incident.steps_lost is None else incident.steps_lost
     step_s = first_step_again(incident, unix(incident.began))
@@ -224,7 +224,7 @@ def _report(parsed: argparse.Namespace) -> int:
     return _say_written(parsed, out, description, {"job": job.name})
 
 
-def _incident(job: Path, name: str) -> Incident:
+def _incident(job: Path, name: str) -> IncidentRecord:
     """Return the incident with an id; the newest incident for ''."""
     known_incidents = job_reader.incidents(job)
     if not known_incidents:

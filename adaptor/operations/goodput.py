@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from adaptor.protocol.records import LOAD, STILL, Event, Incident, IncidentSummary, unix
+from adaptor.protocol.records import LOAD, STILL, Event, IncidentRecord, IncidentSummary, unix
 
 # By the state before an event and the event's type: the state afterwards. Other events change no state.
 _NEXT = {
@@ -115,7 +115,7 @@ class TimeSpent:
         until: float | None,
         *,
         newest: int | None,
-        incidents: Sequence[Incident | IncidentSummary],
+        incidents: Sequence[IncidentRecord | IncidentSummary],
         uses: Mapping[str, float],
     ) -> Goodput:
         """Return the job's use of its time.
@@ -161,7 +161,7 @@ class TimeSpent:
             ratio=spent["productive"] / total if total else None,
         )
 
-    def _gone(self, incidents: Sequence[Incident | IncidentSummary]) -> int:
+    def _gone(self, incidents: Sequence[IncidentRecord | IncidentSummary]) -> int:
         """Return the steps that the last incident has lost, if the job has ended with the incident.
 
         Otherwise the steps were trained again, and the newest step counts.

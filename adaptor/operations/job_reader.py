@@ -25,7 +25,7 @@ from adaptor.protocol.records import (
     STALE_S,
     STATUS_FILE,
     Event,
-    Incident,
+    IncidentRecord,
     IncidentSummary,
     Status,
     unix,
@@ -37,7 +37,7 @@ REFRESH_S = 5.0
 # The largest file that is read: the report of 100,000 ranks has 200 MiB.
 MOST_BYTES = 1 << 30
 _ADVICE = "call ttp in the folder in which ttprun was started, or name the job's TTP_LOG_PATH"
-T = TypeVar("T", Status, Incident, IncidentSummary)
+T = TypeVar("T", Status, IncidentRecord, IncidentSummary)
 
 
 class JobReader:
@@ -246,7 +246,7 @@ def protection(status: Status) -> str:
     return "protected" if status.protected else f"NOT PROTECTED: {status.why_not}"
 
 
-def first_step_again(incident: Incident, fault_at: float) -> float | None:
+def first_step_again(incident: IncidentRecord, fault_at: float) -> float | None:
     """Return the seconds from `fault_at`, in Unix seconds, to the next first step; None: none yet."""
     phases = incident.phases
     if phases.first_step is None:
@@ -308,9 +308,9 @@ def goes_on(job: Path) -> bool:
     return job_status.state != "ended" and not silent_s(job_status)
 
 
-def incidents(job: Path) -> list[Incident]:
+def incidents(job: Path) -> list[IncidentRecord]:
     """Read the files of all ended incidents, in order. Raises JobFolderError."""
-    read_incidents = [read(path, Incident) for path in (job / INCIDENTS).glob("*.json")]
+    read_incidents = [read(path, IncidentRecord) for path in (job / INCIDENTS).glob("*.json")]
     return sorted(read_incidents, key=lambda incident: (incident.began, incident.incident))
 
 

@@ -29,7 +29,7 @@ from adaptor.operations import job_reader
 from adaptor.operations.job_reader import JobFolderError, Summaries
 from adaptor.operations.timeline import parts
 from adaptor.protocol import records
-from adaptor.protocol.records import Incident, unix
+from adaptor.protocol.records import IncidentRecord, unix
 from adaptor.terminal import FINDING, OK, CtrlC
 from adaptor.text import shown
 
@@ -93,7 +93,7 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
                     if summary.id in sent_ids or not (is_last or is_complete):
                         continue
                     sent_ids.add(summary.id)
-                    incident = job_reader.read(job / records.INCIDENTS / f"{summary.id}.json", Incident)
+                    incident = job_reader.read(job / records.INCIDENTS / f"{summary.id}.json", IncidentRecord)
                     taken = exporter.export(spans(incident, resource)) is SpanExportResult.SUCCESS
                     refused += not taken
                     if as_json:
@@ -112,7 +112,7 @@ def send(job: Path, *, follow: bool, as_json: bool) -> int:
     return FINDING if refused else OK
 
 
-def spans(incident: Incident, resource: Resource) -> list[ReadableSpan]:
+def spans(incident: IncidentRecord, resource: Resource) -> list[ReadableSpan]:
     """Return the trace of an incident: a span for the incident, and a child span for each known part.
 
     Args:
@@ -183,7 +183,7 @@ def spans(incident: Incident, resource: Resource) -> list[ReadableSpan]:
     ]
 
 
-def _context(incident: Incident, part: str) -> SpanContext:
+def _context(incident: IncidentRecord, part: str) -> SpanContext:
     trace, span = (
         hashlib.sha256("\0".join(("ttp", incident.job, incident.id, *name_parts)).encode()).digest()
         for name_parts in ((), ("span", part))

@@ -25,7 +25,7 @@ from adaptor.operations import job_reader, timeline
 from adaptor.operations.job_reader import CheckpointSummary, JobReader, first_step_again, protection
 from adaptor.operations.timeline import Lane, Span
 from adaptor.protocol import records
-from adaptor.protocol.records import Event, Incident, Status, unix
+from adaptor.protocol.records import Event, IncidentRecord, Status, unix
 from adaptor.text import duration, size
 
 # The page has the newest incidents only; `ttp incidents` has all.
@@ -190,7 +190,7 @@ class Pages:
         return newest_sections[:MOST_INCIDENTS]
 
     def _section(self, path: Path) -> Section:
-        incident = job_reader.read(path, Incident)
+        incident = job_reader.read(path, IncidentRecord)
         stacks = stacks_of(path.parents[2], incident)
         return section(self._environment, incident, stacks)
 
@@ -215,7 +215,7 @@ class Stacks(NamedTuple):
     left_out: int
 
 
-def stacks_of(log_path: Path, incident: Incident) -> Stacks:
+def stacks_of(log_path: Path, incident: IncidentRecord) -> Stacks:
     """Return the stacks written during the incident, none if unreadable: `stacks-*/rank<N>.txt` in the log
     folder.
 
@@ -278,7 +278,7 @@ class LaneView(NamedTuple):
 
 def section(
     environment: jinja2.Environment,
-    incident: Incident,
+    incident: IncidentRecord,
     stacks: Stacks,
     *,
     fault_at: float | None = None,
@@ -366,7 +366,7 @@ def _view(lanes: Sequence[Lane], begin: float, ticks: Sequence[float]) -> LaneVi
     return LaneView(shown, ticks, {kind: word for kind, word in _KINDS.items() if kind in kinds})
 
 
-def _advice(incident: Incident) -> str:
+def _advice(incident: IncidentRecord) -> str:
     """Return the section of the runbook on the cause of an incident, as text; "" without a section."""
     runbook = resources.files("adaptor.operations").joinpath("runbook.txt").read_text(encoding="utf-8")
     heading = incident.runbook.partition("#")[2]
@@ -377,7 +377,7 @@ def _advice(incident: Incident) -> str:
     return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", lines).replace("`", "")
 
 
-def _sentence(incident: Incident) -> tuple[str, str]:
+def _sentence(incident: IncidentRecord) -> tuple[str, str]:
     """Return the cause in one sentence, and the remaining sentences of the printed line."""
     cause, _, further_sentence = incident.reason.partition("; ")
     return _begin(cause) or "The cause is not known", _begin(further_sentence)
@@ -405,20 +405,20 @@ def _rects(spans: list[Span], until: float) -> list[timeline.Rect]:
     return [rectangle for rectangle in rects if rectangle is not None]
 
 
-def _detected(incident: Incident, fault_at: float) -> float | None:
+def _detected(incident: IncidentRecord, fault_at: float) -> float | None:
     """Return the seconds until the first order; for a hang the seconds without any movement."""
     if incident.phases.detect is None or incident.cause.kind == "hang":
         return incident.phases.detect
     return max(0.0, unix(incident.began) - fault_at) + incident.phases.detect
 
 
-def _published(incident: Incident, fault_at: float) -> float | None:
+def _published(incident: IncidentRecord, fault_at: float) -> float | None:
     """Return the seconds until the checkpoint had its name; None without a checkpoint."""
     at = [unix(event.time) for event in incident.events if event.type == "published"]
     return max(0.0, max(at) - fault_at) if at else None
 
 
-def _recovery(incident: Incident, verdict_s: float, published: float | None) -> dict[str, float]:
+def _recovery(incident: IncidentRecord, verdict_s: float, published: float | None) -> dict[str, float]:
     """Return the parts of the whole recovery, in their order."""
     phases = incident.phases
     saved = min(published or 0.0, verdict_s)

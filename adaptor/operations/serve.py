@@ -56,7 +56,7 @@ from adaptor.operations.job_reader import (
 from adaptor.operations.settings import HostPort
 from adaptor.operations.timeline import chrome_trace
 from adaptor.protocol import records
-from adaptor.protocol.records import Incident, IncidentSummary, Phases, Status, StepTimes, unix
+from adaptor.protocol.records import IncidentRecord, IncidentSummary, Phases, Status, StepTimes, unix
 
 # The time limit of a client: a scrape takes 10 s at most.
 _CLIENT_S = 10.0
@@ -290,10 +290,10 @@ def _json(body: object) -> tuple[HTTPStatus, str, bytes]:
     return HTTPStatus.OK, _JSON, msgspec.json.encode(body)
 
 
-def _incident(job: Path, name: str) -> Incident | None:
+def _incident(job: Path, name: str) -> IncidentRecord | None:
     """Return the incident of this name; None without such an incident."""
     path = job / records.INCIDENTS / f"{name}.json"
-    return job_reader.read(path, Incident) if _INCIDENT_ID.fullmatch(name) and path.is_file() else None
+    return job_reader.read(path, IncidentRecord) if _INCIDENT_ID.fullmatch(name) and path.is_file() else None
 
 
 def _events(job: Path, limit: str) -> tuple[HTTPStatus, str, bytes]:

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from adaptor.protocol.records import Event, Incident, unix
+from adaptor.protocol.records import Event, IncidentRecord, unix
 
 # The largest number of lanes; ranks with a part in the incident come first.
 MOST_LANES = 10
@@ -109,7 +109,7 @@ def words_of(event: Event) -> str:
     return _WORDS.get(event.type, event.type.replace("-", " "))
 
 
-def lanes_of(incident: Incident, fault_at: float, end_s: float) -> Lanes:
+def lanes_of(incident: IncidentRecord, fault_at: float, end_s: float) -> Lanes:
     """Return the lanes of an incident: the controller's, then the ranks', the blamed rank first.
 
     Args:
@@ -136,7 +136,7 @@ def lanes_of(incident: Incident, fault_at: float, end_s: float) -> Lanes:
     return Lanes(lanes, max(0, len(ranks) - MOST_LANES))
 
 
-def _parts(incident: Incident, of_rank: Mapping[int | None, Sequence[Event]]) -> dict[int, str]:
+def _parts(incident: IncidentRecord, of_rank: Mapping[int | None, Sequence[Event]]) -> dict[int, str]:
     """Return the part of each rank in an incident; the first part that fits."""
     parts = {} if incident.blamed is None else {incident.blamed: "blamed"}
     parts |= {rank: "failed, too" for rank in incident.failed if rank not in parts}
@@ -368,7 +368,7 @@ def _ticks(times: Sequence[float]) -> list[str]:
     return [datetime.datetime.fromtimestamp(at, datetime.timezone.utc).strftime(form) for at in times]
 
 
-def chrome_trace(incident: Incident) -> dict[str, object]:
+def chrome_trace(incident: IncidentRecord) -> dict[str, object]:
     """Return the trace of an incident; its times are microseconds from its first event."""
     times = [unix(incident.began), *(unix(event.time) for event in incident.events)]
     began = min(times)
@@ -391,7 +391,7 @@ def _place(event: Event) -> Entry:
     }
 
 
-def _names(incident: Incident) -> Iterator[Entry]:
+def _names(incident: IncidentRecord) -> Iterator[Entry]:
     yield {"ph": "M", "name": "process_name", "pid": _JOB, "args": {"name": f"job {incident.job}"}}
     yield {"ph": "M", "name": "thread_name", "pid": _JOB, "tid": _JOB, "args": {"name": "parts"}}
     hosts = {event.node: event.host or "" for event in incident.events if event.node is not None}
@@ -406,7 +406,7 @@ def _names(incident: Incident) -> Iterator[Entry]:
         yield {"ph": "M", "name": "thread_name", "pid": on + 1, "tid": rank + 1, "args": {"name": name}}
 
 
-def parts(incident: Incident) -> Iterator[tuple[str, float, float]]:
+def parts(incident: IncidentRecord) -> Iterator[tuple[str, float, float]]:
     """Yield the known parts of an incident: the field of `Phases`, its begin (Unix), its seconds."""
     phases = incident.phases
     frozen = _first(incident, ("freeze",))
@@ -425,16 +425,16 @@ def parts(incident: Incident) -> Iterator[tuple[str, float, float]]:
             yield name, since, took
 
 
-def _phases(incident: Incident) -> Iterator[Entry]:
+def _phases(incident: IncidentRecord) -> Iterator[Entry]:
     for name, since, took in parts(incident):
         yield _span(name.replace("_", " "), since, took, {"pid": _JOB, "tid": _JOB})
 
 
-def _first(incident: Incident, types: tuple[str, ...]) -> float | None:
+def _first(incident: IncidentRecord, types: tuple[str, ...]) -> float | None:
     return min((unix(event.time) for event in incident.events if event.type in types), default=None)
 
 
-def _tasks(incident: Incident) -> Iterator[Entry]:
+def _tasks(incident: IncidentRecord) -> Iterator[Entry]:
     """Yield the time of each rank from an order to its answer."""
     begun_events: dict[tuple[int, str], Event] = {}
     for event in sorted(incident.events, key=lambda event: unix(event.time)):

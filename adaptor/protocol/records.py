@@ -131,7 +131,7 @@ class Versions(msgspec.Struct, kw_only=True, frozen=True):
     python: str
 
 
-class Incident(msgspec.Struct, kw_only=True):
+class IncidentRecord(msgspec.Struct, kw_only=True):
     """The file of an incident: written with the verdict, and again when the job has continued.
 
     Attributes:
@@ -314,11 +314,11 @@ class Notice(msgspec.Struct, kw_only=True, frozen=True):
     time: str
     job: str
     text: str
-    incident: Incident | None
+    incident: IncidentRecord | None
 
 
 SCHEMAS: dict[str, type[msgspec.Struct]] = {
-    "incident": Incident,
+    "incident": IncidentRecord,
     "status": Status,
     "event": Event,
     "notice": Notice,
@@ -375,7 +375,7 @@ class Replicas:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProtectionPlan:
     """The costs and gains of protection.
 
     Args:

@@ -227,7 +227,7 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
             if "" not in (pair := reports[rank].weights[used.label]) and pair[0] != pair[1]
         )
         if changed:
-            used = _Difference(used.label, used.keys, changed, ())
+            used = _SumDifference(used.label, used.keys, changed, ())
         difference = "changed after their gather" if changed else "differ between their holders"
         return Finding(Kind.WEIGHTS, *used, step, f"weights of {used.label} {difference}, in step {step + 1}")
     text = f"the sums of step {step} were added up wrongly"
@@ -250,16 +250,16 @@ def unexplained(size: int, step: int, agreed: int) -> Finding:
     return Finding(Kind.UPDATE, "", (), (), tuple(range(size)), min(agreed, step - 1), text)
 
 
-class _Difference(NamedTuple):
+class _SumDifference(NamedTuple):
     label: str = ""
     keys: tuple[str, ...] = ()
     named: tuple[int, ...] = ()
     suspects: tuple[int, ...] = ()
 
 
-def _compare(holders: Holders, sums_of: Callable[[int, str], Sums]) -> _Difference:
+def _compare(holders: Holders, sums_of: Callable[[int, str], Sums]) -> _SumDifference:
     """Return the difference of the first different label, with the ranks of all different labels."""
-    first = _Difference()
+    first = _SumDifference()
     named: set[int] = set()
     suspects: set[int] = set()
     for label, ranks in sorted(holders.items()):
@@ -269,7 +269,7 @@ def _compare(holders: Holders, sums_of: Callable[[int, str], Sums]) -> _Differen
         if not deviating:
             continue
         if not first.label:
-            first = _Difference(label, tuple(different(list(sums.values()))))
+            first = _SumDifference(label, tuple(different(list(sums.values()))))
         if 2 * count > len(ranks):
             named |= {rank for rank, rank_hash in hashes.items() if rank_hash != common}
         else:

@@ -16,7 +16,7 @@ import msgspec
 
 from adaptor import terminal, text
 from adaptor.errors import ConfigError
-from adaptor.protocol.records import Plan, Replicas
+from adaptor.protocol.records import ProtectionPlan, Replicas
 from adaptor.terminal import FINDING, OK, USAGE, Add
 from adaptor.text import duration
 
@@ -36,7 +36,7 @@ class PlanReport(msgspec.Struct):
     refusals: list[str]
     not_online: list[str] | None
     layout: _Layout | None
-    plan: Plan | None
+    plan: ProtectionPlan | None
 
 
 def add(add_command: Add) -> None:

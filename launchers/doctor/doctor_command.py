@@ -24,7 +24,7 @@ from adaptor.launchers.cli import plan
 from adaptor.terminal import FINDING, OK, Add, show
 
 if TYPE_CHECKING:
-    from adaptor.launchers.doctor.doctor_job import Finding, PlannedJob
+    from adaptor.launchers.doctor.doctor_job import CheckResult, PlannedJob
 
 # Of torchrun's rendezvous c10d.
 RENDEZVOUS_PORT = 29400
@@ -85,7 +85,7 @@ def _answer(parsed: argparse.Namespace) -> int:
         plan.require_ranks(nodes, parsed.nproc_per_node)
         plan.require_file(script)
     job = PlannedJob(script, nodes, parsed.nproc_per_node)
-    all_findings: list[Finding] = []
+    all_findings: list[CheckResult] = []
     for finding in findings(parsed.save, parsed.write_mib << 20, parsed.nodes, parsed.rdzv_port, job):
         all_findings.append(finding)
         if not parsed.json:
@@ -98,14 +98,14 @@ def _answer(parsed: argparse.Namespace) -> int:
     return FINDING if bad else OK
 
 
-def _line(finding: Finding) -> str:
+def _line(finding: CheckResult) -> str:
     remedy_text = f": {finding.remedy}" if finding.remedy else ""
     return text.encodable(f"{finding.level:<4} {finding.name:<12} {finding.words}{remedy_text}")
 
 
 def findings(
     save: Path | None, size: int, nodes: int, rendezvous_port: int, job: PlannedJob
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Make every check; an error in a check becomes a finding.
 
     Args:
@@ -115,7 +115,7 @@ def findings(
         job: the job to run on this node.
     """
     from adaptor.launchers.doctor import doctor_machine, doctor_nodes
-    from adaptor.launchers.doctor.doctor_job import Finding
+    from adaptor.launchers.doctor.doctor_job import CheckResult
 
     try:
         settings = config.load()
@@ -124,10 +124,10 @@ def findings(
         for hook in hooks.of_agent(settings):
             hook.require()
     except AdaptorError as error:
-        yield Finding("settings", "FAIL", str(error))
+        yield CheckResult("settings", "FAIL", str(error))
         return
-    yield Finding("settings", "OK", "every setting makes sense")
-    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+    yield CheckResult("settings", "OK", "every setting makes sense")
+    checks: list[tuple[str, Callable[[], Iterator[CheckResult]]]] = [
         (check.__name__, lambda check=check: check(settings))  # type: ignore[misc]
         for check in doctor_machine.CHECKS
     ]
@@ -142,9 +142,9 @@ def findings(
         try:
             yield from check()
         except AdaptorError as error:
-            yield Finding(name, "FAIL", str(error))
+            yield CheckResult(name, "FAIL", str(error))
         except Exception as error:  # a failed check hides no other check
-            yield Finding(name, "WARN", f"this could not be checked: {text.describe(error)}")
+            yield CheckResult(name, "WARN", f"this could not be checked: {text.describe(error)}")
 
 
 class DoctorHooks(AgentHooks):

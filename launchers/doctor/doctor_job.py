@@ -18,7 +18,7 @@ from adaptor import host_memory
 from adaptor.config import Config
 from adaptor.launchers.cli import plan
 from adaptor.operations import job_reader
-from adaptor.protocol.records import Plan, Replicas
+from adaptor.protocol.records import ProtectionPlan, Replicas
 from adaptor.text import duration, size
 
 # A save is not always as fast as the trial, and tensors do not get all memory that is free before a job.
@@ -73,18 +73,18 @@ class PlannedJob:
         self.script = script
         self.nodes = nodes
         self._ranks_per_node = ranks_per_node
-        self._plan: Plan | None = None
+        self._plan: ProtectionPlan | None = None
 
-    def fits(self, settings: Config) -> Iterator[Finding]:
+    def fits(self, settings: Config) -> Iterator[CheckResult]:
         """Read the arguments with the framework's parser, and compare the needs of a rank with the node."""
         report = plan.report(self.script, self.nodes, self._ranks_per_node)
         if report is None:
-            yield Finding("job", "FAIL", "its arguments cannot be examined", "stderr has said why")
+            yield CheckResult("job", "FAIL", "its arguments cannot be examined", "stderr has said why")
             return
         for line in report.refusals:
-            yield Finding("job", "FAIL", line)
+            yield CheckResult("job", "FAIL", line)
         if not report.refusals:
-            yield Finding("job", "OK" if report.fits else "WARN", report.verdict)
+            yield CheckResult("job", "OK" if report.fits else "WARN", report.verdict)
         self._plan = report.plan
         if report.plan is not None:
             yield from memory(report.plan, settings)
@@ -101,7 +101,7 @@ class PlannedJob:
         )
 
 
-def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
+def memory(of_job: ProtectionPlan, settings: Config) -> Iterator[CheckResult]:
     """Compare the memory of a rank with the free memory of the device, or of the host without a device.
 
     Args:
@@ -112,14 +112,14 @@ def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
     need = None if row is None else _rank_memory(of_job, row, settings)
     if row is None or need is None:
         description = "how much memory a rank takes is not known of this framework"
-        yield Finding("replica", "WARN", description, "calculate it with the formulas of docs/costs.md")
+        yield CheckResult("replica", "WARN", description, "calculate it with the formulas of docs/costs.md")
         return
     on_host = host_memory.available()
     # With several nodes each node also keeps the copies of another node.
     copies = (row.host_copy or 0.0) * ranks * min(2, of_job.nodes) if of_job.makes_copies else 0.0
     if settings.host_copy is None and copies > on_host * host_memory.FOR_COPIES:
         description = f"the copies of this node would take {_bytes(copies)}, and {_bytes(on_host)} are free"
-        yield Finding(
+        yield CheckResult(
             "host copies",
             "WARN",
             f"{description}: none are made",
@@ -137,22 +137,22 @@ def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
         f" optimizer; {_bytes(free)} are free on {memory_place}"
     )
     if need > free:
-        yield Finding("replica", "FAIL", description, _smaller_replica(of_job, settings, free))
+        yield CheckResult("replica", "FAIL", description, _smaller_replica(of_job, settings, free))
     elif need * _MARGIN > free:
-        yield Finding("replica", "WARN", description, "activations come on top: docs/costs.md")
+        yield CheckResult("replica", "WARN", description, "activations come on top: docs/costs.md")
     else:
-        yield Finding("replica", "OK", f"{description}; activations come on top")
+        yield CheckResult("replica", "OK", f"{description}; activations come on top")
     if copies:
         description = f"the copies of this node take {_bytes(copies)}, and {_bytes(on_host)} are free"
         bad = copies > on_host
         remedy = "leave TTP_HOST_COPY out, or give the node more memory" if bad else ""
-        yield Finding("host copies", "FAIL" if bad else "OK", description, remedy)
+        yield CheckResult("host copies", "FAIL" if bad else "OK", description, remedy)
     remaining_bytes = on_host - copies if device is not None else on_host - copies - need * ranks
     if of_job.writer is not None and of_job.writer > remaining_bytes:
         description = (
             f"where a save cannot be written in place, one rank gathers {_bytes(of_job.writer)} on the host"
         )
-        yield Finding(
+        yield CheckResult(
             "gathering",
             "WARN",
             f"{description}; {_bytes(max(0.0, remaining_bytes))} are left there",
@@ -160,14 +160,14 @@ def memory(of_job: Plan, settings: Config) -> Iterator[Finding]:
         )
 
 
-def _rank_memory(of_job: Plan, row: Replicas, settings: Config) -> float | None:
+def _rank_memory(of_job: ProtectionPlan, row: Replicas, settings: Config) -> float | None:
     """Return the bytes of weights, gradients, optimizer and the adaptor's additions; None if unknown."""
     if of_job.training is None or row.memory is None:
         return None
     return of_job.training + row.memory + ((row.local_copy or 0.0) if settings.local_copy else 0.0)
 
 
-def _smaller_replica(of_job: Plan, settings: Config, free: float) -> str:
+def _smaller_replica(of_job: ProtectionPlan, settings: Config, free: float) -> str:
     """Return the remedy for a rank without room for its replica."""
     for row in of_job.replicas:
         need = _rank_memory(of_job, row, settings)
@@ -191,7 +191,7 @@ def _device_memory(settings: Config) -> tuple[float, str] | None:
     return min((float(of_kind.mem_get_info(at)[0]), f"{kind}:{at}") for at in range(of_kind.device_count()))
 
 
-def times(speed: Speed, save: Save | None, room: int, settings: Config) -> Iterator[Finding]:
+def times(speed: Speed, save: Save | None, room: int, settings: Config) -> Iterator[CheckResult]:
     """Compare a save with free disk space and allowed time.
 
     Args:
@@ -206,17 +206,17 @@ def times(speed: Speed, save: Save | None, room: int, settings: Config) -> Itera
         remedy = (
             "say -- SCRIPT ARGUMENTS, or a --save with a checkpoint, to compare it with a save of the job"
         )
-        yield Finding("TTP_GRACE", "OK", description, remedy)
+        yield CheckResult("TTP_GRACE", "OK", description, remedy)
         yield _without_progress(speed, None, settings)
         return
     if save.size > room:
         description = f"a save has {_bytes(save.size)} ({save.source}), and {_bytes(room)} are free there"
-        yield Finding("room", "FAIL", description, "make room, or name another --save")
+        yield CheckResult("room", "FAIL", description, "make room, or name another --save")
     yield _grace(save, save.part / speed.rate, settings.grace_s)
     yield _without_progress(speed, save, settings)
 
 
-def _grace(save: Save, seconds: float, grace_s: float) -> Finding:
+def _grace(save: Save, seconds: float, grace_s: float) -> CheckResult:
     """Compare the seconds of this node's part of a save with TTP_GRACE."""
     all_of = "all of it" if save.nodes == 1 else f"1 of {save.nodes} nodes"
     description = (
@@ -225,17 +225,17 @@ def _grace(save: Save, seconds: float, grace_s: float) -> Finding:
     )
     needed_s = math.ceil(seconds * _MARGIN)
     if needed_s <= grace_s:
-        return Finding("TTP_GRACE", "OK", description)
+        return CheckResult("TTP_GRACE", "OK", description)
     remedy = (
         f"set TTP_GRACE to {needed_s} or more, and what the scheduler gives to more than that (KillWait,"
         " GraceTime, terminationGracePeriodSeconds)"
         if needed_s <= _LONGEST
         else f"name a --save that is faster: TTP_GRACE is {_LONGEST} at most"
     )
-    return Finding("TTP_GRACE", "FAIL" if seconds > grace_s else "WARN", description, remedy)
+    return CheckResult("TTP_GRACE", "FAIL" if seconds > grace_s else "WARN", description, remedy)
 
 
-def _without_progress(speed: Speed, save: Save | None, settings: Config) -> Finding:
+def _without_progress(speed: Speed, save: Save | None, settings: Config) -> CheckResult:
     """Compare the longest pause of the trial with TTP_OT, the limit of time without progress."""
     limit, pause = settings.timeout_s, speed.pause_s
     written_text = f"{speed.rate * limit / 1e9:.1f} GB could be written in them"
@@ -247,7 +247,7 @@ def _without_progress(speed: Speed, save: Save | None, settings: Config) -> Find
         f" the trial was {duration(pause)}"
     )
     if pause * _ASKS < limit:
-        return Finding("TTP_OT", "OK", description)
+        return CheckResult("TTP_OT", "OK", description)
     needed_s = math.ceil(pause * _ASKS * _MARGIN)
     remedy = (
         f"set TTP_OT to {needed_s} or more: a save that stands still for {limit:.0f} s is given up, and for"
@@ -255,14 +255,14 @@ def _without_progress(speed: Speed, save: Save | None, settings: Config) -> Find
         if needed_s <= _LONGEST
         else "name a --save on a disk that does not stand still"
     )
-    return Finding("TTP_OT", "FAIL" if pause >= limit else "WARN", description, remedy)
+    return CheckResult("TTP_OT", "FAIL" if pause >= limit else "WARN", description, remedy)
 
 
 def _bytes(count: float | None) -> str:
     return "not known" if count is None else size(int(count))
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """One line of `ttp doctor`.
 
     Attributes:

@@ -31,7 +31,7 @@ from adaptor.launchers.agent.processes import find_py_spy
 from adaptor.launchers.cli.start_checks import INTERFACES, require_interfaces
 from adaptor.launchers.control import credentials
 from adaptor.launchers.doctor import doctor_job
-from adaptor.launchers.doctor.doctor_job import Finding, PlannedJob, Speed
+from adaptor.launchers.doctor.doctor_job import CheckResult, PlannedJob, Speed
 
 _TORCH = (Version("2.4"), Version("3"))
 # Each worker takes some tens of descriptors, and a data loader some more.
@@ -44,67 +44,71 @@ _UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
 _TIMEX_BYTES = 512  # more than struct timex has
 
 
-def software(settings: Config) -> Iterator[Finding]:
+def software(settings: Config) -> Iterator[CheckResult]:
     """Check the versions."""
     versions = f"Python {platform.python_version()}, ttp-adaptor {metadata.version('ttp-adaptor')}"
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
-        yield Finding("software", "FAIL", f"{versions}; torch is not installed", "install torch 2.4 or later")
+        yield CheckResult(
+            "software", "FAIL", f"{versions}; torch is not installed", "install torch 2.4 or later"
+        )
         return
     fits = _TORCH[0] <= Version(torch) < _TORCH[1]
     remedy = "" if fits else "install torch 2.4 or later, below 3"
-    yield Finding("software", "OK" if fits else "FAIL", f"{versions}, torch {torch}", remedy)
+    yield CheckResult("software", "OK" if fits else "FAIL", f"{versions}, torch {torch}", remedy)
     try:
         warning = distributions.conflict()
     except AdaptorError as error:
-        yield Finding("software", "FAIL", str(error))
+        yield CheckResult("software", "FAIL", str(error))
     else:
         if warning:
-            yield Finding("software", "WARN", warning)
+            yield CheckResult("software", "WARN", warning)
 
 
-def kernel(settings: Config) -> Iterator[Finding]:
+def kernel(settings: Config) -> Iterator[CheckResult]:
     """Check whether the kernel reports the death of a process at once."""
     name = f"Linux {platform.release()}"
     try:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
-        yield Finding("kernel", "FAIL", f"{name} has no pidfd_open ({error})", "use Linux 5.3 or later")
+        yield CheckResult("kernel", "FAIL", f"{name} has no pidfd_open ({error})", "use Linux 5.3 or later")
     else:
-        yield Finding("kernel", "OK", name)
+        yield CheckResult("kernel", "OK", name)
 
 
-def device(settings: Config) -> Iterator[Finding]:
+def device(settings: Config) -> Iterator[CheckResult]:
     """Check for the accelerator."""
     if settings.device:
         devices.require(settings.device)
-        yield Finding("device", "OK", f"TTP_DEVICE is {settings.device}")
+        yield CheckResult("device", "OK", f"TTP_DEVICE is {settings.device}")
         return
     import torch
 
     if torch.cuda.is_available():
         names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
-        yield Finding("device", "OK", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}")
+        yield CheckResult("device", "OK", f"{torch.cuda.device_count()} × {', '.join(sorted(names))}")
     elif importlib.util.find_spec("torch_npu") is not None:
-        yield Finding("device", "OK", f"torch_npu {metadata.version('torch_npu')}")
+        yield CheckResult("device", "OK", f"torch_npu {metadata.version('torch_npu')}")
     else:
-        yield Finding(
+        yield CheckResult(
             "device", "WARN", "there is no accelerator", "set TTP_DEVICE=cpu if the job is to run on the CPU"
         )
 
 
-def network(settings: Config) -> Iterator[Finding]:
+def network(settings: Config) -> Iterator[CheckResult]:
     """Check whether other nodes reach the address where gloo listens, and the port of the controller."""
     named = os.environ.get(INTERFACES, "")
     own_interfaces = ", ".join(name for _, name in socket.if_nameindex())
     try:
         require_interfaces(named)
     except AdaptorError as error:
-        yield Finding("network", "FAIL", str(error))
+        yield CheckResult("network", "FAIL", str(error))
     else:
         yield from (
-            [Finding("network", "OK", f"{INTERFACES} is {named}")] if named else _host_name(own_interfaces)
+            [CheckResult("network", "OK", f"{INTERFACES} is {named}")]
+            if named
+            else _host_name(own_interfaces)
         )
     with socket.socket() as listener:
         try:
@@ -112,14 +116,14 @@ def network(settings: Config) -> Iterator[Finding]:
             listener.bind(("", settings.port))
         except OSError as error:
             description = f"TTP_PORT {settings.port} cannot be had ({error.strerror})"
-            yield Finding(
+            yield CheckResult(
                 "port", "WARN", description, "the next free one will be taken; firewalls must allow it"
             )
         else:
-            yield Finding("port", "OK", f"TTP_PORT {settings.port} is free")
+            yield CheckResult("port", "OK", f"TTP_PORT {settings.port} is free")
 
 
-def _host_name(interface_names: str) -> Iterator[Finding]:
+def _host_name(interface_names: str) -> Iterator[CheckResult]:
     host = socket.gethostname()
     try:
         address = socket.gethostbyname(host)
@@ -128,46 +132,46 @@ def _host_name(interface_names: str) -> Iterator[Finding]:
     else:
         description = f"the host name {host} is {address}"
     if address and not address.startswith("127."):
-        yield Finding("network", "OK", description)
+        yield CheckResult("network", "OK", description)
     else:
         remedy = (
             f"for several nodes set {INTERFACES} to the interface that other nodes reach, one of "
             f"{interface_names}"
         )
-        yield Finding("network", "WARN", description, remedy)
+        yield CheckResult("network", "WARN", description, remedy)
 
 
-def certificates(settings: Config) -> Iterator[Finding]:
+def certificates(settings: Config) -> Iterator[CheckResult]:
     """Check whether other nodes would accept the certificate, and until when."""
     if not settings.tls_cert:
         description = "plain connections" if settings.tls == "plain" else "no certificates: one machine only"
-        yield Finding("certificates", "OK", description)
+        yield CheckResult("certificates", "OK", description)
         return
     try:
         remaining_s = credentials.ends(settings) - time.time()
     except AdaptorError as error:
-        yield Finding("certificates", "FAIL", str(error))
+        yield CheckResult("certificates", "FAIL", str(error))
         return
     description = f"TTP_TLS_CERT {settings.tls_cert} ends in {remaining_s / 86400:.1f} days"
     remedy = "renew the file in place: it is read again at each connection" if remaining_s < _RENEW_S else ""
-    yield Finding("certificates", "WARN" if remedy else "OK", description, remedy)
+    yield CheckResult("certificates", "WARN" if remedy else "OK", description, remedy)
 
 
-def limits(settings: Config) -> Iterator[Finding]:
+def limits(settings: Config) -> Iterator[CheckResult]:
     """Check the resource limits of a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     remedy = f"ulimit -n {_DESCRIPTORS} (the hard limit is {hard})" if soft < _DESCRIPTORS else ""
-    yield Finding("descriptors", "WARN" if remedy else "OK", f"{soft} for each process", remedy)
+    yield CheckResult("descriptors", "WARN" if remedy else "OK", f"{soft} for each process", remedy)
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     remedy = "data loaders need it: docker run --shm-size, or a memory volume there" if shm < _SHM else ""
-    yield Finding("/dev/shm", "WARN" if remedy else "OK", f"{_binary_size(shm)} free", remedy)
+    yield CheckResult("/dev/shm", "WARN" if remedy else "OK", f"{_binary_size(shm)} free", remedy)
     description = (
         f"{_binary_size(host_memory.available())} free on the host, limits of control groups included"
     )
-    yield Finding("memory", "OK", description)
+    yield CheckResult("memory", "OK", description)
 
 
-def folders(settings: Config) -> Iterator[Finding]:
+def folders(settings: Config) -> Iterator[CheckResult]:
     """Check the folders for logs and for sockets."""
     logs, temporary = Path(settings.log_path), Path(tempfile.gettempdir())
     is_missing = not logs.exists()
@@ -178,48 +182,50 @@ def folders(settings: Config) -> Iterator[Finding]:
         if is_missing:
             logs.rmdir()
     except OSError as error:
-        yield Finding("logs", "FAIL", f"{logs} cannot be written ({error.strerror})", "set TTP_LOG_PATH")
+        yield CheckResult("logs", "FAIL", f"{logs} cannot be written ({error.strerror})", "set TTP_LOG_PATH")
     else:
-        yield Finding("logs", "OK", str(logs))
+        yield CheckResult("logs", "OK", str(logs))
     try:
         with tempfile.TemporaryFile(dir=temporary):
             pass
     except OSError as error:
-        yield Finding("temporary", "FAIL", f"{temporary} cannot be written ({error.strerror})", "set TMPDIR")
+        yield CheckResult(
+            "temporary", "FAIL", f"{temporary} cannot be written ({error.strerror})", "set TMPDIR"
+        )
         return
     is_long = len(os.fsencode(temporary)) > _LONGEST_TEMPORARY
     remedy = "sockets are in it, whose paths are short: set TMPDIR to a shorter one" if is_long else ""
-    yield Finding("temporary", "FAIL" if is_long else "OK", str(temporary), remedy)
+    yield CheckResult("temporary", "FAIL" if is_long else "OK", str(temporary), remedy)
 
 
-def stacks(settings: Config) -> Iterator[Finding]:
+def stacks(settings: Config) -> Iterator[CheckResult]:
     """Check whether a hang can be explained with native stacks."""
     spy = find_py_spy()
     scope = _text(Path("/proc/sys/kernel/yama/ptrace_scope"))
     if spy is None:
-        yield Finding(
+        yield CheckResult(
             "stacks", "WARN", "py-spy is not installed", "pip install py-spy for native stacks of a hang"
         )
     elif scope in ("2", "3") and os.geteuid() != 0:
         description = f"kernel.yama.ptrace_scope is {scope}: py-spy may not look into workers"
-        yield Finding(
+        yield CheckResult(
             "stacks", "WARN", description, "allow it (1, or CAP_SYS_PTRACE) for native stacks of a hang"
         )
     else:
-        yield Finding("stacks", "OK", f"py-spy is {spy}")
+        yield CheckResult("stacks", "OK", f"py-spy is {spy}")
 
 
-def clock(settings: Config) -> Iterator[Finding]:
+def clock(settings: Config) -> Iterator[CheckResult]:
     """Ask the kernel whether the clock is synchronised."""
     state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     if state == _UNSYNCHRONISED:
         remedy = "on several nodes run chronyd or ntpd: reports order events by the nodes' clocks"
-        yield Finding("clock", "WARN", "the kernel says that nothing keeps its clock right", remedy)
+        yield CheckResult("clock", "WARN", "the kernel says that nothing keeps its clock right", remedy)
     else:
-        yield Finding("clock", "OK", "it is kept right")
+        yield CheckResult("clock", "OK", "it is kept right")
 
 
-def scheduler(settings: Config) -> Iterator[Finding]:
+def scheduler(settings: Config) -> Iterator[CheckResult]:
     """Compare the scheduler's kill time with TTP_GRACE."""
     if "SLURM_JOB_ID" not in os.environ or shutil.which("scontrol") is None:
         return
@@ -233,10 +239,10 @@ def scheduler(settings: Config) -> Iterator[Finding]:
             short = seconds < settings.grace_s
             remedy = "raise KillWait, or lower TTP_GRACE" if short else ""
             description = f"Slurm's KillWait is {seconds:.0f} s, TTP_GRACE {settings.grace_s:.0f} s"
-            yield Finding("scheduler", "FAIL" if short else "OK", description, remedy)
+            yield CheckResult("scheduler", "FAIL" if short else "OK", description, remedy)
 
 
-CHECKS: Sequence[Callable[[Config], Iterator[Finding]]] = (
+CHECKS: Sequence[Callable[[Config], Iterator[CheckResult]]] = (
     *(software, kernel, device, network, certificates),
     *(limits, folders, stacks, clock, scheduler),
 )
@@ -256,7 +262,7 @@ def _binary_size(count: int) -> str:
 _BLOCK = 8 << 20
 
 
-def save_folder(folder: Path, size: int, job: PlannedJob, settings: Config) -> Iterator[Finding]:
+def save_folder(folder: Path, size: int, job: PlannedJob, settings: Config) -> Iterator[CheckResult]:
     """Try the operations of a save: write, rename, exchange two names, lock, sync to disk.
 
     All files are made in a new subfolder, removed afterwards, as is a folder that did not exist before.
@@ -272,7 +278,7 @@ def save_folder(folder: Path, size: int, job: PlannedJob, settings: Config) -> I
         yield from _tried(folder, size, job, settings)
     except OSError as error:
         description = f"{folder}: a save would fail there ({error.strerror})"
-        yield Finding(
+        yield CheckResult(
             "save", "FAIL", description, "give this user the right and room, or name another --save"
         )
     finally:
@@ -281,11 +287,11 @@ def save_folder(folder: Path, size: int, job: PlannedJob, settings: Config) -> I
                 path.rmdir()
 
 
-def _tried(folder: Path, size: int, job: PlannedJob, settings: Config) -> Iterator[Finding]:
+def _tried(folder: Path, size: int, job: PlannedJob, settings: Config) -> Iterator[CheckResult]:
     status = disk.probe_rights(folder)
     room = shutil.disk_usage(folder).free
     owner = disk.name_user(status.st_uid)
-    yield Finding("save", "OK", f"{folder}: files are of {owner}; {room / 2**30:.1f} GiB free")
+    yield CheckResult("save", "OK", f"{folder}: files are of {owner}; {room / 2**30:.1f} GiB free")
     place = folder / f"{disk.PROBE}doctor_{secrets.token_hex(4)}"
     disk.make_private(place)
     try:
@@ -299,7 +305,7 @@ def _tried(folder: Path, size: int, job: PlannedJob, settings: Config) -> Iterat
         disk.remove(place)
 
 
-def _rename(place: Path) -> Finding:
+def _rename(place: Path) -> CheckResult:
     first_path, second_path = place / "iter_tmp", place / "iter_0000001"
     first_path.mkdir()
     try:
@@ -307,37 +313,43 @@ def _rename(place: Path) -> Finding:
         disk.sync(place)
     except OSError as error:
         description = f"a folder cannot get its name, or not reach the disk ({error.strerror})"
-        return Finding("rename", "FAIL", description, "use a file system that renames folders and syncs them")
-    return Finding("rename", "OK", "a folder gets its name, and that is on disk")
+        return CheckResult(
+            "rename", "FAIL", description, "use a file system that renames folders and syncs them"
+        )
+    return CheckResult("rename", "OK", "a folder gets its name, and that is on disk")
 
 
-def _exchange(place: Path) -> Finding:
+def _exchange(place: Path) -> CheckResult:
     first_path, second_path = place / "a", place / "b"
     first_path.mkdir()
     second_path.mkdir()
     if disk.exchange(first_path, second_path):
-        return Finding("exchange", "OK", "two folders can exchange their names at once")
+        return CheckResult("exchange", "OK", "two folders can exchange their names at once")
     description = "two folders cannot exchange their names at once (NFS cannot)"
     remedy = "a checkpoint of a step that was saved before is replaced in two steps: docs/promises.md"
-    return Finding("exchange", "WARN", description, remedy)
+    return CheckResult("exchange", "WARN", description, remedy)
 
 
-def _lock(place: Path) -> Finding:
+def _lock(place: Path) -> CheckResult:
     path = place / "lock"
     with path.open("w") as first_file, path.open("w") as second_file:
         try:
             fcntl.flock(first_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             description = f"flock does not work ({error.strerror})"
-            return Finding("lock", "FAIL", description, "mount the file system with locks (Lustre: -o flock)")
+            return CheckResult(
+                "lock", "FAIL", description, "mount the file system with locks (Lustre: -o flock)"
+            )
         try:
             fcntl.flock(second_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return Finding("lock", "OK", "flock keeps others out, on this node")
-    return Finding("lock", "FAIL", "two locks on one file are held at once", "mount it with working locks")
+            return CheckResult("lock", "OK", "flock keeps others out, on this node")
+    return CheckResult(
+        "lock", "FAIL", "two locks on one file are held at once", "mount it with working locks"
+    )
 
 
-def _speed(place: Path, size: int) -> tuple[Speed, Finding]:
+def _speed(place: Path, size: int) -> tuple[Speed, CheckResult]:
     """Write as a save does (syncing while writing), and measure the speed."""
     block = os.urandom(min(_BLOCK, max(size, 1)))
     moved = [time.monotonic()]
@@ -350,4 +362,4 @@ def _speed(place: Path, size: int) -> tuple[Speed, Finding]:
         max(moved_after - moved_before for moved_before, moved_after in pairwise(moved)),
     )
     description = f"{file.bytes / 2**20:.0f} MiB were written and synced at {speed.rate / 1e6:.0f} MB/s"
-    return speed, Finding("speed", "OK", description)
+    return speed, CheckResult("speed", "OK", description)

@@ -36,7 +36,7 @@ from adaptor.launchers.cli.start_checks import INTERFACES
 from adaptor.launchers.control import credentials
 from adaptor.launchers.control.agent_connections import bind
 from adaptor.launchers.control.credentials import Contexts
-from adaptor.launchers.doctor.doctor_job import Finding
+from adaptor.launchers.doctor.doctor_job import CheckResult
 
 # srun starts its tasks within seconds; a client of NFS sees a new file after its cache of a minute at most.
 MEET_S = 120.0
@@ -129,7 +129,7 @@ class _Meeting:
             self.ahead[path.name] = max(self.ahead.get(path.name, 0.0), node.clock - time_now)
 
 
-def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) -> Iterator[Finding]:
+def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) -> Iterator[CheckResult]:
     """Meet the other nodes, and try the connections between nodes.
 
     Args:
@@ -152,9 +152,9 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
             hosts_met = ", ".join(sorted(node.host for node in meeting.others.values())) or "no other node"
             description = f"{hosts_met} of {nodes - 1} others met this one in {folder} within {MEET_S:.0f} s"
             remedy = "run it on all nodes at once (srun), with a --save that all of them share"
-            yield Finding("nodes", "FAIL", description, remedy)
+            yield CheckResult("nodes", "FAIL", description, remedy)
             return
-        yield Finding("nodes", "OK", f"{nodes} nodes share {folder}")
+        yield CheckResult("nodes", "OK", f"{nodes} nodes share {folder}")
         yield from _ports(meeting, contexts)
         yield _lock(place, meeting)
         yield _clocks(meeting)
@@ -165,62 +165,62 @@ def between(folder: Path, nodes: int, settings: Config, rendezvous_port: int) ->
         meeting.leave()
 
 
-def _ports(meeting: _Meeting, contexts: credentials.Contexts | None) -> Iterator[Finding]:
+def _ports(meeting: _Meeting, contexts: credentials.Contexts | None) -> Iterator[CheckResult]:
     """Connect to all other nodes; no node stops listening before all have tried."""
     other_nodes = sorted(meeting.others.values(), key=lambda node: node.host)
     yield from reach([Peer(node.host, node.address, tuple(node.ports)) for node in other_nodes], contexts)
     meeting.own.tried = True
     if not meeting.wait(lambda: all(node.tried or not node.ports for node in meeting.others.values())):
-        yield Finding(
+        yield CheckResult(
             "ports", "WARN", "the other nodes did not finish trying their connections", "run it again"
         )
 
 
-def _lock(place: Path, meeting: _Meeting) -> Finding:
+def _lock(place: Path, meeting: _Meeting) -> CheckResult:
     """Try whether the lock of one node keeps the others out; no node leaves before all have tried."""
     holder = min(meeting.name, *meeting.others)
     remedy = "mount it so that locks reach all nodes (Lustre: -o flock, not localflock; NFS: no nolock)"
-    late = Finding("locks", "WARN", "the other nodes did not finish trying a lock", "run it again")
+    late = CheckResult("locks", "WARN", "the other nodes did not finish trying a lock", "run it again")
     with (place / "lock").open("a") as file:
         if holder == meeting.name:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                return Finding("locks", "FAIL", f"flock does not work ({error.strerror})", remedy)
+                return CheckResult("locks", "FAIL", f"flock does not work ({error.strerror})", remedy)
             meeting.own.stage = "locked"
             if not meeting.wait(lambda: all(node.stage == "done" for node in meeting.others.values())):
                 return late
-            return Finding("locks", "OK", "this node held a lock, which the others tried to get")
+            return CheckResult("locks", "OK", "this node held a lock, which the others tried to get")
         if not meeting.wait(lambda: meeting.others[holder].stage == "locked" or holder not in meeting.there):
             return late
         holder_host = meeting.others[holder].host
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            finding = Finding("locks", "OK", f"a lock of {holder_host} keeps this node out")
+            finding = CheckResult("locks", "OK", f"a lock of {holder_host} keeps this node out")
         except OSError as error:
-            finding = Finding("locks", "FAIL", f"flock does not work ({error.strerror})", remedy)
+            finding = CheckResult("locks", "FAIL", f"flock does not work ({error.strerror})", remedy)
         else:
             fcntl.flock(file, fcntl.LOCK_UN)
-            finding = Finding("locks", "FAIL", f"this node got a lock that {holder_host} holds", remedy)
+            finding = CheckResult("locks", "FAIL", f"this node got a lock that {holder_host} holds", remedy)
         meeting.own.stage = "done"
         return finding if meeting.wait(lambda: holder not in meeting.there) else late
 
 
-def _clocks(meeting: _Meeting) -> Finding:
+def _clocks(meeting: _Meeting) -> CheckResult:
     """Compare clocks: a time written before the read may not be later than now."""
     name, most_ahead_s = max(meeting.ahead.items(), key=lambda pair: pair[1])
     if most_ahead_s < SKEW_S:
-        return Finding("clocks", "OK", f"no clock of the others is ahead of this one by {SKEW_S:.0f} s")
+        return CheckResult("clocks", "OK", f"no clock of the others is ahead of this one by {SKEW_S:.0f} s")
     description = (
         f"the clock of {meeting.others[name].host} is ahead of this one by at least {most_ahead_s:.1f} s"
     )
-    return Finding(
+    return CheckResult(
         "clocks", "WARN", description, "run chrony or ntpd: times in reports would be in a wrong order"
     )
 
 
-def _routes(meeting: _Meeting) -> Iterator[Finding]:
+def _routes(meeting: _Meeting) -> Iterator[CheckResult]:
     own_address = meeting.own.address
     wrong = 0
     for node in sorted(meeting.others.values(), key=lambda node: node.host):
@@ -233,18 +233,18 @@ def _routes(meeting: _Meeting) -> Iterator[Finding]:
             description = (
                 f"the route to {node.host} {route_text}, and others reach this node at {own_address}"
             )
-            yield Finding(
+            yield CheckResult(
                 "routes", "WARN", description, f"set {INTERFACES} to the interface that nodes share"
             )
     if not own_address:
-        yield Finding("routes", "WARN", "this node has no address for others", f"set {INTERFACES}")
+        yield CheckResult("routes", "WARN", "this node has no address for others", f"set {INTERFACES}")
     elif not wrong:
-        yield Finding(
+        yield CheckResult(
             "routes", "OK", f"the routes to the others leave from {own_address}, where they reach this node"
         )
 
 
-def _rendezvous(meeting: _Meeting) -> Iterator[Finding]:
+def _rendezvous(meeting: _Meeting) -> Iterator[CheckResult]:
     """Look up the meeting name of the job's nodes; the name of a pod is new in DNS."""
     variable = next((name for name in _MEETING_POINTS if os.environ.get(name)), None)
     if variable is None:
@@ -258,10 +258,10 @@ def _rendezvous(meeting: _Meeting) -> Iterator[Finding]:
 
     if not meeting.wait(is_known, NAME_S):
         remedy = "on Kubernetes a headless Service with publishNotReadyAddresses gives pods their names"
-        yield Finding("rendezvous", "FAIL", f"{variable}: {host} has no address here", remedy)
+        yield CheckResult("rendezvous", "FAIL", f"{variable}: {host} has no address here", remedy)
         return
     nodes = [node.host for node in (meeting.own, *meeting.others.values()) if node.address in addresses_found]
-    yield Finding("rendezvous", "OK", f"{variable}: {host} is {', '.join(nodes or addresses_found)}")
+    yield CheckResult("rendezvous", "OK", f"{variable}: {host} is {', '.join(nodes or addresses_found)}")
 
 
 def _addresses(host: str) -> list[str]:
@@ -367,11 +367,11 @@ class Listening:
                 secured.sendall(_GREETING)
 
 
-def reach(peers: Sequence[Peer], contexts: Contexts | None) -> Iterator[Finding]:
+def reach(peers: Sequence[Peer], contexts: Contexts | None) -> Iterator[CheckResult]:
     """Connect to all ports of all peers."""
     connections_tried = [(peer, port) for peer in peers for port in peer.ports if peer.address]
     if not connections_tried:
-        yield Finding("ports", "WARN", "no other node says where it listens: connections were not tried")
+        yield CheckResult("ports", "WARN", "no other node says where it listens: connections were not tried")
         return
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = list(
@@ -389,7 +389,7 @@ def reach(peers: Sequence[Peer], contexts: Contexts | None) -> Iterator[Finding]
     ]
     for peer, port, reason in wrong:
         description = f"port {port} of {peer.host} ({peer.address}) cannot be reached from here: {reason}"
-        yield Finding(
+        yield CheckResult(
             "ports",
             "FAIL",
             description,
@@ -397,7 +397,7 @@ def reach(peers: Sequence[Peer], contexts: Contexts | None) -> Iterator[Finding]
         )
     if not wrong:
         count, over_tls = len({peer for peer, _ in connections_tried}), " over TLS" if contexts else ""
-        yield Finding(
+        yield CheckResult(
             "ports",
             "OK",
             f"this node has reached {count} others{over_tls}, {len(connections_tried)} ports in all",

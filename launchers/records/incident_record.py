@@ -37,7 +37,7 @@ from adaptor.protocol.messages import (
     Replace,
     Verdict,
 )
-from adaptor.protocol.records import Cause, CauseKind, Event, Incident, Phases, Versions
+from adaptor.protocol.records import Cause, CauseKind, Event, IncidentRecord, Phases, Versions
 
 NOTICED = "fault-noticed"
 # Sections of docs/runbook.md.
@@ -148,7 +148,7 @@ class Timeline:
         )
 
 
-def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_at: float) -> Incident:
+def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_at: float) -> IncidentRecord:
     """Return the record of the incident that ended with `end`.
 
     Args:
@@ -174,7 +174,7 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_a
         lost = _lost(end, newest, timeline)
         action = f"the job ends: {stop}" if stop else _next(end, timeline)
     step = end.step if end.step >= 0 else None
-    return Incident(
+    return IncidentRecord(
         id=name,
         job=timeline.job,
         generation=timeline.generation,
@@ -352,7 +352,7 @@ class GoneOn(NamedTuple):
     origin: int
 
 
-def with_going_on(incident: Incident, gone_on: GoneOn) -> Incident:
+def with_going_on(incident: IncidentRecord, gone_on: GoneOn) -> IncidentRecord:
     """Return the record of `incident` with the way the job went on."""
     is_repeated = bool(gone_on.started)
     phases = msgspec.structs.replace(
@@ -381,10 +381,10 @@ class IncidentFile:
     """
 
     def __init__(
-        self, make: Callable[[], Incident], ended_at: float, generation: int, *, online: bool
+        self, make: Callable[[], IncidentRecord], ended_at: float, generation: int, *, online: bool
     ) -> None:
         self._make = make
-        self._made: Incident | None = None
+        self._made: IncidentRecord | None = None
         self._generation = generation
         self._online = online
         self.ended = ended_at
@@ -409,7 +409,7 @@ class IncidentFile:
             incident = with_going_on(incident, gone_on)
         return notice_of_incident(incident, records.utc(at), "incident" if gone_on is None else "resumed")
 
-    def again(self) -> Incident:
+    def again(self) -> IncidentRecord:
         """Return the current content of the file."""
         if self._made is None:
             self._made = self._make()
@@ -420,7 +420,7 @@ class IncidentFile:
         return self._made
 
 
-def notice_of_incident(incident: Incident, time: str, kind: str = "incident") -> records.Notice:
+def notice_of_incident(incident: IncidentRecord, time: str, kind: str = "incident") -> records.Notice:
     """Return the notice of an incident at `time`.
 
     `kind`: `incident` with its verdict, `resumed` after training has continued.

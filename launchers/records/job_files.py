@@ -28,7 +28,7 @@ from adaptor.protocol.records import (
     STALE_S,
     STATUS_FILE,
     Event,
-    Incident,
+    IncidentRecord,
     Status,
     StepTimes,
     name_of,
@@ -209,7 +209,7 @@ class JobFiles:
         self._status_waits = False
         self._waits_since = 0.0  # on the monotonic clock
         self._has_gap = False  # whether the user was told about unwritten files
-        self._late: dict[str, Callable[[], Incident]] = {}  # incidents whose files could not be written
+        self._late: dict[str, Callable[[], IncidentRecord]] = {}  # incidents whose files could not be written
         self._uses = JobUses()
         self.job = name_of(job or f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}")
 
@@ -222,7 +222,7 @@ class JobFiles:
         """Append the event that `make` returns; `make` is called in the writer's thread."""
         self._writer.submit(partial(self._append, make))
 
-    def write_incident(self, make: Callable[[], Incident]) -> None:
+    def write_incident(self, make: Callable[[], IncidentRecord]) -> None:
         """Write or rewrite the file of the incident that `make` returns, in the writer's thread."""
         self._writer.submit(partial(self._write_incident, make))
 
@@ -267,7 +267,7 @@ class JobFiles:
         with (self.folder / EVENTS_FILE).open("ab", buffering=0) as file:
             file.write(_json.encode(make()) + b"\n")
 
-    def _write_incident(self, make: Callable[[], Incident]) -> None:
+    def _write_incident(self, make: Callable[[], IncidentRecord]) -> None:
         name = ""
         try:
             incident = make()

@@ -20,7 +20,7 @@ from adaptor.launchers.doctor import doctor_job
 from adaptor.launchers.doctor.doctor_job import Save, Speed
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.protocol.records import Plan, Replicas
+from adaptor.protocol.records import ProtectionPlan, Replicas
 from tests import certificates
 
 
@@ -194,7 +194,9 @@ def replica(kind: str, memory: float, *, chosen: bool = False) -> Replicas:
 def needed(split: float, training: float = 1e6, **settings: str) -> dict[str, Any]:
     """Return what is found of the memory for a rank that takes `split` bytes more."""
     rows = [replica("split", split, chosen=True), replica("mirror", split / 1e9), replica("none", 0.0)]
-    of_job = Plan(8, 2, 1e6, training, tuple(rows), 1e6, 1e6, makes_copies="TTP_HOST_COPY" in settings)
+    of_job = ProtectionPlan(
+        8, 2, 1e6, training, tuple(rows), 1e6, 1e6, makes_copies="TTP_HOST_COPY" in settings
+    )
     found = doctor_job.memory(of_job, config.load({"TTP_DEVICE": "cpu", **settings}))
     return {one.name: one for one in found}
 

@@ -15,7 +15,7 @@ import pytest
 from adaptor import config
 from adaptor.launchers.cli import ttp
 from adaptor.launchers.doctor import doctor_nodes
-from adaptor.launchers.doctor.doctor_job import Finding
+from adaptor.launchers.doctor.doctor_job import CheckResult
 from adaptor.launchers.doctor.doctor_nodes import Peer
 from tests import waiting
 from tests.certificates import Authority
@@ -37,7 +37,7 @@ class Node(threading.Thread):
         port, self._rendezvous = free_ports(2)
         self._settings = config.load({"TTP_PORT": str(port), **settings})
         self._folder, self._nodes = folder, nodes
-        self._found: list[Finding] = []
+        self._found: list[CheckResult] = []
         self.start()
 
     def run(self) -> None:

@@ -747,7 +747,7 @@ def test_ttp_incidents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert ttp.main(["incidents", "--json", str(tmp_path)]) == 0
     assert [one["blamed"] for one in json.loads(capsys.readouterr().out)] == [1]
     path = Path(job.report.path)
-    one = msgspec.json.decode(path.read_bytes(), type=records.Incident)
+    one = msgspec.json.decode(path.read_bytes(), type=records.IncidentRecord)
     one.began, one.ended = records.utc(100.0), records.utc(102.0)
     one.phases = records.Phases(restart=2.0, load=5.0, first_step=1.5)
     path.write_bytes(msgspec.json.encode(one))

@@ -15,7 +15,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from adaptor.launchers.cli import ttp
-from adaptor.protocol.records import Incident, Phases
+from adaptor.protocol.records import IncidentRecord, Phases
 from tests.unit.test_serve import BEGAN, incident, job, status  # noqa: F401
 from tests.unit.threads import LONG_S
 
@@ -150,7 +150,7 @@ def test_a_collector_that_refuses(
     assert "NOT TAKEN by the collector" in said.out
     assert said.out.endswith("0 of 1 incidents sent\n")
     assert "Traceback" not in said.err
-    msgspec.json.decode(next((job / "incidents").iterdir()).read_bytes(), type=Incident)  # as it was
+    msgspec.json.decode(next((job / "incidents").iterdir()).read_bytes(), type=IncidentRecord)  # as it was
 
 
 @pytest.mark.parametrize(

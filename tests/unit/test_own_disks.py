@@ -15,7 +15,7 @@ import pytest
 
 from adaptor.checkpoint import left_overs, manifest, publish, regular_folder, resume_selection, tracker
 from adaptor.checkpoint.hashing import HashingFile
-from adaptor.checkpoint.resume_selection import Agreed, Findings, judge
+from adaptor.checkpoint.resume_selection import Agreed, CheckpointProblems, judge
 from adaptor.errors import ResumeError
 from adaptor.protocol import environment, naming
 from tests.unit.test_checkpoint_publish import Crash, _watch_calls_without_events, crash_before  # noqa: F401
@@ -495,11 +495,11 @@ def test_a_disk_that_refuses_to_go_back_is_one_line(tmp_path: Path, monkeypatch:
     assert why == f"{roots[1] / naming.final_name(NEWER)}: Read-only file system (go_back)"
     asks = judge(roots[0], roots[0], None)
     assert next(asks)[0] == roots[0] / naming.final_name(NEWER)  # type: ignore[index]
-    asked = asks.send(Findings(["node 1: damaged"], frozenset([1]), frozenset([1])))
+    asked = asks.send(CheckpointProblems(["node 1: damaged"], frozenset([1]), frozenset([1])))
     assert asked[0] == roots[0] / naming.final_name(OLDER)  # type: ignore[index]
-    assert asks.send(Findings([], frozenset([1]), frozenset([1]))) == Agreed(OLDER, (NEWER,))
+    assert asks.send(CheckpointProblems([], frozenset([1]), frozenset([1]))) == Agreed(OLDER, (NEWER,))
     with pytest.raises(ResumeError) as caught:
-        asks.send(Findings([f"node 1: {why}"]))
+        asks.send(CheckpointProblems([f"node 1: {why}"]))
     assert str(caught.value) == f"node 1: {why}"
     assert [content(root) for root in roots] == before
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from adaptor.protection_plan import ModelSize, Plan, Replicas, Sharing, plan
+from adaptor.protection_plan import ModelSize, ProtectionPlan, Replicas, Sharing, plan
 
 COSTS = (Path(__file__).parents[2] / "docs" / "costs.md").read_text()
 MEMORY = COSTS.partition("## Memory")[2].partition("\n## ")[0]
@@ -24,7 +24,7 @@ def model(parameters: float, tensor: int = 1, pipeline: int = 1, experts: float 
     )
 
 
-def row(made: Plan, kind: str) -> Replicas:
+def row(made: ProtectionPlan, kind: str) -> Replicas:
     return next(one for one in made.replicas if one.kind == kind)
 
 

@@ -35,7 +35,7 @@ from adaptor.protocol import records
 from adaptor.protocol.records import (
     Cause,
     Event,
-    Incident,
+    IncidentRecord,
     IncidentSummary,
     Phases,
     Status,
@@ -54,8 +54,8 @@ def event(at: float, what: str, step: int | None = None, generation: int = 1) ->
     return Event(time=utc(BEGAN + at), job="j", generation=generation, incident=None, type=what, step=step)
 
 
-def incident(number: int = 1, *, lost: int | None = 2) -> Incident:
-    return Incident(
+def incident(number: int = 1, *, lost: int | None = 2) -> IncidentRecord:
+    return IncidentRecord(
         id=f"20260101T000000Z-{number}",
         job="j",
         generation=1,

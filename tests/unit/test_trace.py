@@ -12,7 +12,7 @@ import pytest
 from adaptor import output
 from adaptor.launchers.cli import ttp
 from adaptor.operations.timeline import chrome_trace
-from adaptor.protocol.records import Incident
+from adaptor.protocol.records import IncidentRecord
 from tests.unit.test_operations import Recorded
 from tests.unit.test_serve import get, job, served, server_of  # noqa: F401
 from tests.unit.threads import LONG_S
@@ -84,7 +84,7 @@ def test_a_trace_is_served(job: Path) -> None:  # noqa: F811
 
 def test_an_incident_without_an_event(job: Path) -> None:  # noqa: F811
     (path,) = (job / "incidents").iterdir()
-    one = msgspec.json.decode(path.read_bytes(), type=Incident)
+    one = msgspec.json.decode(path.read_bytes(), type=IncidentRecord)
     one.events = []
     one.blamed = None
     assert [each["name"] for each in entries(chrome_trace(one), "X")] == []
