@@ -30,7 +30,7 @@ from adaptor.launchers.control import credentials
 from adaptor.launchers.records.log import Account, RunRecord, say
 from adaptor.launchers.rendezvous.agreement import Agreement
 from adaptor.launchers.rendezvous.rendezvous_handler import LaterNodes, Rendezvous
-from adaptor.launchers.rendezvous.waiting import EndRequests, wait_for
+from adaptor.launchers.rendezvous.waiting import EndRequests, ask
 from adaptor.launchers.spares.places import Places
 from adaptor.launchers.spares.replacements import Starter
 from adaptor.launchers.spares.spare_gate import StartCounts
@@ -217,7 +217,9 @@ class SurvivorsAgent(LocalElasticAgent):
         if node == 0:
             store.set(_RESTARTS, str(self._account.begun))
         elif not self._record.has_started:
-            begun_restarts = int(store.get(_RESTARTS))
+            begun_restarts = int(
+                ask(store, lambda: store.get(_RESTARTS), lambda: "the number of restarts, from node 0")
+            )
             self._account.begun = begun_restarts
             self._remaining_restarts -= begun_restarts
 
@@ -250,7 +252,7 @@ class SurvivorsAgent(LocalElasticAgent):
             StartError: a spare node has this place.
         """
         if self._places is not None and node:
-            wait_for(lambda: store.get(credentials.KEY), lambda: "the controller, on node 0")
+            ask(store, lambda: store.get(credentials.KEY), lambda: "the controller, on node 0")
             self._places.require_own()
 
     def _come_to_gate(self, worker_group: Any) -> None:

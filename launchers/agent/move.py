@@ -24,7 +24,7 @@ from adaptor.controller.failover import empty_places_after, may_go_on
 from adaptor.launchers.agent.node import Node
 from adaptor.launchers.rendezvous.rendezvous_handler import Rendezvous
 from adaptor.launchers.rendezvous.waiting import UNMET, wait_for
-from adaptor.launchers.spares.places import Places
+from adaptor.launchers.spares.places import DECIDED_S, Places
 from adaptor.launchers.spares.spare_gate import StartCounts
 from adaptor.protocol.messages import Endpoint, Verdict
 
@@ -66,7 +66,9 @@ class Move:
             return None, "less than half of the nodes are left, without node 0"
         try:
             store = wait_for(
-                lambda: self._handler.store_at(endpoint), lambda: "the node that takes the place of node 0"
+                lambda: self._handler.store_at(endpoint),
+                lambda: "the node that takes the place of node 0",
+                limit_s=DECIDED_S,  # the nodes that have reached it wait no longer
             )
             places = Places(store, 0 if self._is_successor else self._number, None)
             if self._is_successor:

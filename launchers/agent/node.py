@@ -32,7 +32,7 @@ from adaptor.launchers.control import credentials
 from adaptor.launchers.control.controller_client import ControllerClient
 from adaptor.launchers.control.credentials import Invitation
 from adaptor.launchers.records.log import Log
-from adaptor.launchers.rendezvous.waiting import wait_for
+from adaptor.launchers.rendezvous.waiting import ask, wait_for
 from adaptor.launchers.spares import spare_node
 from adaptor.launchers.spares.places import Places
 from adaptor.launchers.spares.replacements import Starter
@@ -170,7 +170,7 @@ class Node:
             wait(control.say(AgentHello(node, tuple(ranks), host=socket.gethostname(), pid=os.getpid())))
         else:
             awaited_place = f"the controller, on node 0 of {nodes} at {host}"
-            invitation_bytes: bytes = wait_for(lambda: store.get(credentials.KEY), lambda: awaited_place)
+            invitation_bytes: bytes = ask(store, lambda: store.get(credentials.KEY), lambda: awaited_place)
             # Before `join`: to a spare node the controller may send an order first.
             control.generation = Invitation.decode(
                 invitation_bytes, credentials.kind_of(self._config)

@@ -189,12 +189,22 @@ class Agreement:
 
         Raises:
             ConfigError: names the facts that differ.
+            SilentStoreError: the store does not answer.
         """
+        from adaptor.launchers.rendezvous.waiting import ask
+
         store = self._meeting.store_of_all_rounds
-        if store is None or not store.check([self._key]):
+        if store is None:
+            return
+
+        def read() -> bytes | None:
+            return bytes(store.get(self._key)) if store.check([self._key]) else None
+
+        facts_of_job = ask(store, read, lambda: "the facts of the job, in the rendezvous store")
+        if facts_of_job is None:
             return
         try:
-            job = msgspec.json.decode(store.get(self._key), type=NodeFacts)
+            job = msgspec.json.decode(facts_of_job, type=NodeFacts)
         except msgspec.DecodeError:
             raise ConfigError(
                 "the facts of the job in the rendezvous store were not written by ttprun of this version"
@@ -218,6 +228,7 @@ class Agreement:
             refusal = wait_for(
                 lambda: compare(store, node, nodes, self._facts, self._has_agreed),
                 lambda: "the versions and settings of the other nodes",
+                limit_s=2 * ANSWER_S,
             )
             if refusal:
                 self._meeting.stay_for_others(store, nodes)

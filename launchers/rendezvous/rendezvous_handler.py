@@ -6,6 +6,7 @@ The loss of the node with the store does not end an agent: the survivors are sti
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -199,7 +200,14 @@ class Rendezvous:
         try:
             first_s = AGAIN_S if self._most == 1 else FIRST_S
             look = None if self._has_met else self._look
-            wait_for(work, lambda: self.missing, limit=lambda: self.limit, first_s=first_s, look=look)
+            wait_for(
+                work,
+                lambda: self.missing,
+                limit=lambda: self.limit,
+                first_s=first_s,
+                look=look,
+                limit_s=self._longest_meeting_s,
+            )
         except Interrupted:
             self._interrupted = True
             raise
@@ -284,6 +292,19 @@ class Rendezvous:
         if self._static is not None or holder is None or self._has_met:
             return False
         return holder.state.complete and self._handler._this_node not in holder.state.participants
+
+    @property
+    def _longest_meeting_s(self) -> float:
+        """Return the longest meeting, in seconds; infinite: a job that trains may take this node in later.
+
+        torch waits once for the nodes, and once for the workers of each node.
+        """
+        if self._static is not None:
+            return 2 * float(self._handler.timeout.total_seconds())
+        settings = getattr(self._handler, "settings", None)
+        if settings is None or not self._has_met:
+            return math.inf
+        return 2 * float(settings.timeout.join.total_seconds())
 
     @property
     def limit(self) -> str:

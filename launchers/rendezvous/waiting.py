@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -53,6 +54,9 @@ TAKEN_S = 1.0
 # torch's errors after which nodes have not met.
 UNMET = (DistError, RendezvousError)
 _TAKEN = "EADDRINUSE"
+# The further time for the answer of a store, which answers at the time-out of a question at the latest. torch
+# waits without a limit where the process of the store is stopped, or its machine is switched off.
+ANSWERS_S = 5.0
 # torch's limits of waits for other nodes, by the key of --rdzv-conf: with --node-rank and without.
 _TIMEOUTS_S = {"timeout": 900, "join_timeout": 600}
 
@@ -79,6 +83,7 @@ def wait_for(
     limit: Callable[[], str] = lambda: "",
     first_s: float = FIRST_S,
     look: Callable[[], None] | None = None,
+    limit_s: float = math.inf,
 ) -> T:
     """Run `work` in a thread and return its result; call on the main thread.
 
@@ -90,8 +95,10 @@ def wait_for(
         first_s: seconds before the first line.
         look: is called as often as lines are printed, in another thread, because a disk may hang; an
             exception of `look` ends the wait, as a signal does.
+        limit_s: the longest wait for a store that answers.
 
     Raises:
+        SilentStoreError: `work` has taken `limit_s` and `ANSWERS_S`. It goes on until the process ends.
         Interrupted: SIGINT, SIGTERM or another signal handled by torch came first. `work` goes on until the
             process ends.
     """
@@ -125,8 +132,14 @@ def wait_for(
             thread.start()
             if look is not None:
                 threading.Thread(target=watch, args=[look], name="ttp-look", daemon=True).start()
-            wait_s = first_s
-            while not finished.wait(wait_s):
+            wait_s, until = first_s, time.monotonic() + limit_s + ANSWERS_S
+            while not finished.wait(min(wait_s, max(0.0, until - time.monotonic()))):
+                if time.monotonic() >= until:
+                    thread.name = _ABANDONED
+                    raise SilentStoreError(
+                        f"the rendezvous store has not answered for {limit_s + ANSWERS_S:g} s: its process is"
+                        f" stopped, or its machine is switched off; this node waited for {awaited_text()}"
+                    )
                 if not quiet:
                     _say(awaited_text(), limit())
                 wait_s = AGAIN_S
@@ -139,6 +152,15 @@ def wait_for(
     if not returned:
         raise raised[0]
     return returned[0]
+
+
+def ask(store: Any, work: Callable[[], T], awaited_text: Callable[[], str]) -> T:
+    """Return the result of `work`, a question to a rendezvous store, as `wait_for` does.
+
+    Raises:
+        SilentStoreError: the store has not answered within its own time-out.
+    """
+    return wait_for(work, awaited_text, limit_s=store.timeout.total_seconds())
 
 
 def is_abandoned() -> bool:
@@ -254,6 +276,10 @@ class EndRequests:
             handler(number, frame)
 
 
+class SilentStoreError(RendezvousConnectionError):
+    """The rendezvous store does not answer."""
+
+
 class NotTakenInError(RendezvousError):
     """The job for which the node waited has ended."""
 
@@ -288,6 +314,8 @@ def no_restart_reason(error: Exception, parsed: argparse.Namespace) -> str:
         error: the exception of `torch.distributed.run.run`.
         parsed: the flags of the run.
     """
+    if isinstance(error, SilentStoreError):
+        return f"for {error}"
     if isinstance(error, RendezvousTimeoutError):
         return f"for too few came {_in_time(parsed)}"
     return "for their store is lost"
@@ -319,6 +347,8 @@ def no_start_reason(error: Exception, parsed: argparse.Namespace) -> str:
                 f"the rendezvous at {endpoint} was closed before the job began: another node has ended, and"
                 " its last line says why"
             )
+        case SilentStoreError():
+            return str(error)
         case HostUnknownError():
             return (
                 f"the host name {str(error)!r} does not resolve on this node: correct --master-addr or"

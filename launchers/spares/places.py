@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store
 
 from adaptor.errors import StartError
-from adaptor.launchers.rendezvous.waiting import wait_for
+from adaptor.launchers.rendezvous.waiting import SilentStoreError, ask, wait_for
 from adaptor.launchers.spares.spare_node import GATE, PREFIX
 from adaptor.protocol.spare_messages import TakePlace
 
 # Node 0 has the same verdict at the same time, ends its workers (5 s at most) and asks its spares (3 s for
 # each stopped spare).
 DECIDED_S = 60.0
-# The further time for an answer of the store. torch waits without a limit where the process of the store is
-# stopped, or its machine is switched off.
-ANSWERS_S = 5.0
 # Node 0 opens its gate as soon as it has the controller, to which this node is connected.
 OPENED_S = 10.0
 _FILLED, _LEFT = "1", "0"
@@ -43,18 +39,31 @@ class Places:
 
     def gate(self) -> bytes:
         """Return the invitation to the gate, which node 0 opens with its first workers, or b""."""
-        try:
+
+        def read() -> bytes:
             self._store.wait([GATE], timedelta(seconds=OPENED_S))
             return bytes(self._store.get(GATE))
-        except RuntimeError:  # node 0 is lost, or does not answer
+
+        try:
+            return wait_for(read, lambda: "the gate for spare nodes, on node 0", limit_s=OPENED_S)
+        except (RuntimeError, SilentStoreError):  # node 0 is lost, or does not answer
             return b""
 
     def require_own(self) -> None:
-        """Check the owner of the place. Raises StartError if another node owns the place."""
+        """Check the owner of the place.
+
+        Raises:
+            StartError: another node owns the place.
+            SilentStoreError: the store does not answer.
+        """
         key = f"owner/{self._node}"
-        if self._place is not None:  # node 0 informs the spare before it writes the owner
-            self._store.wait([f"taken/{self._place.owner}"])
-        owner = self._store.get(key).decode() if self._store.check([key]) else ""
+
+        def read() -> str:
+            if self._place is not None:  # node 0 informs the spare before it writes the owner
+                self._store.wait([f"taken/{self._place.owner}"])
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+
+        owner = ask(self._store, read, lambda: "the owners of places, from node 0")
         if owner != (self._place.owner if self._place is not None else ""):
             raise StartError(f"node {self._node} was taken for lost, and a spare node has its place")
 
@@ -92,13 +101,9 @@ class Places:
                 return self._decide(generation, _LEFT)
             return False
 
-        until = time.monotonic() + DECIDED_S + ANSWERS_S
-
-        def look() -> None:
-            if time.monotonic() > until:
-                raise TimeoutError
-
         try:
-            return wait_for(decided, lambda: "node 0, which decides whether the job goes on", look=look)
-        except TimeoutError:
+            return wait_for(
+                decided, lambda: "node 0, which decides whether the job goes on", limit_s=DECIDED_S
+            )
+        except SilentStoreError:
             return False

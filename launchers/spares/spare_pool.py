@@ -37,8 +37,13 @@ END_S = 2.0
 # A waiting spare reads at once; the sockets' buffers take the whole message in any case.
 SEND_S = 1.0
 # The time for which a restart waits for a spare that still imports: workers that all import by themselves
-# would take longer than the rest of these imports. A spare that takes minutes hangs.
+# would take longer than the rest of these imports.
 IMPORTS_S = 120.0
+# The imports of a spare hang if no main thread of a spare has used CPU time for so long: a disk answers in
+# seconds, and the processors are free, as the workers have ended.
+STANDSTILL_S = 10.0
+# CPU time of the main threads in STANDSTILL_S, in ticks of the kernel (10 ms), that counts as progress.
+_PROGRESS_TICKS = 5
 # A fork takes milliseconds; on a machine that starts the workers of many jobs, seconds.
 FORK_S = 10.0
 
@@ -256,11 +261,7 @@ class Spares:
         Returns:
             None without such a spare. Then the next spares import what the new workers import.
         """
-        with contextlib.suppress(asyncio.TimeoutError):
-            async with deadline(IMPORTS_S):
-                while self._waiting and not any(spare.ready for spare in self._waiting):
-                    self._change.clear()
-                    await self._change.wait()
+        await self._await_imports()
         for spare in self._waiting:
             if spare.may_fork:
                 return spare
@@ -268,6 +269,32 @@ class Spares:
                 output.tell(f"[ttp] all workers of this node import by themselves: {spare.no_forks}")
         await self.end()
         return None
+
+    async def _await_imports(self) -> None:
+        """Return when a spare has imported everything, or when none will; tell of a long wait."""
+        loop = asyncio.get_running_loop()
+        until, ticks = loop.time() + IMPORTS_S, self._ticks()
+        while self._waiting and not any(spare.ready for spare in self._waiting):
+            self._change.clear()
+            try:
+                async with deadline(STANDSTILL_S):
+                    await self._change.wait()
+            except asyncio.TimeoutError:
+                ticks_before, ticks = ticks, self._ticks()
+                hangs = ticks < ticks_before + _PROGRESS_TICKS
+                if hangs or loop.time() >= until:
+                    what = f"hangs ({STANDSTILL_S:g} s)" if hangs else f"takes more than {IMPORTS_S:g} s"
+                    processes_text = ", ".join(str(spare.process.pid) for spare in self._waiting)
+                    output.tell(
+                        "[ttp] all workers of this node import by themselves: the import in the spare process"
+                        f" {processes_text} {what}"
+                    )
+                    return
+                output.tell("[ttp] the start of the workers waits for a spare process, which still imports")
+
+    def _ticks(self) -> int:
+        """Return the CPU time of the spares' main threads, in ticks of the kernel."""
+        return sum(processes.main_thread_ticks(spare.process.pid) for spare in self._waiting)
 
     async def end(self) -> None:
         """End all spares."""

@@ -233,9 +233,7 @@ class StoreResume:
                 store.set(_KEY, json.dumps(step))
         elif self._is_first:
             puller = f"node 0, which pulls {self._load.url}"
-            from adaptor.launchers.rendezvous.waiting import wait_for
-
-            start_message = wait_for(lambda: _wait_for_step(store), lambda: puller).decode()
+            start_message = _wait_for_step(store, puller).decode()
             if start_message.startswith(_REFUSED):
                 raise ResumeError(start_message.removeprefix(_REFUSED))
             step = json.loads(start_message)
@@ -287,13 +285,15 @@ class StoreResume:
         return pulled
 
 
-def _wait_for_step(store: Store) -> bytes:
-    """Wait for node 0, however long the download takes."""
+def _wait_for_step(store: Store, puller: str) -> bytes:
+    """Wait for node 0, however long the download takes, as long as the store answers."""
     from torch.distributed import DistStoreError
+
+    from adaptor.launchers.rendezvous.waiting import ask
 
     while True:
         try:
-            return store.get(_KEY)
+            return ask(store, lambda: store.get(_KEY), lambda: puller)
         except DistStoreError as error:
             if "timeout" not in str(error).lower():
                 raise

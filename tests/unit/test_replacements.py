@@ -710,6 +710,32 @@ def test_a_spare_that_is_not_to_be_forked_says_why(
     runs(tmp_path, act, spares=1)
 
 
+def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(spare_pool, "STANDSTILL_S", 0.2)
+    hang = tmp_path / "hang"
+    own = f"import os, threading\nif os.path.exists({str(hang)!r}): threading.Event().wait()\n"
+    (tmp_path / "own.py").write_text(own)
+
+    async def act(node: Node) -> None:
+        node.script.write_text("import own\n" + node.script.read_text())
+        await node.begin(0)
+        await node.has_run(0)
+        hang.touch()
+        look(node)
+        (modules,) = await node.told(Modules)
+        node.replacements.hear(modules)
+        await node.replacements.end(is_last=False)
+        async with deadline(LONG_S):
+            assert await node.replacements.spares.spare_to_fork() is None
+        (spare,) = node.spares
+        assert spare.process.poll() is not None
+        assert f"the import in the spare process {spare.process.pid} hangs" in capfd.readouterr().err
+
+    runs(tmp_path, act, spares=1)
+
+
 def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import os\nPORT = os.environ['MASTER_PORT']\n")
 

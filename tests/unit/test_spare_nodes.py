@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from adaptor.launchers.cli import flags, ttprun
 from adaptor.launchers.control import agent_connections, credentials
 from adaptor.launchers.control.agent_connections import AgentListener, connect
 from adaptor.launchers.control.credentials import Invitation
-from adaptor.launchers.rendezvous.waiting import is_abandoned
+from adaptor.launchers.rendezvous import waiting as rendezvous_waiting
+from adaptor.launchers.rendezvous.waiting import SilentStoreError, is_abandoned
 from adaptor.launchers.spares import places, spare_gate, spare_node
 from adaptor.launchers.spares.places import Places
 from adaptor.launchers.spares.spare_gate import COMES_S, SpareGate, StartCounts, fill_for_restart
@@ -424,12 +426,11 @@ def test_all_nodes_end_where_one_has_waited_in_vain_for_the_decision(monkeypatch
     assert not node0.are_filled(1)
 
 
-def test_no_node_waits_for_a_decision_longer_where_the_store_is_silent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_no_node_waits_longer_where_the_store_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine that is switched off: its kernel sends no end of the connection."""
     monkeypatch.setattr(places, "DECIDED_S", 0.1)
-    monkeypatch.setattr(places, "ANSWERS_S", 0.1)
+    monkeypatch.setattr(places, "OPENED_S", 0.1)
+    monkeypatch.setattr(rendezvous_waiting, "ANSWERS_S", 0.1)
     code = (
         "from torch.distributed import TCPStore\n"
         "store = TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)\n"
@@ -439,14 +440,16 @@ def test_no_node_waits_for_a_decision_longer_where_the_store_is_silent(
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as process:
         assert process.stdout is not None
         try:
-            store = TCPStore(
-                "127.0.0.1", int(process.stdout.readline()), is_master=False, wait_for_workers=False
-            )
+            port, limit = int(process.stdout.readline()), timedelta(seconds=0.1)
+            store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
             process.send_signal(signal.SIGSTOP)
             assert not Places(store, 1, None).are_filled(1)
+            assert Places(store, 1, None).gate() == b""
+            with pytest.raises(SilentStoreError, match="this node waited for the owners of places"):
+                Places(store, 1, TakePlace(1, 1, 1, "a")).require_own()
         finally:
             process.kill()
-    waiting.until(lambda: not is_abandoned(), "the thread has ended")
+    waiting.until(lambda: not is_abandoned(), "the threads have ended")
 
 
 @pytest.mark.parametrize(
