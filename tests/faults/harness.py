@@ -58,6 +58,7 @@ class Layout:
     """How a job is cut, and what its unmodified counterpart needs to be cut the same way.
 
     instances  whether the framework's optimizer instances are right, so that `auto` may choose `split`
+    batch      samples of a step, for micro-batches of one sample
     """
 
     name: str
@@ -71,6 +72,7 @@ class Layout:
     # Steps that the framework saves without being asked.
     saves: tuple[int, ...] = ()
     instances: bool = True
+    batch: int = 8
 
     @property
     def data_parallel_size(self) -> int:
@@ -86,7 +88,7 @@ class Layout:
     def arguments(self) -> tuple[str, ...]:
         """What the script is told of it, besides what `args.tiny_gpt` takes."""
         stages = ("--pipeline-model-parallel-size", str(self.pp)) if self.pp > 1 else ()
-        return (*stages, *self.extra)
+        return ("--global-batch-size", str(self.batch), *stages, *self.extra)
 
     @property
     def reference(self) -> tuple[str, ...]:
@@ -96,22 +98,23 @@ class Layout:
 
 
 DP4 = Layout("dp4", 4)
-DP2 = Layout("dp2", 2)
-DP2_WHOLE = Layout("dp2-whole-optimizer", 2, distributed_optimizer=False)
-TP2_DP2 = Layout("tp2-dp2", 4, tp=2)
-DP2_MIRROR = Layout("dp2-mirror", 2, replica="mirror")
+# Two micro-batches on each rank, as in DP4; in a pipeline two for each stage, which are eight samples.
+DP2 = Layout("dp2", 2, batch=4)
+DP2_WHOLE = Layout("dp2-whole-optimizer", 2, distributed_optimizer=False, batch=4)
+TP2_DP2 = Layout("tp2-dp2", 4, tp=2, batch=4)
+DP2_MIRROR = Layout("dp2-mirror", 2, replica="mirror", batch=4)
 DP3 = Layout("dp3", 3, extra=("--global-batch-size", "9"))
 TP2_DP3 = Layout("tp2-dp3", 6, tp=2, extra=("--global-batch-size", "9"))
 DP3_FP32 = Layout("dp3-fp32", 3, precision="fp32", extra=("--global-batch-size", "9"))
-TP2_DP1 = Layout("tp2-dp1", 2, tp=2)
-TP2_DP2_SP = Layout("tp2-dp2-sequence", 4, tp=2, extra=("--sequence-parallel",))
+TP2_DP1 = Layout("tp2-dp1", 2, tp=2, batch=2)
+TP2_DP2_SP = Layout("tp2-dp2-sequence", 4, tp=2, extra=("--sequence-parallel",), batch=4)
 PP2_DP2 = Layout("pp2-dp2", 4, pp=2)
 PP2_TP2_DP2 = Layout("pp2-tp2-dp2", 8, tp=2, pp=2)
 VPP2_DP2 = Layout(
     "vpp2-dp2", 4, pp=2, extra=("--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1")
 )
 OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather", "--ddp-num-buckets", "3")
-DP2_OVERLAP = Layout("dp2-overlap", 2, extra=OVERLAP)
+DP2_OVERLAP = Layout("dp2-overlap", 2, extra=OVERLAP, batch=4)
 DP3_OVERLAP = Layout("dp3-overlap", 3, extra=(*OVERLAP, "--global-batch-size", "9"))
 # The first of two optimizers gathers its parameters while the other one makes its update.
 VPP2_DP2_OVERLAP = Layout(
@@ -121,17 +124,18 @@ VPP2_DP2_OVERLAP = Layout(
     extra=(*VPP2_DP2.extra, *OVERLAP, "--overlap-param-gather-with-optimizer-step"),
 )
 EXPERTS = ("--num-experts", "4", "--disable-bias-linear", "--moe-router-topk", "2")
-MOE_DP2 = Layout("moe-dp2", 2, extra=EXPERTS)
+MOE_DP2 = Layout("moe-dp2", 2, extra=EXPERTS, batch=4)
 MOE_EP2 = Layout("moe-dp4-ep2", 4, extra=(*EXPERTS, "--expert-model-parallel-size", "2"))
 MOE_EP2_MIRROR = Layout("moe-dp4-ep2-mirror", 4, extra=MOE_EP2.extra, replica="mirror")
 # No two ranks have the same experts.
-MOE_EP2_DP2 = Layout("moe-dp2-ep2", 2, extra=MOE_EP2.extra, replica="mirror")
+MOE_EP2_DP2 = Layout("moe-dp2-ep2", 2, extra=MOE_EP2.extra, replica="mirror", batch=4)
 # A router's bias changes outside of the optimizer; experts are cut in another way than the rest.
 MOE_TP2_EP2 = Layout(
     "moe-tp2-dp2-ep2-mirror",
     4,
     tp=2,
     replica="mirror",
+    batch=4,
     extra=(
         *MOE_EP2.extra,
         *("--expert-tensor-parallel-size", "1", "--sequence-parallel"),
@@ -139,7 +143,7 @@ MOE_TP2_EP2 = Layout(
         *("--moe-router-bias-update-rate", "0.1"),
     ),
 )
-DP2_SGD = Layout("dp2-sgd", 2, distributed_optimizer=False, extra=("--optimizer", "sgd"))
+DP2_SGD = Layout("dp2-sgd", 2, distributed_optimizer=False, extra=("--optimizer", "sgd"), batch=4)
 # Batches of 4, 4, 6, 6, then 8 samples; the framework saves when their size changes.
 DP2_RAMPUP = Layout(
     "dp2-rampup",
@@ -151,9 +155,9 @@ DP2_RAMPUP = Layout(
     ),
     saves=(2, 4),
 )
-DP2_LOADERS = Layout("dp2-loaders", 2, extra=("--num-workers", "2"))
-DP2_FP32 = Layout("dp2-fp32", 2, precision="fp32")
-# Its fifth step is skipped.
+DP2_LOADERS = Layout("dp2-loaders", 2, extra=("--num-workers", "2"), batch=4)
+DP2_FP32 = Layout("dp2-fp32", 2, precision="fp32", batch=4)
+# Its fifth step is skipped, with gradients of this size.
 DP2_FP16 = Layout("dp2-fp16", 2, precision="fp16")
 FP16_SKIPS = 5
 

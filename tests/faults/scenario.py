@@ -89,8 +89,18 @@ def ends(job: Job, baseline: Baseline, *, code: int, saved: Collection[int]) -> 
 
 def assert_last_words(save: Path, step: int, baseline: Baseline) -> None:
     """The newest checkpoint is the one that the framework itself saved at this step."""
-    folder = outcome.assert_saved(save, step)
-    assert differences(folder, baseline.checkpoints / folder.name) == []
+    outcome.assert_saved(save, step)
+    assert_as_saved(save, (step,), baseline)
+
+
+def assert_as_saved(save: Path, steps: Collection[int], baseline: Baseline) -> None:
+    """The checkpoints of these steps are those that the framework itself saved.
+
+    The steps are from before the first restart: later arguments name the loaded iteration.
+    """
+    for step in steps:
+        name = f"iter_{step:07d}"
+        assert differences(save / name, baseline.checkpoints / name) == []
 
 
 def first_of_each(layouts: Sequence[Layout]) -> list[bool]:
@@ -159,7 +169,7 @@ def restarts(job: Job, baseline: Baseline, *, saved: Collection[int]) -> Ended:
     (step,) = set(outcome.steps_in(job.save)) - _regular(job) - {ITERATIONS}
     assert step in saved
     outcome.assert_saved(job.save, ITERATIONS)
-    assert differences(*(root / f"iter_{step:07d}" for root in (job.save, baseline.checkpoints))) == []
+    assert_as_saved(job.save, (step,), baseline)
     outcome.assert_same_training(ended, baseline.records)
     again = {line["iteration"] for lines in ended.records.values() for line in lines if line["restart"] == 1}
     assert again == set(range(step + 1, ITERATIONS + 1))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, library, outcome
+from tests.faults.harness import DP2
 from tests.unit.test_core_alone import installation
 
 
@@ -19,11 +20,12 @@ def test_a_killed_rank_without_optional_parts(tmp_path: Path, monkeypatch: pytes
         tmp_path / "job",
         *("--save", str(tmp_path / "save")),
         restarts=1,
-        faults=("rank=2,step=6,phase=backward,kind=sigkill",),
+        faults=("rank=1,step=6,phase=backward,kind=sigkill",),
+        layout=DP2,
         options=("--ttp-online", "0"),
         paths=[str(site)],
     )
     assert ended.code == 0, ended.log[-3000:]
     assert "this installation is used" in ended.log
     outcome.assert_saved(tmp_path / "save", 5)
-    outcome.assert_same_training(ended, library.undisturbed())
+    outcome.assert_same_training(ended, library.undisturbed(layout=DP2))

@@ -62,5 +62,5 @@ def test_a_restart(tmp_path: Path) -> None:
 
 def test_a_new_process_reads_on_where_the_lost_one_was(tmp_path: Path) -> None:
     ended = trains_on(_job(tmp_path), baseline_of(TP2_DP2))
-    assert "rank 2: the loader begins at row 20\n" in ended.log
+    assert "rank 2: the loader begins at row 10\n" in ended.log
     _assert_states(tmp_path, 5, 8)

@@ -37,7 +37,7 @@ GROUPED = replace(
 )
 WITH_GROUPED_GEMM = {"PYTHONPATH": str(harness.ROOT / "tests/standins/grouped")}
 # The same model on two ranks, each with half of the layers and the whole of their tensors.
-PIPELINE = Layout("pp2-torch-dist", 2, pp=2, extra=RESHARDABLE.extra)
+PIPELINE = Layout("pp2-torch-dist", 2, pp=2, extra=RESHARDABLE.extra, batch=RESHARDABLE.batch)
 
 
 def test_torch_dist(tmp_path: Path, baseline_of: BaselineOf) -> None:

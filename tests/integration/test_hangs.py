@@ -14,14 +14,14 @@ from tests.faults.scenario import BaselineOf, restarts, survives
 # Steps take a tenth of a second here; a machine with much other work must not make a hang of one.
 HANG = ["--ttp-hang", "8"]
 DP2_EVALUATES = Layout(
-    "dp2-evaluates", 2, extra=("--eval-interval", "2", "--eval-iters", "1", "--split", "90,10,0")
+    "dp2-evaluates", 2, batch=4, extra=("--eval-interval", "2", "--eval-iters", "1", "--split", "90,10,0")
 )
 
 
 @pytest.mark.parametrize(
     ("layout", "rank", "phase", "kind", "saved", "words"),
     [
-        (DP4, 1, "data", "deadlock", {5}, "rank 1 stands still, others wait; wait (threading.py:"),
+        (DP2, 1, "data", "deadlock", {5}, "rank 1 stands still, others wait; wait (threading.py:"),
         (
             DP4,
             2,
@@ -30,8 +30,8 @@ DP2_EVALUATES = Layout(
             {5},
             "rank 2 waits in another call than most ranks; recv (distributed_c10d.py:",
         ),
-        (DP4, 2, "backward", "sigstop", {5}, "rank 2 does not answer"),
-        (DP4, 0, "forward", "holds-the-gil", {5}, "rank 0 does not answer"),
+        (DP2, 1, "backward", "sigstop", {5}, "rank 1 does not answer"),
+        (DP2, 0, "forward", "holds-the-gil", {5}, "rank 0 does not answer"),
         # Others wait for it when they have ended the step, as they sum up statistics.
         (PP2_DP2, 2, "door-after", "deadlock", {6}, "rank 2 stands still, others wait; wait (threading.py:"),
     ],
@@ -58,7 +58,8 @@ def test_a_rank_hangs(
     assert "nothing has moved for " in ended.last_line
     assert words in ended.last_line
     stacks = {path.name for path in (job.out / "logs").glob("stacks-*/*")}
-    assert stacks >= {f"rank{each}.txt" for each in range(4)}
+    ranks = range(layout.processes)
+    assert stacks >= {f"rank{each}.txt" for each in ranks}
     (incident,) = (job.out / "logs").glob("*/incidents/*.json")
     missed = json.loads(incident.read_text())["collectives"]
     if kind in ("sigstop", "holds-the-gil"):
@@ -66,7 +67,7 @@ def test_a_rank_hangs(
     else:
         assert missed
         assert all(line.startswith(f"rank {rank} misses ") for line in missed), missed
-        assert stacks >= {"collectives.txt", *(f"rank{each}.collectives.json" for each in range(4))}
+        assert stacks >= {"collectives.txt", *(f"rank{each}.collectives.json" for each in ranks)}
 
 
 def test_data_loaders_that_never_return(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2_MIRROR, DP3, DP3_FP32, TP2_DP3, Job, Layout
 from tests.faults.planned import assert_as_planned
-from tests.faults.scenario import BaselineOf, restarts, survives
+from tests.faults.scenario import BaselineOf, assert_as_saved, survives
 
 SAVED = {"backward": {5}, "norm": {5}, "update": {6}, "gather": {6}}
 KILLED = [
@@ -45,14 +45,14 @@ def test_a_rank_is_killed(
 
 
 def test_it_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """After the restart the copies are made of the state that was loaded."""
+    """An exception needs no copy. After the restart the copies are made of the state that was loaded."""
     job = Job(
         tmp_path / "job",
         DP3,
         save=tmp_path / "save",
         restarts=2,
         faults=[
-            "rank=2,step=4,phase=backward,kind=sigkill",
+            "rank=2,step=4,phase=backward,kind=exception",
             "rank=0,step=6,phase=backward,kind=sigkill,restart=1",
         ],
     )
@@ -60,15 +60,6 @@ def test_it_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-3000:]
     assert outcome.steps_in(job.save) == [3, 5, harness.ITERATIONS]
-    outcome.assert_same_training(ended, baseline_of(DP3).records)
-
-
-def test_an_exception_needs_no_copy(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    job = Job(
-        tmp_path / "job",
-        DP3,
-        save=tmp_path / "save",
-        restarts=1,
-        faults=["rank=1,step=6,phase=backward,kind=exception"],
-    )
-    restarts(job, baseline_of(DP3), saved={5})
+    baseline = baseline_of(DP3)
+    assert_as_saved(job.save, (3,), baseline)
+    outcome.assert_same_training(ended, baseline.records)

@@ -13,7 +13,7 @@ from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
 from tests.faults.fault import AFTER_THE_VERDICTS
 from tests.faults.harness import DP2, DP4, Job
-from tests.faults.scenario import BaselineOf, assert_last_words, ends, restarts
+from tests.faults.scenario import BaselineOf, assert_as_saved, assert_last_words, ends, restarts
 
 # A node that falls silent is noticed after 3 s (`wire`), where the machine has nothing else to do. By what
 # is waited for otherwise it would take two minutes (TTP_HANG, TTP_OT).
@@ -31,19 +31,25 @@ def test_both_agents_end_with_the_code_of_the_failed_worker(tmp_path: Path, base
     ends(job, baseline_of(DP4), code=137, saved={6})
 
 
-@pytest.mark.parametrize("rank", [1, 2], ids=["node0", "node1"])
-def test_both_agents_restart_together(rank: int, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Where the other node's worker dies, with TLS between the two."""
+def test_both_agents_restart_together(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """A worker of either node dies, one after the other, with TLS between the two nodes."""
     job = Job(
         tmp_path / "job",
         DP4,
         save=tmp_path / "save",
         nodes=2,
-        restarts=1,
-        faults=[f"rank={rank},step=6,phase=backward,kind=sigkill"],
-        environment=Authority(tmp_path / "signer").settings() if rank == 2 else {},
+        restarts=2,
+        faults=[
+            "rank=1,step=3,phase=backward,kind=sigkill",
+            "rank=2,step=6,phase=backward,kind=sigkill,restart=1",
+        ],
+        environment=Authority(tmp_path / "signer").settings(),
     )
-    restarts(job, baseline_of(DP4), saved={5})
+    ended = harness.run(job)
+    assert set(ended.codes) == {0}, ended.log[-3000:]
+    assert outcome.steps_in(tmp_path / "save") == [2, 5, harness.ITERATIONS]
+    assert_as_saved(tmp_path / "save", (2,), baseline_of(DP4))
+    outcome.assert_same_training(ended, baseline_of(DP4).records)
 
 
 def test_the_only_worker_of_a_node_ends_in_the_middle(tmp_path: Path, baseline_of: BaselineOf) -> None:

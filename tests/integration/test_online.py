@@ -37,7 +37,7 @@ from tests.faults.harness import (
 )
 from tests.faults.library import train
 from tests.faults.same import differences
-from tests.faults.scenario import Baseline, BaselineOf, baselines, ends, restarts
+from tests.faults.scenario import Baseline, BaselineOf, assert_as_saved, baselines, ends, restarts
 
 # What forward passes add up over a step: for a router's bias, for a loss of routers, and for the log.
 MOE_DP2_SUMS = replace(
@@ -61,14 +61,14 @@ MOE_DENSE_STAGE = replace(
     pp=2,
     extra=(*MOE_EP2_DP2.extra, "--moe-layer-freq", "[0,1]"),
 )
-# Where a rank is killed in step 4, and then the process in its place in step 6. The step is made again, but
-# for `gather` and `between`, in which all have made its update.
-PHASES = (
-    ("data", "update"),
-    ("between", "forward"),
-    ("backward", "door-after"),
-    ("gather", "norm"),
-    ("door-before", "reduction"),
+# The rank that is killed, where in step 4, and where the process in its place is killed in step 6. The step
+# is made again, but for `gather` and `between`, in which all have made its update.
+KILLED = (
+    (1, "data", "update"),
+    (1, "between", "forward"),
+    (0, "backward", "door-after"),
+    (1, "gather", "norm"),
+    (1, "door-before", "reduction"),
 )
 
 
@@ -108,8 +108,7 @@ def trains_on(
     saved = {int(found) for found in re.findall(r"training goes on after step (\d+)", ended.log)}
     regular = range(job.save_interval, ITERATIONS, job.save_interval)
     assert outcome.steps_in(job.save) == sorted({*saved, *regular, ITERATIONS}), ended.said
-    for step in (*saved, ITERATIONS):
-        assert differences(*(root / f"iter_{step:07d}" for root in (job.save, baseline.checkpoints))) == []
+    assert_as_saved(job.save, (*saved, ITERATIONS), baseline)
     # The line of a step that all had finished when the rank was killed is written nowhere.
     steps = set(range(1, ITERATIONS + 1)) - saved
     outcome.assert_same_training(ended, baseline.records, steps=steps)
@@ -139,33 +138,27 @@ def says(ended: Ended, pattern: str) -> bool:
     return any(re.fullmatch(pattern, line) for line in ended.said)
 
 
-@pytest.mark.parametrize("phases", PHASES, ids="-".join)
-def test_rank_1_is_killed(phases: tuple[str, str], tmp_path: Path, baseline_of: BaselineOf) -> None:
+@pytest.mark.parametrize(("rank", "first", "second"), KILLED)
+def test_a_rank_is_killed(
+    rank: int, first: str, second: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
     faults = [
-        f"rank=1,step=4,phase={phases[0]},kind=sigkill",
-        f"rank=1,step=6,phase={phases[1]},kind=sigkill,restart=-1",  # of the new process
+        f"rank={rank},step=4,phase={first},kind=sigkill",
+        f"rank={rank},step=6,phase={second},kind=sigkill,restart=-1",  # of the new process
     ]
     ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
-    assert says(ended, REPLACED.format(rank=1, how="was ended by SIGKILL")), ended.said
+    assert says(ended, REPLACED.format(rank=rank, how="was ended by SIGKILL")), ended.said
     saved = r"step [34] is saved \(\d.*\); a new process takes its place"
-    assert says(ended, rf"\[ttp\] rank 1 was ended by SIGKILL; {saved}"), ended.said
-    noticed = r"\[ttp\] [\dT:-]+Z incident 1, rank 1 \(pid \d+, host .+\), after step [34], report "
+    assert says(ended, rf"\[ttp\] rank {rank} was ended by SIGKILL; {saved}"), ended.said
+    noticed = rf"\[ttp\] [\dT:-]+Z incident 1, rank {rank} \(pid \d+, host .+\), after step [34], report "
     noticed += r"/.+-1\.json"
     assert says(ended, noticed), ended.said
-
-
-def test_rank_0_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    faults = [
-        "rank=0,step=4,phase=backward,kind=sigkill",
-        "rank=0,step=6,phase=update,kind=sigkill,restart=-1",
-    ]
-    trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
 
 
 def test_an_exception_replaces_nobody(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """At `door-before` all others are READY for step 6, which no rank has finished. It needs no restart."""
     faults = ["rank=1,step=4,phase=backward,kind=exception", "rank=1,step=6,phase=door-before,kind=exception"]
-    ended = trains_on(online(tmp_path, DP4, faults, restarts=0), baseline_of(DP4), incidents=2)
+    ended = trains_on(online(tmp_path, DP2, faults, restarts=0), baseline_of(DP2), incidents=2)
     assert ended.log.count("nobody is replaced") == 2
 
 
@@ -225,8 +218,8 @@ def test_a_rank_is_replaced_by_a_spare_and_then_again(tmp_path: Path, baseline_o
         f"rank=1,step={step},phase={phase},kind=sigkill-beside-a-spare,restart=-2"
         for step, phase in ((4, "backward"), (6, "norm"))
     ]
-    job = online(tmp_path, DP4, faults, options=("--ttp-spares", "1"))
-    ended = trains_on(job, baseline_of(DP4), incidents=2)
+    job = online(tmp_path, DP2, faults, options=("--ttp-spares", "1"))
+    ended = trains_on(job, baseline_of(DP2), incidents=2)
     for stamp in ended.stamps:
         assert f"replaced by pid {stamp['spare']}, " in ended.log
 
@@ -237,7 +230,7 @@ def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, base
         "rank=1,step=6,phase=backward,kind=sigkill",
         *["rank=1,phase=start,kind=sigkill,restart=-1"] * 2,
     ]
-    ended = restarts(online(tmp_path, DP4, faults), baseline_of(DP4), saved={5})
+    ended = restarts(online(tmp_path, DP2, faults), baseline_of(DP2), saved={5})
     (path,) = ended.job.out.glob("logs/*/incidents/*.json")
     report = json.loads(path.read_text())
     assert report["verdict"] == "saved"
@@ -275,8 +268,8 @@ def test_what_forward_passes_add_up_is_that_of_one_step(tmp_path: Path, baseline
 
 def test_with_a_local_copy(tmp_path: Path, baseline_of: BaselineOf) -> None:
     faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
-    job = online(tmp_path, DP4, faults, environment={"TTP_LOCAL_COPY": "True"})
-    trains_on(job, baseline_of(DP4))
+    job = online(tmp_path, DP2, faults, environment={"TTP_LOCAL_COPY": "True"})
+    trains_on(job, baseline_of(DP2))
 
 
 def test_behind_the_last_step(tmp_path: Path, baseline_of: BaselineOf) -> None:
@@ -286,10 +279,10 @@ def test_behind_the_last_step(tmp_path: Path, baseline_of: BaselineOf) -> None:
     )
 
 
-@pytest.mark.parametrize("fault", ["rank=1,step=6,phase=backward", "rank=2,step=6,phase=gather"])
-def test_pipeline_stages(fault: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+def test_pipeline_stages(tmp_path: Path, baseline_of: BaselineOf) -> None:
     """The second fault is in the last stage, which alone knows the losses."""
-    trains_on(online(tmp_path, PP2_DP2, [f"{fault},kind=sigkill"]), baseline_of(PP2_DP2))
+    faults = ["rank=1,step=4,phase=backward,kind=sigkill", "rank=2,step=6,phase=gather,kind=sigkill"]
+    trains_on(online(tmp_path, PP2_DP2, faults), baseline_of(PP2_DP2), incidents=2)
 
 
 def test_a_save_and_an_evaluation_that_were_interrupted_are_made_again(

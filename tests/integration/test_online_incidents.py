@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import DP2, DP4, Ended
+from tests.faults.harness import DP2, DP4, Ended, Layout
 from tests.faults.scenario import BaselineOf, restarts
 from tests.integration.test_online import online, trains_on
 
@@ -20,30 +20,45 @@ def replacement(ended: Ended) -> str:
 
 
 def test_an_exception_inside_the_update(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """It leaves a state of no step: the rank is replaced like one that has died."""
-    job = online(tmp_path, DP4, ["rank=1,step=6,phase=update,kind=exception"])
-    ended = trains_on(job, baseline_of(DP4))
-    assert any(line.startswith("[ttp] rank 1 raised ") and "replaced by pid" in line for line in ended.said)
+    """It leaves a state of no step: the rank is replaced like one that has died. The report has the calls of
+    the exception, which nobody else has: the process is ended."""
+    job = online(tmp_path, DP2, ["rank=1,step=6,phase=update,kind=exception"])
+    ended = trains_on(job, baseline_of(DP2))
+    assert replacement(ended).startswith("[ttp] rank 1 raised ")
+    (path,) = job.out.glob("logs/*/incidents/*.json")
+    events = json.loads(path.read_text())["events"]
+    (calls,) = [
+        event["data"]["detail"] for event in events if event["type"] == "calls" and event["rank"] == 1
+    ]
+    assert "fault.py" in calls.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("phase", "kind", "words"),
+    ("layout", "phase", "kind", "words"),
     [
-        ("forward", "sigstop", "rank 1 does not answer"),
-        ("data", "deadlock", "rank 1 stands still, others wait; wait (threading.py:"),
-        ("door-before", "deadlock", "rank 1 stands still, others wait; wait (threading.py:"),
-        ("forward", "unanswered", "rank 1 waits in another call than most ranks; recv (distributed_c10d.py:"),
+        (DP2, "forward", "sigstop", "rank 1 does not answer"),
+        (DP2, "data", "deadlock", "rank 1 stands still, others wait; wait (threading.py:"),
+        (DP2, "door-before", "deadlock", "rank 1 stands still, others wait; wait (threading.py:"),
+        (
+            DP4,
+            "forward",
+            "unanswered",
+            "rank 1 waits in another call than most ranks; recv (distributed_c10d.py:",
+        ),
     ],
+    ids=["stopped", "deadlock", "deadlock before the update", "unanswered"],
 )
-def test_a_rank_hangs(phase: str, kind: str, words: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+def test_a_rank_hangs(
+    layout: Layout, phase: str, kind: str, words: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
     """It is ended and replaced; one that answers gives its state until the step is saved."""
     job = online(
         tmp_path,
-        DP4,
+        layout,
         [f"rank=1,step=6,phase={phase},kind={kind}"],
         options=("--ttp-spares", "0", "--ttp-hang", "5"),
     )
-    ended = trains_on(job, baseline_of(DP4))
+    ended = trains_on(job, baseline_of(layout))
     assert words in replacement(ended)
 
 
@@ -121,22 +136,8 @@ def test_a_new_process_that_is_stopped_in_its_first_step_is_noticed(
         "rank=1,step=6,phase=backward,kind=sigstop,restart=-1",
     ]
     options = ("--ttp-spares", "0", "--ttp-hang", "5")
-    ended = trains_on(online(tmp_path, DP4, faults, options=options), baseline_of(DP4), incidents=2)
+    ended = trains_on(online(tmp_path, DP2, faults, options=options), baseline_of(DP2), incidents=2)
     assert any("rank 1 does not answer; replaced by pid " in line for line in ended.said), ended.said
-
-
-def test_the_report_has_the_calls_of_an_exception_whose_rank_is_replaced(
-    tmp_path: Path, baseline_of: BaselineOf
-) -> None:
-    """Nobody else has them then: the process is ended."""
-    job = online(tmp_path, DP4, ["rank=1,step=6,phase=update,kind=exception"])
-    trains_on(job, baseline_of(DP4))
-    (path,) = job.out.glob("logs/*/incidents/*.json")
-    events = json.loads(path.read_text())["events"]
-    (calls,) = [
-        event["data"]["detail"] for event in events if event["type"] == "calls" and event["rank"] == 1
-    ]
-    assert "fault.py" in calls.splitlines()[-1]
 
 
 def test_two_ranks_at_once_and_one_later(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -9,32 +9,25 @@ import pytest
 
 from tests.certificates import Authority
 from tests.faults import namespaces, outcome
-from tests.faults.harness import DP4, ITERATIONS, TP2_DP2
+from tests.faults.harness import DP2, DP4, ITERATIONS
 from tests.faults.library import train, undisturbed
 from tests.faults.scenario import BaselineOf, ends
 from tests.integration.test_online import online, trains_on
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
-@pytest.mark.parametrize(
-    ("rank", "phase"),
-    [(3, "backward"), (2, "update"), (0, "backward")],
-    ids=["node1", "node1-update", "node0"],
-)
-def test_a_rank_of_two_nodes_with_a_network_between_them(
-    rank: int, phase: str, tmp_path: Path, baseline_of: BaselineOf
-) -> None:
-    """Each node has its network namespace, and reaches the other by one link alone."""
+def test_ranks_of_two_nodes_with_a_network_between_them(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """Each node has its network namespace, and reaches the other by one link alone.
+
+    A rank of node 1 is killed early in a step, its other rank late in a step, then a rank of node 0.
+    """
+    faults = [
+        f"rank={rank},step={step},phase={phase},kind=sigkill"
+        for rank, step, phase in ((3, 3, "backward"), (2, 5, "update"), (0, 7, "backward"))
+    ]
     with namespaces.two() as network:
-        job = online(
-            tmp_path,
-            DP4,
-            [f"rank={rank},step=6,phase={phase},kind=sigkill"],
-            nodes=2,
-            network=network,
-            environment={"TTP_TLS": "plain"},
-        )
-        trains_on(job, baseline_of(DP4))
+        job = online(tmp_path, DP4, faults, nodes=2, network=network, environment={"TTP_TLS": "plain"})
+        trains_on(job, baseline_of(DP4), incidents=3)
 
 
 @pytest.mark.skipif(not namespaces.permitted(), reason="this user may make no network namespace")
@@ -58,13 +51,13 @@ def test_a_loop_of_ones_own_with_its_stages_on_two_nodes(tmp_path: Path) -> None
 def test_with_tls_and_a_spare_on_each_node(tmp_path: Path, baseline_of: BaselineOf) -> None:
     job = online(
         tmp_path,
-        TP2_DP2,
-        ["rank=3,step=6,phase=backward,kind=sigkill-beside-a-spare"],
+        DP2,
+        ["rank=1,step=6,phase=backward,kind=sigkill-beside-a-spare"],
         nodes=2,
         options=("--ttp-spares", "1"),
         environment=Authority(tmp_path / "signer").settings(),
     )
-    ended = trains_on(job, baseline_of(TP2_DP2))
+    ended = trains_on(job, baseline_of(DP2))
     assert f"replaced by pid {ended.stamps[0]['spare']}, " in ended.log
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.faults import harness, outcome
 from tests.faults.harness import DP2, DP4, ITERATIONS, Job
-from tests.faults.scenario import BaselineOf, survives
+from tests.faults.scenario import BaselineOf, assert_as_saved, survives
 
 
 # Rank 1 raises in test_phases.py.
@@ -44,6 +44,9 @@ def test_one_fault_after_the_other(tmp_path: Path, baseline_of: BaselineOf) -> N
     ]
     ended = harness.run(Job(tmp_path / "job", DP2, save=save, restarts=2, faults=faults))
     assert ended.code == 0, ended.log[-3000:]
+    (line,) = [line for line in ended.said if "was ended by" in line]
+    assert line.startswith("[ttp] rank 0 was ended by SIGKILL; step 5 is saved")
     assert outcome.steps_in(save) == [2, 5, ITERATIONS]
     outcome.assert_saved(save, ITERATIONS)
+    assert_as_saved(save, (2,), baseline_of(DP2))
     outcome.assert_same_training(ended, baseline_of(DP2).records)
