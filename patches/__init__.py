@@ -15,7 +15,6 @@ if __name__ != "adaptor.patches":
 
 FILES: dict[str, tuple[str, ...]] = {
     "ttp": (
-        "modellink_training",
         "megatron_core",
         "megatron_training",
         "megatron_checkpointing",
@@ -33,7 +32,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "report": ("report_arguments",),
 }
 # Of optional parts: left out where they are not installed.
-OPTIONAL = ("modellink_", "mindspeed", "ascendspeed_", "adaptor.adapters.")
+OPTIONAL = ("mindspeed", "ascendspeed_", "adaptor.adapters.")
 
 
 def load(group: str) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.frameworks.tested_versions import MODELLINK
-from adaptor.patches.megatron_online import norms_are_kept, overflows_are_kept
 
 newcomer = patching.Unit("ascendspeed-newcomer", framework="ascendspeed", tested=MODELLINK, group="online")
 
@@ -88,23 +87,33 @@ def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     return run
 
 
-newcomer.patch(
+@newcomer.patch(
     f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
     why="the norm is in the log line of the step; an exception from behind the update would lose it",
     accepts="(...)",
     optional=True,
-)(norms_are_kept)
+)
+def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import training_loop
+
+    return training_loop.logged(
+        wrapped(*args, **kwargs), lambda log, norm: log.add_norm(norm=float(norm or 0.0))
+    )
 
 
-newcomer.patch(
-    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._unscale_main_grads_and_check_for_nan",
-    why="a step that is left out for an overflow is one in the log, too",
-    accepts="(...)",
-    optional=True,
-)(overflows_are_kept)
-newcomer.patch(
+@newcomer.patch(
     f"{_OPTIMIZER}:MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan",
     why="with the distributed optimizer the same",
     accepts="(...)",
     optional=True,
-)(overflows_are_kept)
+)
+@newcomer.patch(
+    f"{_OPTIMIZER}:Float16OptimizerWithFloat16Params._unscale_main_grads_and_check_for_nan",
+    why="a step that is left out for an overflow is one in the log, too",
+    accepts="(...)",
+    optional=True,
+)
+def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    from adaptor.frameworks import training_loop
+
+    return training_loop.logged(wrapped(*args, **kwargs), lambda log, overflows: log.add_overflow(overflows))

@@ -100,10 +100,9 @@ def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.frameworks import training_loop
 
-    norm = wrapped(*args, **kwargs)
-    if (log := training_loop.log_of_this_process()) is not None:
-        log.add_norm(norm=float(norm or 0.0))
-    return norm
+    return training_loop.logged(
+        wrapped(*args, **kwargs), lambda log, norm: log.add_norm(norm=float(norm or 0.0))
+    )
 
 
 @newcomer.patch(
@@ -115,10 +114,7 @@ def norms_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def zeros_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.frameworks import training_loop
 
-    zeros = wrapped(*args, **kwargs)
-    if (log := training_loop.log_of_this_process()) is not None:
-        log.add_norm(zeros=float(zeros))
-    return zeros
+    return training_loop.logged(wrapped(*args, **kwargs), lambda log, zeros: log.add_norm(zeros=float(zeros)))
 
 
 @newcomer.patch(
@@ -130,10 +126,7 @@ def zeros_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 def zeros_of_each_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.frameworks import training_loop
 
-    zeros = wrapped(*args, **kwargs)
-    if (log := training_loop.log_of_this_process()) is not None:
-        log.add_zeros(float(zeros))
-    return zeros
+    return training_loop.logged(wrapped(*args, **kwargs), lambda log, zeros: log.add_zeros(float(zeros)))
 
 
 @newcomer.patch(
@@ -145,10 +138,7 @@ def zeros_of_each_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 def overflows_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     from adaptor.frameworks import training_loop
 
-    overflows = wrapped(*args, **kwargs)
-    if overflows and (log := training_loop.log_of_this_process()) is not None:
-        log.skip()
-    return overflows
+    return training_loop.logged(wrapped(*args, **kwargs), lambda log, overflows: log.add_overflow(overflows))
 
 
 # FlagScale's copy of the loop is called by its own copies of these.

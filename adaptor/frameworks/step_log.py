@@ -222,9 +222,10 @@ class StepLog(ABC):
         _, _, known_zeros = self._outcomes.get(self._step, (True, None, None))
         self.add_norm(zeros=(known_zeros or 0.0) + zeros)
 
-    def skip(self) -> None:
-        """The step ends without an update."""
-        self._outcomes[self._step] = (False, None, None)
+    def add_overflow(self, overflows: object) -> None:
+        """Note that the step ends without an update, where `overflows` is true."""
+        if overflows:
+            self._outcomes[self._step] = (False, None, None)
 
     def write(self, wrapped: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the framework's `training_log`, which adds up losses and writes a line at intervals."""

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from adaptor.replica import group
 from adaptor.worker import runtime
 from adaptor.worker.processor import CannotRejoinError
 
+T = TypeVar("T")
 # The counts of so many steps are kept before the older ones are looked for.
 _MOST_STEPS = 8
 # What a step, and the evaluation behind it, count on.
@@ -95,6 +96,13 @@ def log_of_this_process() -> StepLog | None:
     """Return the log of the loop; None where none is running that may be called again."""
     running = context.part(Recovery).loop
     return None if running is None else running.log
+
+
+def logged(result: T, note: Callable[[StepLog, T], object]) -> T:
+    """Return `result` of the framework, noted by `note` in the log of the loop, if there is a log."""
+    if (log := log_of_this_process()) is not None:
+        note(log, result)
+    return result
 
 
 @contextlib.contextmanager

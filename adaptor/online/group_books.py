@@ -49,6 +49,20 @@ def never_destroy(backend: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
+def abort_communicators(group: Any) -> None:
+    """Abort the HCCL communicators of a process group, and free their buffers on the device.
+
+    The group gets a fresh backend afterwards. Groups with other backends, and groups that a new process has
+    made alone, have no communicators of HCCL.
+    """
+    if any(hasattr(group._get_backend(device), "abort_hccl_comm") for device in group._device_types):
+        from torch_npu.distributed import reinit_process_group
+
+        # An error, as of a store that has ended, costs the memory of the buffers alone.
+        with contextlib.suppress(Exception):
+            reinit_process_group(group, rebuild_link=True)
+
+
 def adopt(group: Any, fresh: Any, number: int) -> int:
     """Register the backends of `fresh` in `group`.
 

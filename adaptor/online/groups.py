@@ -245,10 +245,8 @@ class Groups:
     def _exchange_one(self, name: str, created: _Group, store: Any) -> None:
         from torch.distributed import PrefixStore
 
-        from adaptor.devices.npu import abort_communicators
-
         assert self._helper is not None
-        abort_communicators(created.group)
+        group_books.abort_communicators(created.group)
         ranks = created.arguments["global_ranks_in_group"]
         arguments = {
             **created.arguments,

@@ -50,10 +50,7 @@ OPTIONAL = {
     "recordings": ("adaptor.diagnostics",),
     "mindio": ("adaptor.mindio", "adaptor.frameworks.mindio_"),
     "mindspeed": ("adaptor.frameworks.mindspeed_", "adaptor.patches.mindspeed"),
-    "modellink": (
-        *("adaptor.frameworks.ascendspeed", "adaptor.patches.ascendspeed_"),
-        "adaptor.patches.modellink_training",
-    ),
+    "modellink": ("adaptor.frameworks.ascendspeed", "adaptor.patches.ascendspeed_"),
     "adapters": ("adaptor.adapters",),
     "cpu stand-ins": ("adaptor.devices.cpu", "adaptor.patches.cpu_megatron"),
 }
@@ -94,8 +91,8 @@ STATE = {
     "adaptor.devices.cpu._active": "without anything else of the adaptor",
     "adaptor.output._streams": "the threads of stdout and stderr",
     "adaptor.output._writers": "what is drained at the end of the process",
-    "adaptor.patching._hooks._raises": "import hooks last as long as the interpreter",
-    "adaptor.patching._hooks._watched": "import hooks last as long as the interpreter",
+    "adaptor.patching._raises": "import hooks last as long as the interpreter",
+    "adaptor.patching._watched": "import hooks last as long as the interpreter",
     "adaptor.patching._unit._units": "declarations, which importing a module makes",
     "adaptor.replica.group._everyone": "a process group, as torch's own are the process's",
     "adaptor.threads.reserve": "threads, which last as long as the process",

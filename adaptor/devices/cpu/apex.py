@@ -1,4 +1,4 @@
-"""Served as the modules of apex by `missing_names`: optimizers and a layer norm in torch's own arithmetic."""
+"""Served as the modules of apex by this package: optimizers and a layer norm in torch's own arithmetic."""
 
 from __future__ import annotations
 

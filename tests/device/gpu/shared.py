@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 # The script is run by its path, in a folder of its own.
 sys.path.append(str(Path(__file__).resolve().parents[3]))
 
-from adaptor.devices.cpu import missing_names
+from adaptor.devices import cpu
 
 # Cycles of a device's clock: for centuries.
 NEVER = 1 << 62
@@ -107,8 +107,8 @@ def one_gpu() -> None:
     choose = torch.cuda.set_device
     torch.cuda.set_device = lambda device: choose(0)  # type: ignore[assignment]
     # Without apex or Transformer Engine the framework cannot load what it has saved with torch's AdamW.
-    missing_names.install_apex()
-    missing_names.install()
+    cpu.install_apex()
+    cpu.supply_missing_names()
 
 
 def a_host_of_its_own(rank: int) -> None:
