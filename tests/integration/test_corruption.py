@@ -30,11 +30,13 @@ VERIFIED = ("--ttp-spares", "0", "--ttp-verify-every", "1")
 
 
 def test_damage_at_rest_is_found_and_undone(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """The first bit flips before the regular save of its step: the other holder's state is saved."""
     faults = [
         "rank=1,step=4,phase=between,kind=flip-moment,code=7",
         "rank=2,step=6,phase=forward,kind=flip-weight,code=3",
     ]
-    ended = trains_on(online(tmp_path, DP4, faults, options=VERIFIED), baseline_of(DP4), incidents=2)
+    job = online(tmp_path, DP4, faults, options=VERIFIED, save_interval=4)
+    ended = trains_on(job, baseline_of(DP4), incidents=2)
     told = [line for line in ended.said if "is corrupt" in line and "training goes on" in line]
     at_rest = r"\[ttp\] rank 1 is corrupt: exp_avg of shard mp_rank_00/\d changed at rest after .* step 4; "
     weights = r"\[ttp\] rank 2 is corrupt: weights of mp_rank_00 changed after their gather, in step 6; "
@@ -45,15 +47,6 @@ def test_damage_at_rest_is_found_and_undone(tmp_path: Path, baseline_of: Baselin
         ("corruption", [1]),
         ("corruption", [2]),
     ]
-
-
-def test_no_save_of_a_disputed_step_is_published(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The bit flips before the save of the step: the saved state is that of the other holder."""
-    faults = ["rank=1,step=4,phase=between,kind=flip-main,code=11"]
-    job = online(tmp_path, DP4, faults, options=VERIFIED, save_interval=4)
-    ended = trains_on(job, baseline_of(DP4))
-    (told,) = (line for line in ended.said if "is corrupt" in line and "training goes on" in line)
-    assert "rank 1 is corrupt: param of shard mp_rank_00/1 changed at rest after the update of step 4" in told
 
 
 @pytest.mark.parametrize("layout", [DP2_OVERLAP, TP2_DP2, PP2_DP2, MOE_EP2], ids=lambda layout: layout.name)

@@ -107,11 +107,10 @@ def test_the_disk_gets_worse(
     ("what", "layout", "arguments"),
     [
         ("inodes", DP2, ()),
-        ("full", DP2, ()),
         ("full", TORCH_DIST, ()),
         ("full", TORCH_DIST, ("--async-save",)),
     ],
-    ids=["inodes", "torch", "torch_dist", "async"],
+    ids=["inodes", "torch_dist", "async"],
 )
 def test_training_goes_on_while_nothing_can_be_saved(
     what: str,

@@ -55,14 +55,12 @@ def _noted(ended: Ended, what: str) -> list[tuple[int, str]]:
 @pytest.mark.parametrize(
     ("rank", "phase", "kind", "saved"),
     [
-        (1, "norm", "sigkill", {5, 6}),
         (0, "door-before", "sigkill", {5, 6}),
         (1, "door-after", "sigkill", {5, 6}),
         (0, "copy", "sigkill", {5, 6}),
         (1, "update", "sigkill", {5, 6}),
         (0, "gather", "sigkill", {5, 6}),
         (1, "between", "sigkill", {6}),
-        (1, "door-after", "exception", {5, 6}),
         (0, "copy", "exception", {5, 6}),
         (1, "update", "exception", {5, 6}),
         (0, "gather", "exception", {5, 6}),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults import framework_log, harness, keeping, outcome
+from tests.faults.fault import NEWCOMERS
 from tests.faults.harness import (
     DP2,
     DP2_FP16,
@@ -61,14 +62,13 @@ MOE_DENSE_STAGE = replace(
     pp=2,
     extra=(*MOE_EP2_DP2.extra, "--moe-layer-freq", "[0,1]"),
 )
-# The rank that is killed, where in step 4, and where the process in its place is killed in step 6. The step
-# is made again, but for `gather` and `between`, in which all have made its update.
+# The rank that is killed, and where in the steps 3, 5 and 7: each time the process in its place. The step is
+# made again, but for `gather` and `between`, in which all have made its update. Rank 3 writes the log.
 KILLED = (
-    (1, "data", "update"),
-    (1, "between", "forward"),
-    (0, "backward", "door-after"),
-    (1, "gather", "norm"),
-    (1, "door-before", "reduction"),
+    (1, ("data", "norm", "gather")),
+    (3, ("between", "backward", "update")),
+    (0, ("backward", "door-after", "reduction")),
+    (1, ("door-before", "between", "forward")),
 )
 
 
@@ -126,7 +126,7 @@ def trains_on(
 
 
 REPLACED = (
-    r"\[ttp\] rank {rank} {how}; replaced by pid \d+, training goes on after step [56], "
+    r"\[ttp\] rank {rank} {how}; replaced by pid \d+, training goes on after step [67], "
     r"0 steps lost, \d+\.\d s after the fault was noticed"
 )
 
@@ -138,19 +138,17 @@ def says(ended: Ended, pattern: str) -> bool:
     return any(re.fullmatch(pattern, line) for line in ended.said)
 
 
-@pytest.mark.parametrize(("rank", "first", "second"), KILLED)
-def test_a_rank_is_killed(
-    rank: int, first: str, second: str, tmp_path: Path, baseline_of: BaselineOf
-) -> None:
+@pytest.mark.parametrize(("rank", "phases"), KILLED)
+def test_a_rank_is_killed(rank: int, phases: Sequence[str], tmp_path: Path, baseline_of: BaselineOf) -> None:
     faults = [
-        f"rank={rank},step=4,phase={first},kind=sigkill",
-        f"rank={rank},step=6,phase={second},kind=sigkill,restart=-1",  # of the new process
+        f"rank={rank},step={step},phase={phase},kind=sigkill,restart={restart}"
+        for step, phase, restart in zip((3, 5, 7), phases, (0, NEWCOMERS, NEWCOMERS), strict=True)
     ]
-    ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
+    ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=3)
     assert says(ended, REPLACED.format(rank=rank, how="was ended by SIGKILL")), ended.said
-    saved = r"step [34] is saved \(\d.*\); a new process takes its place"
+    saved = r"step [23] is saved \(\d.*\); a new process takes its place"
     assert says(ended, rf"\[ttp\] rank {rank} was ended by SIGKILL; {saved}"), ended.said
-    noticed = rf"\[ttp\] [\dT:-]+Z incident 1, rank {rank} \(pid \d+, host .+\), after step [34], report "
+    noticed = rf"\[ttp\] [\dT:-]+Z incident 1, rank {rank} \(pid \d+, host .+\), after step [23], report "
     noticed += r"/.+-1\.json"
     assert says(ended, noticed), ended.said
 
@@ -237,22 +235,28 @@ def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, base
     assert "rank 1 was ended by SIGKILL" in report["reason"]
 
 
+# Where a rank is killed in step 4, and another one in step 6. Of those with one fault `test_layouts.py`,
+# `test_mirror.py` or `test_experts.py` kills a rank in the other half of a step.
 LAYOUTS = (
-    TP2_DP2,
-    VPP2_DP2_OVERLAP,
-    MOE_EP2,
-    MOE_EP2_MIRROR,
-    DP2_MIRROR,
-    DP2_OVERLAP,
-    DP2_FP16,
-    DP2_FP32,
-    DP2_WHOLE,
+    (TP2_DP2, ("backward",)),
+    (VPP2_DP2_OVERLAP, ("backward", "update")),
+    (MOE_EP2, ("update",)),
+    (MOE_EP2_MIRROR, ("backward", "update")),
+    (DP2_MIRROR, ("backward",)),
+    (DP2_OVERLAP, ("backward", "update")),
+    (DP2_FP16, ("backward",)),
+    (DP2_FP32, ("backward",)),
+    (DP2_WHOLE, ("backward",)),
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_layouts(layout: Layout, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    trains_on(online(tmp_path, layout, ["rank=1,step=6,phase=backward,kind=sigkill"]), baseline_of(layout))
+@pytest.mark.parametrize(("layout", "phases"), LAYOUTS, ids=[layout.name for layout, _ in LAYOUTS])
+def test_layouts(layout: Layout, phases: Sequence[str], tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = [
+        f"rank={rank},step={step},phase={phase},kind=sigkill"
+        for rank, step, phase in zip((1, 0), (4, 6), phases, strict=False)
+    ]
+    trains_on(online(tmp_path, layout, faults), baseline_of(layout), incidents=len(faults))
 
 
 def test_what_forward_passes_add_up_is_that_of_one_step(tmp_path: Path, baseline_of: BaselineOf) -> None:

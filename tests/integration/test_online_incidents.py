@@ -85,7 +85,8 @@ def test_where_nobody_else_has_its_shard_the_step_is_saved_at_once(
     assert "TTP_ONLINE" not in ended.log
 
 
-@pytest.mark.parametrize("phase", ["regroup", "give", "exchange", "joined"])
+# `give`: tests/integration/test_library.py.
+@pytest.mark.parametrize("phase", ["regroup", "exchange", "joined"])
 def test_the_only_other_holder_dies_while_the_new_process_joins(
     phase: str, tmp_path: Path, baseline_of: BaselineOf
 ) -> None:

@@ -1,4 +1,7 @@
-"""The framework's own log after an online recovery: a line for each step, as in a run without faults."""
+"""The framework's own log after an online recovery: a line for each step, as in a run without faults.
+
+`test_online.py` kills the rank that writes the log.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,6 @@ from tests.integration.test_online import online, trains_on
 
 # Three lines; the first of them is of steps 1 to 3.
 DP4_EVERY_3RD = replace(DP4, name="dp4-log-3", extra=("--log-interval", "3"))
-
-
-@pytest.mark.parametrize("phases", [("backward", "gather"), ("between", "update")], ids="-".join)
-def test_the_rank_that_writes_the_log_is_killed(
-    phases: tuple[str, str], tmp_path: Path, baseline_of: BaselineOf
-) -> None:
-    """So is the one in its place. In `gather` and `between` all have made the update, and not all have begun
-    the next step."""
-    faults = [
-        f"rank=3,step=4,phase={phases[0]},kind=sigkill",
-        f"rank=3,step=6,phase={phases[1]},kind=sigkill,restart=-1",
-    ]
-    trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=2)
 
 
 def test_a_line_that_was_written_is_not_written_again(tmp_path: Path, baseline_of: BaselineOf) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, namespaces, outcome
-from tests.faults.harness import DP2_MIRROR, DP4, MOE_EP2, TP2_DP2, Layout
+from tests.faults.harness import DP2, DP2_MIRROR, DP4, TP2_DP2, Layout
 from tests.faults.namespaces import Namespaces
 from tests.faults.scenario import BaselineOf
 from tests.integration.test_online import online, trains_on
@@ -67,15 +67,15 @@ def test_a_spare_node_is_lost_when_it_has_taken_the_place(
     """The next one comes in its place, in the second attempt of the same recovery."""
     job = online(
         tmp_path,
-        MOE_EP2,
-        ["rank=3,step=4,phase=backward,kind=agent-sigkill"],
+        DP2,
+        ["rank=1,step=4,phase=backward,kind=agent-sigkill"],
         nodes=2,
         spares=2,
         spares_die=True,
         network=network,
         environment=PLAIN,
     )
-    ended = trains_on(job, baseline_of(MOE_EP2), lost_nodes=2)
+    ended = trains_on(job, baseline_of(DP2), lost_nodes=2)
     assert ended.logs[0].count(" takes the place of node 1; ") == 2
 
 
@@ -115,7 +115,7 @@ def test_a_node_is_cut_off_and_lives_on(tmp_path: Path, baseline_of: BaselineOf)
     with namespaces.three() as network:
         job = online(
             tmp_path,
-            DP4,
+            DP2,
             ["rank=0,step=4,phase=backward,kind=cut"],
             nodes=2,
             spares=1,
@@ -127,4 +127,4 @@ def test_a_node_is_cut_off_and_lives_on(tmp_path: Path, baseline_of: BaselineOf)
     assert ended.codes[1] != 0, ended.logs[1][-3000:]
     assert ended.logs[0].count(" has the place of node 1, training goes on after step 3, 0 steps lost, ") == 1
     assert "1 incident (1 without a restart), 0 steps lost" in ended.logs[0]
-    outcome.assert_same_training(ended, baseline_of(DP4).records)
+    outcome.assert_same_training(ended, baseline_of(DP2).records)

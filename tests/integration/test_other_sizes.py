@@ -274,14 +274,13 @@ def test_a_model_that_is_transformed_to_fit(tmp_path: Path) -> None:
     assert f"ttprun: error: step 8 in {save} has TP1 PP1, and the job has TP2 PP1: give --ttp-r" in again.log
 
 
-@pytest.mark.parametrize("kind", ["torch", "torch_dist"])
-def test_a_model_takes_its_own_sizes_again(kind: str, tmp_path: Path) -> None:
+def test_a_model_takes_its_own_sizes_again(tmp_path: Path) -> None:
     """3 nodes begin in other sizes than the arguments say; with a fourth the job takes those.
 
     In the sharded format the optimizer's state is `dp_reshardable`, which the framework cannot load in other
-    sizes itself.
+    sizes itself. `test_a_model_that_is_transformed_to_fit` has the format `torch`.
     """
-    extra = (*BATCH, "--ckpt-format", kind)
+    extra = (*BATCH, "--ckpt-format", "torch_dist")
     ended = run(
         tmp_path,
         4,

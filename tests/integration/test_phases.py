@@ -1,8 +1,7 @@
 """Wherever in a step a process fails, the newest finished step is saved, and all end.
 
-`test_online.py` kills rank 1 in each phase and goes on; what is saved there is compared the same way. Here
-are the two phases in which it is decided late which step that is.
-`python -m tests.integration.matrix` has each phase in each layout.
+`test_online.py` kills ranks in each phase and goes on, `test_layouts.py` kills rank 1 in the update; what is
+saved there is compared the same way. `python -m tests.integration.matrix` has each phase in each layout.
 """
 
 from __future__ import annotations
@@ -11,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.harness import DP4, Job
+from tests.faults.harness import DP2, DP4, Job
 from tests.faults.scenario import BaselineOf, survives
 
-# What is saved when a rank is killed in step 6. Before the norm no rank can be at the door; behind the
-# barrier every rank is. Between them the ranks of the other instance may be at the door already, with all
-# that the step needs: then it is saved.
+# What is saved when a rank fails in step 6. Before the norm no rank can be at the door; behind the barrier
+# every rank is. Between them the rank of the other instance may be at the door already, with all that the
+# step needs: then it is saved.
 SAVED = {
+    "forward": {5},
     "reduction": {5},
     "door-before": {5, 6},
     "update": {6},
@@ -26,34 +26,30 @@ SAVED = {
 }
 
 
-def _survives_a_kill(rank: int, phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    job = Job(
-        tmp_path / "job",
-        DP4,
-        save=tmp_path / "save",
-        faults=[f"rank={rank},step=6,phase={phase},kind=sigkill"],
-    )
-    survives(job, baseline_of(DP4), code=137, saved=SAVED[phase])
+@pytest.mark.parametrize(
+    ("rank", "phase", "kind"),
+    [
+        (1, "door-before", "sigkill"),
+        # Another rank writes what is the same on all.
+        (0, "reduction", "sigkill"),
+        (0, "gather", "sigkill"),
+        (0, "forward", "exception"),
+        # Inside the update the state is that of no step, and at the door the rank will not go through.
+        (1, "door-before", "exception"),
+        (1, "update", "exception"),
+        (1, "gather", "exception"),
+        (1, "between", "exception"),
+    ],
+)
+def test_a_rank_fails(rank: int, phase: str, kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = [f"rank={rank},step=6,phase={phase},kind={kind}"]
+    job = Job(tmp_path / "job", DP2, save=tmp_path / "save", faults=faults)
+    code, how = (137, "was ended by SIGKILL") if kind == "sigkill" else (1, "raised InjectedError")
+    ended = survives(job, baseline_of(DP2), code=code, saved=SAVED[phase])
+    assert ended.last_line.startswith(f"[ttp] rank {rank} {how}")
 
 
-@pytest.mark.parametrize("phase", ["door-before", "update"])
-def test_rank_1_is_killed(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    _survives_a_kill(1, phase, tmp_path, baseline_of)
-
-
-@pytest.mark.parametrize("phase", ["reduction", "gather"])
-def test_rank_0_is_killed(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Before the update and in it: another rank writes what is the same on all."""
-    _survives_a_kill(0, phase, tmp_path, baseline_of)
-
-
-@pytest.mark.parametrize("phase", ["door-before", "update", "gather", "between"])
-def test_an_exception_in_rank_1(phase: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Inside the update its state is that of no step, and at the door it will not go through."""
-    job = Job(
-        tmp_path / "job",
-        DP4,
-        save=tmp_path / "save",
-        faults=[f"rank=1,step=6,phase={phase},kind=exception"],
-    )
-    survives(job, baseline_of(DP4), code=1, saved=SAVED[phase])
+def test_two_ranks_of_different_shards_at_once(tmp_path: Path, baseline_of: BaselineOf) -> None:
+    faults = ["rank=0,step=6,phase=backward,kind=sigkill,also=3"]
+    job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=faults)
+    survives(job, baseline_of(DP4), code=137, saved={5})

@@ -23,7 +23,6 @@ from tests.integration.test_formats import DIST as TORCH_DIST
     [
         (1, "save"),
         (0, "save-write"),
-        (1, "save-barrier"),
         (0, "save-barrier"),
         (0, "save-tracker"),
         (0, "save-named"),

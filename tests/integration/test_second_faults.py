@@ -28,13 +28,13 @@ def assert_blamed(ended: Ended, rank: int) -> None:
 @pytest.mark.parametrize(
     "second",
     [
-        "rank=0,phase=dump,kind=sigkill",
         "rank=0,phase=dump-write,kind=sigkill",
         "rank=0,phase=dump-write,kind=exception",
     ],
-    ids=["killed-at-once", "killed-while-writing", "exception-while-writing"],
+    ids=["killed-while-writing", "exception-while-writing"],
 )
 def test_the_writer_fails(second: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
+    """`test_nodes.py` kills the agent of a writer before it writes."""
     job = Job(tmp_path / "job", DP4, save=tmp_path / "save", faults=[FIRST, second])
     survives(job, baseline_of(DP4), code=137, saved={5})
 
