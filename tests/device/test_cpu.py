@@ -184,11 +184,14 @@ def test_a_checkpoint_from_a_gpu_loads(tmp_path: Path) -> None:
 def test_nccl_is_gloo() -> None:
     on_cpu(
         """
+        from pathlib import Path
         import torch.distributed as dist
         dist.init_process_group("nccl", device_id=torch.device("cuda", 0), pg_options=object())
         assert dist.get_backend() == "gloo"
         group = dist.new_group([0], backend="nccl", pg_options=object())
         assert dist.get_backend(group) == "gloo"
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        assert names.count("gloo_tcp_loop\\n") == 1, "each group has a thread that polls"
         dist.barrier(device_ids=[0])
         given, taken = torch.arange(3.0), torch.zeros(3)
         dist.all_to_all_single(taken, given, (3,), torch.tensor([3]))

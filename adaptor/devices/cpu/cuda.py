@@ -10,10 +10,12 @@ import collections
 import functools
 import inspect
 import logging
+import os
 import time
 import types
 from abc import ABCMeta
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -269,6 +271,40 @@ def _coalesced_as_bytes(
     return original(output_tensor, input_tensor, *args, **kwargs)
 
 
+@functools.cache
+def _transports(process: int, interfaces: str) -> list[Any]:
+    """Return what all groups of a process share: for each interface a listening socket and a reading thread.
+
+    Args:
+        process: pid of this process; a fork has no such threads.
+        interfaces: their names with commas between them; empty: the interface of the host name.
+    """
+    group: Any = dist.ProcessGroupGloo
+    if not interfaces:
+        return [group.create_default_device()]
+    return [group.create_device(interface=name) for name in interfaces.split(",")]
+
+
+def _over_shared_transports(
+    original: Any,
+    group: Any,
+    store: Any,
+    rank: int,
+    size: int,
+    timeout: Any = distributed_c10d.default_pg_timeout,
+    **more: Any,
+) -> None:
+    # Otherwise each group makes its own, whose thread wakes a hundred times a second: with the twenty groups
+    # and more of a framework, up to half of the CPU time of a small job.
+    if any(more.values()) or not isinstance(timeout, timedelta):
+        original(group, store, rank, size, timeout, **more)
+        return
+    options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = _transports(os.getpid(), os.environ.get("GLOO_SOCKET_IFNAME", ""))
+    options._threads, options._timeout = 2 * len(options._devices), timeout
+    original(group, store, rank, size, options)
+
+
 def install_collectives() -> None:
     """Replace the NCCL calls of torch.distributed, where gloo differs."""
     # P2POp compares the identity of isend, so both modules must hold the same function.
@@ -282,3 +318,4 @@ def install_collectives() -> None:
         "all_gather_into_tensor": _coalesced_as_bytes,
     }.items():
         rebind((distributed_c10d, dist), name, effect)
+    rebind(dist.ProcessGroupGloo, "__init__", _over_shared_transports)
