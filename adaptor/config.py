@@ -48,6 +48,7 @@ class Config:
     failed_save: str
     verify_saves: bool
     drill_every: int
+    allow_drill: bool
     port: int
     tls: str
     tls_cert: str
@@ -176,6 +177,17 @@ SETTINGS = (
         "every so many steps the running job tests whether the step could be saved if one rank died,"
         " each time another rank; nothing is written; 0: never",
         same_on_all_nodes=True,
+        needs_agent=True,
+    ),
+    Setting(
+        "allow_drill",
+        "TTP_ALLOW_DRILL",
+        "False",
+        "True, 1, False or 0",
+        truth,
+        "True: `ttp drill`, called by the user of the job, ends a rank on purpose, and the job recovers",
+        same_on_all_nodes=True,
+        needs_agent=True,
     ),
     Setting(
         "port",

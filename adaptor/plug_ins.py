@@ -48,6 +48,7 @@ OPTIONAL_PARTS = {
     COMMANDS: {
         "operations": "adaptor.operations.cli:add",
         "doctor": "adaptor.launchers.doctor.doctor_command:add",
+        "drill": "adaptor.launchers.operations.drill_command:add",
         "store": "adaptor.store.command:add",
     },
     AGENT_HOOKS: {

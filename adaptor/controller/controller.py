@@ -17,9 +17,10 @@ from adaptor.controller.failures import Failures
 from adaptor.controller.feasibility import Recoveries
 from adaptor.controller.hang_detector import StalledNodes
 from adaptor.controller.incident import Incident
-from adaptor.controller.incident_state import Orders, Stage
+from adaptor.controller.incident_state import Order, Orders, Stage
 from adaptor.controller.membership import Membership
 from adaptor.controller.newcomers import FromNewcomer
+from adaptor.controller.plan import NoPlan, plan
 from adaptor.controller.verdict import (
     Recurrence,
     end_all,
@@ -36,10 +37,12 @@ from adaptor.protocol.messages import (
     AgentHello,
     AgentLost,
     AgentTerminationRequested,
+    BoardRecord,
     Corruption,
     Died,
     Dying,
     Endpoint,
+    EndRank,
     Exit,
     Frozen,
     Hello,
@@ -236,6 +239,31 @@ class Controller:
             self.membership.late |= self.membership.agents & set(overdue)
             return [order for node in overdue for order in self._on_agent_lost(node, time_now)]
         return self._route(incident.on_tick(time_now))
+
+    def drill(self, rank: int, newest: int) -> Order | str:
+        """Return the order that ends `rank` as a fault would, or why the drill would lose steps.
+
+        Args:
+            newest: the newest finished step.
+        """
+        members = self.membership
+        if self.incident is not None or self.verdict is not None:
+            return "an incident is open: try again when the job trains"
+        if len(members.layouts) < members.world_size:
+            return next(iter(members.unprotected.values()), "not all ranks train yet")
+        if rank not in members.node_of:
+            return f"the job has no rank {rank}: its ranks are 0 to {members.world_size - 1}"
+        if newest <= self._recoveries.step:
+            return "no step is finished since the start, or the last recovery: try again behind the next step"
+        others = {
+            other: BoardRecord(other, phase=Phase.RUNNING, oldest=newest, finished=newest)
+            for other in members.alive
+            if other != rank
+        }
+        if isinstance(without := plan(members.groups, others, only=newest), NoPlan):
+            return without.reason
+        self._failures.drilled = rank
+        return members.node_of[rank], EndRank(rank)
 
     def _on_corruption(self, message: Corruption, time_now: float) -> Orders:
         """Open an incident at the first report; all ranks report the same."""

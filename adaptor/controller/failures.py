@@ -55,6 +55,7 @@ class Failures:
         leaving: nodes whose agents were told to end
         hang_s: seconds without any movement in a hang; else 0
         standing: the positions of the main threads in a hang
+        drilled: the rank that a user has ended to drill the recovery (`ttp drill`); -1: none
         corruption: the difference between holders; None: none
         nodes: of the ranks that `corruption` names or suspects, on a job of several nodes
     """
@@ -72,6 +73,7 @@ class Failures:
     leaving: set[int] = field(default_factory=set)
     hang_s: float = 0.0
     standing: dict[int, Standing] = field(default_factory=dict)
+    drilled: int = -1
     corruption: Corruption | None = None
     nodes: dict[int, int] = field(default_factory=dict)
 
@@ -143,13 +145,13 @@ class Failures:
             end_notes = {
                 r: " after its script had ended" if r in self.ended_scripts else "" for r, _ in failed
             }
+            reasons = {**({self.drilled: "ttp drill"} if self.drilled >= 0 else {}), **self.reasons}
             descriptions = [
-                f"rank {r} {ending(s, self.reasons.get(r, ''))}{end_notes[r]}"
-                for r, s in failed
-                if r not in away
+                f"rank {r} {ending(s, reasons.get(r, ''))}{end_notes[r]}" for r, s in failed if r not in away
             ]
             descriptions += [f"node {node} is lost" for node, ranks in self.lost.items() if ranks]
-            key = "" if rank in away else _kind(status)
+            # Without a key a fault is not counted (`Recurrence`): no number of drills ends a job.
+            key = "" if rank in away or rank == self.drilled else _kind(status)
             kind = "node-lost" if rank in away else "signal" if status < 0 else "exit"
             ranks = tuple(r for r, _ in failed)
             exit_status = None if rank in away else status

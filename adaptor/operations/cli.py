@@ -61,12 +61,7 @@ def add(add_command: Add) -> None:
     )
     otel.add_argument("--follow", action="store_true", help="wait for more, until the job has ended")
     for command in (status, incidents, spent, serve, report, otel):
-        command.add_argument(
-            "where",
-            nargs="?",
-            type=Path,
-            help="a log folder, for its newest job, or the folder of a job in it (default TTP_LOG_PATH)",
-        )
+        add_where(command)
     verify.add_arguments(add_command("verify", verify.answer, verify.WORDS))
     for command in (status, incidents, spent, serve, report):
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -75,14 +70,25 @@ def add(add_command: Add) -> None:
     schema.add_argument("name", choices=sorted(records.SCHEMAS))
 
 
-def _job_folder(parsed: argparse.Namespace) -> Path:
+def add_where(command: argparse.ArgumentParser) -> None:
+    """Add the argument that names a job."""
+    command.add_argument(
+        "where",
+        nargs="?",
+        type=Path,
+        help="a log folder, for its newest job, or the folder of a job in it (default TTP_LOG_PATH)",
+    )
+
+
+def job_folder(parsed: argparse.Namespace) -> Path:
+    """Return the folder of the named job. Raises JobFolderError."""
     return job_reader.find(parsed.where or Path(config.load().log_path))
 
 
 def _status(parsed: argparse.Namespace) -> int:
     with CtrlC() as ctrl_c:
         while True:
-            status = job_reader.status(_job_folder(parsed))
+            status = job_reader.status(job_folder(parsed))
             silent_s = job_reader.silent_s(status)
             if parsed.json:
                 print(msgspec.json.encode(status).decode())
@@ -143,13 +149,13 @@ def _open(status: Status) -> str:
 
 
 def _incidents(parsed: argparse.Namespace) -> int:
-    job = _job_folder(parsed)
+    job = job_folder(parsed)
     all_incidents = job_reader.incidents(job)
     if parsed.json:
         print(msgspec.json.encode(all_incidents).decode())
         return OK
     for incident in all_incidents:
-        show(_incident_lines(incident))
+        show(incident_lines(incident))
     is_open = ""
     with contextlib.suppress(job_reader.JobFolderError):  # a job that has just begun has no status
         is_open = _open(job_reader.status(job))
@@ -157,7 +163,8 @@ def _incidents(parsed: argparse.Namespace) -> int:
     return OK
 
 
-def _incident_lines(incident: IncidentRecord) -> list[str]:
+def incident_lines(incident: IncidentRecord) -> list[str]:
+    """Return the lines about an ended incident."""
     parts = {name: seconds for name, seconds in _parts(incident.phases).items() if seconds is not None}
     lost = "not known" if incident.steps_lost is None else incident.steps_lost
     step_s = first_step_again(incident, unix(incident.began))
@@ -176,7 +183,7 @@ def _parts(phases: Phases) -> dict[str, float | None]:
 
 
 def _goodput(parsed: argparse.Namespace) -> int:
-    spent = JobReader(_job_folder(parsed)).spent()
+    spent = JobReader(job_folder(parsed)).spent()
     if parsed.json:
         print(msgspec.json.encode(spent).decode())
     else:
@@ -206,7 +213,7 @@ def _goodput_lines(spent: Goodput) -> list[str]:
 
 
 def _report(parsed: argparse.Namespace) -> int:
-    job = _job_folder(parsed)
+    job = job_folder(parsed)
     if parsed.trace is not None:
         incident = _incident(job, parsed.trace)
         trace_text = msgspec.json.encode(chrome_trace(incident)).decode()
@@ -271,7 +278,7 @@ def _otel(parsed: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise _missing(error, "opentelemetry", "ttp otel", "otel") from None
     otel.check_variables()
-    return otel.send(_job_folder(parsed), follow=parsed.follow, as_json=parsed.json)
+    return otel.send(job_folder(parsed), follow=parsed.follow, as_json=parsed.json)
 
 
 def _port(text: str) -> int:

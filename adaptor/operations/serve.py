@@ -383,6 +383,11 @@ def _of_status(status: Status) -> Iterator[Metric]:
     if status.host_copy_step is not None and status.host_copy_time is not None:
         yield _gauge("ttp_host_copy_step", "the newest step in host memory", status.host_copy_step)
         yield _gauge("ttp_host_copy_timestamp_seconds", "when it was there", unix(status.host_copy_time))
+    if status.drill_step is not None and status.drill_time is not None:
+        is_recoverable = not status.drill_problem
+        yield _gauge("ttp_drill_recoverable", "1 if the newest drill has found no problem", is_recoverable)
+        yield _gauge("ttp_drill_step", "the step of the newest drill", status.drill_step)
+        yield _gauge("ttp_drill_timestamp_seconds", "when it was held", unix(status.drill_time))
     yield _gauge("ttp_failed_saves", "saves that have failed one after the other", status.failed_saves)
     yield _gauge("ttp_generation", "starts of the workers, from 1 on", status.generation)
     ranks = GaugeMetricFamily("ttp_ranks", "ranks in each state", labels=["state"])

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from adaptor import hooks, text
 from adaptor.config import Config
+from adaptor.controller.membership import Membership
 from adaptor.descriptors import Descriptors
 from adaptor.errors import CheckpointError
 from adaptor.hooks import AgentHooks
@@ -39,6 +40,7 @@ from adaptor.protocol.messages import (
     ControllerToAgent,
     Copied,
     Dismissed,
+    EndRank,
     Exit,
     FillPlaces,
     Find,
@@ -197,6 +199,13 @@ class AgentControl:
         is_known = host.controller.incident is not None if host is not None else self.news.noticed > 0.0
         return is_known and self.verdict is None
 
+    def why_not_drill(self, members: Membership) -> str:
+        """Return why the job would end after the end of a rank; "" where the job recovers."""
+        is_online = self._config.spares and not any(layout.online for layout in members.layouts.values())
+        if self._may_restart or is_online:
+            return ""
+        return "no restart is left (--max-restarts), and no spare process replaces a rank: the job would end"
+
     def _newest_copy(self) -> int | None:
         return self.copies.newest(is_kept=self.keeper is not None) if self.makes_copies else None
 
@@ -344,6 +353,8 @@ class AgentControl:
                 self.thread.spawn(self._carry_out(order))
             case Replace():
                 self.thread.spawn(self._replace(order))
+            case EndRank(rank=rank):
+                self.workers.end_the_living({rank})
             case FillPlaces():
                 self.thread.spawn(self._fill_places(order))
             case Recovered():

@@ -27,6 +27,7 @@ from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent import control_thread
 from adaptor.launchers.agent.agent_control import AgentControl
 from adaptor.launchers.agent.control_thread import ControlThreadError
+from adaptor.launchers.agent.drill_listener import DrillListener
 from adaptor.launchers.agent.host_copies import CopyFiles, CopyKeeper
 from adaptor.launchers.control import credentials
 from adaptor.launchers.control.controller_client import ControllerClient
@@ -104,6 +105,9 @@ class Node:
         self.control = AgentControl(config, job, max_restarts, Path(self._scratch.name), self._copies, parts)
         self.control.thread.start()
         self.control.thread.wait_for(self.control.workers.serve())
+        self._drills = DrillListener(self.control)
+        if config.allow_drill:
+            self.control.thread.wait_for(self._drills.listen())
 
     def begin(
         self,
@@ -425,6 +429,7 @@ class Node:
                     thread.wait_for(self.control.gate.close())
                 if self._at_gate is not None:
                     thread.wait_for(self._at_gate.end())
+                thread.wait_for(self._drills.close())
                 thread.wait_for(self.control.workers.close())
             thread.stop()
         if self._at_gate is not None:

@@ -34,6 +34,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_VERIFY_SAVES",
         "TTP_REPLAY_EVERY",
         "TTP_DRILL_EVERY",
+        "TTP_ALLOW_DRILL",
         "TTP_REQUIRE_PROTECTION",
     ),
     "Several nodes": (

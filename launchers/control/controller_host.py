@@ -179,6 +179,12 @@ class ControllerHost:
         if type(message) is not Frozen:
             self._record(self._tell_of_open_incident)
 
+    def drill(self, rank: int, newest: int) -> str:
+        """End `rank` as a fault would (`Controller.drill`); return why not, "" if the order is sent."""
+        order = self.controller.drill(rank, newest)
+        self._deliver([] if isinstance(order, str) else [order])
+        return order if isinstance(order, str) else ""
+
     async def until(self, is_done: Callable[[], bool], limit_s: float) -> None:
         """Wait until `is_done` is true for the controller, at most `limit_s` seconds."""
         with contextlib.suppress(asyncio.TimeoutError):

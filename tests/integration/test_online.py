@@ -144,7 +144,9 @@ def test_a_rank_is_killed(rank: int, phases: Sequence[str], tmp_path: Path, base
         f"rank={rank},step={step},phase={phase},kind=sigkill,restart={restart}"
         for step, phase, restart in zip((3, 5, 7), phases, (0, NEWCOMERS, NEWCOMERS), strict=True)
     ]
-    ended = trains_on(online(tmp_path, DP4, faults), baseline_of(DP4), incidents=3)
+    # A rank that is killed between two steps leaves the others in a drill.
+    job = online(tmp_path, DP4, faults, environment={"TTP_DRILL_EVERY": "1"})
+    ended = trains_on(job, baseline_of(DP4), incidents=3)
     assert says(ended, REPLACED.format(rank=rank, how="was ended by SIGKILL")), ended.said
     saved = r"step [23] is saved \(\d.*\); a new process takes its place"
     assert says(ended, rf"\[ttp\] rank {rank} was ended by SIGKILL; {saved}"), ended.said
@@ -168,9 +170,18 @@ def test_after_a_read_that_failed_all_start_again(tmp_path: Path, baseline_of: B
 
 
 def test_with_no_restart_and_no_spare_the_job_saves_and_ends(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    faults = ["rank=1,step=6,phase=backward,kind=sigkill"]
-    ended, _ = ends(online(tmp_path, DP2, faults, restarts=0), baseline_of(DP2), code=137, saved={5})
+    """Before, a drill finds that the rank does not hold what the other rank saves."""
+    faults = [
+        "rank=1,step=5,phase=between,kind=flip-moment,code=7",
+        "rank=1,step=6,phase=backward,kind=sigkill",
+    ]
+    job = online(tmp_path, DP2, faults, restarts=0, environment={"TTP_DRILL_EVERY": "1"})
+    ended, _ = ends(job, baseline_of(DP2), code=137, saved={5})
     assert "no restart is left (--max-restarts), and no spare process waits on its node" in ended.log
+    (drilled,) = (line for line in ended.said if line.startswith("[ttp] drill: "))
+    assert re.search(r"step 5 could not be saved bit for bit without rank 1: .* exp_avg of shard", drilled)
+    (status,) = job.out.glob("logs/*/status.json")
+    assert json.loads(status.read_text())["drill_problem"]
 
 
 def test_a_loop_of_ones_own_says_at_its_start_that_it_is_not_recovered_online(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ import pytest
 from adaptor.checkpoint import publish
 from adaptor.launchers.agent import worker_watch
 from adaptor.launchers.agent.worker_processes import Workers
+from adaptor.launchers.cli import ttp
 from adaptor.protocol import wire
 from adaptor.protocol.board import Lifeline
 from adaptor.protocol.environment import GENERATION
 from adaptor.protocol.messages import Hello, Raised, Verdict
 from adaptor.protocol.naming import temporary_name
+from adaptor.terminal import OK, USAGE
 from adaptor.worker.processor import EXIT_SURVIVOR
 from tests import waiting
 from tests.unit.nodes import Job, controller_host_of, is_gone, job, open_descriptors, stop
@@ -421,3 +423,52 @@ def test_nothing_is_left_behind(job: Job) -> None:
     assert set(open_descriptors(os.getpid()).items()) - set(before.items()) == set()
     assert address not in Path("/proc/net/unix").read_text()
     assert store not in Path("/proc/net/unix").read_text()
+
+
+def _status_is_written(job: Job) -> None:
+    waiting.written(job.logs, lambda: list(job.logs.glob("*/status.json")), "the status is written")
+
+
+def test_a_drill_ends_a_rank_on_purpose(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    job.node(TTP_ALLOW_DRILL="True")
+    job.begin(2)
+    job.workers[0].does("begin")
+    _status_is_written(job)
+    assert ttp.main(["drill"]) == USAGE
+    job.workers[1].does("begin")
+    members = controller_host_of(job.nodes[0]).controller.membership
+    waiting.until(lambda: len(members.layouts) == 2, "the layouts are known")
+    assert ttp.main(["drill", "--rank", "2"]) == USAGE
+    job.train("step")
+    assert ttp.main(["drill", "--rank", "1", str(job.logs)]) == OK
+    verdict = job.verdict()
+    assert (verdict.outcome, verdict.step, verdict.fault.key) == ("saved", FIRST, "")
+    assert verdict.line.startswith("rank 1 was ended by SIGKILL (ttp drill); step 11 is saved")
+    assert ttp.main(["drill"]) == USAGE
+    refused = [line for line in capsys.readouterr().err.splitlines() if line.startswith("ttp: error: ")]
+    assert [line.partition(" no rank is ended: ")[2] for line in refused] == [
+        "not all ranks train yet",
+        "the job has no rank 2: its ranks are 0 to 1",
+        "an incident is open: try again when the job trains",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("job", "allowed", "may_restart", "reason"),
+    [
+        (1, "False", True, "the job allows no drill: start it with --ttp-allow-drill True (TTP_ALLOW_DRILL)"),
+        (1, "True", False, "no restart is left (--max-restarts), and no spare process replaces a rank"),
+        (2, "True", True, "shard 0 of 2 of group g has no live holder, it was on rank 0"),
+    ],
+    indirect=["job"],
+)
+def test_a_drill_that_would_end_the_job_or_lose_steps_is_refused(
+    job: Job, allowed: str, may_restart: bool, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.node(TTP_ALLOW_DRILL=allowed, TTP_ONLINE="0")
+    job.begin(2, may_restart=may_restart)
+    job.train("step")
+    _status_is_written(job)
+    assert ttp.main(["drill", "--rank", "0", str(job.logs)]) == USAGE
+    assert reason in capsys.readouterr().err
+    assert controller_host_of(job.nodes[0]).controller.incident is None

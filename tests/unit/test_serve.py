@@ -117,6 +117,9 @@ def status(**changes: object) -> Status:
         spent={"productive": 60.0, "wasted": 4.0},
         host_copy_step=16,
         host_copy_time=utc(BEGAN + 95),
+        drill_step=16,
+        drill_time=utc(BEGAN + 96),
+        drill_problem="without rank 1: ranks 0 and 1 hold different bits",
     )
     return msgspec.structs.replace(first, **changes)
 
@@ -208,6 +211,9 @@ def test_the_metrics_of_a_job(job: Path) -> None:
         "ttp_shard_holders_min": 2,
         "ttp_host_copy_step": 16,
         "ttp_host_copy_timestamp_seconds": BEGAN + 95,
+        "ttp_drill_recoverable": 0,
+        "ttp_drill_step": 16,
+        "ttp_drill_timestamp_seconds": BEGAN + 96,
         "ttp_step_duration_seconds_bucket{le=1.0}": 5,
         "ttp_step_duration_seconds_count": 6,
         "ttp_step_duration_seconds_sum": 7.5,

@@ -159,6 +159,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path
         "TTP_FAILED_SAVE": "stop",
         "TTP_VERIFY_SAVES": "1",
         "TTP_DRILL_EVERY": "100",
+        "TTP_ALLOW_DRILL": "1",
         "TTP_PORT": "9001",
         "TTP_TLS": "mutual",
         "TTP_TLS_CERT": "a.pem",

@@ -207,6 +207,12 @@ class Replace(Message, frozen=True):
     cold: bool = False
 
 
+class EndRank(Message, frozen=True):
+    """End the process of `rank` as a fault would: a user drills the recovery (`ttp drill`)."""
+
+    rank: int
+
+
 class FillPlaces(Message, frozen=True):
     """Have spare nodes take the places of lost `nodes` while the others train on; the answer: `PlacesFilled`.
 
@@ -242,7 +248,17 @@ class Welcome(Message, frozen=True):
 # The messages that the controller passes on to the nodes that stand by.
 StandbyState = AgentHello | Layout
 ToAgent = (
-    Prepare | Publish | Find | Replace | FillPlaces | Recovered | Verdict | Dismissed | StandbyState | Welcome
+    Prepare
+    | Publish
+    | Find
+    | Replace
+    | EndRank
+    | FillPlaces
+    | Recovered
+    | Verdict
+    | Dismissed
+    | StandbyState
+    | Welcome
 )
 
 
