@@ -233,7 +233,11 @@ def hold(step: int, trainee: Any, record: BoardRecord, everyone: dist.ProcessGro
     boards = {rank: board for rank, (board, _, _) in enumerate(gathered)}
     shares = {rank: rank_shares for rank, (_, rank_shares, _) in enumerate(gathered)}
     states = [state for _, _, state in gathered]
-    return Drilled(0, step, lost, problem(step, lost, boards, shares, states))
+    try:
+        reason = problem(step, lost, boards, shares, states)
+    except Exception as error:  # training goes on without the result of a drill
+        reason = f"the drill has failed: {type(error).__name__}: {error}"
+    return Drilled(0, step, lost, reason)
 
 
 def problem(
