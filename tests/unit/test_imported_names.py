@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 HERE = """
 class Base: pass
 class Kept(Base): pass
@@ -34,29 +32,44 @@ there.function = functools.wraps(there.function)(lambda: None)
 """
 THIRD = "from there import function"
 FILES = {"here": HERE, "there": THERE, "changes": CHANGES, "wraps": WRAPS, "third": THIRD}
+# Calls `tell` with each of the given values, in a fork of its own.
+EACH = """
+import json, os, sys
+def tell_each(tell):
+    for given in json.loads(sys.argv[2]):
+        read, write = os.pipe()
+        if not (pid := os.fork()):
+            with open(write, "w") as told:
+                json.dump(tell(given), told)
+            sys.exit()
+        os.close(write)
+        with open(read) as told:
+            print(told.read())
+        assert os.waitpid(pid, 0)[1] == 0
+sys.path.insert(0, sys.argv[1])
+"""
 # The processes of a job: a worker that runs a script and tells what it has imported, and a spare.
-WORKER = """
-import json, sys
+WORKER = f"""{EACH}
 from adaptor import context
 from adaptor.worker import script_imports
 from adaptor.worker.script_imports import ScriptImports
-sys.path.insert(0, sys.argv[1])
-context.part(ScriptImports).begin()
-exec(sys.argv[2], {})
-names = script_imports.modules_of_this_process(0).names
-print(json.dumps({name: code.hex() for name, code in names.items()}))
+def names_of(script):
+    context.part(ScriptImports).begin()
+    exec(script, {{}})
+    names = script_imports.modules_of_this_process(0).names
+    return {{name: code.hex() for name, code in names.items()}}
+tell_each(names_of)
 """
-SPARE = """
-import contextlib, json, sys
-from adaptor import context
+SPARE = f"""{EACH}
+from importlib.util import find_spec
 from adaptor.launchers.spares import spare_imports
 from adaptor.protocol.spare_messages import Import
-sys.path.insert(0, sys.argv[1])
-worker = {name: bytes.fromhex(code) for name, code in json.loads(sys.argv[2]).items()}
-from importlib.util import find_spec
-origins = {name: find_spec(name).origin for name in worker}
-imports = spare_imports._ImportsAsAWorker(Import((), origins, worker, {}, ()))
-print(imports.run().unfit.partition(" is another one")[0])
+def differs_from(worker):
+    names = {{name: bytes.fromhex(code) for name, code in worker.items()}}
+    origins = {{name: find_spec(name).origin for name in names}}
+    imports = spare_imports._ImportsAsAWorker(Import((), origins, names, {{}}, ()))
+    return imports.run().unfit.partition(" is another one")[0]
+tell_each(differs_from)
 """
 
 
@@ -67,38 +80,36 @@ def run(program: str, *arguments: object) -> str:
     return done.stdout.strip()
 
 
-def compared(folder: Path, script: str) -> str:
-    """Return what differs in a process that imports what the script does, from one that runs the script."""
+def names_of(folder: Path, *scripts: str) -> list[dict[str, str]]:
+    """Return what each script has imported, in a worker of its own."""
+    return [json.loads(line) for line in run(WORKER, folder, json.dumps(scripts)).splitlines()]
+
+
+def compared(folder: Path, *scripts: str) -> list[str]:
+    """Return what differs in processes that import what each script does, from those that run the scripts."""
     for name, source in FILES.items():
         (folder / f"{name}.py").write_text(source)
-    told = run(WORKER, folder, script)
-    assert json.loads(told)["there"]
-    return run(SPARE, folder, told)
+    told = names_of(folder, *scripts)
+    assert all(names["there"] for names in told)
+    return [json.loads(line) for line in run(SPARE, folder, json.dumps(told)).splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("change", "differs"),
-    [
-        ("", ""),
-        ("import here; here.function = lambda: None", "there.function"),
-        (
-            "import here, functools; here.function = functools.wraps(here.function)(lambda: 0)",
-            "there.function",
-        ),
-        (
-            "import here, wrapt; wrapt.wrap_function_wrapper(here, 'function', lambda w, i, a, k: 0)",
-            "there.function",
-        ),
-        ("import here; here.Kept = type('Kept', (here.Kept,), {})", "there.Kept"),
-        ("import here; here.Base = type('New', (), {})", "there.Base"),
-        # Who looks it up gets the new one, in a spare as well, once it runs the script.
-        ("import here; here.other = lambda: None", ""),
-        ("import here; here.Kept.method = lambda self: None", ""),
-    ],
-    ids=["nothing", "function", "wraps", "wrapt", "class", "base", "not imported by name", "method"],
-)
-def test_a_change_before_an_import_by_name_is_found(change: str, differs: str, tmp_path: Path) -> None:
-    assert compared(tmp_path, f"{change}\nimport there") == differs
+CHANGED_BEFORE = {
+    "": "",
+    "import here; here.function = lambda: None": "there.function",
+    "import here, functools; here.function = functools.wraps(here.function)(lambda: 0)": "there.function",
+    "import here, wrapt; wrapt.wrap_function_wrapper(here, 'function', lambda *given: 0)": "there.function",
+    "import here; here.Kept = type('Kept', (here.Kept,), {})": "there.Kept",
+    "import here; here.Base = type('New', (), {})": "there.Base",
+    # Who looks it up gets the new one, in a spare as well, once it runs the script.
+    "import here; here.other = lambda: None": "",
+    "import here; here.Kept.method = lambda self: None": "",
+}
+
+
+def test_a_change_before_an_import_by_name_is_found(tmp_path: Path) -> None:
+    differs = compared(tmp_path, *(f"{change}\nimport there" for change in CHANGED_BEFORE))
+    assert dict(zip(CHANGED_BEFORE, differs, strict=True)) == CHANGED_BEFORE
 
 
 HOOK = """
@@ -110,40 +121,30 @@ assert there.own is print
 """
 
 
-@pytest.mark.parametrize(
-    ("script", "differs"),
-    [
-        ("import there; there.function = lambda: None", ""),
-        ("import here, there; here.function = there.function = lambda: None", ""),
-        ("import there; there.Kept = type('Kept', (), {})", ""),
-        ("import there; there.Own = type('Own', (), {})", ""),
-        ("import there; del there.function", ""),
-        # As networkx does at the first call.
-        ("import there; there.function.__code__ = (lambda: None).__code__", ""),
-        # In a spare the hook runs when the script registers it.
-        (
-            HOOK,
-            "",
-        ),
-        # A spare imports both, and only then runs the script.
-        ("import there; there.function = lambda: None; import third", "third.function"),
-        ("import there; there.function = lambda: None; import wraps", "there.function"),
-        ("import here; here.function = lambda: None; import there, wraps", "there.function"),
-        # A module makes the change, in a spare as well.
-        ("import there, changes", ""),
-        ("import here; here.function = lambda: None; import there, changes", "there.function"),
-        ("import here; here.function = lambda: None; import there; there.Kept = None", "there.function"),
-    ],
-    ids=[
-        *("function", "everywhere", "class", "own class", "gone", "code", "a hook"),
-        *("imported from there", "wrapped there", "wrapped what was changed before"),
-        *("by a module", "by a module, and before", "before, and another one"),
-    ],
-)
-def test_a_change_after_an_import_is_made_in_a_spare_as_well(
-    script: str, differs: str, tmp_path: Path
-) -> None:
-    assert compared(tmp_path, script) == differs
+CHANGED_AFTERWARDS = {
+    "import there; there.function = lambda: None": "",
+    "import here, there; here.function = there.function = lambda: None": "",
+    "import there; there.Kept = type('Kept', (), {})": "",
+    "import there; there.Own = type('Own', (), {})": "",
+    "import there; del there.function": "",
+    # As networkx does at the first call.
+    "import there; there.function.__code__ = (lambda: None).__code__": "",
+    # In a spare the hook runs when the script registers it.
+    HOOK: "",
+    # A spare imports both, and only then runs the script.
+    "import there; there.function = lambda: None; import third": "third.function",
+    "import there; there.function = lambda: None; import wraps": "there.function",
+    "import here; here.function = lambda: None; import there, wraps": "there.function",
+    # A module makes the change, in a spare as well.
+    "import there, changes": "",
+    "import here; here.function = lambda: None; import there, changes": "there.function",
+    "import here; here.function = lambda: None; import there; there.Kept = None": "there.function",
+}
+
+
+def test_a_change_after_an_import_is_made_in_a_spare_as_well(tmp_path: Path) -> None:
+    differs = compared(tmp_path, *CHANGED_AFTERWARDS)
+    assert dict(zip(CHANGED_AFTERWARDS, differs, strict=True)) == CHANGED_AFTERWARDS
 
 
 LAZY = """
@@ -159,8 +160,9 @@ def test_looking_loads_no_module_that_loads_late(tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text(HERE)
     (tmp_path / "late.py").write_text(THIRD.replace("there", "here"))
     check = "assert 'here' not in sys.modules, 'it was loaded'"
-    assert json.loads(run(WORKER, tmp_path, f"{LAZY}\n{check}")) == {}
-    assert "here" in json.loads(run(WORKER, tmp_path, f"{LAZY}\nmodule.function"))
+    not_loaded, loaded = names_of(tmp_path, f"{LAZY}\n{check}", f"{LAZY}\nmodule.function")
+    assert not_loaded == {}
+    assert "here" in loaded
 
 
 def test_the_traceback_of_an_import_is_that_of_python(tmp_path: Path) -> None:
@@ -176,14 +178,14 @@ def test_the_traceback_of_an_import_is_that_of_python(tmp_path: Path) -> None:
         "    assert len(traceback.extract_tb(error.__traceback__)) == 3\n"
         "import there; assert type(there.__spec__).__name__ == 'ModuleSpec'"
     )
-    assert compared(tmp_path, script) == ""
+    assert compared(tmp_path, script) == [""]
 
 
 def test_objects_that_answer_nothing_are_left_out(tmp_path: Path) -> None:
     """A module may have anything: the rest of it is compared all the same."""
     odd = "class Odd(type):\n    __mro__ = property(lambda cls: 1 / 0)\n"
     change = "import here; here.odd = Odd('odd', (), {}); here.function = lambda: None; import there"
-    assert compared(tmp_path, odd + change) == "there.function"
+    assert compared(tmp_path, odd + change) == ["there.function"]
 
 
 def test_the_record_of_changed_variables_is_no_read_of_a_module() -> None:
