@@ -15,10 +15,12 @@ from adaptor import context, patching
 from adaptor.online.groups import Groups
 from adaptor.waits import Waits
 
+# The versions of torch with which the online recovery was tested.
+_TESTED = ">=2.13,!=2.14.*,<2.16"
 # torch's numbers of SEND, RECV and RECVANYSOURCE (`OpType`).
 _MESSAGES = (12, 13, 14)
 
-process_groups = patching.Unit("process-groups", framework="torch", tested=">=2.13,<2.14", group="online")
+process_groups = patching.Unit("process-groups", framework="torch", tested=_TESTED, group="online")
 
 
 @process_groups.patch(
@@ -32,7 +34,7 @@ def groups_are_remembered(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
     return context.part(Groups).make(wrapped, args, kwargs)
 
 
-waits = patching.Unit("waits", framework="torch", tested=">=2.13,<2.14", group="waits")
+waits = patching.Unit("waits", framework="torch", tested=_TESTED, group="waits")
 
 
 @waits.patch_plainly(

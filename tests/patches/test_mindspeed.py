@@ -309,7 +309,7 @@ assert fake.core.f(3, 5) == fake.user.f(3, 5) == 15
 
 
 @pytest.mark.parametrize("switch", ["enable_high_availability", "ttp_enabled"])
-def test_a_second_system_is_refused(switch: str, folder: Path, python: Run) -> None:
+def test_a_second_system_is_refused(switch: str, folder: Path, cold_python: Run) -> None:
     _write(folder, MINDSPEED)
     script = f"""
 import argparse, adaptor
@@ -317,7 +317,7 @@ adaptor.enable()
 from mindspeed.features_manager.features_manager import MindSpeedFeaturesManager
 MindSpeedFeaturesManager.apply_features_pre_patches(argparse.Namespace({switch}=True))
 """
-    done = python("-c", script, env=AGENT)
+    done = cold_python("-c", script, env=AGENT)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"adaptor: error: --{switch.replace('_', '-')} is given")
