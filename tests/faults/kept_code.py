@@ -5,7 +5,7 @@ hundred files, and compiles the same methods of dataclasses. `keep` does both on
 is executed for that, and a fork finds none of them imported: the import system finds, executes and hooks
 each module as always, and only takes its code from here.
 
-Which files and texts there are is told by a *scout*, a fork that imports the modules and ends.
+Which files and texts there are is told by *scouts*, forks that import the modules and end.
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ _methods: dict[str, CodeType] = {}
 _scripts: dict[str, tuple[bytes, CodeType]] = {}
 
 
-def keep(act: Callable[[], None], scripts: Iterable[Path] = ()) -> None:
+def keep(acts: Iterable[Callable[[], None]], scripts: Iterable[Path] = ()) -> None:
     """Keep the code that modules and scripts have, for this process and its forks.
 
     Args:
-        act: imports the modules, in a scout; where it raises, what was imported until then is kept.
+        acts: each imports modules, in a scout of its own; where one raises, what was imported until then is
+            kept.
         scripts: what is run by its path; one that is not there is left out.
     """
-    files, texts = _scouted(act)
+    files: dict[str, str] = {}
+    texts: set[str] = set()
+    for act in acts:
+        imported, compiled = _scouted(act)
+        files |= imported
+        texts |= set(compiled)
     for path, name in files.items():
         version, code = _version(path), _read(SourceFileLoader(name, path), name)
         if code is not None:

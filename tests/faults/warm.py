@@ -85,6 +85,7 @@ PRELOADED = (
 )
 ROOT = Path(__file__).resolve().parents[2]
 MEGATRON_LM = ROOT / ".cache/frameworks/megatron-lm"
+MEGATRON_CORE = ROOT / f".cache/frameworks/megatron-core-{sys.implementation.cache_tag}"
 LAUNCHERS = {"ttprun": "adaptor.launchers.cli.ttprun", "torchrun": "torch.distributed.run"}
 # What workers run.
 SCRIPTS = (
@@ -92,6 +93,7 @@ SCRIPTS = (
     ROOT / "adaptor/launchers/spares/spare_main.py",
     ROOT / "tests/faults/inject.py",
     ROOT / "tests/frameworks/record.py",
+    ROOT / "tests/frameworks/train_core.py",
     MEGATRON_LM / "pretrain_gpt.py",
 )
 # In the environment of a process that must not outlive its job. The starter has room for it in what the
@@ -451,9 +453,11 @@ def _forked_starter() -> tuple[int, socket.socket]:
     return starter, mine
 
 
-def _imports() -> None:
+def _imports_of_megatron_lm() -> None:
     """Import what launchers and workers do, besides `PRELOADED`; in a process that ends then."""
-    sys.path[:0] = [str(ROOT), str(MEGATRON_LM)]
+    sys.path.insert(0, str(ROOT))
+    importlib.import_module("tests.faults.hooks")  # Megatron-LM has a package `tests`, too
+    sys.path.insert(0, str(MEGATRON_LM.resolve()))  # as the script has it, which `record.py` runs
     for module in ("cli.ttprun", "agent.node", "agent.worker_main", "spares.spare_imports"):
         importlib.import_module(f"adaptor.launchers.{module}")
     importlib.import_module("adaptor.worker.runtime")
@@ -465,8 +469,13 @@ def _imports() -> None:
         folder = importlib.import_module(f"adaptor.{package}")
         for found in pkgutil.iter_modules(folder.__path__, f"adaptor.{package}."):
             importlib.import_module(found.name)
-    for module in ("faults.hooks", "frameworks.record"):
-        importlib.import_module(f"tests.{module}")
+
+
+def _imports_of_megatron_core() -> None:
+    """As `_imports_of_megatron_lm`, for the script that uses megatron-core as a library."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests/frameworks"), str(MEGATRON_CORE)]
+    importlib.import_module("adaptor.devices").activate("cpu")
+    importlib.import_module("train_core")
 
 
 def main() -> Callable[[], None]:
@@ -477,7 +486,7 @@ def main() -> Callable[[], None]:
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads after the imports: a fork is not safe"
     _modules_of_frames_are_found_quickly()
-    importlib.import_module("kept_code").keep(_imports, SCRIPTS)
+    importlib.import_module("kept_code").keep((_imports_of_megatron_lm, _imports_of_megatron_core), SCRIPTS)
     _keep_the_operators()
     gc.freeze()  # a collection would write to, and so copy, every page that is shared
     _take_huge_pages()
