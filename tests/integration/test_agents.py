@@ -1,4 +1,7 @@
-"""The agent itself is ended: nothing of the job stays, and no checkpoint is harmed."""
+"""The agent itself is ended: nothing of the job stays, and no checkpoint is harmed.
+
+`test_online_nodes.py` kills the agent of another node.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults import harness, outcome
-from tests.faults.harness import DP2, DP2_LOADERS, DP4, Job, Layout
+from tests.faults.harness import DP2, DP2_LOADERS, Job, Layout
 from tests.faults.scenario import BaselineOf, assert_last_words, survives
 
 # torch's agent waits 30 s for workers that do not go.
@@ -75,13 +78,3 @@ def test_the_agent_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
     assert_last_words(save, 3, baseline)
     assert outcome.steps_in(save) == [3]
     assert ended.seconds_after_the_fault < AT_ONCE_S
-
-
-def test_the_agent_of_another_node_is_killed(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """Its workers go with it; the other node has the second copies of all that they held."""
-    save = tmp_path / "save"
-    fault = "rank=2,step=6,phase=backward,kind=agent-sigkill"
-    ended = harness.run(Job(tmp_path / "job", DP4, save=save, nodes=2, faults=[fault]))
-    assert ended.codes == (137, 137)
-    assert outcome.steps_in(save) == [5]
-    assert_last_words(save, 5, baseline_of(DP4))

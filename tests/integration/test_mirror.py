@@ -43,7 +43,8 @@ def test_a_rank_is_killed(
 
 
 def test_it_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """An exception needs no copy. After the restart the copies are made of the state that was loaded."""
+    """An exception needs no copy. After the restart the copies are made of the state that was loaded, and the
+    second incident is told by itself."""
     job = Job(
         tmp_path / "job",
         DP3,
@@ -57,6 +58,8 @@ def test_it_goes_on_by_itself(tmp_path: Path, baseline_of: BaselineOf) -> None:
     assert job.save is not None
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-3000:]
+    second = "[ttp] rank 0 was ended by SIGKILL; step 5 is saved"
+    assert any(line.startswith(second) for line in ended.said), ended.said
     assert outcome.steps_in(job.save) == [3, 5, harness.ITERATIONS]
     outcome.assert_saved(job.save, harness.ITERATIONS)
     baseline = baseline_of(DP3)

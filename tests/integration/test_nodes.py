@@ -56,8 +56,8 @@ def test_the_only_worker_of_a_node_ends_in_the_middle(tmp_path: Path, baseline_o
 
 @pytest.mark.parametrize(
     ("rank", "kind"),
-    [(0, "agent-sigterm"), (1, "agent-sigterm"), (1, "tree-sigterm")],
-    ids=["node0", "node1", "node1-and-its-workers"],
+    [(0, "agent-sigterm"), (1, "tree-sigterm")],
+    ids=["node0", "node1-and-its-workers"],
 )
 def test_one_node_is_told_to_end(rank: int, kind: str, tmp_path: Path, baseline_of: BaselineOf) -> None:
     """The job cannot go on without it, so all of it ends, saved, whatever restarts are left."""
