@@ -41,11 +41,11 @@ OTHER_LOOP, UNREADABLE = "no loop, or one that nothing here patches", "arguments
 REFUSED = "refused before the first step"
 TRAINS_NOTHING = frozenset({"swift infer", "megatron export"})
 # If the host has the memory; else exceptions alone are survived.
-COPIES = f"copies in host memory: a death restarts all, up to {tolerance.MOST_STEPS} steps lost"
-ONE_RANK, ONE_HOLDER = f"{COPIES} (one data-parallel rank)", f"{COPIES} (experts on one rank alone)"
+COPIES = f"copies in host memory, up to {tolerance.MOST_STEPS} steps made again"
+ONLINE_COPIES, RESTART_COPIES = f"{COPIES}, and online recovery", f"{COPIES}, a death restarts all"
 RESTART = "a second copy of everything, every fault restarts all"
 ONLINE = "a second copy of everything, and online recovery"
-CLASSES = (REFUSED, ONE_RANK, ONE_HOLDER, RESTART, ONLINE)
+CLASSES = (REFUSED, RESTART_COPIES, RESTART, ONLINE_COPIES, ONLINE)
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,14 @@ def _verdict(recipe: Mapping[str, Any], folder: str) -> Verdict:
     if refusals:
         return Verdict(REFUSED, tuple(sorted({line.partition(" is ")[0] for line in refusals})))
     assert findings.layout is not None
-    if 1 in (findings.layout.data_parallel, findings.layout.experts):
-        return Verdict(ONE_RANK if findings.layout.data_parallel == 1 else ONE_HOLDER)
     reasons = (*_of_the_framework(recipe), *(findings.not_online or ()))
-    return Verdict(RESTART if reasons else ONLINE, reasons)
+    if 1 not in (findings.layout.data_parallel, findings.layout.experts):
+        return Verdict(RESTART if reasons else ONLINE, reasons)
+    if ranks == 1:
+        reasons = (*reasons, "one rank: all is lost with it")
+    if is_swift:
+        reasons = (*reasons, "the loop of ms-swift does not go back to copies")
+    return Verdict(RESTART_COPIES if reasons else ONLINE_COPIES, reasons)
 
 
 def _of_the_framework(recipe: Mapping[str, Any]) -> Iterator[str]:
@@ -160,10 +164,14 @@ def tables(found: Sequence[Verdict]) -> str:
         f"Of {len(found)} recipes {others}. The other {len(judged)}:",
         _bench.table(("", "recipes", "share"), rows),
     ]
-    for outcome, words in ((REFUSED, "refused by"), (RESTART, "online recovery prevented by")):
-        reasons = Counter(reason for one in judged if one.outcome == outcome for reason in one.reasons)
-        head = (f"{words} (of {sizes[outcome]}; one recipe can have several)", "recipes", "alone")
-        alone = Counter(one.reasons for one in judged if one.outcome == outcome)
+    for outcomes, words in (
+        ((REFUSED,), "refused by"),
+        ((RESTART, RESTART_COPIES), "online recovery prevented by"),
+    ):
+        those = [one for one in judged if one.outcome in outcomes]
+        reasons = Counter(reason for one in those for reason in one.reasons)
+        head = (f"{words} (of {len(those)}; one recipe can have several)", "recipes", "alone")
+        alone = Counter(one.reasons for one in those)
         parts.append(_bench.table(head, [(one, count, alone[one,]) for one, count in reasons.most_common()]))
     return "\n\n".join(parts)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from adaptor.controller.failures import Failures, FirstCause
 from adaptor.controller.incident_state import IncidentState
 from adaptor.controller.plan import steps_of
-from adaptor.protocol.messages import Phase, PlacesFilled, Replacement, ShardSource
+from adaptor.protocol.messages import BoardRecord, Phase, PlacesFilled, Replacement, ShardSource
 
 
 @dataclass
@@ -124,6 +124,7 @@ class Feasibility:
 
     Attributes:
         hanging: ranks that answer, but whose main threads hang
+        from_copies: no step can be saved, so all ranks go back to a step of their copies in host memory
     """
 
     state: IncidentState
@@ -131,6 +132,23 @@ class Feasibility:
     recoveries: Recoveries
     places: LostPlaces = field(default_factory=LostPlaces)
     hanging: set[int] = field(default_factory=set)
+    from_copies: bool = False
+
+    @property
+    def copied_step(self) -> int:
+        """Return the newest step of which every rank has a copy in host memory; -1: none."""
+        copies = [self._copies_of(rank) for rank in range(self.state.membership.world_size)]
+        return max(set.intersection(*copies), default=-1)
+
+    def _copies_of(self, rank: int) -> set[int]:
+        board = self.state.boards.get(rank) or self.state.membership.boards.get(rank)
+        return set() if board is None else set(board.copies)
+
+    def _provides(self, board: BoardRecord, step: int) -> bool:
+        """Return True if the process of a rank can go on from `step`."""
+        if self.from_copies:
+            return board.phase != Phase.UNREADABLE and step in board.copies
+        return board.provides(step)
 
     def require_possible(self, step: int) -> None:
         """Raise CannotRegroupError if the incident cannot be recovered online from `step`."""
@@ -166,6 +184,9 @@ class Feasibility:
                 raise CannotRegroupError(reason)
         for rank in self._behind(step, self.ranks_to_replace(step)):
             raise CannotRegroupError(f"rank {rank} lives and cannot go on from step {step}")
+        without = [rank for rank in range(membership.world_size) if step not in self._copies_of(rank)]
+        if self.from_copies and without:
+            raise CannotRegroupError(f"rank {without[0]} has no copy of step {step} in host memory")
 
     def common_step(self, newest: int) -> int:
         """Return the step to go on from, where `newest` is the newest step that could be saved.
@@ -189,7 +210,7 @@ class Feasibility:
         return sorted(
             rank
             for rank in self.state.nodes.keys() - set(replaced)
-            if boards[rank].phase == Phase.UNREADABLE or not boards[rank].provides(step)
+            if boards[rank].phase == Phase.UNREADABLE or not self._provides(boards[rank], step)
         )
 
     def _ranks_without_state(self, step: int) -> set[int]:
@@ -201,7 +222,7 @@ class Feasibility:
             rank
             for rank, board in self.state.boards.items()
             if rank in hanging
-            or (board.phase in (Phase.BROKEN, Phase.UNREADABLE) and not board.provides(step))
+            or (board.phase in (Phase.BROKEN, Phase.UNREADABLE) and not self._provides(board, step))
         }
 
     def ranks_to_replace(self, step: int) -> set[int]:
@@ -214,7 +235,7 @@ class Feasibility:
         boards = self.state.boards
         raised = self.failures.raised.keys() & boards.keys()
         corrupt = self.failures.corrupt & boards.keys()
-        stopped = {rank for rank in raised if not boards[rank].provides(step)}
+        stopped = {rank for rank in raised if not self._provides(boards[rank], step)}
         return self._ranks_without_state(step) | stopped | corrupt
 
     def giving(self) -> set[int]:
@@ -230,6 +251,10 @@ class Feasibility:
     def _replacement(self, rank: int, living: set[int]) -> Replacement:
         groups = self.state.membership.groups
         layout = self.state.membership.layouts[rank]
+        if self.from_copies:  # any survivor knows where the job is
+            if not living:
+                raise CannotRegroupError("no process is left")
+            return Replacement(rank, min(living), ())
         own_groups = [share.group for share in layout.shares if share.can_write]
         twins = set(living)
         for name in own_groups:

@@ -379,7 +379,8 @@ class Incident:
             self.state.prolong()
             return [self.state.order(rank, EndScript(self.number)) for rank in self.running_scripts]
         if not isinstance(decision, Plan):
-            return self._end(decision)
+            self.saving.outcome = decision
+            return self.go_on([])
         decision, orders = self.regrouping.start_beside_save(decision)
         return self.go_on(orders + self.saving.begin(decision))
 
@@ -394,10 +395,13 @@ class Incident:
         outcome = self.saving.outcome
         if self._save_ends:
             assert outcome is not None
-            is_there = outcome.kind == "saved" or (outcome.kind == "lost" and not outcome.unheld)
-            if not (is_there and self.regrouping.is_pending):
+            if outcome.kind == "lost" and outcome.unheld:
+                orders = orders + self.regrouping.start_from_copies()
+            elif outcome.kind in ("saved", "lost") and self.regrouping.is_pending:
+                unsaved = outcome.reason if outcome.kind == "lost" else ""
+                orders = orders + self.regrouping.start_joining(unsaved)
+            if not self.regrouping.has_begun:
                 return orders + self._end(outcome)
-            orders = orders + self.regrouping.start_joining(outcome.reason if outcome.kind == "lost" else "")
         if self.state.stage is Stage.REGROUPING:
             if self.regrouping.is_complete:
                 self.state.end(IncidentOutcome("recovered", self.step, ""))

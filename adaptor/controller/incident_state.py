@@ -40,10 +40,14 @@ class Stage(Enum):
 
 
 # PREPARING is left out where handlers of the script save. A dump that loses the last holder of a shard starts
-# again with another step. An online recovery starts whether the save has succeeded or failed.
+# again with another step. An online recovery starts whether the save has succeeded or failed; if no step can
+# be saved, from copies in host memory.
 TRANSITIONS: dict[Stage, frozenset[Stage]] = {
     Stage.FREEZING: frozenset(
-        {Stage.PREPARING, Stage.DUMPING, Stage.FINDING, Stage.ENDING_SCRIPTS, Stage.ENDED}
+        {
+            *(Stage.PREPARING, Stage.DUMPING, Stage.REGROUPING),
+            *(Stage.FINDING, Stage.ENDING_SCRIPTS, Stage.ENDED),
+        }
     ),
     Stage.PREPARING: frozenset({Stage.DUMPING, Stage.REGROUPING, Stage.FINDING, Stage.ENDED}),
     Stage.DUMPING: frozenset(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Set
 
+import msgspec
+
 from adaptor.controller.plan import Groups, groups_of
 from adaptor.protocol.messages import AgentHello, BoardRecord, Layout, Share
 
@@ -57,6 +59,8 @@ class Membership:
         self.lost.add(node)
         ranks = [rank for rank, home in self.node_of.items() if home == node and rank not in self.dead]
         self.vanished.update(ranks)
+        for rank in self.boards.keys() & self.ranks_of(node):  # its copies are lost, too
+            self.boards[rank] = msgspec.structs.replace(self.boards[rank], copies=())
         return ranks
 
     def expect(self, owners: Mapping[int, str]) -> None:

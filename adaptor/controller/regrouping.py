@@ -3,7 +3,9 @@
 The recovery begins beside the save of the step (`Saving`): the new processes start during the save. Only when
 the step is on disk, and every new process has said hello, are survivors told to leave their loops
 (`Regroup`). So a later failure ends in another attempt, or in a restart from the step, which needs nothing of
-the survivors any more. If the step could not be saved, all ranks join all the same, and the line says so.
+the survivors any more. If the step could not be saved, all ranks join all the same, and the line says so. If
+no step can be saved, because a shard has no live holder, all ranks go back to the newest step of which each
+rank has a copy in host memory, new processes included.
 
 Invariant: no process that gives a step is ended before the save is over. With local copies, a rank that is to
 be replaced may alone hold the step before, which is saved if the holders of the newest step die.
@@ -103,6 +105,29 @@ class Regrouping:
             return decision, []
         self.is_pending = True
         return common, orders
+
+    def start_from_copies(self) -> Orders:
+        """Let all ranks go back to the newest step that every rank has copied to host memory, if possible."""
+        self.is_pending = False
+        step, feasibility = self._feasibility.copied_step, self._feasibility
+        if not feasibility.recoveries.seconds or step <= self._writing.origin or not self._state.nodes:
+            return []
+        feasibility.from_copies = True
+        try:
+            self._require_plan(step)
+        except CannotRegroupError as error:
+            self.why_not = str(error)
+            return []
+        self.is_pending = True
+        self._writing.step = step
+        self._state.move(Stage.REGROUPING)
+        self.begun_at = self._state.now
+        return self._replace(step, cold=False) + self._tell_when_ready()
+
+    @property
+    def from_copies(self) -> bool:
+        """Return whether all ranks go back to copies in host memory."""
+        return self._feasibility.from_copies
 
     def _replace(self, step: int, *, cold: bool) -> Orders:
         """Begin an attempt to come to `step`, without spares if `cold`. Raises CannotRegroupError."""
@@ -268,6 +293,7 @@ class Regrouping:
             store_port=port,
             timeout_s=MOST_LIMITS * self.timeout_s,
             store_secret=secret,
+            from_copies=self.from_copies,
         )
         return [self._state.order(rank, order) for rank in [*nodes, *self.newcomers.by_rank]]
 

@@ -143,6 +143,8 @@ def open_words(incident: Incident, failures: Failures) -> str:
     took = f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
     unsaved = regrouping.unsaved
     saved = f"step {step} could not be saved: {unsaved}" if unsaved else f"step {step} is saved ({took})"
+    if regrouping.from_copies:
+        saved = f"all ranks go back to step {step}, from copies in host memory"
     start = "a new process takes its place" if count == 1 else f"{count} new processes take their places"
     return f"{cause}; {saved}; {start}"
 
@@ -156,9 +158,13 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
     pids = " and ".join(str(newcomer.pid) for rank, newcomer in newcomers.items() if rank not in away)
     hosts = [f"the spare node {membership.hosts[node]} has the place of node {node}" for node in spares]
     seconds = incident.state.now - incident.state.opened_at
-    again = incident.freeze_state.further(step)
+    again, made_again = incident.freeze_state.further(step), 0
     if again and cause.kind == "corruption":
         again = "later steps are made again"
+    if incident.regrouping.from_copies:
+        made_again = max(0, incident.freeze_state.newest_told - step)
+        words = "1 finished step is" if made_again == 1 else f"{made_again} finished steps are"
+        again = f"from copies in host memory; {words} made again"
     parts_of_line = [
         *([f"replaced by pid {pids}"] if pids else []),
         *hosts,
@@ -177,6 +183,7 @@ def recovered_of(incident: Incident, failures: Failures, membership: Membership)
         replaced=tuple(newcomers),
         retried=tuple(rank for rank in failures.raised if rank not in newcomers),
         seconds=seconds,
+        made_again=made_again,
     )
 
 

@@ -35,6 +35,7 @@ from adaptor.frameworks import megatron_settle
 from adaptor.frameworks.megatron_online_support import why_not_on_core
 from adaptor.host_copy import copier, rebuild
 from adaptor.online.rejoin import Rejoin
+from adaptor.online.state import Loop
 from adaptor.protocol.environment import Generation
 from adaptor.protocol.naming import model_parallel_folder
 from adaptor.worker.runtime import UNDECIDED
@@ -132,7 +133,7 @@ GoBack = Callable[[int, Mapping[str, int | float]], Any]
 T = TypeVar("T")
 
 
-class LibraryLoop:
+class LibraryLoop(Loop):
     """A custom training loop (`online.state.Loop`).
 
     Args:

@@ -27,7 +27,8 @@ from adaptor.frameworks import megatron_lm, megatron_settle, training_loop
 from adaptor.frameworks.megatron_online_support import why_not
 from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.frameworks.step_log import StepLog
-from adaptor.frameworks.training_loop import Recovery, TrainingLoop, set_args
+from adaptor.frameworks.training_loop import Recovery, TailState, TrainingLoop, set_args
+from adaptor.host_copy import content
 from adaptor.online import rejoin
 from adaptor.online.data_rewind import DataRewind
 
@@ -352,8 +353,17 @@ def take_place(args: Any) -> None:
     """Set a newcomer to the step of the job; model and optimizer are built, and no data is read yet."""
     worker = rejoin.of_this_process()
     assert worker is not None
-    record, answers, *_ = worker.ask_record()
+    copies: list[content.CopyRecord] = []
+
+    def read(step: int) -> StepRecord:
+        copies.append(content.read_record(content.own_copy(step)))
+        return copies[0].record
+
+    record, answers, *_ = worker.ask_record(read)
     set_args(args, {**record.counters, "iteration": record.step})
+    for copied in copies:  # made when the tail of the step was over; the twin may have other data, or none
+        tail = TailState(record.step, {}, [])._asdict()
+        answers = {**answers, "log": {"copied": copied.kept}, "tail": tail}
     context.part(Recovery).answers.update(answers)
     if record.loaders:  # the script reads these files for its loader, by `iteration`
         step_record.write_loader_states(args.dataloader_save, record.step, record.loaders)

@@ -97,6 +97,7 @@ class RegularSaves:
     def __init__(self, context: Context) -> None:
         # Files of the adaptor's own in every save, by name; where the disk refuses one, the save goes on.
         self.on_top: Mapping[str, bytes] = {}
+        self.newest = -1  # the newest step that this process has seen saved
         self._running = _OfThread()
         # Asynchronous saves that background processes still write.
         self._in_background: list[_Save] = []
@@ -150,6 +151,7 @@ class RegularSaves:
 
     def _end(self, save: _Save) -> None:
         """Note that the save is complete on all ranks, and run the deferred actions."""
+        self.newest = max(self.newest, save.step)
         if save.agreement is not None:
             context.part(FailedSaves).succeed(save.step)
         elif save.may_fail:

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from adaptor import output
-from adaptor.online.data_rewind import STEPS
 
 # A rank keeps the losses of a step as numbers. Reading numbers on the host takes a tenth of the time of a
 # sum: at this point torch's code for sums is in no CPU cache. So the losses of each micro-batch are kept, and
@@ -143,6 +142,7 @@ class StepLog(ABC):
         self._uncounted = uncounted
         self._start = start
         self._step = 0  # the newest that has begun
+        self._oldest = 0
         self._losses: dict[int, Kept] = {}  # of this rank, by step
         self._outcomes: dict[int, tuple[bool, float | None, float | None]] = {}  # updated, norm, zeros
         self._sums: dict[int, dict[str, Any]] = {0: {}}  # of the interval, by the step that was added last
@@ -183,9 +183,9 @@ class StepLog(ABC):
 
     # in a step
 
-    def begin_step(self, step: int) -> None:
-        """`step` begins, for the first time or once more."""
-        self._step = step
+    def begin_step(self, step: int, oldest: int) -> None:
+        """`step` begins, for the first time or once more; the job never goes back before `oldest`."""
+        self._step, self._oldest = step, oldest
         for by_step in (self._losses, self._outcomes):
             by_step.pop(step, None)
 
@@ -193,7 +193,7 @@ class StepLog(ABC):
         """The losses of each micro-batch of this rank are known; the update may follow."""
         step = self._step
         if len(self._losses) > _MOST_STEPS:
-            self._forget_before(min(step - STEPS, max(self._sums)))
+            self._forget_before(min(self._oldest, max(self._sums)))
         try:
             kept = numbers_of_losses(losses if are_few(losses) else [self.joined(losses)])
         except Exception:  # a script's own losses may have any form; no line stops a step

@@ -19,7 +19,10 @@ import torch.distributed as dist
 from adaptor import context
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.context import Context
+from adaptor.errors import CheckpointError
+from adaptor.frameworks.regular_save import RegularSaves
 from adaptor.frameworks.step_log import StepLog
+from adaptor.host_copy import content
 from adaptor.online import rejoin, state
 from adaptor.online.data_rewind import STEPS, DataRewind
 from adaptor.replica import group
@@ -27,6 +30,9 @@ from adaptor.worker import runtime
 from adaptor.worker.processor import CannotRejoinError
 
 T = TypeVar("T")
+
+# A copy of each rank is made, and kept by another node, within so many intervals between copies.
+_MOST_INTERVALS = 4
 # The counts of so many steps are kept before the older ones are looked for.
 _MOST_STEPS = 8
 # What a step, and the evaluation behind it, count on.
@@ -166,19 +172,21 @@ class StepTail:
         pending, self._pending_step = self._pending_step, None
         return pending
 
-    def begin_step(self, step: int, consumed: Mapping[str, int]) -> None:
-        """Note that `step` begins, with the counts of samples `consumed` before it."""
+    def begin_step(self, step: int, consumed: Mapping[str, int], oldest: int) -> None:
+        """Note that `step` begins, with the counts of samples `consumed` before it.
+
+        Args:
+            oldest: the job never goes back before this step.
+        """
         self._begun = step
         consumed_by_step = self._consumed_before
         consumed_by_step[step] = dict(consumed)
         if len(consumed_by_step) > _MOST_STEPS:
             self._consumed_before = {
-                kept_step: counts
-                for kept_step, counts in consumed_by_step.items()
-                if kept_step > step - STEPS
+                kept_step: counts for kept_step, counts in consumed_by_step.items() if kept_step >= oldest
             }
         for replay in self._validation:
-            replay.begin_step(step)
+            replay.begin_step(step, oldest)
 
     def state(self, step: int) -> TailState:
         """Return the state of the tail of `step`, for a newcomer."""
@@ -267,8 +275,11 @@ class TrainingLoop(state.Loop):
         self._tail = StepTail(valid, TailState(**start_answers["tail"]) if "tail" in start_answers else None)
         self._record: StepRecord | None = None
         self._board = runtime.get().session.board
-        # Where the board is lost with its node, the twin's part of the log is all that is left.
-        self._kept: bytes = self._board.kept or start_answers.get("log", {}).get("kept", b"")
+        log = start_answers.get("log", {})
+        # A copy in host memory has the log of its step. Where the board is lost with its node, the twin's
+        # part of the log is all that is left.
+        self._kept: bytes = log.get("copied") or self._board.kept or log.get("kept", b"")
+        self._oldest = -1  # never before this step can the job go back
         self._device = next(
             (parameter.device for chunk in self._model for parameter in chunk.parameters()), "cpu"
         )
@@ -294,11 +305,36 @@ class TrainingLoop(state.Loop):
 
     def begin_step(self, step: int) -> None:
         """`step` begins, for the first time or once more."""
-        args = self.args()
-        self.log.begin_step(step)
-        self._tail.begin_step(step, {name: getattr(args, name) for name in _CONSUMED})
+        args, oldest = self.args(), self._oldest_wanted(step)
+        self.log.begin_step(step, oldest)
+        self._tail.begin_step(step, {name: getattr(args, name) for name in _CONSUMED}, oldest)
         for replay in self._train:
-            replay.begin_step(step)
+            replay.begin_step(step, oldest)
+        if self._oldest < 0:
+            self._oldest = step - 1
+        self._oldest = max(self._oldest, oldest, *(replay.oldest for replay in (*self._train, *self._valid)))
+
+    def _oldest_wanted(self, step: int) -> int:
+        """Return the oldest step to which the job may have to go back from `step`.
+
+        No rank has a use for copies from before a step that all have copied, or that is saved; and where no
+        copies are made any more, no data is kept for them.
+        """
+        made = runtime.get().session.copier
+        if made is None:
+            return step - STEPS
+        of_copies = max(made.sure, step - _MOST_INTERVALS * made.steps_between)
+        return min(step - STEPS, max(of_copies, context.part(RegularSaves).newest))
+
+    def copied_steps(self) -> tuple[int, ...]:
+        made, oldest = runtime.get().session.copier, max(self._oldest, context.part(RegularSaves).newest)
+        return () if made is None else tuple(step for step in made.steps if step >= oldest)
+
+    def put_back_copy(self, step: int) -> StepRecord:
+        try:
+            return content.read(content.own_copy(step), self._optimizer, self._model).record
+        except CheckpointError as error:
+            raise CannotRejoinError(str(error)) from error
 
     def end_step(self) -> None:
         """A step has ended; the loop counts the step, and writes the step's line."""

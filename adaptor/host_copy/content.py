@@ -8,21 +8,23 @@ tensors describes the layout of the shards; nothing is ever unpickled.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
+from adaptor import context
 from adaptor.checkpoint import step_record
 from adaptor.checkpoint.step_record import StepRecord
 from adaptor.checkpoint.trainee import MegatronTrainee
-from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import CheckpointError
 from adaptor.online import transfer
 from adaptor.online.state import frozen, own_shards, record_of
 from adaptor.online.transfer import Shard
+from adaptor.protocol.copy_file import CopyFile, digest_of
+from adaptor.protocol.environment import Generation, HeldCopies, WorkerPlace
 from adaptor.replica import optimizer_state, twin
 
 _LENGTH = struct.Struct("<Q")
@@ -55,6 +57,7 @@ class _Index(msgspec.Struct, frozen=True):
         record: of the step, packed
         arguments: of the framework, packed
         extra: further entries of the checkpoint, packed
+        kept: what the rank had kept on its board for a successor (`Board.keep`)
         shards: the shards that the rank updates
         tensors: dtype and number of elements of each following tensor
     """
@@ -64,15 +67,17 @@ class _Index(msgspec.Struct, frozen=True):
     extra: bytes
     shards: list[_Part]
     tensors: list[tuple[str, int]]
+    kept: bytes = b""
 
 
 class CopyRecord(NamedTuple):
-    """The contents of a copy besides tensors: the record of the step, arguments of the framework, and further
-    entries."""
+    """The contents of a copy besides tensors: the record of the step, arguments of the framework, further
+    entries, and what the board kept."""
 
     record: StepRecord
     arguments: Mapping[str, Any]
     extra: Mapping[str, Any]
+    kept: bytes
 
 
 def most_bytes(trainee: MegatronTrainee) -> int:
@@ -110,6 +115,7 @@ def write(
     extra: bytes,
     room: Callable[[int], memoryview],
     cancelled: Callable[[], bool],
+    kept: bytes = b"",
 ) -> int:
     """Write the copy of the state of `record`; return the copy's size in bytes.
 
@@ -118,6 +124,7 @@ def write(
         extra: the result of `take_extra` after the step.
         room: returns memory for so many bytes.
         cancelled: is asked again and again.
+        kept: what the board keeps behind the step.
 
     Raises:
         CopyAbandonedError: the copy was cancelled.
@@ -142,6 +149,7 @@ def write(
                 for number, optimizer in shards
             ],
             tensors=[(_name(dtype), count) for dtype, count in kinds],
+            kept=kept,
         )
     )
     places, size = _places(len(index), kinds)
@@ -191,18 +199,51 @@ def _places(index: int, tensors: list[tuple[torch.dtype, int]]) -> tuple[list[in
     return places, at
 
 
-def read(memory: memoryview, state: TrainingState) -> CopyRecord:
-    """Give a whole copy's content to the live optimizers and the untrained weights of `state`.
+def own_copy(step: int) -> memoryview:
+    """Return the whole copy of `step` that this rank, or the process before, has made in this generation.
+
+    Raises:
+        CheckpointError: there is no such copy, or the copy is damaged.
+    """
+    rank, key = context.part(WorkerPlace).rank, (context.part(Generation).name, step)
+    for path in context.part(HeldCopies).paths.get(rank, ()):
+        file = CopyFile(path)
+        try:
+            header = file.header
+            if header is None or (header.key, header.rank) != (key, rank):
+                continue
+            memory = file.content[: header.size]
+        finally:
+            file.close()
+        if digest_of(memory) != header.digest:
+            raise CheckpointError(f"the copy of step {step} in host memory is damaged")
+        return memory
+    raise CheckpointError(f"no copy of step {step} is in host memory")
+
+
+def read_record(memory: memoryview) -> CopyRecord:
+    """Return the contents of a whole copy besides tensors."""
+    index, _ = _index_of(memory)
+    record = record_of({"record": transfer.unpack(index.record)})
+    return CopyRecord(record, transfer.unpack(index.arguments), transfer.unpack(index.extra), index.kept)
+
+
+def _index_of(memory: memoryview) -> tuple[_Index, int]:
+    (length,) = _LENGTH.unpack_from(memory)
+    return msgspec.msgpack.decode(memory[_LENGTH.size : _LENGTH.size + length], type=_Index), length
+
+
+def read(memory: memoryview, optimizer: Any, model: Sequence[Any]) -> CopyRecord:
+    """Give a whole copy's content to the live optimizers and the untrained weights.
 
     Args:
-        state: of a rank with the same model and optimizer as the copied rank.
+        optimizer, model: of a rank with the same model and optimizer as the copied rank.
 
     Raises:
         CheckpointError: the copy's model or optimizer has another layout.
     """
-    (length,) = _LENGTH.unpack_from(memory)
-    index = msgspec.msgpack.decode(memory[_LENGTH.size : _LENGTH.size + length], type=_Index)
-    shards_by_index = dict(own_shards(state.optimizer))
+    index, length = _index_of(memory)
+    shards_by_index = dict(own_shards(optimizer))
     if shards_by_index.keys() != {part.index for part in index.shards}:
         raise CheckpointError(
             f"the copy has shard {_numbers(part.index for part in index.shards)} of this rank's group, and"
@@ -216,7 +257,7 @@ def read(memory: memoryview, state: TrainingState) -> CopyRecord:
             landed += transfer.lay_out(filled[part.index], described, part.index)
         except transfer.TransferError as error:
             raise CheckpointError(str(error)) from error
-    landed += frozen(state.model)
+    landed += frozen(model)
     if [(_name(tensor.dtype), tensor.numel()) for tensor in landed] != index.tensors:
         raise CheckpointError("the tensors of the copy have other types or sizes than those of this rank")
     places, _ = _places(length, [(tensor.dtype, tensor.numel()) for tensor in landed])
@@ -229,8 +270,7 @@ def read(memory: memoryview, state: TrainingState) -> CopyRecord:
                 tensor.data.copy_(stored_values.reshape(tensor.shape))
         for number, shard in shards_by_index.items():
             optimizer_state.keep(shard, filled[number])
-    record = record_of({"record": transfer.unpack(index.record)})
-    return CopyRecord(record, transfer.unpack(index.arguments), transfer.unpack(index.extra))
+    return read_record(memory)
 
 
 def _numbers(numbers: Any) -> str:

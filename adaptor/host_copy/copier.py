@@ -231,6 +231,9 @@ class Copier:
         has_keeper: whether another node keeps the copies, too.
         on_whole: is called with the step of each new copy, on the copying thread.
         smallest: returns the smallest value of all ranks, number by number; collective.
+
+    Attributes:
+        sure: the newest step of which all ranks are known to have a copy; -1: none
     """
 
     def __init__(
@@ -258,6 +261,7 @@ class Copier:
         self._failed = ""  # why this rank copies no more
         self._is_told = False  # the user, of how often copies are made
         self._copy_s = 0.0  # what the newest copy has taken
+        self.sure = NONE
         self._forget_pace()
         self._thread: threading.Thread | None = None
 
@@ -289,6 +293,7 @@ class Copier:
         """Drop the copies of steps after `step`, from which the job goes on; the next copy is due."""
         self.stop()
         self._forget_pace()
+        self.sure = min(self.sure, step)
         for file in self._files:
             header = file.header
             if header is not None and header.step > step:
@@ -299,12 +304,21 @@ class Copier:
         for file in self._files:
             file.reserve(size)
 
-    def copy(self, trainee: MegatronTrainee, record: StepRecord, mark: Any, *, is_intact: bool) -> None:
+    def copy(
+        self,
+        trainee: MegatronTrainee,
+        record: StepRecord,
+        mark: Any,
+        *,
+        is_intact: bool,
+        kept: Callable[[], bytes] = bytes,
+    ) -> None:
         """Begin the copy of a finished step if a copy is due; then collective.
 
         Args:
             mark: the device's, behind the update of the step and the record.
             is_intact: whether the live state is the state of the step.
+            kept: returns what the board keeps behind the step.
         """
         if record.step < self._due or (self._every and record.step % self._every):
             return
@@ -312,16 +326,16 @@ class Copier:
         steps_by_copy = self._held()
         newest, sure = max(steps_by_copy.values(), default=NONE), self._sure(steps_by_copy)
         wanted = self._wanted_interval(record.step)
-        sure, oldest, latest, interval = self._smallest([sure, newest, -newest, -wanted])
-        if sure < oldest == -latest:
+        self.sure, oldest, latest, interval = self._smallest([sure, newest, -newest, -wanted])
+        if self.sure < oldest == -latest:
             return  # every rank has the newest copy, and not every keeper
         self._agree(record.step, -interval)
-        target = self._target(steps_by_copy, sure, record.step)
+        target = self._target(steps_by_copy, self.sure, record.step)
         if target is None or not is_intact or self._failed:
             return
         self._is_cancelled = False
         try:
-            extra = content.take_extra(trainee)
+            besides = content.take_extra(trainee), kept()
             if self._thread is None:
                 thread = threading.Thread(target=self._serve, name="ttp-host-copy", daemon=True)
                 thread.start()
@@ -331,7 +345,7 @@ class Copier:
             self._fail(error)
             return
         with self._changed:
-            self._job = lambda: self._copy(target, trainee, record, extra, mark)
+            self._job = lambda: self._copy(target, trainee, record, besides, mark)
             self._changed.notify_all()
 
     def wait(self) -> None:
@@ -343,6 +357,11 @@ class Copier:
         """Cancel the running copy, and wait for the copying thread to notice."""
         self._is_cancelled = True
         self.wait()
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Return the steps of the whole copies of this generation; from any thread."""
+        return tuple(self._held().values())
 
     def _held(self) -> dict[int, int]:
         """Return the step of each file with a whole copy of this generation, by the file's number."""
@@ -418,14 +437,19 @@ class Copier:
         )
 
     def _copy(
-        self, file: CopyFile, trainee: MegatronTrainee, record: StepRecord, extra: bytes, mark: Any
+        self,
+        file: CopyFile,
+        trainee: MegatronTrainee,
+        record: StepRecord,
+        besides: tuple[bytes, bytes],
+        mark: Any,
     ) -> None:
         file.begin()
         if not trainee.device.wait(mark, DEVICE_S):
             raise CopyAbandonedError
-        began = time.monotonic()
+        began, (extra, kept) = time.monotonic(), besides
         size = content.write(
-            trainee, record, extra, lambda size: _room(file, size), lambda: self._is_cancelled
+            trainee, record, extra, lambda size: _room(file, size), lambda: self._is_cancelled, kept
         )
         digest = file.digest(size)
         if self._is_cancelled:

@@ -180,7 +180,7 @@ def _write(
         memory, header = _bring(key, readable_copies, holders)
         if digest_of(memory) != header.digest:
             raise CheckpointError(f"the copy of rank {header.rank} is damaged")
-        contents_read.append(content.read(memory, state))
+        contents_read.append(content.read(memory, state.optimizer, state.model))
 
     problem = _first_of_all(read)
     if problem:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from adaptor import context, patching
-from adaptor.checkpoint.step_record import inner
+from adaptor.checkpoint.step_record import StepRecord, inner
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.context import Context
 from adaptor.errors import AdaptorError, CheckpointError
@@ -229,8 +229,8 @@ class Rejoin:
         assert self._loop is not None
         trainee = self._session.trainee
         assert isinstance(trainee, MegatronTrainee)
-        past = self._session.from_local_copy(order.step)
-        record = self._session.record_of(order.step)
+        past = not order.from_copies and self._session.from_local_copy(order.step)
+        record = None if order.from_copies else self._session.record_of(order.step)
         loop = self._loop
         measures, is_copied = self._session.pace.measures(), self._session.copier is not None
         shared_state = state.Given(
@@ -246,6 +246,10 @@ class Rejoin:
     def _require_current(self, order: Regroup) -> None:
         if self._is_old(order):
             raise CannotRejoinError("another attempt has begun")
+
+    def copied_steps(self) -> tuple[int, ...]:
+        """Return the steps of this rank's copies in host memory to which its loop can go back."""
+        return () if self._loop is None else self._loop.copied_steps()
 
     # main thread
 
@@ -278,13 +282,18 @@ class Rejoin:
                 error.__traceback__ = None  # what hangs on it is as large as the activations of a step
             self._join()
 
-    def ask_record(self) -> TwinAnswer:
-        """In a newcomer: ask where the job is, once the survivors have agreed on the step."""
+    def ask_record(self, read: Callable[[int], StepRecord] | None = None) -> TwinAnswer:
+        """In a newcomer: ask where the job is, once the survivors have agreed on the step.
+
+        Args:
+            read: returns the record of a step from this rank's copy in host memory; None: no copies are used.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._ready is not None)
             order = self._ready
         assert order is not None
-        self._told = state.ask_twin(order, self._worker.rank, self._line_to(order))
+        own = read(order.step) if read is not None and order.from_copies else None
+        self._told = state.ask_twin(order, self._worker.rank, self._line_to(order), own)
         return self._told
 
     def _line_to(self, order: Regroup) -> Callable[[int], TransferChannel]:
@@ -344,13 +353,23 @@ class Rejoin:
             record = answer.record
             if record.step != order.step:
                 raise transfer.TransferError(f"it has read the data that follow step {record.step}")
-            state.fetch_shards(order, self._worker.rank, self._line_to(order), loop)
+            if order.from_copies:
+                loop.put_back_copy(order.step)
+                state.end_talk(order, self._worker.rank, self._line_to(order))
+            else:
+                state.fetch_shards(order, self._worker.rank, self._line_to(order), loop)
         else:
-            record = session.record_of(order.step)
+            if not order.from_copies:
+                record = session.record_of(order.step)
             session.freezer.rest()  # what the abandoned step has queued there writes nothing later
             loop.settle(order.step)
             self._has_settled(order)
-            if session.from_local_copy(order.step):
+            if order.from_copies:
+                with self._changed:
+                    self._require_current(order)
+                    session.board.broken()  # until all of the copy is there
+                record = loop.put_back_copy(order.step)
+            elif session.from_local_copy(order.step):
                 assert isinstance(trainee, MegatronTrainee)
                 assert trainee.local_copy is not None
                 with self._changed:
@@ -368,7 +387,7 @@ class Rejoin:
         buffers.leave()
         groups.exchange(store, f"{order.incident}.{order.attempt}")
         buffers.make_again()
-        if order.replaced:
+        if order.replaced or order.from_copies:
             trainee = loop.trainee(record)
         assert isinstance(trainee, MegatronTrainee)
         loop.agree(order.step)

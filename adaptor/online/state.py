@@ -59,6 +59,14 @@ class Loop(Protocol):
     def gather_weights(self) -> None:
         """Make the model's weights from main params: collective, over the new groups."""
 
+    def copied_steps(self) -> tuple[int, ...]:
+        """Return the steps of this rank's copies in host memory to which the loop can go back; any thread."""
+        return ()
+
+    def put_back_copy(self, step: int) -> StepRecord:
+        """Give the optimizer the state of `step` from this rank's copy in host memory; return the record."""
+        raise CannotRejoinError("its loop does not go back to copies in host memory")
+
 
 def own_shards(optimizer: Any) -> list[tuple[int, torch.optim.Optimizer]]:
     """Return the index and optimizer of each shard updated here, without copies of others' shards."""
@@ -69,6 +77,7 @@ class Given:
     """The state of a step as given by a survivor.
 
     Args:
+        record: None: the newcomer has its own, from a copy in host memory.
         past: the step is before the last update, and so in the local copy.
         answers: returns the answers to a newcomer's start-up questions.
         is_copied: whether this rank, and so every rank, makes copies in host memory.
@@ -77,7 +86,7 @@ class Given:
     def __init__(
         self,
         trainee: MegatronTrainee,
-        record: StepRecord,
+        record: StepRecord | None,
         past: bool,
         answers: Callable[[], Mapping[str, Any]],
         measures: Measures,
@@ -96,7 +105,7 @@ class Given:
 
     def record(self) -> Any:
         return {
-            "record": dict(vars(self._record)),
+            "record": self._record and dict(vars(self._record)),
             "answers": dict(self._answers()),
             "measures": self._measures,
             "is_copied": self._is_copied,
@@ -180,10 +189,18 @@ class TwinAnswer(NamedTuple):
     is_copied: bool
 
 
-def ask_twin(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel]) -> TwinAnswer:
-    """Ask the twin of `rank` where the job is."""
+def ask_twin(
+    order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], own: StepRecord | None = None
+) -> TwinAnswer:
+    """Ask the twin of `rank` where the job is; `own`: the record, where this process has it from a copy."""
     answer = transfer.ask_record(line_to(_replacement(order, rank).twin))
-    return TwinAnswer(record_of(answer), answer["answers"], answer["measures"], answer["is_copied"])
+    record = record_of(answer) if own is None else own
+    return TwinAnswer(record, answer["answers"], answer["measures"], answer["is_copied"])
+
+
+def end_talk(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel]) -> None:
+    """Tell the twin of `rank` that nothing more is needed."""
+    transfer.end(line_to(_replacement(order, rank).twin))
 
 
 def fetch_shards(order: Regroup, rank: int, line_to: Callable[[int], TransferChannel], loop: Loop) -> None:

@@ -242,7 +242,7 @@ class Board:
         self._kept_there = memory_view[_KEPT : _KEPT + _SEQUENCE_BYTES].cast("Q")
         self._spent_there = memory_view[_SPENT:_SPENT_END].cast("d")
         self._kept_sequence = self._kept_there[0]
-        self.kept = self._read_kept()
+        self.kept = self.read_kept()
         self.write()
 
     def write(self) -> None:
@@ -285,8 +285,8 @@ class Board:
         self._memory[place : place + len(data)] = data
         self._kept_there[0] = sequence
 
-    def _read_kept(self) -> bytes:
-        """Return the data that the predecessor has kept; empty without a predecessor."""
+    def read_kept(self) -> bytes:
+        """Return the data that this process, or its predecessor, has kept last; main thread only."""
         place = _kept_place(self._kept_sequence)
         (length,) = _LENGTH.unpack_from(self._memory, place)
         return bytes(self._memory[place + _LENGTH.size : place + _LENGTH.size + length])

@@ -86,18 +86,26 @@ class Trainee(Protocol):
 class StateCopier(Protocol):
     """Copies the state of finished steps into host memory (TTP_HOST_COPY); called on the main thread."""
 
+    sure: int  # the newest step of which all ranks are known to have a copy; -1: none
+
     @property
     def steps_between(self) -> int:
         """Return the most steps between two copies."""
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Return the steps of this rank's whole copies; from any thread."""
+
     def forget_after(self, step: int) -> None:
         """Give up copies of later steps, while no copy is being made: the job goes on from `step`."""
 
-    def copy(self, trainee: Any, record: Any, mark: Any, *, is_intact: bool) -> None:
+    def copy(
+        self, trainee: Any, record: Any, mark: Any, *, is_intact: bool, kept: Callable[[], bytes]
+    ) -> None:
         """Begin the copy of the step of `record` if a copy is due; then collective.
 
         `trainee` has the live state of the step, if `is_intact`; `mark` is the device's, behind the update of
-        the step and the record.
+        the step and the record; `kept` returns what the board keeps for a successor of this process.
         """
 
     def wait(self) -> None:

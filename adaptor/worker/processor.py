@@ -28,6 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
+import msgspec
+
 from adaptor import context, output, text, threads
 from adaptor.descriptors import Descriptors
 from adaptor.protocol import environment, wire
@@ -246,6 +248,8 @@ class Processor:
         if board is not None:  # None: this rank is no holder, and the controller does not wait longer
             if board.phase == Phase.UNREADABLE:
                 self._note("unreadable", board.error)
+            if self._rejoin is not None:
+                board = msgspec.structs.replace(board, copies=self._rejoin.copied_steps())
             self.say(Frozen(self._rank, order.incident, board, standing))
 
     def _look(self, incident: int) -> Standing | None:

@@ -228,7 +228,8 @@ class Session:
             self.window.verifier.begin_step(self.trainee)
         if self.copier is not None and step - 1 > self._origin:
             is_intact = self.board.live <= step - 1 == self.board.finished
-            self.copier.copy(self.trainee, taken.record, taken.mark, is_intact=is_intact)
+            kept = self.board.read_kept
+            self.copier.copy(self.trainee, taken.record, taken.mark, is_intact=is_intact, kept=kept)
         if step - 1 > self._origin:
             self.drill(step - 1)
 

@@ -109,6 +109,7 @@ class AgentControl:
         self.thread = ControlThread(self._on_failure, self._on_broken_off)
         self.workers = Workers(self.thread.loop, self._hear)
         self.copies = copies
+        self.workers.copies_of = lambda rank: copies.steps_of(rank, self.generation)
         self.hooks = parts
         self.records = JobRecords(config, job, max_restarts, self.workers, self._newest_copy, parts)
         self.gate: SpareGate | None = None

@@ -122,6 +122,14 @@ class CopyFiles:
 
         return self.other(rank, min(range(FILES), key=worth))
 
+    def steps_of(self, rank: int, generation: str) -> tuple[int, ...]:
+        """Return the steps of the whole copies that the worker of `rank` has made in this generation."""
+        try:
+            headers = [CopyFile(file).header for file in self._own.get(rank, ())]
+        except OSError:  # the files are given up at this moment
+            return ()
+        return tuple(header.step for header in headers if header and header.generation == generation)
+
     def forget_after(self, step: int) -> None:
         """Give up the copies of later steps: their state is in doubt."""
         for files in (*self._own.values(), *self._others.values()):

@@ -62,6 +62,8 @@ class Workers:
         self.address = f"ttp-{os.getpid()}-{secrets.token_hex(8)}"
         self.alive: set[int] = set()  # ranks without a reported death
         self.boards: BoardMemory | None = None
+        # The steps of a rank's copies in host memory.
+        self.copies_of: Callable[[int], tuple[int, ...]] = lambda rank: ()
         self._server: asyncio.AbstractServer | None = None
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._pidfds: dict[int, int] = {}  # of living processes, by rank
@@ -321,11 +323,11 @@ class Workers:
 
     def _last_board(self, rank: int, pid: int) -> BoardRecord:
         """Return the last board of the process `pid`, with its pid even if the process has written
-        nothing.
+        nothing, and with its copies in host memory.
         """
         assert self.boards is not None
         board = self.boards.read(rank)
-        return board if board.pid else msgspec.structs.replace(board, pid=pid)
+        return msgspec.structs.replace(board, pid=board.pid or pid, copies=self.copies_of(rank))
 
     def _on_death(self, rank: int, process: subprocess.Popen[bytes]) -> None:
         at = time.time()

@@ -166,7 +166,7 @@ def incident_of(end: Verdict | Recovered, timeline: Timeline, name: str, ended_a
     silent = _silent(events, is_hang=is_hang)
     exit_code, stop, newest, lost = None, "", None, None
     if isinstance(end, Recovered):
-        verdict, newest, lost = "recovered", end.step, 0
+        verdict, newest, lost = "recovered", end.step + end.made_again, end.made_again
         action = f"training went on after step {end.step}"
     else:
         verdict, stop, exit_code = end.outcome, end.stop, end.exit_code

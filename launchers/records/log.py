@@ -221,6 +221,7 @@ class Account:
         """Write the lines of an incident after which the job goes on without a restart."""
         self.incidents += 1
         self._recoveries += 1
+        self._add(recovered.made_again)
         who = _rank(recovered.fault, next(iter(recovered.fault.ranks), -1))
         self._say_incident(recovered.incident, who, time.time() - recovered.seconds, report)
         say(recovered.line)

@@ -9,11 +9,12 @@ import pytest
 
 from tests.certificates import Authority
 from tests.faults import harness, namespaces, outcome
-from tests.faults.harness import DP2, DP2_FP16, DP3, MOE_EP2_DP2, TP2_DP1, Ended, Job, Layout
+from tests.faults.harness import DP2, DP2_FP16, DP3, ITERATIONS, MOE_EP2_DP2, TP2_DP1, Ended, Job, Layout
 from tests.faults.library import train, undisturbed
 from tests.faults.pickles import load
 from tests.faults.same import differences
 from tests.faults.scenario import Baseline, BaselineOf
+from tests.integration.test_online import online
 
 # No two ranks have the same experts, and no rank has a second copy of anything.
 EXPERTS_ALONE = replace(MOE_EP2_DP2, replica="auto", instances=False)
@@ -237,3 +238,30 @@ def test_a_rank_that_was_replaced_makes_copies_too(tmp_path: Path) -> None:
     since = "later than step 3, which was saved"
     assert f"[ttp] step 6 is written from the copies in host memory ({since})" in ended.said
     outcome.assert_same_training(ended, expected)
+
+
+@pytest.mark.parametrize(
+    ("layout", "fault"),
+    [
+        (TP2_DP1, "rank=1,step=8,phase=backward,kind=sigkill"),
+        (EXPERTS_ALONE, "rank=0,step=8,phase=update,kind=sigkill"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else "",
+)
+def test_online_all_go_back_to_their_copies(
+    layout: Layout, fault: str, tmp_path: Path, baseline_of: BaselineOf
+) -> None:
+    """Only the rank that died gets a new process; the others take step 6 from their copies, and its data."""
+    options = ("--ttp-spares", "0", "--ttp-host-copy", "2")
+    job = online(tmp_path, layout, [fault], options=options, save_interval=4)
+    baseline = baseline_of(layout)
+    ended = harness.run(job)
+    assert ended.code == 0, ended.log[-3000:]
+    (line,) = [line for line in ended.said if " training goes on after step 6, " in line]
+    assert "from copies in host memory; " in line
+    assert "1 incident (1 without a restart), 0 steps lost" not in ended.log
+    assert {line["restart"] for lines in ended.records.values() for line in lines} == {0}
+    assert job.save is not None
+    for step in (4, 8, ITERATIONS):
+        assert differences(job.save / f"iter_{step:07d}", baseline.checkpoints / f"iter_{step:07d}") == []
+    outcome.assert_same_training(ended, baseline.records)

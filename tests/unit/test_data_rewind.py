@@ -8,8 +8,10 @@ from itertools import count
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader
 
+from adaptor.online import data_rewind
 from adaptor.online.data_rewind import DataRewind
 from adaptor.worker.processor import CannotRejoinError
 
@@ -145,3 +147,53 @@ def test_a_process_that_reads_ahead_has_died() -> None:
     finally:
         source._shutdown_workers()
         signal.signal(signal.SIGCHLD, handler)
+
+
+def batches() -> Iterator[dict[str, torch.Tensor]]:
+    mask = torch.ones(8)
+    return ({"tokens": torch.tensor([number]), "mask": mask.clone()} for number in count())
+
+
+def read_tokens(replay: DataRewind, step: int, oldest: int) -> list[int]:
+    replay.begin_step(step, oldest)
+    return [int(next(replay)["tokens"]) for _ in range(2)]
+
+
+def test_many_steps_back_to_a_copy_in_host_memory() -> None:
+    """What was read since the step of the copy is given again, twice."""
+    replay = DataRewind(batches())
+    given = {step: read_tokens(replay, step, oldest=2) for step in range(1, 9)}
+    for _ in range(2):
+        replay.rewind(2)
+        assert {step: read_tokens(replay, step, oldest=2) for step in range(3, 9)} == {
+            step: given[step] for step in range(3, 9)
+        }
+    read_tokens(replay, 9, oldest=5)
+    with pytest.raises(CannotRejoinError, match="after step 4 is not kept"):
+        replay.rewind(4)
+    replay.rewind(5)
+    assert read_tokens(replay, 6, oldest=5) == given[6]
+
+
+def test_too_much_data_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal tensors count once: of 8 steps only the tokens are kept, 16 bytes a step."""
+    monkeypatch.setattr(data_rewind, "MOST_BYTES", 100)
+    replay = DataRewind(batches())
+    for step in range(1, 9):
+        read_tokens(replay, step, oldest=0)
+    assert 0 < replay.oldest <= 6
+    with pytest.raises(CannotRejoinError, match="is not kept"):
+        replay.rewind(replay.oldest - 1)
+    replay.rewind(replay.oldest)
+    assert read_tokens(replay, replay.oldest + 1, oldest=0) == [2 * replay.oldest, 2 * replay.oldest + 1]
+
+
+def test_data_of_another_form_is_kept_for_two_steps() -> None:
+    replay = DataRewind(count())
+    for step in range(1, 6):
+        replay.begin_step(step, 0)
+        next(replay)
+    assert replay.oldest == 3
+    replay.rewind(3)
+    replay.begin_step(4, 0)
+    assert next(replay) == 3

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from adaptor.frameworks.training_loop import StepTail, TailState
-from adaptor.online.data_rewind import DataRewind
+from adaptor.online.data_rewind import STEPS, DataRewind
 from adaptor.worker.processor import CannotRejoinError
 
 
@@ -18,7 +18,7 @@ def tail(told: TailState | None = None) -> tuple[StepTail, DataRewind]:
 
 def train(one: StepTail, *steps: int) -> None:
     for step in steps:
-        one.begin_step(step, {"consumed_train_samples": 4 * (step - 1)})
+        one.begin_step(step, {"consumed_train_samples": 4 * (step - 1)}, step - STEPS)
 
 
 def agree(step: int, *ranks: StepTail) -> list[int | None]:

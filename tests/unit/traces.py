@@ -23,7 +23,8 @@ what the controller then orders. The first line says what the job is like:
     > dying 3                         its lifeline is cut: how it ends is not known yet
     > raised 1 0 boom                 an exception left the script of rank 1, exit code 1 if not said
     > frozen 0 running 4              the board that comes with it: running 4, ready 5, updating 5, broken 5;
-                                      unreadable 4: the device of that rank has failed
+                                      unreadable 4: the device of that rank has failed;
+                                      copied=4/6: the steps copied to host memory, also of one that died
     > prepared [reason...]            with a reason it failed; published and publish-failed likewise;
                                       folder=0, number=0 to say an old one
     > written 0                       rank 0 reports group `g`; attempt=1 or incident=7 to say an old one
@@ -212,7 +213,8 @@ class Trace:
         match name:
             case "died":
                 phase = Phase.ENDED if "ended" in words else Phase.STARTING
-                return Died(rank, int(words[1]), 0.0, BoardRecord(rank, phase=phase, stage=_stage(words)))
+                left = BoardRecord(rank, phase=phase, stage=_stage(words), copies=_copied(settings))
+                return Died(rank, int(words[1]), 0.0, left)
             case "told":
                 return TerminationRequested(rank, "SIGTERM")
             case "leave":
@@ -280,7 +282,8 @@ class Trace:
                 where = f"wait (script.py:{words[4] if words[4:] else rank})"
                 standing = Standing(words[3] == "waits", where, b"main" + way) if words[3:] else None
                 there = board(rank, words[1], int(words[2]), self._copies)
-                return Frozen(rank, number, msgspec.structs.replace(there, stage=_stage(words)), standing)
+                there = msgspec.structs.replace(there, stage=_stage(words), copies=_copied(settings))
+                return Frozen(rank, number, there, standing)
             case "still":
                 inside, between = int(settings.get("inside", 6)), int(settings.get("between", -1))
                 return NodeStalled(rank, float(words[1]), inside, between)
@@ -313,6 +316,10 @@ class Trace:
         raise ValueError(f"no such line: {name}")
 
 
+def _copied(settings: dict[str, str]) -> tuple[int, ...]:
+    return tuple(map(int, filter(None, settings.get("copied", "").split("/"))))
+
+
 def _stage(words: list[str]) -> ScriptStage:
     if "finished" in words or "ended" in words:
         return ScriptStage.FINISHED
@@ -341,6 +348,9 @@ def _words(order: Message) -> str:
             return f"have spare nodes take the places of {', '.join(map(str, nodes))}"
         case PresenceProbe():
             return "are you there?"
+        case Regroup(attempt=attempt, step=step, replaced=replaced, from_copies=True):
+            who = ", ".join(f"rank {one.rank} like {one.twin}" for one in replaced)
+            return f"regroup at step {step} from copies, attempt {attempt}: {who or 'nobody is replaced'}"
         case Regroup(attempt=attempt, step=step, replaced=replaced):
             given = [
                 f"rank {one.rank} like {one.twin}, "

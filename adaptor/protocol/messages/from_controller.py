@@ -104,7 +104,8 @@ class Regroup(Message, frozen=True):
     `origin`: the step that the job was started from, for a newcomer's `Layout`. `replaced`: empty if all
     processes live (an exception). A larger `attempt` supersedes a smaller attempt. The store is the store of
     dumps; its keys begin with the incident and the attempt. With `store_port` 0 `store_host` is the name of
-    an abstract unix socket. `timeout_s`: the time limit of each part.
+    an abstract unix socket. `timeout_s`: the time limit of each part. `from_copies`: no step can be saved;
+    every rank, new processes included, takes the state of `step` from its own copy in host memory.
     """
 
     incident: int
@@ -116,6 +117,7 @@ class Regroup(Message, frozen=True):
     store_port: int
     timeout_s: float
     store_secret: bytes = b""
+    from_copies: bool = False
 
 
 class Proceed(Message, frozen=True):

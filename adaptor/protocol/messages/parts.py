@@ -61,7 +61,8 @@ class BoardRecord(Message, frozen=True):
     several if steps were skipped (no update) since the last update. With a local copy, steps from before the
     last or current update are included. `ahead` is the step of the update for which the rank is READY, or in
     which it is. `kernel_timeout`: the seconds after which kernels of the rank stop waiting for
-    another rank; 0: never.
+    another rank; 0: never. `copies`: the steps of the rank's whole copies in host memory, to which a
+    recovery can go back.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class BoardRecord(Message, frozen=True):
     turns: int = 0
     stage: StageNumber = ScriptStage.TRAINING
     kernel_timeout: float = 0.0
+    copies: tuple[int, ...] = ()
 
     @property
     def phase_name(self) -> str:
@@ -224,6 +226,7 @@ class Recovered(Message, frozen=True):
     """The incident is over and all workers go on from `step`; sent before the workers get `Proceed`.
 
     Attributes:
+        made_again: the finished steps behind `step`, which all make once more
         retried: ranks that had raised, and whose processes live
         seconds: from the report of the fault to this message
     """
@@ -235,3 +238,4 @@ class Recovered(Message, frozen=True):
     replaced: tuple[int, ...] = ()
     retried: tuple[int, ...] = ()
     seconds: float = 0.0
+    made_again: int = 0
