@@ -135,8 +135,8 @@ class Recorded:
 # Of the JSON Schemas without descriptions: readers of the files rely on the fields and their types.
 _DIGESTS = {
     "event": "7935b8bf6f5d6bd0",
-    "incident": "d3938e30d61585af",
-    "notice": "1ccfacd4ae12152a",
+    "incident": "77a931bdc87b2b06",
+    "notice": "983c696a2ba800cf",
     "status": "cf4baab22966eb68",
 }
 
