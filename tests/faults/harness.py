@@ -293,6 +293,10 @@ def run(job: Job) -> Ended:
     if "torch_dist" in job.layout.extra:
         # Between params the framework writes memory that it has not written to: let it find zeros there.
         environment["MALLOC_PERTURB_"] = "255"
+    if not _cold(job):
+        # Else torch sets it in the middle of an import, and a spare that has torch takes that for a change by
+        # the script, and starts again as an interpreter of its own.
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / "torchinductor")
     environment.update(job.environment)
     if job.publishing:
         environment[PUBLISHING] = job.publishing
