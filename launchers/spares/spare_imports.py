@@ -26,7 +26,7 @@ import msgspec
 
 from adaptor import _script, context, text
 from adaptor.launchers.agent import worker_main
-from adaptor.launchers.spares.worker_forks import Forks, take_streams
+from adaptor.launchers.spares.worker_forks import Forks, come_forward, take_streams
 from adaptor.protocol import environment, wire
 from adaptor.protocol.spare_messages import Become, Forked, Import, Ready, to_spare
 from adaptor.worker import framework_watchdogs, script_imports
@@ -341,19 +341,14 @@ def _changes_of_variables() -> Iterator[dict[str, str | None]]:
 def _standing_back() -> Iterator[None]:
     """Give training the processors first. Threads started meanwhile are reset with the current thread."""
     nice = os.nice(0)
-    back = _may_come_back()
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # wakes up behind others
-        if back:
+        if _may_come_back():
             os.setpriority(os.PRIO_PROCESS, 0, nice + NICER)
     try:
         yield
     finally:
-        for thread in (int(path.name) for path in Path("/proc/self/task").iterdir()):
-            with contextlib.suppress(OSError):
-                if back:
-                    os.setpriority(os.PRIO_PROCESS, thread, nice)
-                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+        come_forward(os.getpid(), nice)
 
 
 def _may_come_back() -> bool:

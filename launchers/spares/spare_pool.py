@@ -130,7 +130,7 @@ class Spare:
         """Let a fork of the process be a worker; the process waits on. The arguments are those of `become`.
 
         Raises:
-            EOFError, OSError: there is no fork, and the process is killed.
+            OSError: there is no fork, and the process is killed.
         """
         try:
             self._ours.settimeout(FORK_S)
@@ -145,9 +145,14 @@ class Spare:
                 raise OSError(getattr(answer, "reason", "") or "the spare process cannot fork")
             worker = worker_forks.ForkedWorker(self.process.args, answer.pid)
             self._send_streams(stdout, stderr)
-        except (EOFError, OSError, msgspec.DecodeError):
+        except (EOFError, OSError, msgspec.DecodeError) as error:
             self.kill()
-            raise
+            what = ""
+            if isinstance(error, TimeoutError):
+                what = f"has not answered for {FORK_S:g} s"
+            elif isinstance(error, EOFError | ConnectionError):
+                what = "has ended"
+            raise OSError(f"the spare process {self.process.pid} {what}" if what else str(error)) from error
         return worker
 
     def _send_streams(self, stdout: _Stream | None, stderr: _Stream | None) -> None:
@@ -210,6 +215,7 @@ class Spares:
         self._tasks: set[asyncio.Task[None]] = set()
         self._deaths = 0
         self._told = ""
+        self._beside_workers = True  # workers of the node train, or start
         self._change = asyncio.Event()  # a spare has imported everything, or is none any more
 
     @property
@@ -224,7 +230,7 @@ class Spares:
 
     def begin(self, start: Callable[[], Spare], imports: Import) -> None:
         """Keep spares from now on, with `imports`."""
-        self._start, self.imports = start, imports
+        self._start, self.imports, self._beside_workers = start, imports, True
         self.fill()
 
     def fill(self) -> None:
@@ -250,6 +256,7 @@ class Spares:
 
     def end_generation(self) -> None:
         """Keep the spares for the next generation: no worker is left, and a spare may import meanwhile."""
+        self._beside_workers = False
         self.fill()
         self._start = None
         self._deaths = 0
@@ -274,6 +281,8 @@ class Spares:
         """Return when a spare has imported everything, or when none will; tell of a long wait."""
         loop = asyncio.get_running_loop()
         until, ticks = loop.time() + IMPORTS_S, self._ticks()
+        for spare in self._waiting:  # it stood back for workers, which have ended
+            worker_forks.come_forward(spare.process.pid, os.nice(0))
         while self._waiting and not any(spare.ready for spare in self._waiting):
             self._change.clear()
             try:
@@ -312,7 +321,7 @@ class Spares:
         assert order is not None
         unfit = ""
         try:
-            ready = await spare.imports(order)
+            ready = await spare.imports(msgspec.structs.replace(order, is_alone=not self._beside_workers))
             self._change.set()
             if not spare.ready:
                 unfit = ready.unfit
@@ -408,7 +417,7 @@ def workers_are_forks(spare: Spare | None) -> Iterator[list[str]]:
             return None
         try:
             return spare.fork(environment, handler._stdout, handler._stderr)
-        except (EOFError, OSError, msgspec.DecodeError) as error:
+        except OSError as error:
             failures.append(str(error))
             output.tell(f"[ttp] workers of this node import by themselves: {error}")
             return None

@@ -48,6 +48,15 @@ class ForkedWorker(subprocess.Popen[bytes]):
         self._child_created = True
 
 
+def come_forward(pid: int, nice: int) -> None:
+    """Give all threads of a process the usual scheduling and, where permitted, the niceness `nice`."""
+    with contextlib.suppress(FileNotFoundError):  # the process has ended
+        for thread in (int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()):
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+                os.setpriority(os.PRIO_PROCESS, thread, nice)
+
+
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """Let the kernel make this process the parent of orphans of its descendants meanwhile."""

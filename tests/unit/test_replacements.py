@@ -736,6 +736,36 @@ def test_a_restart_does_not_wait_for_a_spare_whose_imports_hang(
     runs(tmp_path, act, spares=1)
 
 
+def test_a_spare_that_a_restart_waits_for_stands_back_no_longer(tmp_path: Path) -> None:
+    """On a machine with other work its imports would take minutes."""
+    hang = tmp_path / "hang"
+    own = f"import os, time\nwhile os.path.exists({str(hang)!r}): time.sleep(0.1)\n"
+    (tmp_path / "own.py").write_text(own)
+
+    async def act(node: Node) -> None:
+        node.script.write_text("import own\n" + node.script.read_text())
+        await node.begin(0)
+        await node.has_run(0)
+        hang.touch()
+        look(node)
+        (modules,) = await node.told(Modules)
+        node.replacements.hear(modules)
+        (spare,) = node.spares
+
+        def schedules_as(policy: int) -> Callable[[], bool]:
+            return lambda: os.sched_getscheduler(spare.process.pid) == policy
+
+        await node.until(schedules_as(os.SCHED_BATCH), "the spare imports, and stands back")
+        await node.replacements.end(is_last=False)
+        fork = asyncio.ensure_future(node.replacements.spares.spare_to_fork())
+        await node.until(schedules_as(os.SCHED_OTHER), "the spare stands back no longer")
+        assert os.getpriority(os.PRIO_PROCESS, spare.process.pid) == os.nice(0)
+        hang.unlink()
+        assert await fork is spare
+
+    runs(tmp_path, act, spares=1)
+
+
 def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import os\nPORT = os.environ['MASTER_PORT']\n")
 
@@ -746,6 +776,27 @@ def test_no_worker_is_forked_where_an_import_has_read_another_value(tmp_path: Pa
         spare = await node.makes_a_spare()
         with pytest.raises(OSError, match="own reads MASTER_PORT while it is imported, and it has another"):
             spare.fork(node.environment(0, {"MASTER_PORT": "1"}), node.log, node.log)
+        await node.until(lambda: spare.process.poll() is not None, "the spare has ended")
+
+    runs(tmp_path, act, spares=1)
+
+
+@pytest.mark.parametrize(
+    ("struck_by", "reason"),
+    [(signal.SIGKILL, "has ended"), (signal.SIGSTOP, "has not answered for 0.2 s")],
+)
+def test_a_spare_that_forks_no_worker_any_more_is_ended(
+    struck_by: signal.Signals, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare_pool, "FORK_S", 0.2)
+
+    async def act(node: Node) -> None:
+        await node.begin(0)
+        await node.has_run(0)
+        spare = await node.makes_a_spare()
+        os.kill(spare.process.pid, struck_by)
+        with pytest.raises(OSError, match=f"^the spare process {spare.process.pid} {reason}$"):
+            spare.fork(node.environment(0, {}), node.log, node.log)
         await node.until(lambda: spare.process.poll() is not None, "the spare has ended")
 
     runs(tmp_path, act, spares=1)
