@@ -98,24 +98,24 @@ def test_damage_is_found_where_the_other_holder_dies_first(tmp_path: Path, basel
     """The new process gets its state from the damaged rank, which still has the sums of its update."""
     faults = [
         "rank=1,step=5,phase=between,kind=flip-main,code=11",
-        "rank=3,step=6,phase=forward,kind=sigkill",
+        "rank=0,step=6,phase=forward,kind=sigkill",
     ]
-    job = online(tmp_path, DP4, faults, options=VERIFIED, save_interval=4)
+    job = online(tmp_path, DP2, faults, options=VERIFIED, save_interval=4)
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-3000:]
-    at_rest = "rank 1 is corrupt: param of shard mp_rank_00/1 changed at rest after the update of step 5"
+    at_rest = "rank 1 is corrupt: param of shard mp_rank_00/0 changed at rest after the update of step 5"
     assert any(at_rest in line for line in ended.said), ended.said
-    _assert_saved_as_trained(job, baseline_of(DP4))
+    _assert_saved_as_trained(job, baseline_of(DP2))
 
 
 def test_the_save_behind_the_last_step_waits_for_the_verdict(tmp_path: Path, baseline_of: BaselineOf) -> None:
     faults = [f"rank=1,step={ITERATIONS},phase=between,kind=flip-main,code=11"]
-    job = online(tmp_path, DP4, faults, options=VERIFIED)
+    job = online(tmp_path, DP2, faults, options=VERIFIED)
     ended = harness.run(job)
     assert ended.code == 0, ended.log[-3000:]
-    at_rest = f"param of shard mp_rank_00/1 changed at rest after the update of step {ITERATIONS}"
+    at_rest = f"param of shard mp_rank_00/0 changed at rest after the update of step {ITERATIONS}"
     assert any(at_rest in line for line in ended.said), ended.said
-    _assert_saved_as_trained(job, baseline_of(DP4))
+    _assert_saved_as_trained(job, baseline_of(DP2))
 
 
 def _assert_saved_as_trained(job: Job, baseline: Baseline) -> None:

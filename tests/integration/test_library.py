@@ -129,26 +129,28 @@ def test_a_stopped_rank_is_replaced_and_a_second_fault_restarts_all(tmp_path: Pa
 def test_a_loop_that_was_resumed_is_recovered_online(tmp_path: Path) -> None:
     """It counts its last step from that of the checkpoint, which the new process has not loaded."""
     save = ("--save", str(tmp_path / "save"), *STREAM)
-    ended = train(tmp_path / "first", *save, faults=["rank=1,step=6,phase=reduction,kind=exception"])
+    fault = "rank=1,step=6,phase=reduction,kind=exception"
+    ended = train(tmp_path / "first", *save, layout=DP2, faults=[fault])
     assert ended.code == 1, ended.log[-3000:]
     outcome.assert_saved(tmp_path / "save", 5)
-    fault = "rank=2,step=7,phase=backward,kind=sigkill"
+    fault = "rank=1,step=7,phase=backward,kind=sigkill"
     options = ("--ttp-online", "60")
     job = (*save, "--further", "3")
-    resumed = train(tmp_path / "resumed", *job, restarts=1, faults=[fault], options=options)
+    resumed = train(tmp_path / "resumed", *job, layout=DP2, restarts=1, faults=[fault], options=options)
     assert resumed.code == 0, resumed.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in resumed.log
-    outcome.assert_same_training(resumed, undisturbed("--stream"), range(6, ITERATIONS + 1))
+    outcome.assert_same_training(resumed, undisturbed("--stream", layout=DP2), range(6, ITERATIONS + 1))
 
 
 def test_the_function_asks_for_the_end(tmp_path: Path) -> None:
     """In a step that is made once more."""
     job = ("--save", str(tmp_path / "save"), *STREAM, "--end-at", "6")
     fault = "rank=1,step=6,phase=backward,kind=sigkill"
-    ended = train(tmp_path / "job", *job, restarts=1, faults=[fault], options=("--ttp-online", "60"))
+    options = ("--ttp-online", "60")
+    ended = train(tmp_path / "job", *job, layout=DP2, restarts=1, faults=[fault], options=options)
     assert ended.code == 0, ended.log[-3000:]
     assert "1 incident (1 without a restart), 0 steps lost" in ended.log
-    outcome.assert_same_training(ended, undisturbed("--stream"), range(1, 7))
+    outcome.assert_same_training(ended, undisturbed("--stream", layout=DP2), range(1, 7))
     assert {max(line["iteration"] for line in lines) for lines in ended.records.values()} == {6}
 
 

@@ -186,10 +186,9 @@ def test_with_no_restart_and_no_spare_the_job_saves_and_ends(tmp_path: Path, bas
 
 def test_a_loop_of_ones_own_says_at_its_start_that_it_is_not_recovered_online(tmp_path: Path) -> None:
     options = ("--ttp-online", "60")
-    fault = "rank=2,step=6,phase=backward,kind=sigkill"
-    ended = train(
-        *(tmp_path / "job", "--save", str(tmp_path / "save")), restarts=1, faults=[fault], options=options
-    )
+    fault = "rank=1,step=6,phase=backward,kind=sigkill"
+    save = ("--save", str(tmp_path / "save"))
+    ended = train(tmp_path / "job", *save, layout=DP2, restarts=1, faults=[fault], options=options)
     assert ended.code == 0, ended.log[-3000:]
     why = "its training loop does not make its steps by protection.run_steps"
     line = f"[ttp] online recovery: no ({why}); a fault restarts all ranks"

@@ -122,11 +122,11 @@ def test_a_survivor_that_is_stopped_in_the_middle_of_a_recovery_is_replaced(
 def test_a_survivor_that_is_stopped_when_it_is_told_to_go_on_is_noticed(
     tmp_path: Path, baseline_of: BaselineOf
 ) -> None:
-    """All others wait for it, before they call their loops again."""
-    faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=2,phase=proceed,kind=sigstop"]
+    """The new process waits for it, before they call their loops again."""
+    faults = ["rank=1,step=6,phase=backward,kind=sigkill", "rank=0,phase=proceed,kind=sigstop"]
     options = ("--ttp-spares", "0", "--ttp-hang", "5")
-    ended = trains_on(online(tmp_path, DP4, faults, options=options), baseline_of(DP4), incidents=2)
-    assert any("rank 2 does not answer; replaced by pid " in line for line in ended.said), ended.said
+    ended = trains_on(online(tmp_path, DP2, faults, options=options), baseline_of(DP2), incidents=2)
+    assert any("rank 0 does not answer; replaced by pid " in line for line in ended.said), ended.said
 
 
 def test_a_new_process_that_is_stopped_in_its_first_step_is_noticed(

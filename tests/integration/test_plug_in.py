@@ -25,6 +25,7 @@ def test_a_killed_rank_in_a_framework_of_ones_own(tmp_path: Path) -> None:
             tmp_path / name / "job",
             *save,
             launcher=launcher,
+            layout=harness.DP2,
             restarts=restarts,
             faults=faults,
             options=options,
@@ -38,7 +39,7 @@ def test_a_killed_rank_in_a_framework_of_ones_own(tmp_path: Path) -> None:
         "killed",
         "ttprun",
         restarts=1,
-        faults=("rank=2,step=6,phase=backward,kind=sigkill",),
+        faults=("rank=1,step=6,phase=backward,kind=sigkill",),
         options=("--ttp-device", "lab"),
     )
     assert ended.code == 0, ended.log[-3000:]
