@@ -61,6 +61,7 @@ class Config:
     host_copy: int | None  # None: auto
     verify_every: int | None  # None: auto
     replay_every: int
+    transcript: bool
     corruption: str
     require_protection: bool
     platform: str
@@ -283,6 +284,16 @@ SETTINGS = (
         same_on_all_nodes=True,
     ),
     Setting(
+        "transcript",
+        "TTP_TRANSCRIPT",
+        "False",
+        "True, 1, False or 0",
+        truth,
+        "True: the checksums of each verified step go to transcript.jsonl of the job, for `ttp replay`; with"
+        " TTP_VERIFY_EVERY",
+        same_on_all_nodes=True,
+    ),
+    Setting(
         "corruption",
         "TTP_CORRUPTION",
         "replace",
@@ -393,6 +404,10 @@ def load(environ: Mapping[str, str] | None = None) -> Config:
         raise ConfigError(
             f"TTP_REPLAY_EVERY is {config.replay_every}, and TTP_VERIFY_EVERY is 0: micro-batches are only"
             " repeated in a job whose holders compare their state; set both"
+        )
+    if config.transcript and config.verify_every == 0:
+        raise ConfigError(
+            "TTP_TRANSCRIPT is set, and TTP_VERIFY_EVERY is 0: the transcript has verified steps; set both"
         )
     for setting in all_settings:
         if setting.require is not None:

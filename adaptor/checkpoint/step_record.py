@@ -268,15 +268,19 @@ class RandomStates:
 
     def take(self) -> list[Mapping[str, Any]]:
         """Return the current states; of other ranks the states at the last exchange."""
-        own_states = take_random(self._tracker)
+        own_states = self.own()
         if self._group is None:
             return [own_states]
         rank = self._group.rank()
         return [*self._exchanged[:rank], own_states, *self._exchanged[rank + 1 :]]
 
+    def own(self) -> Mapping[str, Any]:
+        """Return the current states of this rank."""
+        return take_random(self._tracker)
+
     def exchange(self) -> list[Mapping[str, Any]]:
         """Exchange the states with the group: collective, on the main thread."""
-        own_states = take_random(self._tracker)
+        own_states = self.own()
         if self._group is None:
             return [own_states]
         self._exchanged = gather_values(own_states, self._group)

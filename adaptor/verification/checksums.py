@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy
 import torch
 import xxhash
 
@@ -25,6 +26,7 @@ from adaptor.verification.placed_sums import odd_factors, odd_hash, words_of
 # Words that are multiplied at once: the products stay in the cache of a device.
 _CHUNK = 1 << 20
 
+_MANY = 100  # the 625 numbers of Python's random state are taken at once
 # The sums of a shard, by key (`shard_sums`): 32 hexadecimal digits from a host, 16 from a device.
 Sums = Mapping[str, str]
 
@@ -174,6 +176,31 @@ def start_gradient_sums(optimizer: torch.optim.Optimizer) -> PendingSums:
         if gradient is not None:
             bits.add(gradient)
     return PendingSums({"grad": bits}, {"grad.present": scalar_sum(is_present)})
+
+
+def random_sum(states: Any) -> str:
+    """Return the sum of random states, in the form in which a framework stores them."""
+    bits = xxhash.xxh3_128()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Generator):
+            value = value.get_state()
+        if isinstance(value, torch.Tensor):
+            bits.update(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        elif isinstance(value, numpy.ndarray):
+            bits.update(value.tobytes())
+        elif isinstance(value, Mapping):
+            for key in sorted(value):
+                bits.update(repr(key).encode())
+                add(value[key])
+        elif isinstance(value, Sequence) and not isinstance(value, str) and len(value) < _MANY:
+            for item in value:
+                add(item)
+        else:
+            bits.update(repr(value).encode())
+
+    add(states)
+    return str(bits.hexdigest())
 
 
 def scalar_sum(value: Any) -> str:

@@ -12,29 +12,35 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from importlib import metadata
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 
-from adaptor import context, output
+from adaptor import context, output, text
 from adaptor.checkpoint import shards, step_record
 from adaptor.checkpoint.trainee import MegatronTrainee
 from adaptor.errors import CheckpointError, UnsupportedError
-from adaptor.protocol.messages import Corruption
+from adaptor.protocol.messages import Corruption, Verified
 from adaptor.replica import group
-from adaptor.verification import verdict
+from adaptor.verification import state_sums, verdict
 from adaptor.verification.checksums import (
     BitSum,
     PendingSums,
     Sums,
+    random_sum,
+    scalar_sum,
     start_gradient_sums,
     start_shard_sums,
 )
 from adaptor.verification.replay_check import OFF, PROVEN, SELF_TEST, ReplayCheck, SelfTestMemo
+from adaptor.verification.transcript import RANDOM, SUM_DIGITS, WEIGHTS
 from adaptor.verification.verdict import Finding, Report, ShardRecord, without_groups
 
 # With TTP_VERIFY_EVERY=auto: the part of a step's time that the sums take on average. A step gets longer by
@@ -54,6 +60,7 @@ class TwinCheck:
         rank: of the process.
         tell: tells the controller.
         replay: compares replayed micro-batches; None without TTP_REPLAY_EVERY.
+        has_transcript: whether the sums of verified steps go to the controller (TTP_TRANSCRIPT).
     """
 
     def __init__(
@@ -61,10 +68,13 @@ class TwinCheck:
         every: int | None,
         on_corruption: str,
         rank: int,
-        tell: Callable[[Corruption], None],
+        tell: Callable[[Corruption | Verified], None],
         replay: ReplayCheck | None = None,
+        *,
+        has_transcript: bool = False,
     ) -> None:
         self.replay = replay
+        self._has_transcript = has_transcript
         self._every = every or 1  # 0: the check has turned itself off
         self._chooses = every is None
         self._on_corruption = on_corruption
@@ -125,6 +135,7 @@ class TwinCheck:
             name: [rank for rank, rank_group in enumerate(groups) if rank_group == name]
             for name in set(groups)
         }
+        self._versions: dict[str, str] = {}  # of this layout; taken at the first verified step
         # A gather that goes on beside the next step has not brought all weights when the step begins.
         self._is_gathered_at_once = not any(
             getattr(getattr(optimizer, owner, None), "overlap_param_gather", False)
@@ -173,9 +184,9 @@ class TwinCheck:
             return True
         report = self._report(trainee, self._updated, is_at_door=saved is None)
         if saved is not None:
-            return self._is_agreed(report)
+            return self._is_agreed(report, lambda is_agreed: None)
         self._updated = None
-        goes_on = self._is_agreed(report)
+        goes_on = self._is_agreed(report, partial(self._tell_sums, trainee, report))
         if goes_on:
             self._choose_interval()
         return goes_on
@@ -191,12 +202,50 @@ class TwinCheck:
                     where = f"{', '.join(changed)} of shard {self._labels[index]}"
                     raise CheckpointError(f"{where} changed at rest after the update of step {step}")
 
-    def _is_agreed(self, report: Report) -> bool:
-        """Compare the reports of all ranks; return whether training goes on. Collective."""
+    def _tell_sums(self, trainee: MegatronTrainee, report: Report, is_agreed: bool) -> None:
+        """Tell the controller the sums of a verified step, for the transcript; never raise."""
+        if not self._has_transcript:
+            return
+        try:
+            shards = {
+                label: verdict.recorded_sums(record)
+                if not is_agreed or self._holders[label][0] == self._rank
+                else {}
+                for label, record in report.shards.items()
+            }
+            (weights,) = (used for _, used in report.weights.values())
+            own = {WEIGHTS: weights, RANDOM: random_sum(trainee.random.own())}
+            if self._rank == 0:
+                self._versions = self._versions or _versions(trainee, self._holders, self._models)
+            samples = trainee.counters().get("consumed_train_samples")
+            message = Verified(
+                self._rank,
+                self._step,
+                len(trainee.shares_by_rank),
+                is_agreed,
+                shards,
+                {key: value[:SUM_DIGITS] for key, value in own.items()},
+                None if samples is None else int(samples),
+                self._versions,
+            )
+        except Exception as error:  # the transcript is for people
+            self._has_transcript = False
+            output.tell(f"[ttp] rank {self._rank}: no step goes to the transcript: {text.describe(error)}")
+            return
+        self._tell(message)
+
+    def _is_agreed(self, report: Report, tell_sums: Callable[[bool], None]) -> bool:
+        """Compare the reports of all ranks; return whether training goes on. Collective.
+
+        Args:
+            report: of this rank.
+            tell_sums: is called behind the verdict, with True if all holders agree.
+        """
         everyone = _everyone()
         number = verdict.contribution(report, self._rank, self._holders, self._models)
         if group.total(everyone, number) == 0:
             self._agreed = self._step
+            tell_sums(True)
             self._judge_disputed(report)
             if self._layout != PROVEN and self._count >= SELF_TEST:
                 self._learn(PROVEN)
@@ -214,6 +263,7 @@ class TwinCheck:
             raise
         reports = [msgspec.msgpack.decode(data, type=Report) for data in gathered]
         finding = verdict.decide(reports, self._step, self._holders, self._models)
+        tell_sums(finding.kind is verdict.Kind.UNKNOWN)
         if finding.kind is verdict.Kind.UPDATE:
             self._disputed = self._step, {label: record.state for label, record in report.shards.items()}
         return self._act_on(finding, self._step, is_self_test=is_self_test)
@@ -351,7 +401,25 @@ def _weights(trainee: MegatronTrainee) -> BitSum:
     return bits
 
 
-def of_this_process(rank: int, tell: Callable[[Corruption], None]) -> TwinCheck:
+def _versions(trainee: MegatronTrainee, *holders: verdict.Holders) -> dict[str, str]:
+    """Return what decides about the bits of a step, besides the script: versions, layout and device."""
+    core = sys.modules.get("megatron.core.package_info")
+    devices = {param.device.type for chunk in trainee.state.model for param in chunk.parameters()}
+    shards = sum(len(ranks) > 1 for ranks in holders[0].values())
+    layout = (
+        f"{len(trainee.shares_by_rank)} ranks, {shards} shards with several holders,"
+        f" {scalar_sum([*holders, state_sums.layout_of(trainee.state)])[:SUM_DIGITS]}"
+    )
+    return {
+        "torch": str(torch.__version__),
+        "megatron-core": str(getattr(core, "__version__", "")),
+        "adaptor": metadata.version("ttp-adaptor"),
+        "layout": layout,
+        "device": " and ".join(sorted(devices)),
+    }
+
+
+def of_this_process(rank: int, tell: Callable[[Corruption | Verified], None]) -> TwinCheck:
     """Return the twin check of this rank, with the settings TTP_VERIFY_EVERY and TTP_CORRUPTION.
 
     Args:
@@ -365,4 +433,11 @@ def of_this_process(rank: int, tell: Callable[[Corruption], None]) -> TwinCheck:
             output.tell(f"[ttp] {line}")
 
     replay = ReplayCheck(settings.replay_every, rank, print_line) if settings.replay_every else None
-    return TwinCheck(settings.verify_every, settings.corruption, rank, tell, replay)
+    return TwinCheck(
+        settings.verify_every,
+        settings.corruption,
+        rank,
+        tell,
+        replay,
+        has_transcript=settings.transcript,
+    )

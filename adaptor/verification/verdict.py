@@ -16,7 +16,8 @@ import xxhash
 
 from adaptor.protocol.messages import Share
 from adaptor.verification.agreed_state import MASK
-from adaptor.verification.checksums import Sums
+from adaptor.verification.checksums import Sums, scalar_sum
+from adaptor.verification.transcript import GRADIENT, NUMBERS, SUM_DIGITS
 
 # The keys of values in param groups; a scheduler changes the values between an update and the next door.
 _GROUP = "group."
@@ -61,6 +62,14 @@ def different(all_sums: Sequence[Sums]) -> list[str]:
     """Return the keys under which sums differ."""
     keys = sorted({key for sums in all_sums for key in sums})
     return [key for key in keys if len({sums.get(key) for sums in all_sums}) > 1]
+
+
+def recorded_sums(record: ShardRecord) -> dict[str, str]:
+    """Return the sums of a shard at the door, for the transcript: all numbers have one sum."""
+    numbers = {key: value for key, value in record.at_door.items() if "." in key}
+    sums = {key: value for key, value in record.at_door.items() if "." not in key}
+    sums |= {NUMBERS: scalar_sum(numbers), GRADIENT: record.gradient["grad"]}
+    return {key: value[:SUM_DIGITS] for key, value in sums.items()}
 
 
 class Report(msgspec.Struct, frozen=True):

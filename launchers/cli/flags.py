@@ -33,6 +33,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
         "TTP_VERIFY_EVERY",
         "TTP_VERIFY_SAVES",
         "TTP_REPLAY_EVERY",
+        "TTP_TRANSCRIPT",
         "TTP_DRILL_EVERY",
         "TTP_ALLOW_DRILL",
         "TTP_REQUIRE_PROTECTION",
@@ -234,6 +235,18 @@ def given_names(arguments: list[str]) -> set[str]:
         _split(arguments, torchs)[1], argparse.Namespace(**dict.fromkeys(names, unset))
     )
     return {name for name in names if getattr(parsed_flags, name, unset) is not unset}
+
+
+def parts_of(arguments: Sequence[str]) -> tuple[list[list[str]], argparse.Namespace, list[str]]:
+    """Return the adaptor's flags, each with its value; the parsed flags of torch; and all other arguments."""
+    torchs = _torchs()
+    own_arguments, remaining_arguments = _split(list(arguments), torchs)
+    pairs: list[list[str]] = []
+    while own_arguments:
+        takes = 1 if "=" in own_arguments[0] else 2
+        pairs.append(own_arguments[:takes])
+        del own_arguments[:takes]
+    return pairs, torchs.parse_known_args(remaining_arguments)[0], remaining_arguments
 
 
 def script_option(arguments: Sequence[str], name: str) -> str | None:

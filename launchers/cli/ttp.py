@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     from typing import Any
 
     from adaptor import plug_ins
-    from adaptor.launchers.cli import plan
+    from adaptor.launchers.cli import plan, replay
     from adaptor.terminal import OK
 
     parser = argparse.ArgumentParser(
@@ -73,6 +73,7 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     plan.add(add)
+    replay.add(add)
 
     def complete(parsed: argparse.Namespace) -> int:
         print(completion(parsed.shell, parser))

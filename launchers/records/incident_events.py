@@ -56,8 +56,10 @@ from adaptor.protocol.messages import (
     ToController,
     Unprotected,
     Verdict,
+    Verified,
     WriteFailed,
 )
+from adaptor.verification.transcript import OpenSteps
 
 _log = logging.getLogger("adaptor")
 
@@ -113,6 +115,7 @@ class IncidentReport:
         self.failed_saves = 0  # of the framework, one after the other
         self.failed_save = ""  # the newest failed save, with its reason
         self.drilled: tuple[int, float, str] | None = None  # step, time and problem of the newest drill
+        self._open_steps = OpenSteps()
         self.path = ""  # the path of the last report
         self.last_id: str | None = None
 
@@ -143,6 +146,10 @@ class IncidentReport:
                 self._record_save(step, reason, time_now)
             case Drilled(step=step, lost=lost, problem=problem):
                 self.drilled = (step, time_now, f"without rank {lost}: {problem}" if problem else "")
+            case Verified():
+                line = self._open_steps.add(message, records.utc(time_now))
+                if line is not None:
+                    self._files.append_verified(line)
             case Unprotected(rank=rank, why=why):
                 self._unprotected = True
                 _log.warning("rank %d: not protected: %s", rank, why)
@@ -321,6 +328,7 @@ class IncidentReport:
         self._files.close()
 
     def _reset(self) -> None:
+        self._open_steps.clear()
         self._happened, self._ended, self._noticed = [], False, set()
         self._checkpoint, self._size, self._still_s = None, None, 0.0
 

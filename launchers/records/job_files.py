@@ -33,6 +33,8 @@ from adaptor.protocol.records import (
     StepTimes,
     name_of,
 )
+from adaptor.verification import transcript
+from adaptor.verification.transcript import VerifiedStep
 
 # The event `training` reports a load, because it distinguishes starts from recoveries.
 _LOAD = USES.index("load")
@@ -221,6 +223,10 @@ class JobFiles:
     def append(self, make: Callable[[], Event]) -> None:
         """Append the event that `make` returns; `make` is called in the writer's thread."""
         self._writer.submit(partial(self._append, make))
+
+    def append_verified(self, verified: VerifiedStep) -> None:
+        """Append a verified step to the transcript, in the writer's thread."""
+        self._writer.submit(partial(transcript.append, self.folder / transcript.NAME, verified))
 
     def write_incident(self, make: Callable[[], IncidentRecord]) -> None:
         """Write or rewrite the file of the incident that `make` returns, in the writer's thread."""

@@ -197,6 +197,7 @@ class Job:
     program    of another framework
     publishing what breaks while a checkpoint is published: NODE POINT KIND of `publishing.py`
     device     cpu; cuda: a GPU for each process; shared: one for all, over gloo; nccl: one for all, over NCCL
+    prefix     a command that runs the launcher, before the command of the launcher
     breaks     rank, step and what: the device of a rank breaks (`tests/device/gpu/shared.py`)
     """
 
@@ -228,6 +229,7 @@ class Job:
     of_a_user: bool = False
     program: Program | None = None
     device: str = "cpu"
+    prefix: tuple[str, ...] = ()
     breaks: tuple[str, ...] = ()
     timeout_s: float = JOB_TIMEOUT_S
 
@@ -385,6 +387,7 @@ def _command(job: Job, node: int, port: int) -> list[str]:
     else:
         launcher = [str(Path(sys.executable).with_name(job.launcher))]
     command = [
+        *job.prefix,
         *launcher,
         *("--nproc-per-node", str(layout.processes // job.nodes)),
         *("--max-restarts", str(job.restarts)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,40 @@ def test_the_save_behind_the_last_step_waits_for_the_verdict(tmp_path: Path, bas
     at_rest = f"param of shard mp_rank_00/0 changed at rest after the update of step {ITERATIONS}"
     assert any(at_rest in line for line in ended.said), ended.said
     _assert_saved_as_trained(job, baseline_of(DP2))
+
+
+def test_a_replay_names_the_step_the_rank_and_the_tensor(tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    options = (*VERIFIED, "--ttp-transcript", "True")
+    recorded = harness.run(Job(tmp_path / "job", DP2, save=save, save_interval=4, options=options))
+    assert recorded.code == 0, recorded.log[-3000:]
+    (transcript,) = (tmp_path / "job").glob("logs/*/transcript.jsonl")
+    ttp = str(Path(sys.executable).with_name("ttp"))
+    chosen = ("--from", f"{save}/iter_0000004", "--to", "7", "--compare", str(transcript), "--")
+
+    def replay(name: str, *faults: str) -> harness.Ended:
+        prefix = (ttp, "replay", *chosen)
+        return harness.run(
+            Job(
+                tmp_path / name,
+                DP2,
+                save=save,
+                load=save,
+                faults=faults,
+                options=VERIFIED,
+                prefix=prefix,
+                cold=True,
+            )
+        )
+
+    equal = replay("equal")
+    assert equal.code == 0, equal.log[-3000:]
+    assert "all 3 verified steps are equal: 5 to 7" in equal.log.splitlines()
+    other = replay("other", "rank=1,step=6,phase=between,kind=flip-moment,code=7")
+    assert other.code == 1, other.log[-3000:]
+    assert "verified step 6 differs; step 5 is equal" in other.log.splitlines()
+    assert re.search(r"^exp_avg of shard mp_rank_00/\d on rank 1, behind step 6$", other.log, re.MULTILINE)
+    assert outcome.steps_in(save) == [4, ITERATIONS]
 
 
 def _assert_saved_as_trained(job: Job, baseline: Baseline) -> None:

@@ -49,6 +49,7 @@ DEFAULTS = Config(
     layout_only="",
     verify_every=0,
     replay_every=0,
+    transcript=False,
     corruption="replace",
     batch="keep",
     parts={
@@ -306,6 +307,9 @@ def test_certificates_and_plain_contradict_each_other() -> None:
 def test_only_the_builtin_engine_compares_holders() -> None:
     with pytest.raises(ConfigError, match="TTP_REPLAY_EVERY is 10, and TTP_VERIFY_EVERY is 0: "):
         config.load({"TTP_REPLAY_EVERY": "10"})
+    with pytest.raises(ConfigError, match="TTP_TRANSCRIPT is set, and TTP_VERIFY_EVERY is 0: "):
+        config.load({"TTP_TRANSCRIPT": "True"})
+    assert config.load({"TTP_TRANSCRIPT": "True", "TTP_VERIFY_EVERY": "auto"}).transcript
     with pytest.raises(ConfigError, match="TTP_VERIFY_EVERY is set, and TTP_ENGINE is mindio: "):
         config.load({"TTP_VERIFY_EVERY": "auto", "TTP_ENGINE": "mindio"})
 
@@ -342,6 +346,7 @@ def test_flags_have_the_names_of_their_variables() -> None:
         "TTP_HOST_COPY": "--ttp-host-copy",
         "TTP_VERIFY_EVERY": "--ttp-verify-every",
         "TTP_REPLAY_EVERY": "--ttp-replay-every",
+        "TTP_TRANSCRIPT": "--ttp-transcript",
         "TTP_CORRUPTION": "--ttp-corruption",
         "TTP_NO_PROGRESS": "--ttp-no-progress",
         "TTP_FAILED_SAVE": "--ttp-failed-save",

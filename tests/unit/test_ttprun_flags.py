@@ -193,6 +193,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch: pytest.MonkeyPatch, tmp_path
         "TTP_BATCH": "nearest",
         "TTP_VERIFY_EVERY": "0",  # as TTP_HOST_COPY
         "TTP_REPLAY_EVERY": "0",  # needs TTP_VERIFY_EVERY
+        "TTP_TRANSCRIPT": "0",
         "TTP_CORRUPTION": "report",
         "TTP_RESHAPE": "tp=2,pp=1",
     }

@@ -118,7 +118,7 @@ TWINS = _trainee((Share("g", 0, 1),), (Share("g", 0, 1),))
 
 
 def _check(every: int | None = None, on_corruption: str = "replace") -> tuple[TwinCheck, list[Corruption]]:
-    told: list[Corruption] = []
+    told: list[Any] = []
     return TwinCheck(every, on_corruption, 0, told.append), told
 
 

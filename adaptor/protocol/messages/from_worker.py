@@ -256,6 +256,29 @@ class Drilled(Message, frozen=True):
     problem: str = ""
 
 
+class Verified(Message, frozen=True):
+    """The sums of a rank in a verified step, behind the verdict (TTP_TRANSCRIPT).
+
+    Attributes:
+        step: of the update behind which the sums were computed
+        size: the number of ranks
+        is_agreed: whether all holders agree; if so, only the first holder of a shard sends the sums
+        shards: by label, the sums of each shard that the rank holds, by key; empty: see the first holder
+        own: further sums of this rank, by key: weights and random states at the door of the next update
+        samples: the consumed samples of the job; None: unknown
+        versions: of torch, the framework and the adaptor, with layout and device; from rank 0 alone
+    """
+
+    rank: Number
+    step: Number
+    size: Number
+    is_agreed: bool
+    shards: dict[str, dict[str, str]]
+    own: dict[str, str]
+    samples: int | None = None
+    versions: dict[str, str] = msgspec.field(default_factory=dict)
+
+
 class TimelineEvent(Message, frozen=True):
     """An event for the timeline of the incident."""
 
@@ -286,5 +309,6 @@ FromWorker = (
     | Copied
     | SaveEnded
     | Drilled
+    | Verified
     | TimelineEvent
 )
