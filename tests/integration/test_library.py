@@ -46,12 +46,13 @@ def _goes_on_by_itself(tmp_path: Path, *job: str, step: int) -> None:
 @pytest.mark.parametrize("engine", ["builtin", "mindio"])
 def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path) -> None:
     save = tmp_path / "save"
-    fault = "rank=2,step=6,phase=backward,kind=sigkill"
+    fault = "rank=1,step=6,phase=backward,kind=sigkill"
     # A step before the fault is recorded, and one after the restart.
     recorded = ["--ttp-profile", "steps=2", "--ttp-dump", '{"steps": "7", "modules": ["decoder*"]}']
     ended = train(
         tmp_path / "job",
         *("--save", str(save)),
+        layout=DP2,
         restarts=1,
         faults=[fault],
         options=recorded,
@@ -59,7 +60,7 @@ def test_a_killed_rank_and_the_job_goes_on_by_itself(engine: str, tmp_path: Path
     )
     assert ended.code == 0, ended.log[-3000:]
     outcome.assert_saved(save, 5)
-    outcome.assert_same_training(ended, undisturbed())
+    outcome.assert_same_training(ended, undisturbed(layout=DP2))
     names = {path.name for path in (tmp_path / "job/logs").glob("record-*/*")}
     assert names == {"profile-rank0-steps2-2", "dump-rank0.jsonl"}
 
