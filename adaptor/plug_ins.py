@@ -47,6 +47,7 @@ OPTIONAL_PARTS = {
     },
     COMMANDS: {
         "operations": "adaptor.operations.cli:add",
+        "verify": "adaptor.operations.verify:add",
         "doctor": "adaptor.launchers.doctor.doctor_command:add",
         "drill": "adaptor.launchers.operations.drill_command:add",
         "store": "adaptor.store.command:add",

@@ -83,9 +83,9 @@ def barriers_of_a_save_compare(wrapped: Any, instance: Any, args: Any, kwargs: A
     optional=True,  # without it, it is
 )
 def what_was_checked_is_mapped(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    from adaptor.frameworks import mapped_reading
+    from adaptor.checkpoint import archive_layout
 
-    archive = mapped_reading.archive(args[0] if args else kwargs["name_or_buffer"])
+    archive = archive_layout.mapped(args[0] if args else kwargs["name_or_buffer"])
     if archive is None:
         wrapped(*args, **kwargs)
     else:

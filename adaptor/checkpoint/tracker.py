@@ -1,5 +1,4 @@
-"""The tracker, the file that names the step which the framework loads, the steps of a save folder, and its
-lock.
+"""The tracker, a file with the step for the framework to load; the steps and the lock of a save folder.
 
 The tracker is replaced atomically, under the lock of the save folder. The tracker goes backwards only from a
 checkpoint that is damaged, gone, or not whole on every node (`resume_selection`).

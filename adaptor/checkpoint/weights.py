@@ -39,7 +39,7 @@ def is_quantized(tensor: torch.Tensor) -> bool:
 
 
 def requantized(main: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the numbers that `weight`, which is quantized, has when it is made of its main param."""
+    """Return the numbers of the quantized `weight` when made of the main param."""
     quantizer: Any = copy.copy(weight._quantizer)  # type: ignore[attr-defined]
     for name in ("scale", "amax"):  # scratch, which the main thread may be using
         if isinstance(scratch := getattr(quantizer, name, None), torch.Tensor):

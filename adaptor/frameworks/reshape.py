@@ -1,7 +1,7 @@
 """Transforms the checkpoint to load if the job has other parallel sizes (TTP_RESHAPE).
 
-All ranks call the module together, before the framework loads. Each rank writes the files that it would load
-itself, if it is the first rank with these files; rank 0 gives the checkpoint its name. No file has a final
+All ranks call the module together, before the framework loads. Each rank writes the files of its own
+load, if the rank is the first with the files; rank 0 gives the checkpoint its name. No file has a final
 name before all files are on disk, and the source is kept (`left_overs.put_in_place`). The work of an
 interrupted start is kept, too, as far as whole ranks are written.
 

@@ -251,16 +251,13 @@ def _never_called(name: str) -> Callable[..., None]:
     return register
 
 
-tft_register_repair_handler = _never_called("tft_register_repair_handler")
-tft_register_rollback_handler = _never_called("tft_register_rollback_handler")
-tft_register_rebuild_group_handler = _never_called("tft_register_rebuild_group_handler")
-tft_register_stream_sync_handler = _never_called("tft_register_stream_sync_handler")
-tft_register_exception_handler = _never_called("tft_register_exception_handler")
-tft_register_decrypt_handler = _never_called("tft_register_decrypt_handler")
-tft_register_zit_upgrade_rollback_handler = _never_called("tft_register_zit_upgrade_rollback_handler")
-tft_register_zit_upgrade_repair_handler = _never_called("tft_register_zit_upgrade_repair_handler")
-tft_register_zit_upgrade_rebuild_handler = _never_called("tft_register_zit_upgrade_rebuild_handler")
-tft_register_zit_downgrade_rebuild_handler = _never_called("tft_register_zit_downgrade_rebuild_handler")
+for _name in (
+    *("tft_register_repair_handler", "tft_register_rollback_handler", "tft_register_rebuild_group_handler"),
+    *("tft_register_stream_sync_handler", "tft_register_exception_handler", "tft_register_decrypt_handler"),
+    *("tft_register_zit_upgrade_rollback_handler", "tft_register_zit_upgrade_repair_handler"),
+    *("tft_register_zit_upgrade_rebuild_handler", "tft_register_zit_downgrade_rebuild_handler"),
+):
+    globals()[_name] = _never_called(_name)
 
 
 # repair
@@ -303,16 +300,17 @@ def _refuses(name: str) -> Callable[..., Any]:
     return refuse
 
 
-tft_get_repair_step = _refuses("tft_get_repair_step")
-tft_get_reboot_type = _refuses("tft_get_reboot_type")
-tft_reset_limit_step = _refuses("tft_reset_limit_step")
-tft_register_mindx_callback = _refuses("tft_register_mindx_callback")
-tft_notify_controller_dump = _refuses("tft_notify_controller_dump")
-tft_notify_controller_stop_train = _refuses("tft_notify_controller_stop_train")
-tft_notify_controller_on_global_rank = _refuses("tft_notify_controller_on_global_rank")
-tft_notify_controller_prepare_action = _refuses("tft_notify_controller_prepare_action")
-tft_notify_controller_change_strategy = _refuses("tft_notify_controller_change_strategy")
-tft_query_high_availability_switch = _refuses("tft_query_high_availability_switch")
+for _name in (
+    *("tft_get_repair_step", "tft_get_reboot_type", "tft_reset_limit_step", "tft_register_mindx_callback"),
+    *(
+        "tft_notify_controller_dump",
+        "tft_notify_controller_stop_train",
+        "tft_notify_controller_on_global_rank",
+    ),
+    *("tft_notify_controller_prepare_action", "tft_notify_controller_change_strategy"),
+    "tft_query_high_availability_switch",
+):
+    globals()[_name] = _refuses(_name)
 
 
 def _unsupported(call: str) -> ConfigError:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from adaptor.context import Context
 from adaptor.online import group_books
 from adaptor.online.group_books import ExchangeError
-from adaptor.worker import abort_gloo
+from adaptor.worker import abort_collectives
 
 if TYPE_CHECKING:
     from adaptor.online.reconfiguration import Reconnection
@@ -182,7 +182,7 @@ class Groups:
     def exchange(self, store: Any, occasion: str) -> None:
         """Give the groups fresh backends: all members call `exchange`, in the order of the groups' creation.
 
-        A gloo group of this rank alone keeps its backend, which has no connection that a fault could break.
+        A gloo group of the rank alone keeps its backend, without any connection for a fault to break.
 
         NCCL and HCCL make the communicator of a group at the group's first collective, and another
         communicator for each pair of ranks with sends outside of a batch: so `store` must live until the next
@@ -230,13 +230,13 @@ class Groups:
         return (
             self._sockets
             if sockets_before is None
-            else self._sockets | (abort_gloo.sockets() - sockets_before)
+            else self._sockets | (abort_collectives.sockets() - sockets_before)
         )
 
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:
         """Count connections made in the block as connections of a group."""
-        self._before = abort_gloo.sockets()
+        self._before = abort_collectives.sockets()
         try:
             yield
         finally:

@@ -31,7 +31,7 @@ from adaptor.online.state import Loop, TwinAnswer
 from adaptor.online.transfer import Meeting, TransferChannel
 from adaptor.protocol.messages import Joined, Proceed, Regroup, Replacement, Standing
 from adaptor.worker import runtime, stacks
-from adaptor.worker.abort_gloo import LOOK_S
+from adaptor.worker.abort_collectives import LOOK_S
 from adaptor.worker.door import Unwind
 from adaptor.worker.garbage import GarbageCollection
 from adaptor.worker.processor import CannotRejoinError, MainThreadHangsError, failed
@@ -40,7 +40,7 @@ from adaptor.worker.runtime import Runtime
 T = TypeVar("T")
 
 # When the connections of all groups are shut, what waits for them raises within milliseconds, and a wait for
-# work that gloo has forgotten is ended within half a second (`abort_gloo.Waker`). A main thread that stands
+# work that gloo has forgotten is ended within half a second (`Waker`). A main thread that stands
 # still for so long waits for others in a way that nothing here can end. On a machine with ten times more work
 # than cores each of these takes seconds; and the step is on disk, so a longer wait costs only time.
 UNWIND_S = 10.0

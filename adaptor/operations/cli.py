@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from adaptor import config, distributions
-from adaptor.operations import access, job_reader, verify
+from adaptor.operations import access, job_reader
 from adaptor.operations.goodput import Goodput
 from adaptor.operations.job_reader import JobReader, first_step_again, protection
 from adaptor.operations.settings import HostPort
@@ -62,7 +62,6 @@ def add(add_command: Add) -> None:
     otel.add_argument("--follow", action="store_true", help="wait for more, until the job has ended")
     for command in (status, incidents, spent, serve, report, otel):
         add_where(command)
-    verify.add_arguments(add_command("verify", verify.answer, verify.WORDS))
     for command in (status, incidents, spent, serve, report):
         command.add_argument("--json", action="store_true", help="print JSON")
     otel.add_argument("--json", action="store_true", help="print JSON, a line for each incident")

@@ -16,11 +16,10 @@ from adaptor.errors import CheckpointError
 from adaptor.operations import job_reader
 from adaptor.protocol import naming
 from adaptor.protocol.naming import FileEntry
-from adaptor.terminal import FINDING, OK, USAGE, show
+from adaptor.terminal import FINDING, OK, USAGE, Add, show
 from adaptor.text import shown
 from adaptor.verification import agreed_state
 
-WORDS = "compare the checkpoints in a save folder with their manifests"
 _MOST_AT_ONCE = 16  # files; beyond that a disk is no faster
 
 
@@ -50,8 +49,9 @@ class _Checkpoint(msgspec.Struct):
     trained: str = agreed_state.NONE
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+def add(add_command: Add) -> None:
+    """Add the command to `ttp`."""
+    parser = add_command("verify", _answer, "compare the checkpoints in a save folder with their manifests")
     parser.add_argument("save", type=Path, help="the folder (--save)")
     parser.add_argument("--step", type=int, help="of this step alone")
     parser.add_argument(
@@ -60,17 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
-def answer(parsed: argparse.Namespace) -> int:
-    """Compare the checkpoints in a save folder with their manifests.
+def _answer(parsed: argparse.Namespace) -> int:
+    """Compare the checkpoints; return 0, 1 if a file is damaged or missing, 2 if unknown.
 
-    Args:
-        parsed: the arguments.
-
-    Returns:
-        The exit code: 0, 1 if a file is damaged or missing, 2 if unknown.
-
-    Raises:
-        JobFolderError: the folder, or the step, is missing.
+    Raises JobFolderError if the folder, or the step, is missing.
     """
     root: Path = parsed.save
     try:

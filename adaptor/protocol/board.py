@@ -380,7 +380,7 @@ class Board:
         self.write()
 
     def end(self) -> None:
-        """Record that the script has come to its end, so that the end of this process is no fault."""
+        """Record the end of the script: the following end of the process is no fault."""
         self.phase = Phase.ENDED
         self.stage = ScriptStage.FINISHED
         self.write()

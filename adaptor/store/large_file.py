@@ -161,9 +161,9 @@ class LargeFile:
             return stored.etag
 
     def _completed_object(self) -> UploadedPart | None:
-        """Return the object if its etag proves that it has the parts of this file, else None.
+        """Return the object if the object's etag proves the parts of the file, else None.
 
-        Another process has completed the upload then, or has died before it heard of the completion.
+        Another process has completed the upload then, or has died before the answer to the completion.
         """
         noted, stored = self._noted, self.store.stat(self.name)
         if noted is None or stored is None or stored.bytes != self.file.bytes:

@@ -99,9 +99,8 @@ _LEFT_S = 60.0
 def remove_left_over(store: Store, root: Path, prefix: str, tell: Callable[[str], None]) -> None:
     """Remove the remains of interrupted uploads that no checkpoint needs any more.
 
-    In a folder these are the drafts below `prefix`. In a store with the interface of S3 these are the uploads
-    that a save folder notes, of this step, of an earlier step, or of a checkpoint that the save folder no
-    longer has.
+    In a folder: the drafts below `prefix`. In a store with the interface of S3: the uploads noted in a save
+    folder, of the step, of an earlier step, or of a checkpoint that is gone from the save folder.
 
     Args:
         store: the store.

@@ -176,7 +176,7 @@ def is_part(root: Path, step: int) -> bool:
 
 
 def _has(root: Path, checkpoint: Checkpoint) -> bool:
-    """Return whether the folder's checkpoint of this step, if there is one, has these files unchanged."""
+    """Return whether the folder's checkpoint of the step, if present, has the same files."""
     if not tracker.has_manifest(root, checkpoint.saved_manifest.step):
         return True
     local_files = {

@@ -332,7 +332,7 @@ def write_small(folder: Path, name: str, content: bytes) -> FileEntry:
 
 
 def _tensors(target: TargetCheckpoint, rank: Rank) -> Iterator[tuple[Slot, str, str, ShardedRegion]]:
-    """Yield each part that a rank writes: its slot, the prefix of its name, its kind, its region."""
+    """Yield the slot, the prefix of the name, the kind and the region of each part that a rank writes."""
     for slot in target.own(rank):
         if not slot.item.dtype:
             continue

@@ -52,7 +52,7 @@ class _Message(msgspec.Struct):
 
 
 class GivenSums:
-    """The sums of the shards that this rank gives in a dump, and of the bytes that this rank writes in place.
+    """The sums of the shards given by a rank in a dump, and of the bytes written in place by the rank.
 
     Args:
         state: of the rank.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from adaptor import text
 from adaptor.protocol.messages import Dump, Endpoint, FromWorker, GroupOrder, WriteFailed, Written
 from adaptor.protocol.state_provider import DumpRun, NotFiniteError
-from adaptor.worker import abort_gloo
+from adaptor.worker import abort_collectives
 from adaptor.worker.session import Session
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def follow(
     stores: list[DumpStore] = []
     try:
         is_behind = session.board.finished < order.step
-        shut = abort_gloo.Waker(frozenset({store_port, order.store_port}))
+        shut = abort_collectives.Waker(frozenset({store_port, order.store_port}))
 
         def wake() -> int:  # an online recovery may have begun: its connections are new ones
             return shut(sockets()) if is_current() else 0
@@ -101,7 +101,7 @@ def _bring_to(session: Session, order: Dump, wake: Callable[[], int]) -> None:
     """Bring this rank to the step of `order`; meanwhile wake the main thread again and again.
 
     A connection breaks whenever the main thread comes to use it, and a wait that gloo has forgotten is only
-    recognised at the second call (`abort_gloo.Waker`).
+    recognised at the second call (`abort_collectives.Waker`).
 
     Raises:
         TimeoutError: the update was not done in the time of the order.
@@ -111,9 +111,9 @@ def _bring_to(session: Session, order: Dump, wake: Callable[[], int]) -> None:
     while True:
         left_s = max(0.0, until - time.monotonic())
         try:
-            return session.freezer.bring_to(order.step, wake, min(abort_gloo.LOOK_S, left_s))
+            return session.freezer.bring_to(order.step, wake, min(abort_collectives.LOOK_S, left_s))
         except TimeoutError:
-            if left_s <= abort_gloo.LOOK_S:
+            if left_s <= abort_collectives.LOOK_S:
                 description = f"the update of step {order.step} was not done after {order.timeout_s:g} s"
                 raise TimeoutError(description) from None
 

@@ -15,7 +15,7 @@ from adaptor.devices.device import HOST, Device
 from adaptor.protocol.board import Board
 from adaptor.protocol.messages import BoardRecord, Phase
 from adaptor.protocol.state_provider import Trainee
-from adaptor.worker import interruption
+from adaptor.worker import abort_collectives
 from adaptor.worker.update_window import UpdateWindow
 
 
@@ -57,7 +57,7 @@ class Freezer:
             self._window.void(board.ahead if is_ready else board.finished)
             if self._may_interrupt and not is_ready:
                 self._may_interrupt = False
-                interruption.interrupt(self._is_in_no_update)
+                abort_collectives.interrupt(self._is_in_no_update)
             act()
 
     def _is_in_no_update(self) -> bool:

@@ -58,7 +58,7 @@ from adaptor.protocol.messages import (
     TimelineEvent,
     ToWorker,
 )
-from adaptor.worker import abort_gloo, dump_order, script_imports, stacks
+from adaptor.worker import abort_collectives, dump_order, script_imports, stacks
 from adaptor.worker.incident_marks import IncidentMarks, OpenRun
 from adaptor.worker.session import Session
 
@@ -310,7 +310,7 @@ class Processor:
             self._rejoin_is_known.wait(order.timeout_s)  # a new process is told at once
             if self._rejoin is None:
                 raise CannotRejoinError("its training loop cannot be called again")
-            self._rejoin.regroup(order, abort_gloo.Waker(keep))
+            self._rejoin.regroup(order, abort_collectives.Waker(keep))
         except Exception as error:
             if self._current == (order.incident, order.attempt):
                 self.say(failed(self._rank, order, error))

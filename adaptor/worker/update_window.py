@@ -19,8 +19,8 @@ from adaptor.errors import StepError, UnsupportedError
 from adaptor.protocol.board import Board
 from adaptor.protocol.messages import Phase
 from adaptor.protocol.state_provider import StepVerifier, Trainee
+from adaptor.worker.abort_collectives import CollectiveEndedError
 from adaptor.worker.door import Door, Unwind
-from adaptor.worker.interruption import CollectiveEndedError
 
 # The longest wait, in seconds, for the device's copy of a record: a collective that never ends may be queued
 # before it.

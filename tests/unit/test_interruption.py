@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from adaptor.worker import interruption, stacks
-from adaptor.worker.interruption import CollectiveEndedError
+from adaptor.worker import abort_collectives, stacks
+from adaptor.worker.abort_collectives import CollectiveEndedError
 from adaptor.worker.origin import may_be_an_echo
 from tests import waiting
 
@@ -40,13 +40,13 @@ def comes_to(*calls: str) -> None:
 def test_a_call_that_comes_back_raises_before_anything_uses_what_it_returns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(interruption, "_PATIENCE_S", waiting.LONG_S)
+    monkeypatch.setattr(abort_collectives, "_INTERRUPTION_S", waiting.LONG_S)
     reader, writer = os.pipe()
     said: list[bool] = []
 
     def end() -> None:
         comes_to("work")
-        said.append(interruption.interrupt())
+        said.append(abort_collectives.interrupt())
         os.write(writer, b"?")
 
     used = []
@@ -73,7 +73,7 @@ def test_what_waits_in_a_module_of_python_s_is_left_alone() -> None:
     def look() -> None:
         # The condition of the event, and the event.
         comes_to("wait", "wait", "test_what_waits_in_a_module_of_python_s_is_left_alone")
-        said.append(interruption.interrupt())
+        said.append(abort_collectives.interrupt())
         done.set()
 
     thread = beside(look)
@@ -86,19 +86,19 @@ def test_a_main_thread_that_has_come_into_an_update_meanwhile_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     frame = next(iter(sys._current_frames().values()))
-    monkeypatch.setattr(interruption, "_place", lambda thread: (frame, 0))
-    monkeypatch.setattr(interruption, "_may_raise", lambda frame: True)
+    monkeypatch.setattr(abort_collectives, "_place", lambda thread: (frame, 0))
+    monkeypatch.setattr(abort_collectives, "_may_raise", lambda frame: True)
     said: list[bool] = []
-    beside(lambda: said.append(interruption.interrupt(lambda: False)))
+    beside(lambda: said.append(abort_collectives.interrupt(lambda: False)))
     waiting.until(lambda: bool(said), "it has looked")
     assert said == [False]
 
 
 def test_a_main_thread_that_runs_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     places = itertools.count()
-    monkeypatch.setattr(interruption, "_place", lambda thread: (None, next(places)))
-    monkeypatch.setattr(interruption, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(abort_collectives, "_place", lambda thread: (None, next(places)))
+    monkeypatch.setattr(abort_collectives, "_INTERRUPTION_S", 0.1)
     said: list[bool] = []
-    beside(lambda: said.append(interruption.interrupt()))
+    beside(lambda: said.append(abort_collectives.interrupt()))
     waiting.until(lambda: bool(said), "it has looked long enough")
     assert said == [False]

@@ -12,8 +12,8 @@ import pytest
 
 from adaptor import config
 from adaptor.errors import ConfigError, UnsupportedError
-from adaptor.mindio import NAME, replicas
-from adaptor.mindio.client import engine, runtime
+from adaptor.mindio import NAME, client, replicas
+from adaptor.mindio.client import runtime
 from adaptor.mindio.client.engine import MindioEngine
 from adaptor.mindio.client.runtime import MindioRuntime, MindioSession
 from adaptor.protocol.board import Board, BoardMemory
@@ -63,14 +63,14 @@ def install(site: Path, code: str) -> None:
 @pytest.mark.usefixtures("site")
 def test_none_is_installed() -> None:
     with pytest.raises(ConfigError, match="mindio_ttp is not installed: install it, or leave"):
-        engine.load()
+        client.load()
 
 
 def test_it_is_too_old(site: Path) -> None:
-    names = [name for name in engine.NEEDED if name not in ("tft_start_copy_os", "ReportState")]
+    names = [name for name in client.NEEDED if name not in ("tft_start_copy_os", "ReportState")]
     install(site, "\n".join(f"def {name}(): pass" for name in names))
     with pytest.raises(ConfigError) as caught:
-        engine.load()
+        client.load()
     assert str(caught.value) == (
         f"TTP_ENGINE is 'mindio', but mindio_ttp.framework_ttp ({site}/mindio_ttp/framework_ttp/__init__.py) "
         "has no tft_start_copy_os, ReportState: it is too old; install a newer one, or leave TTP_ENGINE out"
@@ -80,7 +80,7 @@ def test_it_is_too_old(site: Path) -> None:
 def test_it_cannot_be_imported(site: Path) -> None:
     install(site, "import no_such_torch_npu")
     with pytest.raises(ConfigError, match="cannot be imported: No module named 'no_such_torch_npu'"):
-        engine.load()
+        client.load()
 
 
 # who holds what

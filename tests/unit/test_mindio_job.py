@@ -94,7 +94,7 @@ class Agent:
 def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     left = threading.Event()
     monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
-    monkeypatch.setattr(processor_module.abort_gloo, "shut_collectives", lambda keep, inodes: 0)
+    monkeypatch.setattr(processor_module.abort_collectives, "shut_collectives", lambda keep, inodes: 0)
     monkeypatch.setattr(runtime.Board, "hold_lifeline", lambda board: None)  # for as long as the thread lives
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("TTP_STOP_CLEAN_BEFORE_DUMP", "0")  # so that it is what it was afterwards
@@ -485,7 +485,9 @@ def test_handlers_are_called_when_the_main_thread_stands_still(
     """It is past its update, on its way to a collective, and changes counters that handlers read."""
     monkeypatch.setattr(job_module, "REST_S", LONG_S)
     woken = threading.Event()
-    monkeypatch.setattr(processor_module.abort_gloo, "shut_collectives", lambda keep, inodes: woken.set())
+    monkeypatch.setattr(
+        processor_module.abort_collectives, "shut_collectives", lambda keep, inodes: woken.set()
+    )
     order: list[str] = []
     agent.join(save=lambda *args: order.append("save"))
     agent.step(4)
@@ -536,7 +538,9 @@ def test_one_call_of_the_handler_at_a_time(agent: Agent, monkeypatch: pytest.Mon
     agent.join(save=save)
     agent.step(4)
     monkeypatch.setattr(
-        processor_module.abort_gloo, "shut_collectives", lambda keep, inodes: entered.is_set() and woken.set()
+        processor_module.abort_collectives,
+        "shut_collectives",
+        lambda keep, inodes: entered.is_set() and woken.set(),
     )
     agent.order(Freeze(1))
     agent.order(agent.dump(4))

@@ -45,7 +45,7 @@ def test_a_new_controller_finds_what_was_told_to_it(tmp_path: Path, monkeypatch:
     """The lost one had let the main thread through to step 5, not begun yet; the new one wants step 4."""
     left = threading.Event()
     monkeypatch.setattr(processor_module, "_leave", lambda code: left.set())
-    monkeypatch.setattr(processor_module.abort_gloo, "shut_collectives", lambda keep, inodes: 0)
+    monkeypatch.setattr(processor_module.abort_collectives, "shut_collectives", lambda keep, inodes: 0)
     memory = BoardMemory([0])
     board = Board(0, memory.path, memory.slots)
     session = Session(board, lambda *heard: None, lambda error: None)

@@ -11,8 +11,8 @@ import pytest
 
 from adaptor.devices.device import Device
 from adaptor.protocol.messages import Phase
-from adaptor.worker import interruption
-from adaptor.worker.interruption import CollectiveEndedError
+from adaptor.worker import abort_collectives
+from adaptor.worker.abort_collectives import CollectiveEndedError
 from tests.unit.test_session import Worker, make, record
 from tests.unit.threads import LONG_S, Thread, wait_for_waiter
 
@@ -75,7 +75,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         found.append(may())
         return False
 
-    monkeypatch.setattr(interruption, "interrupt", stands_still)
+    monkeypatch.setattr(abort_collectives, "interrupt", stands_still)
     return found
 
 

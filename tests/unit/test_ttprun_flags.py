@@ -10,7 +10,7 @@ import pytest
 
 from adaptor import config
 from adaptor.launchers.cli import flags, start_checks, ttprun
-from adaptor.mindio.client import engine
+from adaptor.mindio import client
 from tests.unit.launching import ONE, Launcher, clean, launcher, zygote
 
 __all__ = ["clean", "launcher", "zygote"]
@@ -39,7 +39,7 @@ def test_codes_beside_an_sdk(does: str, code: int, launcher: Launcher) -> None:
     package = launcher.folder / "sdk/mindio_ttp/framework_ttp"
     package.mkdir(parents=True)
     (package.parent / "__init__.py").touch()
-    (package / "__init__.py").write_text("\n".join(f"{name} = None" for name in engine.NEEDED))
+    (package / "__init__.py").write_text("\n".join(f"{name} = None" for name in client.NEEDED))
     ended = launcher.run(
         *ONE, "--ttp-engine", "mindio", launcher.script(does), before="import sys; sys.path.insert(0, 'sdk')"
     )

@@ -18,7 +18,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore, Work
 
 from adaptor import patches, patching
-from adaptor.worker import abort_gloo
+from adaptor.worker import abort_collectives
 from tests import waiting
 
 WORK = sys.argv[1]
@@ -42,7 +42,7 @@ def meet(store: TCPStore, rank: int) -> ProcessGroupGloo:
 
 
 def on_its_way(keep: frozenset[int]) -> bool:
-    return any(sent or unread for _, sent, unread in abort_gloo._traffic(keep, None))
+    return any(sent or unread for _, sent, unread in abort_collectives._traffic(keep, None))
 
 
 def main() -> None:
@@ -63,8 +63,8 @@ def main() -> None:
         os.waitpid(peer.pid, os.WUNTRACED)
         peer.kill()
         peer.join()
-        wake = abort_gloo.Waker(keep)
-        while not left.wait(abort_gloo.LOOK_S):
+        wake = abort_collectives.Waker(keep)
+        while not left.wait(abort_collectives.LOOK_S):
             wake()
 
     breaks = threading.Thread(target=break_it, daemon=True)

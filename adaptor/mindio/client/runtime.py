@@ -25,7 +25,7 @@ from adaptor.checkpoint import disk, manifest, publish
 from adaptor.config import Config
 from adaptor.devices.device import HOST
 from adaptor.errors import CheckpointError, ConfigError, UnsupportedError
-from adaptor.mindio.client import engine
+from adaptor.mindio.client import REFUSED, load
 from adaptor.protocol import naming
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.environment import Generation
@@ -73,7 +73,7 @@ class MindioRuntime:
         """Refuse the job in one line, printed by the first rank that refuses."""
         if self._is_first_to_refuse():
             output.tell(f"ttprun: error: {reason}")
-        output.leave(engine.REFUSED)
+        output.leave(REFUSED)
 
     def _is_first_to_refuse(self) -> bool:
         from torch.distributed import DistError
@@ -145,7 +145,7 @@ class MindioRuntime:
                 "TTP_ENGINE=mindio it must be 0, the device is not stopped before a dump"
             )
         everyone = group.of_everyone()
-        loaded = self.session.window.sdk = engine.load()
+        loaded = self.session.window.sdk = load()
         gathered = gather_values((trainee.shares, uuid.uuid4().hex), everyone)
         shares = [rank_shares for rank_shares, _ in gathered]
         info = replica_info(self.rank, shares)

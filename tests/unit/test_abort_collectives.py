@@ -13,7 +13,7 @@ from tests.faults import warm
 # Each part says what it is about where it fails.
 PRELUDE = """
 import errno, os, socket, threading
-from adaptor.worker.abort_gloo import shut_collectives
+from adaptor.worker.abort_collectives import shut_collectives
 
 def pair(family=socket.AF_INET, host="127.0.0.1"):
     with socket.create_server((host, 0), family=family) as server:
@@ -70,7 +70,7 @@ assert other[0].recv(1) == b""
 
 def test_only_what_belongs_to_a_group_is_shut() -> None:
     run("""
-from adaptor.worker.abort_gloo import sockets
+from adaptor.worker.abort_collectives import sockets
 other, before = pair(), sockets()
 group = pair()
 assert shut_collectives(frozenset(), sockets() - before) == 2
@@ -133,7 +133,7 @@ import torch
 from torch.distributed import HashStore, ProcessGroupGloo
 from adaptor import context, patches, patching
 from adaptor.waits import Waits
-from adaptor.worker import abort_gloo
+from adaptor.worker import abort_collectives
 
 store, groups = HashStore(), {}
 
@@ -151,10 +151,10 @@ patching.arm("waits")
 def break_it():
     while waits.current is None:
         pass
-    wake = abort_gloo.Waker(frozenset())
+    wake = abort_collectives.Waker(frozenset())
     while True:
         wake()
-        if left.wait(abort_gloo.LOOK_S):
+        if left.wait(abort_collectives.LOOK_S):
             return
 
 breaks = threading.Thread(target=break_it, daemon=True)

@@ -1,29 +1,43 @@
-"""Wakes a main thread that hangs in a broken gloo collective.
+"""Wakes a main thread that hangs in a collective with a dead rank.
 
-torch cannot abort a gloo operation (pytorch#130345), and a rank without a connection to the dead rank waits
-for as long as its neighbours live. Shutting down the process's own gloo sockets makes every waiting operation
-raise at once, except operations that gloo forgets (`adaptor.waits`): few operations are forgotten when no
-data is in flight, so the ranks come to rest first, and the wait for a forgotten operation is ended.
+gloo: torch cannot abort a gloo operation (pytorch#130345), and a rank without a connection to the dead rank
+waits for as long as its neighbours live. Shutting down the process's own gloo sockets makes every waiting
+operation raise at once, except operations that gloo forgets (`adaptor.waits`): few operations are forgotten
+when no data is in flight, so the ranks come to rest first, and the wait for a forgotten operation is ended.
 
 Invariant: a main thread whose waits go through `adaptor.waits` (the barrier before an update; with TTP_ONLINE
 all waits of the framework, except waits with a time-out of their own) leaves a gloo collective as long as its
 `Waker` is called, whatever was in flight, whoever has died, and whichever end was shut first.
+
+NCCL and HCCL: a collective is ended on the device (`devices.accelerator`). Then the device goes on: the
+main thread's wait returns as if it had succeeded, and the framework would log, or continue with, unreduced
+numbers. So an exception is set in the main thread first. The main thread meets the exception on return from
+its current call, like the exception of a broken gloo connection.
+
+Invariant: the exception is set only while the main thread stands still in a call made by the framework, torch
+or the script. In the adaptor's code, or in a module of Python, the main thread may hold a lock; a main thread
+that waits there comes to the door.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import os
 import socket
 import stat
 import struct
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 from adaptor import context
 from adaptor.waits import Wait, Waits
+from adaptor.worker import stacks
 
 # Per connection: bytes sent and not yet received by the other kernel; bytes not read yet.
 _SIOCOUTQ = 0x5411
@@ -39,6 +53,12 @@ _PATIENCE_S = 0.5
 LOOK_S = 0.2
 # gloo's threads in which collectives run, by the name that torch gives them.
 _RUNNERS = "pt_gloo_runloop"
+# Between two looks. A thread at the same instruction in both stands in a call; running code moves on.
+_STANDS_STILL_S = 0.02
+# The longest wait for a main thread that still queues work for the device: the controller waits for the
+# answer to a freeze, too (`devices.accelerator`).
+_INTERRUPTION_S = 0.5
+_OURS = ("adaptor", "wrapt")
 
 
 class Waker:
@@ -175,3 +195,50 @@ def _collectives(keep_ports: frozenset[int], inodes: frozenset[int] | None) -> I
                     yield connection
         except OSError:  # closed meanwhile, or listening, not connected
             continue
+
+
+class CollectiveEndedError(RuntimeError):
+    """The collective was ended on the device. As NCCL's own errors, it only follows from a fault."""
+
+    def __init__(self) -> None:
+        super().__init__("the collective of NCCL or HCCL was ended, as a rank that takes part in it is gone")
+
+
+def interrupt(may: Callable[[], bool] = lambda: True) -> bool:
+    """Set CollectiveEndedError in the main thread once it stands still in a call of others.
+
+    From another thread; takes half a second at most.
+
+    Args:
+        may: called once the main thread stands still; False: no exception is set.
+
+    Returns:
+        Whether the exception was set.
+    """
+    until = time.monotonic() + _INTERRUPTION_S
+    main = threading.main_thread().ident or 0
+    place = _place(main)
+    while time.monotonic() < until:
+        time.sleep(_STANDS_STILL_S)
+        position_before, place = place, _place(main)
+        if place is None:
+            return False
+        if place == position_before:
+            return may() and _may_raise(place[0]) and _raise_in(main)
+    return False
+
+
+def _place(thread: int) -> tuple[FrameType, int] | None:
+    frame = stacks.frame_of(thread)
+    return None if frame is None else (frame, frame.f_lasti)
+
+
+def _may_raise(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return module not in _OURS and module not in sys.stdlib_module_names
+
+
+def _raise_in(thread: int) -> bool:
+    error = ctypes.py_object(CollectiveEndedError)
+    changed: int = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+    return changed == 1
