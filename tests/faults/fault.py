@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -83,6 +84,8 @@ KINDS = ("sigkill", "sigsegv", "sigterm", "os._exit", "sys.exit", "exception")
 KINDS += ("oom",)
 # It is killed when a spare process waits on its node.
 KINDS += ("sigkill-beside-a-spare",)
+# An operator ends it by `ttp drill`, when a spare process waits on its node.
+KINDS += ("drilled",)
 # It is killed when all other ranks have begun the next step.
 KINDS += ("sigkill-behind-all",)
 # What is done to the agent of the rank.
@@ -117,6 +120,8 @@ KINDS += flips.KINDS
 # No fault: a rank that waits for an incident; something that takes long; a cut that is mended before anyone
 # is missed; links that are slow; an agent that is stopped for a while; a wall clock that jumps by a day.
 KINDS += ("until-told", "pause", "short-cut", "slow-link", "agent-pause", "clock-back", "clock-ahead")
+# The file beside the stamps with the output of `ttp drill`.
+DRILLED = "drilled.txt"
 PAUSE_S = 8.0
 # Less than a silence that counts as the loss of a node: the kernel sends again after 0.2 s and 0.6 s, and who
 # mends it takes some time, too.
@@ -258,7 +263,7 @@ class Injector:
             spare = spares[0]
         if self._stamp is not None:
             spare = (
-                _waiting_spare() if fault.kind == "sigkill-beside-a-spare" else spare
+                _waiting_spare() if fault.kind in ("sigkill-beside-a-spare", "drilled") else spare
             )  # before it takes the time
             line = {
                 "time": time.time(),
@@ -281,6 +286,19 @@ class Injector:
         match fault.kind:
             case "sigkill" | "sigkill-beside-a-spare" | "sigkill-behind-all":
                 os.kill(os.getpid(), signal.SIGKILL)
+            case "drilled":
+                assert self._stamp is not None
+                command = [
+                    sys.executable,
+                    "-m",
+                    "adaptor.launchers.cli.ttp",
+                    "drill",
+                    "--rank",
+                    str(self._rank),
+                ]
+                with (self._stamp.parent / DRILLED).open("wb") as file:
+                    subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+                threading.Event().wait()
             case "spare-sigkill" | "spare-sigstop":
                 os.kill(spare, signal.SIGKILL if fault.kind == "spare-sigkill" else signal.SIGSTOP)
             case "sigterm":

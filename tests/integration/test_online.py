@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.faults import framework_log, harness, keeping, outcome
-from tests.faults.fault import NEWCOMERS
+from tests.faults.fault import DRILLED, NEWCOMERS
 from tests.faults.harness import (
     DP2,
     DP2_FP16,
@@ -220,16 +220,19 @@ def test_a_spare_takes_the_place(tmp_path: Path) -> None:
 
 
 def test_a_rank_is_replaced_by_a_spare_and_then_again(tmp_path: Path, baseline_of: BaselineOf) -> None:
-    """The second fault strikes in a function that a module of the framework has from another one by name: a
-    process that has been a spare has it as a worker does."""
+    """An operator ends the rank (`ttp drill`). The second fault strikes in a function that a module of the
+    framework has from another one by name: a process that has been a spare has it as a worker does."""
     faults = [
-        f"rank=1,step={step},phase={phase},kind=sigkill-beside-a-spare,restart=-2"
-        for step, phase in ((4, "backward"), (6, "norm"))
+        f"rank=1,step={step},phase={phase},kind={kind},restart=-2"
+        for step, phase, kind in ((4, "backward", "drilled"), (6, "norm", "sigkill-beside-a-spare"))
     ]
-    job = online(tmp_path, DP2, faults, options=("--ttp-spares", "1"))
+    options = ("--ttp-spares", "1", "--ttp-allow-drill", "True")
+    job = online(tmp_path, DP2, faults, options=options)
     ended = trains_on(job, baseline_of(DP2), incidents=2)
     for stamp in ended.stamps:
         assert f"replaced by pid {stamp['spare']}, " in ended.log
+    assert "rank 1 was ended by SIGKILL (ttp drill); replaced by pid" in ended.log
+    assert "\n  recovered; steps lost: 0; " in (job.out / DRILLED).read_text()
 
 
 def test_a_newcomer_that_is_killed_at_its_start_is_replaced(tmp_path: Path, baseline_of: BaselineOf) -> None:
