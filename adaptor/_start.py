@@ -10,7 +10,7 @@ from types import FunctionType, ModuleType
 import wrapt
 
 import adaptor.patches as patches
-from adaptor import context, distributions, hooks, patching
+from adaptor import context, hooks, patching, plug_ins
 from adaptor.errors import StartError
 from adaptor.protocol.environment import NOT_BY_TTPRUN
 from adaptor.worker import runtime
@@ -32,7 +32,7 @@ def arm_patches() -> None:
     # A child of a worker has this variable, too. It is not refused here: multiprocessing imports the script
     # again in each process that it spawns, for data loaders, too. `runtime.get` refuses one that trains.
     if "TTP_AGENT" not in os.environ:
-        conflict = distributions.conflict()  # elsewhere ttprun has said it, once for all ranks
+        conflict = plug_ins.conflict()  # elsewhere ttprun has said it, once for all ranks
         raise StartError(f"{NOT_BY_TTPRUN}; {conflict}" if conflict else NOT_BY_TTPRUN)
     patching.arm("ttp", wait_for_claim=patches.own())
     expect_plug_ins()

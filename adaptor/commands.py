@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from adaptor import _script, context, devices, distributions, engines, misspelt, plug_ins
+from adaptor import _script, context, devices, engines, misspelt, plug_ins
 from adaptor.errors import AdaptorError, DriftError, StartError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def run(arguments: list[str] | None) -> int:
         engines.find(settings.engine).require(settings)
         devices.require(settings.device)
         misspelt.refuse(os.environ)
-        warning = distributions.conflict()
+        warning = plug_ins.conflict()
     except AdaptorError as error:
         return _bad_usage(str(error))
     world_size_source = ("WORLD_SIZE", os.environ.get("WORLD_SIZE", ""))

@@ -3,6 +3,7 @@
 The devices, engines and checkpoint formats of the adaptor itself are declared in its pyproject.toml, as those
 of a plug-in are (docs/plug_ins.md). `OPTIONAL_PARTS` declares the optional parts of the adaptor by the same
 groups: the core imports none of them, and works without them. Finding a plug-in imports nothing of it.
+Also how to install the adaptor, and whether another distribution with the same import name is installed.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, distributions
+from importlib import metadata
+from importlib.metadata import EntryPoint
 from importlib.util import find_spec
 
 from adaptor.errors import ConfigError, StartError
@@ -49,8 +51,9 @@ OPTIONAL_PARTS = {
         "operations": "adaptor.operations.cli:add",
         "verify": "adaptor.operations.verify:add",
         "doctor": "adaptor.launchers.doctor.doctor_command:add",
-        "drill": "adaptor.launchers.operations.drill_command:add",
+        "drill": "adaptor.operations.cli:add_drill",
         "store": "adaptor.store.command:add",
+        "replay": "adaptor.launchers.cli.replay:add",
     },
     AGENT_HOOKS: {
         "doctor": "adaptor.launchers.doctor.doctor_command:DoctorHooks",
@@ -66,6 +69,8 @@ OPTIONAL_PARTS = {
     MODULE_COMMANDS: {"transform": "adaptor.transform.command:add"},
 }
 _OWN = "ttp-adaptor"
+# A project of the package index with the same import name, which has nothing to do with this one.
+_SAME_NAME = "adaptor"
 
 
 def declared(group: str) -> tuple[EntryPoint, ...]:
@@ -103,11 +108,11 @@ def _installed(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
     """Return all entry points, sorted; a starting worker asks eight times, and each search reads every file.
 
     Args:
-        path: where `distributions` looks now: `sys.path`.
+        path: where `metadata.distributions` looks now: `sys.path`.
     """
     entry_points = {
         (entry_point.group, entry_point.name, entry_point.value): entry_point
-        for distribution in distributions(path=list(path))
+        for distribution in metadata.distributions(path=list(path))
         for entry_point in distribution.entry_points
     }
     return tuple(entry_points[key] for key in sorted(entry_points))
@@ -168,3 +173,38 @@ def _require_own(group: str) -> None:
             f"{_OWN} is installed without its own entry points ({group}), or is older than its sources:"
             " install it again (from a checkout: pip install -e .)"
         )
+
+
+def install_command(extra: str) -> str:
+    """Return how to install the packages of an extra.
+
+    No message names the adaptor in a `pip install`: it is on no package index, and anybody may register its
+    name.
+    """
+    return f"run pip install '.[{extra}]' in the folder of the adaptor's sources"
+
+
+def conflict() -> str:
+    """Return the line about the other distribution, '' if not installed.
+
+    Raises:
+        ConfigError: our `adaptor/__init__.py` was overwritten, or was removed when the other was uninstalled.
+    """
+    try:
+        other_version = f"{_SAME_NAME} {metadata.version(_SAME_NAME)}"
+    except metadata.PackageNotFoundError:
+        other_version = ""
+    remedy = "uninstall both, then install the adaptor again: pip install . in the folder of its sources"
+    if not hasattr(sys.modules["adaptor"], "enable"):
+        location = (
+            f"the distribution {other_version} has replaced it"
+            if other_version
+            else "it was removed together with another distribution"
+        )
+        raise ConfigError(f"adaptor/__init__.py is not that of {_OWN}, {location}: {remedy}")
+    if not other_version:
+        return ""
+    return (
+        f"the distribution {other_version} is installed, which has the import name of {_OWN}: each overwrites"
+        f" files of the other; {remedy}"
+    )

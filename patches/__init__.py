@@ -18,7 +18,6 @@ FILES: dict[str, tuple[str, ...]] = {
         "megatron_core",
         "megatron_training",
         "megatron_checkpointing",
-        "megatron_replay",
         "ascendspeed_core",
         "ascendspeed_training",
         "mindspeed",

@@ -1,6 +1,7 @@
 """Megatron-core: second copies of optimizer shards, and the optimizer's own step hooks as the door.
 
-Both in one unit: replicas without the door, or the door without replicas, would break the promise.
+Both in one unit: replicas without the door, or the door without replicas, would break the promise. A unit of
+its own lets another model replica repeat a micro-batch (TTP_REPLAY_EVERY).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 from adaptor import context, patching
 from adaptor.errors import UnsupportedError
-from adaptor.frameworks import optimizer_instances
+from adaptor.frameworks import optimizer_instances, state_comparison
 from adaptor.frameworks.optimizer_instances import INSTANCES
 from adaptor.frameworks.tested_versions import MEGATRON_SPECIFIER, SINCE_0_7
 from adaptor.replica.choice import ReplicaChoice
@@ -227,4 +228,50 @@ def skipped_steps_are_known(wrapped: Any, instance: Any, args: Any, kwargs: Any)
 def one_instance_writes(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
     if any(getattr(inner, "distributed_optimizer_instance_id", 0) for inner in instance.chained_optimizers):
         return None
+    return wrapped(*args, **kwargs)
+
+
+replay = patching.Unit("replay", framework="megatron-core", tested=MEGATRON_SPECIFIER)
+
+
+@replay.patch(
+    "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
+    why="a wrong gradient is found before the update, by another rank that computes it again",
+    accepts="(...)",
+    optional=True,
+)
+def micro_batches_are_repeated(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    return state_comparison.with_replays(wrapped(*args, **kwargs))
+
+
+@replay.patch(
+    "megatron.core.pipeline_parallel.schedules:backward_step",
+    why="behind the first backward pass the buffers have the gradients of one micro-batch",
+    accepts="(...)",
+    optional=True,
+)
+def gradients_are_summed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    result = wrapped(*args, **kwargs)
+    if context.get().settings.replay_every:
+        from adaptor.frameworks.megatron_replay import Replays  # torch, which is for the script to import
+
+        context.part(Replays).after_backward()
+    return result
+
+
+@replay.patch(
+    "megatron.core.pipeline_parallel.schedules:forward_step",
+    why="a repeated micro-batch has the share in the loss that it had in its step",
+    accepts="(forward_step_func, data_iterator, model, num_microbatches, ...)",
+    optional=True,
+)
+def losses_are_divided_alike(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    if context.get().settings.replay_every:
+        from adaptor.frameworks.megatron_replay import Replays
+
+        if number := context.part(Replays).micro_batches:
+            if "num_microbatches" in kwargs:
+                kwargs = {**kwargs, "num_microbatches": number}
+            else:
+                args = (*args[:3], number, *args[4:])
     return wrapped(*args, **kwargs)

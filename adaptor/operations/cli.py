@@ -9,24 +9,37 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import socket
 import time
 from pathlib import Path
 
 import msgspec
 
-from adaptor import config, distributions
+from adaptor import config, plug_ins
 from adaptor.operations import access, job_reader
 from adaptor.operations.goodput import Goodput
-from adaptor.operations.job_reader import JobReader, first_step_again, protection
+from adaptor.operations.job_reader import JobFolderError, JobReader, first_step_again, protection
 from adaptor.operations.settings import HostPort
 from adaptor.operations.timeline import chrome_trace
 from adaptor.protocol import records
-from adaptor.protocol.records import IncidentRecord, Phases, Status, unix
+from adaptor.protocol.records import (
+    DrillAnswer,
+    DrillRequest,
+    IncidentRecord,
+    Phases,
+    Status,
+    drill_address,
+    unix,
+)
+from adaptor.protocol.wire import is_same_user
 from adaptor.terminal import FINDING, OK, Add, CtrlC, show
 from adaptor.text import duration, shown
 
 PORT = 9470
 _WATCH_S = 1.0
+# The control thread of a ttprun answers `ttp drill` at once; it may be busy for seconds in a large job.
+_ANSWER_S = 30.0
+_LOOK_S = 0.5
 
 
 def add(add_command: Add) -> None:
@@ -268,7 +281,7 @@ def _missing(error: ModuleNotFoundError, package: str, command: str, extra: str 
     """Return the error to raise if a package is missing that only one command of `ttp` needs."""
     if (error.name or "").partition(".")[0] != package:
         return error
-    return job_reader.JobFolderError(f"{command} needs {package}: {distributions.install_command(extra)}")
+    return job_reader.JobFolderError(f"{command} needs {package}: {plug_ins.install_command(extra)}")
 
 
 def _otel(parsed: argparse.Namespace) -> int:
@@ -315,3 +328,62 @@ def _serve(parsed: argparse.Namespace) -> int:
 def _schema(parsed: argparse.Namespace) -> int:
     print(json.dumps(records.schema(parsed.name), indent=1), flush=True)
     return OK
+
+
+def add_drill(add_command: Add) -> None:
+    """Add `ttp drill`, which ends a rank of a running job on purpose, to `ttp`."""
+    drill = add_command(
+        "drill",
+        _drill,
+        "end a rank of a running job on purpose, and wait until the job has recovered; the job must allow it"
+        " (ttprun --ttp-allow-drill True); exit code 1 if training does not go on",
+    )
+    drill.add_argument("--rank", type=int, help="the rank to end (default: a random rank)")
+    add_where(drill)
+
+
+def _drill(parsed: argparse.Namespace) -> int:
+    job = job_folder(parsed)
+    known = {incident.id for incident in job_reader.incidents(job)}
+    answer = _ask(job, parsed.rank)
+    if answer.refusal:
+        raise JobFolderError(f"{shown(str(job))}: no rank is ended: {shown(answer.refusal)}")
+    show([f"rank {answer.rank} is ended; waiting until the job has recovered"])
+    with CtrlC() as ctrl_c:
+        while True:
+            goes_on = job_reader.goes_on(job)  # first: an incident may end between the two looks
+            for incident in job_reader.incidents(job):
+                if incident.id not in known:
+                    show(incident_lines(incident))
+                    return OK if incident.verdict in ("recovered", "saved") else FINDING
+            if not goes_on:
+                show(["the job has ended, or is silent, without a report of the incident"])
+                return FINDING
+            ctrl_c.raise_again()
+            time.sleep(_LOOK_S)
+
+
+def _ask(job: Path, rank: int | None) -> DrillAnswer:
+    """Ask the `ttprun` with the controller to end a rank. Raises JobFolderError without an answer."""
+    name, status = shown(str(job)), job_reader.status(job)
+    if not job_reader.goes_on(job):
+        raise JobFolderError(f"{name}: the job has ended, or is silent: no rank can be ended")
+    if status.host != socket.gethostname():
+        host = shown(status.host)
+        raise JobFolderError(f"{name}: the controller of the job is on host {host}: call ttp drill there")
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_ANSWER_S)
+        try:
+            connection.connect(drill_address(status.pid))
+            if not is_same_user(connection):
+                raise JobFolderError(
+                    f"{name}: pid {status.pid} is a process of another user: call ttp drill as it"
+                )
+            connection.sendall(msgspec.json.encode(DrillRequest(job.name, rank)) + b"\n")
+            return msgspec.json.decode(connection.makefile("rb").readline(), type=DrillAnswer)
+        except ConnectionRefusedError:
+            raise JobFolderError(
+                f"{name}: the job allows no drill: start it with --ttp-allow-drill True (TTP_ALLOW_DRILL)"
+            ) from None
+        except (OSError, msgspec.DecodeError):
+            raise JobFolderError(f"{name}: ttprun (pid {status.pid}) has not answered") from None

@@ -398,3 +398,22 @@ class ProtectionPlan:
     writer: float | None
     remedy: str = ""
     makes_copies: bool = False
+
+
+class DrillRequest(msgspec.Struct):
+    """The request of `ttp drill` to end `rank` of the job with the folder `job`; None: a random rank."""
+
+    job: str
+    rank: int | None = None
+
+
+class DrillAnswer(msgspec.Struct):
+    """The answer to `ttp drill`: `rank` is ended, or `refusal` says why not."""
+
+    rank: int
+    refusal: str = ""
+
+
+def drill_address(pid: int) -> str:
+    """Return the name of the socket on which a `ttprun` answers `ttp drill`."""
+    return f"\0ttp-drill-{pid}"

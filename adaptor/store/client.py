@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from adaptor import distributions, threads
+from adaptor import plug_ins, threads
 from adaptor.errors import StoreError
 from adaptor.store import s3, settings
 from adaptor.store.multipart import Multipart, bare
@@ -301,7 +301,7 @@ def open_store(
         if error.name != "obstore":
             raise
         raise StoreError(
-            f"{place}: object stores need the package obstore: {distributions.install_command('store')}"
+            f"{place}: object stores need the package obstore: {plug_ins.install_command('store')}"
         ) from None
     if place.scheme == "file":
         _require_folder(Path(place.prefix), make)

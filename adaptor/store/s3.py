@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adaptor import distributions
+from adaptor import plug_ins
 from adaptor.errors import StoreError
 
 if TYPE_CHECKING:
@@ -216,7 +216,7 @@ def require_botocore(place: Address) -> None:
     if importlib.util.find_spec("botocore") is None:
         raise StoreError(
             f"{place}: uploads to {place.scheme}:// need the package botocore, too:"
-            f" {distributions.install_command('store')}"
+            f" {plug_ins.install_command('store')}"
         )
 
 

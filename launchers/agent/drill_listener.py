@@ -14,29 +14,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from adaptor import output, text
+from adaptor.protocol.records import DrillAnswer, DrillRequest, drill_address
 from adaptor.protocol.wire import is_same_user
 
 if TYPE_CHECKING:
     from adaptor.launchers.agent.agent_control import AgentControl
-
-
-class DrillRequest(msgspec.Struct):
-    """The request to end `rank` of the job whose folder has the name `job`; None: a random rank."""
-
-    job: str
-    rank: int | None = None
-
-
-class DrillAnswer(msgspec.Struct):
-    """The answer: `rank` is ended, or `refusal` says why not."""
-
-    rank: int
-    refusal: str = ""
-
-
-def address(pid: int) -> str:
-    """Return the name of the socket of a `ttprun`."""
-    return f"\0ttp-drill-{pid}"
 
 
 class DrillListener:
@@ -49,7 +31,7 @@ class DrillListener:
     async def listen(self) -> None:
         """Answer requests from now on; a line says so if the name is taken."""
         try:
-            self._server = await asyncio.start_unix_server(self._answer, address(os.getpid()))
+            self._server = await asyncio.start_unix_server(self._answer, drill_address(os.getpid()))
         except OSError as error:
             output.tell(f"[ttp] TTP_ALLOW_DRILL: this node cannot answer `ttp drill`: {text.say(error)}")
 

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     from typing import Any
 
     from adaptor import plug_ins
-    from adaptor.launchers.cli import plan, replay
+    from adaptor.launchers.cli import plan
     from adaptor.terminal import OK
 
     parser = argparse.ArgumentParser(
@@ -73,7 +73,6 @@ def parser() -> argparse.ArgumentParser:
         return command
 
     plan.add(add)
-    replay.add(add)
 
     def complete(parsed: argparse.Namespace) -> int:
         print(completion(parsed.shell, parser))
@@ -98,14 +97,14 @@ def completion(shell: str, ttp: argparse.ArgumentParser) -> str:
     Raises:
         ConfigError: shtab is not installed.
     """
-    from adaptor import distributions
+    from adaptor import plug_ins
     from adaptor.errors import ConfigError
     from adaptor.launchers.cli import flags
 
     try:
         import shtab
     except ModuleNotFoundError:
-        raise ConfigError(f"ttp completion needs shtab: {distributions.install_command('ops')}") from None
+        raise ConfigError(f"ttp completion needs shtab: {plug_ins.install_command('ops')}") from None
     scripts = []
     for parser in (ttp, flags.whole_parser()):
         for action in _actions(parser):

@@ -15,7 +15,7 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
-from adaptor import _script, config, devices, distributions, engines, hooks, misspelt, output, text
+from adaptor import _script, config, devices, engines, hooks, misspelt, output, plug_ins, text
 from adaptor.errors import AdaptorError, ConfigError, StartError
 from adaptor.hooks import AgentHooks
 from adaptor.launchers.agent.processes import WORKER
@@ -159,7 +159,7 @@ def _run(
             part.require()
         engine = _check(parsed, settings, parts) if settings.enabled else None
         if engine is not None:
-            if conflict := distributions.conflict():
+            if conflict := plug_ins.conflict():
                 output.tell(f"[ttp] {conflict}")
             if line := start_checks.takes_fixed_nodes(parsed):
                 output.tell(line)

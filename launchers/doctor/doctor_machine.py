@@ -22,7 +22,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from adaptor import devices, distributions, host_memory
+from adaptor import devices, host_memory, plug_ins
 from adaptor.checkpoint import disk
 from adaptor.checkpoint.hashing import HashingFile
 from adaptor.config import Config
@@ -58,7 +58,7 @@ def software(settings: Config) -> Iterator[CheckResult]:
     remedy = "" if fits else "install torch 2.4 or later, below 3"
     yield CheckResult("software", "OK" if fits else "FAIL", f"{versions}, torch {torch}", remedy)
     try:
-        warning = distributions.conflict()
+        warning = plug_ins.conflict()
     except AdaptorError as error:
         yield CheckResult("software", "FAIL", str(error))
     else:

@@ -20,7 +20,7 @@ import sys
 import threading
 from pathlib import Path
 
-from adaptor import _script, distributions, output, text
+from adaptor import _script, output, plug_ins, text
 from adaptor.config import Config
 from adaptor.errors import ConfigError
 from adaptor.launchers.agent import processes
@@ -52,7 +52,7 @@ def require(config: Config) -> None:
     if missing:
         raise ConfigError(
             f"TTP_SERVE is {str(own.serve)!r}: {' and '.join(missing)} must be installed:"
-            f" {distributions.install_command('ops')}"
+            f" {plug_ins.install_command('ops')}"
         )
     try:
         clients_of(own.serve, own.serve_token, config.tls_cert, config.tls_key)

@@ -21,7 +21,7 @@ LAYERS = (
     ),
     (
         *("adaptor.config", "adaptor.misspelt", "adaptor.setting_values", "adaptor.context"),
-        *("adaptor.distributions", "adaptor.host_memory", "adaptor._script", "adaptor.patching"),
+        *("adaptor.host_memory", "adaptor._script", "adaptor.patching"),
     ),
     ("adaptor.engines", "adaptor.waits"),
     ("adaptor.devices",),
