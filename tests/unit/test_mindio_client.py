@@ -13,8 +13,7 @@ import pytest
 from adaptor import config
 from adaptor.errors import ConfigError, UnsupportedError
 from adaptor.mindio import NAME, client, replicas
-from adaptor.mindio.client import runtime
-from adaptor.mindio.client.engine import MindioEngine
+from adaptor.mindio.client import MindioEngine, runtime
 from adaptor.mindio.client.runtime import MindioRuntime, MindioSession
 from adaptor.protocol.board import Board, BoardMemory
 from adaptor.protocol.messages import GroupOrder, Share
