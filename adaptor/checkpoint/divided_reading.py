@@ -35,7 +35,7 @@ class Reader:
         loads: the beginnings of the paths, below the checkpoint, of the files for the rank
         view: equal for all ranks with the same folder
         is_other: whether the rank certainly sees another save of the step
-        unnamed: why a written save on the disk of the rank cannot get a name
+        unnamed: why a whole save on the disk of the rank could not be renamed to its final name, or ""
     """
 
     node: int

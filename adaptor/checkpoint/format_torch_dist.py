@@ -2,9 +2,9 @@
 
 The framework's own `sharded_state_dict`s build the saved state. They are called as on the first rank of the
 group, which the framework would have let write: only its replica ids differ, and the ranks exchanged replica
-ids when training began. The optimizers are stand-ins: a distributed optimizer gathers nothing in a
-data-parallel group of one rank with the whole state. A loader does not depend on how a checkpoint is cut, so
-every layout that loads the framework's checkpoint loads this checkpoint.
+ids when training began. The optimizers are stand-ins with the whole state, in a data-parallel group of the
+writer alone, so that nothing is gathered from other ranks. A loader does not depend on how a checkpoint is
+cut, so every layout that loads the framework's checkpoint loads this checkpoint.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def clean(
         term: given at the end of an incident: only folders of `generation`, made under the controller of
             `term`, are removed. Workers on the other side of a cut network may live and write for another
             controller. The framework's own unfinished saves (`regular_folder`) count as made under term 0.
-        saves: False: regular saves stay, for the next start. On a disk of the node's own the start names
-            saves that rank 0 has named on its disk.
+        saves: False: regular saves stay, for the next start. If each node has its own disk, the next start
+            renames on this node the saves that rank 0 has renamed on its own.
     """
     left_over: list[Path] = []
     removed: list[str] = []

@@ -174,22 +174,26 @@ class CheckpointProblems:
 
     Attributes:
         problems: a line each; if nodes have copies of their own, one line of each node with problems
-        unlike: the ranks that do not see the checkpoint of rank 0
-        apart: the ranks that certainly have another disk
+        sees_another: the ranks that do not see the checkpoint of rank 0
+        on_another_disk: the ranks that certainly have another disk
     """
 
     problems: list[str]
-    unlike: frozenset[int] = frozenset()
-    apart: frozenset[int] = frozenset()
+    sees_another: frozenset[int] = frozenset()
+    on_another_disk: frozenset[int] = frozenset()
 
     @property
     def words(self) -> str:
         """Return the problems in a line."""
-        return "; ".join(map(line_of, self.problems[:MOST_NAMED])) if self.unlike else first_of(self.problems)
+        return (
+            "; ".join(map(line_of, self.problems[:MOST_NAMED]))
+            if self.sees_another
+            else first_of(self.problems)
+        )
 
     def of_step(self, step: int) -> str:
         """Return the problem with the checkpoint of `step`."""
-        return f"step {step} is not whole on every node ({self.words})" if self.unlike else self.words
+        return f"step {step} is not whole on every node ({self.words})" if self.sees_another else self.words
 
 
 # The next question of rank 0: the files of a folder, to be compared with their manifest, or actions on the
@@ -221,10 +225,10 @@ def judge(
     )
     is_saved_to = load_folder.resolve() == save_folder.resolve()
     if not examined.problems:
-        if named is not None and chosen is None and examined.apart:
+        if named is not None and chosen is None and examined.on_another_disk:
             yield from _agree(Agreed(named, may_change=is_saved_to))
         return named is not None
-    if examined.unlike and (chosen is not None or not is_saved_to):
+    if examined.sees_another and (chosen is not None or not is_saved_to):
         raise ResumeError(f"{examined.words}; {COPIES}")
     if chosen is not None:
         raise ResumeError(f"{examined.words}; --ckpt-step names it: choose another step, or leave it out")
@@ -257,18 +261,26 @@ def _replace(
             break
     else:
         raise ResumeError(_of_none(save_folder, problem_lines, damaged))
-    unlike = frozenset[int]().union(*(damaged_step.unlike for damaged_step in damaged.values()))
-    if unlike - examined.apart:
-        raise ResumeError(f"{next(damage for damage in damaged.values() if damage.unlike).words}; {COPIES}")
+    sees_another = frozenset[int]().union(*(damaged_step.sees_another for damaged_step in damaged.values()))
+    if sees_another - examined.on_another_disk:
+        raise ResumeError(
+            f"{next(damage for damage in damaged.values() if damage.sees_another).words}; {COPIES}"
+        )
     aside = names_aside(save_folder, damaged)
-    if examined.apart:  # before rank 0: after a crash in between, the next start has the same findings
+    if (
+        examined.on_another_disk
+    ):  # before rank 0: after a crash in between, the next start has the same findings
         gone = () if named is None or named in damaged else (named,)
         yield from _agree(Agreed(step, (*gone, *damaged)))
     problem_lines += [
         f"{damaged_step.of_step(step)}, kept in {aside[step].name}" for step, damaged_step in damaged.items()
     ]
     omitted = [f"and {len(problem_lines) - MOST_NAMED} more"] if len(problem_lines) > MOST_NAMED else []
-    newest = "the newest that is intact on every node" if examined.apart else "the newest intact checkpoint"
+    newest = (
+        "the newest that is intact on every node"
+        if examined.on_another_disk
+        else "the newest intact checkpoint"
+    )
     _say(*problem_lines[:MOST_NAMED], *omitted, f"{newest} is step {step}")
     go_back(save_folder, step, aside)
 
@@ -277,7 +289,7 @@ def _of_none(save_folder: Path, problem_lines: list[str], damaged: dict[int, Che
     """Return why nothing can be loaded: no checkpoint is intact."""
     problem_lines = [*problem_lines, *(damage.of_step(step) for step, damage in damaged.items())]
     summary = f"{'; '.join(problem_lines[:MOST_NAMED])}; no other checkpoint in {save_folder} is intact"
-    if any(damage.unlike for damage in damaged.values()):
+    if any(damage.sees_another for damage in damaged.values()):
         return f"{summary} on every node; {COPIES}"
     return f"{summary}, and nothing was changed: load another one, or begin anew in another --save folder"
 
@@ -316,7 +328,7 @@ def _examine(
     wrong = [problem for problem in examined.problems if not isinstance(problem, Unreadable)]
     if examined.problems and not wrong:
         raise ResumeError(_refusal(examined.problems))
-    return CheckpointProblems(wrong, examined.unlike, examined.apart)
+    return CheckpointProblems(wrong, examined.sees_another, examined.on_another_disk)
 
 
 def _require_readable(load_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The tracker, a file with the step for the framework to load; the steps and the lock of a save folder.
+"""Reads and replaces the tracker, which names the step to load; the steps and the lock of a save folder.
 
 The tracker is replaced atomically, under the lock of the save folder. The tracker goes backwards only from a
 checkpoint that is damaged, gone, or not whole on every node (`resume_selection`).

@@ -254,7 +254,7 @@ class Controller:
         if rank not in members.node_of:
             return f"the job has no rank {rank}: its ranks are 0 to {members.world_size - 1}"
         if newest <= self._recoveries.step:
-            return "no step is finished since the start, or the last recovery: try again behind the next step"
+            return "no step has finished since the start or the last recovery: try again after the next step"
         others = {
             other: BoardRecord(other, phase=Phase.RUNNING, oldest=newest, finished=newest)
             for other in members.alive

@@ -1,4 +1,4 @@
-"""Drives the online recovery of an incident: new processes are started, all ranks join at one step; pure.
+"""Drives the online recovery of an incident until all ranks have joined, or it is given up; pure.
 
 The recovery begins beside the save of the step (`Saving`): the new processes start during the save. Only when
 the step is on disk, and every new process has said hello, are survivors told to leave their loops
@@ -35,8 +35,8 @@ MOST_ATTEMPTS = 6
 # A rank that cannot join may only be the first to notice the loss of another node: its connections end at
 # once, and a silent node counts as lost after 2 to 3 s.
 ECHO_S = 3.5
-# A recovery ends after so many times the limit of the time without progress, also while a new process uses
-# CPU time and never joins.
+# A recovery is given up after this multiple of the limit (TTP_ONLINE) even if there is progress: a new
+# process may use CPU time and never join.
 MOST_LIMITS = 10
 
 
@@ -352,7 +352,7 @@ class Regrouping:
         return message.rank in self._state.nodes or message.rank in self.newcomers.by_rank
 
     def on_tick(self, time_now: float) -> Orders:
-        """End a recovery without progress; check the presence of all ranks."""
+        """Give up a recovery without progress, so that all restart; check the presence of all ranks."""
         if self._unexplained is not None and time_now >= self._unexplained[2]:
             rank, reason, _ = self._unexplained
             return self._on_unexplained(rank, reason)

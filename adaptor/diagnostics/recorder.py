@@ -1,4 +1,4 @@
-"""Records chosen steps of this rank for people (TTP_PROFILE, TTP_DUMP), without disturbing training.
+"""Drives the recordings of chosen steps of this rank (TTP_PROFILE, TTP_DUMP), without disturbing training.
 
 The session reports the begin and end of steps. A failure here is one line, and ends only the recording; a
 thread writes the files, because its disk may hang.

@@ -1,4 +1,4 @@
-"""The recordings: TTP_DUMP, values of tensors in some steps; TTP_PROFILE, a trace of some steps.
+"""Records values of tensors in some steps (TTP_DUMP), and a trace of some steps (TTP_PROFILE).
 
 Hooks exist only during the requested steps. Hooks read, and change nothing: no random number is drawn and no
 node is added to the graph of autograd, so losses stay bit for bit the same. The profiler is torch's, or

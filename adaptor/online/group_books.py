@@ -1,4 +1,4 @@
-"""Puts a fresh backend below a process group, and removes the fresh backend's own group from torch's books.
+"""torch's private books of process groups: registers a backend that `groups.py` has made, and frees the old.
 
 `ProcessGroup` maps backend types to backends, and keeps a backend of a known type. A type is an eight-bit
 number, unchecked by torch, so a fresh backend is registered under a number without a name in torch. torch

@@ -250,7 +250,7 @@ class Groups:
         ranks = created.arguments["global_ranks_in_group"]
         arguments = {
             **created.arguments,
-            # Who thinks of other ranks under this name meets nobody.
+            # The prefix is a hash of the ranks: a process with another list of ranks finds no peer.
             "store": PrefixStore(hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16], store),
             "group_name": name,
             "pg_tag": None,

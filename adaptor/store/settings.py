@@ -1,4 +1,4 @@
-"""The settings of the object store, its addresses, and the orders to the uploader of a node."""
+"""The settings of the object store, the parser of its URLs, and the orders to the uploader of a node."""
 
 from __future__ import annotations
 

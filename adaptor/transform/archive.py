@@ -220,8 +220,8 @@ class _RefusedError(Exception):
     """The pickle names or does something that is not read."""
 
 
-# The unpickler in C cannot be told how to carry out an opcode, and allocates memory for any number of a memo;
-# the one in Python has no types.
+# The unpickler in C cannot be told how to carry out an opcode, and allocates memory for any number of a memo.
+# The private unpickler in Python has no type stubs.
 _Base: Any = pickle._Unpickler
 
 

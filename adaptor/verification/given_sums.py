@@ -1,4 +1,4 @@
-"""The agreed state of last words: each holder takes the sums of its shards from its memory; and the drill.
+"""The agreed state of last words: sums of the shards, taken from memory. Drills (TTP_DRILL_EVERY).
 
 The holder sends the sums to the writer before any shard. The written bytes are compared with the sums: in
 place by the holder itself, block by block, otherwise by the writer, with the gathered state. The writer

@@ -22,7 +22,6 @@ from adaptor.errors import CheckpointError
 from adaptor.protocol.messages import Verified
 
 NAME = "transcript.jsonl"
-# Sums that are not from the door of the next update, but of the state behind the update.
 SUM_DIGITS = 16  # of a sum in hexadecimal: 64 bits
 NUMBERS = "numbers"  # counts of updates, learning rate, weight decay and betas
 GRADIENT = "grad"

@@ -1,4 +1,4 @@
-"""The processor: the thread of a worker that answers its agent.
+"""The processor: the thread of a worker that connects to its agent and answers it.
 
 Only the processor reads and writes the connection (other threads queue their messages), so the connection
 survives a fork. Freezing and dumping may take long, so each runs in its own thread, and the processor can

@@ -2,9 +2,9 @@
 
 Invariants: the window opens only when no rank needs this rank any more for its update, and the door lets the
 step pass; the board says at every moment which state of the rank is intact. Behind a verified step the
-window opens only when every rank knows that all holders agree (`verifier`). A step whose collectives were
-ended on the device counts neither as READY nor as skipped nor as left out (`void`); the check runs after the
-last collective of the step.
+window opens only when every rank knows that all holders agree (`verifier`). If collectives of a step were
+aborted on the device, its gradients may be wrong: the step is void, and counts neither as READY nor as
+skipped nor as left out (`void`). The check runs after the last collective of the step.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class UpdateWindow:
     """The update windows of one rank; opened and closed by the main thread.
 
     Args:
-        broke: tells the agent that the barrier broke, with the error.
+        report_broken_barrier: tells the agent that the barrier broke, with the error.
 
     Attributes:
         door: the entrance of each window.
@@ -115,12 +115,12 @@ class UpdateWindow:
         verifier: compares the holders of the state before an update; None: no step is verified.
     """
 
-    def __init__(self, board: Board, broke: Callable[[str], None]) -> None:
+    def __init__(self, board: Board, report_broken_barrier: Callable[[str], None]) -> None:
         self.door = Door()
         self.history = StepHistory()
         self.verifier: StepVerifier | None = None
         self._board = board
-        self._broke = broke
+        self._report_broken_barrier = report_broken_barrier
         self._mark: Any = None  # behind the last update on the device, and the last local copy
         self._inner: frozenset[int] = frozenset()
         self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
@@ -297,7 +297,7 @@ class UpdateWindow:
                 trainee.barrier()
         except Exception as error:  # a broken barrier counts as READY: the gradients are complete here
             self.door.shut()
-            self._broke(f"{type(error).__name__}: {error}")
+            self._report_broken_barrier(f"{type(error).__name__}: {error}")
 
     def _copy_state(self, trainee: Trainee) -> None:
         """Make the local copy, inside the window: meanwhile only the live state is intact."""

@@ -351,7 +351,7 @@ class CopyKeeper:
             file.note_kept(step)
             return
         self._tell(f"the copy of rank {rank}: {answer.reason}")
-        # No rank makes a new copy before this copy is kept.
+        # Ranks wait until this copy is kept, and set no event meanwhile: try again after a pause.
         await asyncio.sleep(REFUSED_S)
         self._changed.set()
 

@@ -1,4 +1,4 @@
-"""The schedulers that start `ttprun`, each with its environment variables (docs/platforms.md).
+"""The schedulers that start `ttprun` (Slurm, Open MPI, Volcano, Kubernetes operators), and their variables.
 
 Each reader returns a `Reading` and raises PlatformError for values that are wrong or disagree.
 """

@@ -1,1 +1,1 @@
-"""Files, logs, notices and lines for operators."""
+"""Files, logs and lines for operators."""

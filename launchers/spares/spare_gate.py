@@ -227,7 +227,7 @@ class SpareGate:
         self, hello: SpareHello | MemberHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         if isinstance(hello, MemberHello):
-            await self._outlive(hello, reader, writer)
+            await self._watch_member(hello, reader, writer)
             return
         await self._turn.wait()
         if reason := _difference(hello, self._mine):
@@ -261,10 +261,10 @@ class SpareGate:
     def _next_gates_message(self) -> NextGates:
         return NextGates(tuple(gate for _, gate in sorted(self._next_gates.items())))
 
-    async def _outlive(
+    async def _watch_member(
         self, member: MemberHello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Wait for the end of an agent with a place."""
+        """Keep the connection of an agent of the job; its end counts as the loss of its node."""
         if member.owner == self._owners.get(member.node, ""):  # otherwise a spare owns the place
             self._newest[member.node] = reader
             self.gone.pop(member.node, None)

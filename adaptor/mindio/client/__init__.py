@@ -1,8 +1,8 @@
 """Lets an installed `mindio_ttp` (the SDK) replace the controller and the processor: TTP_ENGINE=mindio.
 
-`load` loads the SDK and checks its functions. `MindioEngine` prepares a job in ttprun. `runtime` reports each
-step to the SDK, has the handlers for the SDK, describes which rank holds which shard, and joins these parts in a
-worker. The promises that do not hold with the SDK: docs/mindio.md.
+`load` loads the SDK and checks its functions. `MindioEngine` prepares a job in ttprun. `runtime` reports
+each step to the SDK, has the handlers for the SDK, describes which rank holds which shard, and joins these
+parts in a worker. The promises that do not hold with the SDK: docs/mindio.md.
 """
 
 from __future__ import annotations
