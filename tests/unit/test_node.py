@@ -245,7 +245,7 @@ def test_a_status_is_known_while_somebody_else_asks_for_it(job: Job) -> None:
     process = job.workers[0].process
     with process._waitpid_lock:  # type: ignore[attr-defined]
         job.workers[0].send("leave 3")
-        waiting.until(lambda: not job.nodes[0].control.workers._deaths, "the death is noticed")
+        waiting.until(lambda: not job.nodes[0].control.workers._pidfds, "the death is noticed")
     assert job.verdict().exit_code == 3
 
 
