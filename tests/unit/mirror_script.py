@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from adaptor.devices.cpu import collectives
+from adaptor.devices.cpu import cuda
 from adaptor.devices.cpu.apex import FusedAdam
 from adaptor.replica import ring
 from adaptor.replica.mirror import Mirror, ParamPiece
@@ -101,7 +101,7 @@ def require_few_copies(profiled: profile, optimizer: torch.optim.Optimizer) -> N
 def main() -> None:
     store, rank, size, kind, stride = sys.argv[1], *map(int, sys.argv[2:4]), sys.argv[4], int(sys.argv[5])
     ring.CHUNK, ring.HEAD = 100, 200  # several messages for a shard, and for what it says of itself
-    collectives.install()
+    cuda.install_collectives()
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     torch.manual_seed(rank)
     optimizer = owner(rank, kind)
