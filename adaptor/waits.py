@@ -1,4 +1,4 @@
-"""Waits of the main thread for collectives, with an end by another thread.
+"""Waits of the main thread for collectives, which `abort_collectives.Waker` ends from another thread.
 
 gloo forgets work when its connection breaks: a send that is half written or refused by the kernel, and a
 partly arrived message (pair.cc: `signalException` reports only queued work). A wait for forgotten work lasts

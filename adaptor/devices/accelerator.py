@@ -1,4 +1,4 @@
-"""Accelerators with streams and events: the common part of cuda and npu."""
+"""Reads the state of a GPU or NPU beside a busy main thread, on other streams: the base of cuda and npu."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Regular saves that fail while all training state is intact (TTP_FAILED_SAVE): training goes on without the
-failed saves.
+"""Regular saves that fail while all training state is intact (TTP_FAILED_SAVE): training goes on, and the
+save is tried again after a pause.
 
 A save is collective, so a rank that left the save alone, by an exception, would leave the other ranks in a
 collective. Invariant: a rank notes its error and continues the save; at each barrier of the save all ranks

@@ -1,4 +1,4 @@
-"""Brings a checkpoint from a store into a save folder, hashed on the way, and publishes it there.
+"""Chooses the newest intact checkpoint of a store, brings it into a save folder, and publishes it there.
 
 A node whose ranks load a known part of the files pulls only this part. In the format `torch` a rank loads the
 folder of its model-parallel rank, which the layout file names for the parallel sizes of the job that saved.

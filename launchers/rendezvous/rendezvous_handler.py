@@ -1,4 +1,4 @@
-"""Wraps torch's rendezvous: a wait names the missing nodes, and a signal ends the wait.
+"""Wraps torch's rendezvous, which decides the number of nodes: waits name missing nodes, later nodes come in.
 
 The loss of the node with the store does not end an agent: the survivors are still to save.
 """
