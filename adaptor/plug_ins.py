@@ -51,7 +51,6 @@ OPTIONAL_PARTS = {
         "operations": "adaptor.operations.cli:add",
         "verify": "adaptor.operations.verify:add",
         "doctor": "adaptor.launchers.doctor.doctor_command:add",
-        "drill": "adaptor.operations.cli:add_drill",
         "store": "adaptor.store.command:add",
         "replay": "adaptor.launchers.cli.replay:add",
     },

@@ -267,9 +267,8 @@ def _replace(
             f"{next(damage for damage in damaged.values() if damage.sees_another).words}; {COPIES}"
         )
     aside = names_aside(save_folder, damaged)
-    if (
-        examined.on_another_disk
-    ):  # before rank 0: after a crash in between, the next start has the same findings
+    # Before rank 0: after a crash in between, the next start finds the same problems.
+    if examined.on_another_disk:
         gone = () if named is None or named in damaged else (named,)
         yield from _agree(Agreed(step, (*gone, *damaged)))
     problem_lines += [

@@ -223,7 +223,10 @@ def own_copy(step: int) -> memoryview:
 
 def read_record(memory: memoryview) -> CopyRecord:
     """Return the contents of a whole copy besides tensors."""
-    index, _ = _index_of(memory)
+    return _record_in(_index_of(memory)[0])
+
+
+def _record_in(index: _Index) -> CopyRecord:
     record = record_of({"record": transfer.unpack(index.record)})
     return CopyRecord(record, transfer.unpack(index.arguments), transfer.unpack(index.extra), index.kept)
 
@@ -270,7 +273,7 @@ def read(memory: memoryview, optimizer: Any, model: Sequence[Any]) -> CopyRecord
                 tensor.data.copy_(stored_values.reshape(tensor.shape))
         for number, shard in shards_by_index.items():
             optimizer_state.keep(shard, filled[number])
-    return read_record(memory)
+    return _record_in(index)
 
 
 def _numbers(numbers: Any) -> str:

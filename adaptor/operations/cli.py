@@ -73,7 +73,14 @@ def add(add_command: Add) -> None:
         "otel", _otel, "send the incidents of a job to an OpenTelemetry collector, each as one trace"
     )
     otel.add_argument("--follow", action="store_true", help="wait for more, until the job has ended")
-    for command in (status, incidents, spent, serve, report, otel):
+    drill = add_command(
+        "drill",
+        _drill,
+        "end a rank of a running job on purpose, and wait until the job has recovered; the job must allow it"
+        " (ttprun --ttp-allow-drill True); exit code 1 if training does not go on",
+    )
+    drill.add_argument("--rank", type=int, help="the rank to end (default: a random rank)")
+    for command in (status, incidents, spent, serve, report, otel, drill):
         add_where(command)
     for command in (status, incidents, spent, serve, report):
         command.add_argument("--json", action="store_true", help="print JSON")
@@ -328,18 +335,6 @@ def _serve(parsed: argparse.Namespace) -> int:
 def _schema(parsed: argparse.Namespace) -> int:
     print(json.dumps(records.schema(parsed.name), indent=1), flush=True)
     return OK
-
-
-def add_drill(add_command: Add) -> None:
-    """Add `ttp drill`, which ends a rank of a running job on purpose, to `ttp`."""
-    drill = add_command(
-        "drill",
-        _drill,
-        "end a rank of a running job on purpose, and wait until the job has recovered; the job must allow it"
-        " (ttprun --ttp-allow-drill True); exit code 1 if training does not go on",
-    )
-    drill.add_argument("--rank", type=int, help="the rank to end (default: a random rank)")
-    add_where(drill)
 
 
 def _drill(parsed: argparse.Namespace) -> int:

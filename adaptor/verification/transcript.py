@@ -1,6 +1,6 @@
 """The transcript of a job: the sums of each verified step, a line for each step, in a chain (TTP_TRANSCRIPT).
 
-Each rank tells its sums behind the verdict on the step. The `ttprun` with the controller appends a line when
+Each rank sends its sums after the verdict on the step. The `ttprun` with the controller appends a line when
 the sums of all ranks have come, in the thread that writes for people: no decision waits for the file.
 
 Invariant: a line ends with the SHA-256 of the chain of the previous line and of its own text. So a changed,
@@ -46,7 +46,7 @@ class VerifiedStep(msgspec.Struct, frozen=True):
 
     Attributes:
         time: in UTC
-        step: of the update behind which the sums were computed
+        step: of the update after which the sums were computed
         newest: the newest step of all earlier lines; -1: none
         is_agreed: whether all holders of the state agree
         samples: the consumed samples of the job; None: unknown
@@ -68,7 +68,7 @@ class VerifiedStep(msgspec.Struct, frozen=True):
         return self.step <= self.newest
 
     def sums(self, label: str) -> Mapping[str, str]:
-        """Return the sums of a shard, as its first holder has told them."""
+        """Return the sums of a shard, as the first holder has sent them."""
         return next((rank.shards[label] for rank in self.ranks if rank.shards.get(label)), {})
 
 
@@ -83,7 +83,7 @@ class OpenSteps:
         self._steps.clear()
 
     def add(self, message: Verified, time: str) -> VerifiedStep | None:
-        """Add the sums of a rank; return the line of the step if all ranks have told theirs."""
+        """Add the sums of a rank; return the line of the step if the sums of all ranks have come."""
         ranks = self._steps.setdefault(message.step, {})
         ranks[message.rank] = message
         if len(ranks) < message.size:
@@ -105,8 +105,8 @@ def append(path: Path, verified: VerifiedStep) -> None:
         last, end = _last_line(file)
         file.truncate(end)
         try:
-            before = msgspec.json.decode(last, type=VerifiedStep)
-            newest = max(before.newest, before.step)
+            previous = msgspec.json.decode(last, type=VerifiedStep)
+            newest = max(previous.newest, previous.step)
         except msgspec.MsgspecError:  # no line, or a damaged one, which `TranscriptReader` names
             newest = -1
         body = msgspec.json.encode(msgspec.structs.replace(verified, newest=newest))
@@ -114,7 +114,7 @@ def append(path: Path, verified: VerifiedStep) -> None:
 
 
 def _last_line(file: BinaryIO) -> tuple[bytes, int]:
-    """Return the last complete line, without its end, and the place behind it."""
+    """Return the last complete line, without its end, and the offset after the line."""
     size, length = file.seek(0, os.SEEK_END), _BLOCK
     while True:
         start = max(0, size - length)
@@ -187,19 +187,19 @@ def trained(steps: Iterable[VerifiedStep]) -> dict[int, VerifiedStep]:
 def incomparable(recorded: VerifiedStep, replayed: VerifiedStep) -> str:
     """Return why the sums of two jobs cannot be compared rank by rank; "": they can."""
     for name in ("layout", "device"):
-        before, now = (verified.versions.get(name, "") for verified in (recorded, replayed))
-        if before != now:
-            return f"another {name}: recorded with {before}, replayed with {now}"
+        old, new = (verified.versions.get(name, "") for verified in (recorded, replayed))
+        if old != new:
+            return f"another {name}: recorded with {old}, replayed with {new}"
     return ""
 
 
 def other_versions(recorded: VerifiedStep, replayed: VerifiedStep) -> str:
     """Return the versions that differ, in words; "": none."""
-    pairs = {name: (recorded.versions.get(name, ""), now) for name, now in replayed.versions.items()}
+    pairs = {name: (recorded.versions.get(name, ""), new) for name, new in replayed.versions.items()}
     return ", ".join(
-        f"{name} {before or 'none'} when recorded, {now or 'none'} now"
-        for name, (before, now) in pairs.items()
-        if before != now
+        f"{name} {old or 'none'} when recorded, {new or 'none'} now"
+        for name, (old, new) in pairs.items()
+        if old != new
     )
 
 
@@ -212,22 +212,22 @@ def differences(recorded: VerifiedStep, replayed: VerifiedStep) -> list[str]:
     texts = []
     if recorded.samples != replayed.samples:
         texts.append(f"the position in the data: {recorded.samples} samples recorded, {replayed.samples} now")
-    for rank, now in enumerate(replayed.ranks):
-        for label, own_sums in now.shards.items():
-            sums, before = own_sums or replayed.sums(label), recorded.sums(label)
-            for key in sums.keys() | before.keys():
-                if sums.get(key) != before.get(key):
+    for rank, rank_sums in enumerate(replayed.ranks):
+        for label, shard_sums in rank_sums.shards.items():
+            sums, recorded_sums = shard_sums or replayed.sums(label), recorded.sums(label)
+            for key in sums.keys() | recorded_sums.keys():
+                if sums.get(key) != recorded_sums.get(key):
                     ranks.setdefault(f"{key} of shard {label}", []).append(rank)
-        for key, value in now.own.items():
+        for key, value in rank_sums.own.items():
             if recorded.ranks[rank].own.get(key) != value:
                 ranks.setdefault(key, []).append(rank)
 
     def order(text: str) -> tuple[int, str]:
-        later = (RANDOM, WEIGHTS, GRADIENT)
-        return next((number for number, key in enumerate(later, 1) if text.startswith(key)), 0), text
+        at_the_door = (RANDOM, WEIGHTS, GRADIENT)
+        return next((number for number, key in enumerate(at_the_door, 1) if text.startswith(key)), 0), text
 
     for text in sorted(ranks, key=order):
         several = "s" if len(ranks[text]) > 1 else ""
-        where = f"in step {step + 1}" if order(text)[0] else f"behind step {step}"
+        where = f"in step {step + 1}" if order(text)[0] else f"after step {step}"
         texts.append(f"{text} on rank{several} {' and '.join(map(str, ranks[text]))}, {where}")
     return texts

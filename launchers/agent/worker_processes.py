@@ -346,9 +346,8 @@ class Workers:
         The kernel delivers the messages before the end; the loop may see both at once, and reads messages
         later.
         """
-        if (
-            rank not in self._unreported_deaths or rank in self._connections
-        ):  # the end of the connection calls again
+        # The end of the connection calls again.
+        if rank not in self._unreported_deaths or rank in self._connections:
             return
         assert self.boards is not None
         # A process connects before it writes to its board.

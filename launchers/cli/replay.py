@@ -1,7 +1,7 @@
 """`ttp replay`: runs a job again from a checkpoint, and compares its verified steps with a transcript.
 
 The replay is another job, with save folder, log folder and transcript in a scratch folder. Verified steps are
-compared while the job runs; the job ends at the first difference, or behind the last step.
+compared while the job runs; the job ends at the first difference, or after the last step.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _expected(checkpoint: Path, to: int, path: Path) -> dict[int, VerifiedStep]:
     if first is None or not checkpoint.is_dir():
         raise ConfigError(f"--from is {checkpoint}: it must be the folder of a checkpoint, iter_N")
     if to <= first:
-        raise ConfigError(f"--to is {to}: it must be a step behind the checkpoint, {first + 1} or later")
+        raise ConfigError(f"--to is {to}: it must be a step after the checkpoint, {first + 1} or later")
     steps = transcript.trained(transcript.TranscriptReader(path).read())
     expected = {step: steps[step] for step in sorted(steps) if first < step <= to}
     if not expected:
@@ -81,7 +81,7 @@ def _command(command: Sequence[str], checkpoint: Path, every: int, scratch: Path
     program = Path(command[0]).name if command else ""
     if program != "ttprun":
         raise ConfigError(
-            f"the command begins with {program or 'nothing'}: name ttprun behind --, which verifies steps"
+            f"the command begins with {program or 'nothing'}: name ttprun after --, which verifies steps"
         )
     own_arguments, parsed, arguments = flags.parts_of(command[1:])
     if run.parse_min_max_nnodes(parsed.nnodes)[1] > 1:
@@ -121,7 +121,7 @@ def _command(command: Sequence[str], checkpoint: Path, every: int, scratch: Path
 
 @contextlib.contextmanager
 def _running(command: Sequence[str], variables: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run the replay, and end the replay behind the block. Raises ConfigError: no such program."""
+    """Run the replay, and end the replay after the block. Raises ConfigError: no such program."""
     try:
         process = subprocess.Popen(command, env=dict(variables))
     except OSError as error:
@@ -158,7 +158,7 @@ def _compare(process: subprocess.Popen[bytes], scratch: Path, expected: Mapping[
                 show([f"all {len(expected)} verified steps are equal: {equal[0]} to {equal[-1]}{note}"])
                 return OK
         if code is not None:
-            last = f"behind step {equal[-1]}" if equal else "before a verified step"
+            last = f"after step {equal[-1]}" if equal else "before a verified step"
             show(
                 [f"the replay has ended {last}, with exit code {code}: step {max(expected)} was not reached"]
             )

@@ -147,12 +147,13 @@ class Spare:
             self._send_streams(stdout, stderr)
         except (EOFError, OSError, msgspec.DecodeError) as error:
             self.kill()
-            what = ""
+            problem = ""
             if isinstance(error, TimeoutError):
-                what = f"has not answered for {FORK_S:g} s"
+                problem = f"has not answered for {FORK_S:g} s"
             elif isinstance(error, EOFError | ConnectionError):
-                what = "has ended"
-            raise OSError(f"the spare process {self.process.pid} {what}" if what else str(error)) from error
+                problem = "has ended"
+            text = f"the spare process {self.process.pid} {problem}" if problem else str(error)
+            raise OSError(text) from error
         return worker
 
     def _send_streams(self, stdout: _Stream | None, stderr: _Stream | None) -> None:
@@ -281,7 +282,8 @@ class Spares:
         """Return when a spare has imported everything, or when none will; tell of a long wait."""
         loop = asyncio.get_running_loop()
         until, ticks = loop.time() + IMPORTS_S, self._ticks()
-        for spare in self._waiting:  # it stood back for workers, which have ended
+        # Spares had the lowest priority beside the workers, which have ended.
+        for spare in self._waiting:
             worker_forks.come_forward(spare.process.pid, os.nice(0))
         while self._waiting and not any(spare.ready for spare in self._waiting):
             self._change.clear()
@@ -292,14 +294,14 @@ class Spares:
                 ticks_before, ticks = ticks, self._ticks()
                 hangs = ticks < ticks_before + _PROGRESS_TICKS
                 if hangs or loop.time() >= until:
-                    what = f"hangs ({STANDSTILL_S:g} s)" if hangs else f"takes more than {IMPORTS_S:g} s"
+                    problem = f"hangs ({STANDSTILL_S:g} s)" if hangs else f"takes more than {IMPORTS_S:g} s"
                     processes_text = ", ".join(str(spare.process.pid) for spare in self._waiting)
                     output.tell(
                         "[ttp] all workers of this node import by themselves: the import in the spare process"
-                        f" {processes_text} {what}"
+                        f" {processes_text} {problem}"
                     )
                     return
-                output.tell("[ttp] the start of the workers waits for a spare process, which still imports")
+                output.tell("[ttp] the start of the workers waits for a spare process that still imports")
 
     def _ticks(self) -> int:
         """Return the CPU time of the spares' main threads, in ticks of the kernel."""

@@ -149,7 +149,7 @@ def test_a_replay_names_the_step_the_rank_and_the_tensor(tmp_path: Path) -> None
     other = replay("other", "rank=1,step=6,phase=between,kind=flip-moment,code=7")
     assert other.code == 1, other.log[-3000:]
     assert "verified step 6 differs; step 5 is equal" in other.log.splitlines()
-    assert re.search(r"^exp_avg of shard mp_rank_00/\d on rank 1, behind step 6$", other.log, re.MULTILINE)
+    assert re.search(r"^exp_avg of shard mp_rank_00/\d on rank 1, after step 6$", other.log, re.MULTILINE)
     assert outcome.steps_in(save) == [4, ITERATIONS]
 
 

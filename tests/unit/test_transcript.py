@@ -107,11 +107,11 @@ def test_differences_name_the_step_the_rank_and_the_tensor() -> None:
     recorded = _verified(4)
     assert transcript.differences(recorded, _verified(4)) == []
     assert transcript.differences(recorded, _verified(4, _told(0, 4, param="x"), _told(1, 4))) == [
-        "param of shard g/0 on ranks 0 and 1, behind step 4"
+        "param of shard g/0 on ranks 0 and 1, after step 4"
     ]
     told = (_told(0, 4, agreed=False), _told(1, 4, param="x", agreed=False, own="x"))
     assert transcript.differences(recorded, _verified(4, *told)) == [
-        "param of shard g/0 on rank 1, behind step 4",
+        "param of shard g/0 on rank 1, after step 4",
         "random states on rank 1, in step 5",
     ]
 
@@ -193,7 +193,7 @@ def test_a_replay_that_cannot_be_compared_says_so(replay: Replay, capfd: pytest.
     replay.replayed.unlink()
     _write(replay.replayed, _verified(4))
     assert replay.run(then="sys.exit(3)") == 2
-    line = "the replay has ended behind step 4, with exit code 3: step 6 was not reached"
+    line = "the replay has ended after step 4, with exit code 3: step 6 was not reached"
     assert capfd.readouterr().out == f"{line}\n"
 
 
@@ -208,7 +208,7 @@ REFUSED = {
     "another script": (["ttprun", "train.py"], "6", "the script has no --load and --save"),
     "loaders": (["ttprun", "t.py", "--dataloader-save", "d"], "6", "--dataloader-save is among"),
     "no step": ([], "3", "no step from 3 to 3 is verified: its verified steps are 2 to 8"),
-    "back": ([], "2", "--to is 2: it must be a step behind the checkpoint, 3 or later"),
+    "back": ([], "2", "--to is 2: it must be a step after the checkpoint, 3 or later"),
 }
 
 
