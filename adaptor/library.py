@@ -53,7 +53,7 @@ class Protection:
                 ranks in the same step, makes the step the last step.
             last: the number of the last step.
             go_back: is called on each rank before training goes on after a fault, with the number of the last
-                finished step: the script's own counters, and an iterator over its data, must continue behind
+                finished step: the script's own counters, and an iterator over its data, must continue after
                 the step. The function may draw random numbers: afterwards the random states of the step are
                 restored.
 
@@ -85,7 +85,7 @@ class Protection:
         state from the survivors. Then `go_back` and `loop` are called on all ranks.
 
         Args:
-            loop: makes the steps behind the framework's present step. Temporary changes are undone in a
+            loop: makes the steps after the framework's present step. Temporary changes are undone in a
                 `finally`, or by `go_back`.
             go_back: is called with the last finished step, and the framework's counters after the step
                 (`counters` of `CheckpointContents`). The function sets the framework to the step: counters,

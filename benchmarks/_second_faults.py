@@ -101,7 +101,7 @@ def _second(source: random.Random, cut: Cut, first: Fault, spares: int, struck: 
             continue
         # An exception or a deadlock in the thread that sends leaves the process of the twin as it is.
         is_kept = phase == "give" and kind in _RAISES
-        # Behind the barrier others may make the update, which a rank that raises there never makes.
+        # After the barrier others may make the update, which a rank that raises there never makes.
         is_intact = first.kind == "exception" and first.phase not in ("door-after", "update")
         lost = set() if is_intact else {first.rank}
         if who == TWIN:  # the first of the others with the same shard sends

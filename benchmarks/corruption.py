@@ -55,7 +55,7 @@ PHASES = {
     "weight": "forward",
     "local-gradient": "reduction",
 }
-_FIRST = 4  # behind the self-test of a job of the tests
+_FIRST = 4  # after the self-test of a job of the tests
 
 
 @dataclass(frozen=True)

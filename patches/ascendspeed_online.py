@@ -66,7 +66,7 @@ def newcomers_come_alone(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 @newcomer.patch(
     "ascendspeed.core.pipeline_parallel.schedules:get_forward_backward_func",
-    why="what a rank that dies behind its update has added to the losses is in the log line of the step",
+    why="what a rank that dies after its update has added to the losses is in the log line of the step",
     accepts="(...)",
     optional=True,
 )
@@ -89,7 +89,7 @@ def losses_are_kept(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
 
 @newcomer.patch(
     f"{_OPTIMIZER}:MegatronOptimizer.clip_grad_norm",
-    why="the norm is in the log line of the step; an exception from behind the update would lose it",
+    why="the norm is in the log line of the step; an exception after the update would lose it",
     accepts="(...)",
     optional=True,
 )

@@ -246,7 +246,7 @@ def micro_batches_are_repeated(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 @replay.patch(
     "megatron.core.pipeline_parallel.schedules:backward_step",
-    why="behind the first backward pass the buffers have the gradients of one micro-batch",
+    why="after the first backward pass the buffers have the gradients of one micro-batch",
     accepts="(...)",
     optional=True,
 )

@@ -56,7 +56,7 @@ def training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: Any) -
 
 @training.patch(
     "megatron.training.training:pretrain",
-    why="behind it the last evaluation and the last save are done, and no death costs a step",
+    why="after it the last evaluation and the last save are done, and no death costs a step",
     accepts="(...)",
     optional=True,
 )

@@ -70,7 +70,7 @@ def its_training_can_be_saved(wrapped: Any, instance: Any, args: Any, kwargs: An
 
 @llm.patch(
     "mindspeed_llm.training.training:pretrain",
-    why="behind it the last evaluation and the last save are done, and no death costs a step",
+    why="after it the last evaluation and the last save are done, and no death costs a step",
     accepts="(...)",
     optional=True,
     unless_imported=True,

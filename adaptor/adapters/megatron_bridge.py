@@ -120,7 +120,7 @@ def newcomers_load_nothing(wrapped: Any, instance: Any, args: Any, kwargs: Any) 
 
 @bridge.patch(
     "megatron.bridge.data.loaders:setup_data_iterators",
-    why="data are read again behind the step to which the job goes back",
+    why="data are read again after the step to which the job goes back",
     accepts="(cfg, train_state, ...)",
 )
 def data_can_be_read_again(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:

@@ -245,7 +245,7 @@ class Regrouping:
     def _note_progress(self) -> None:
         self._moved_at, self._still_rounds = self._state.now, 0
 
-    # behind it
+    # joining
 
     def start_joining(self, unsaved: str) -> Orders:
         """Let all ranks come to the step; `unsaved`: why it could not be saved, "" if it is saved."""

@@ -95,7 +95,7 @@ def verdict_of(incident: Incident, failures: Failures, membership: Membership) -
 def _is_trained(incident: Incident, failures: Failures, cause: FirstCause, outcome: str) -> bool:
     """Return True if all ranks have trained to the end, so that another start would train nothing.
 
-    Behind a training loop of one's own the script still evaluates and saves: only an exception that another
+    After a training loop of one's own the script still evaluates and saves: only an exception that another
     start cannot mend ends the job there.
     """
     if outcome == "lost":

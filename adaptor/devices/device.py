@@ -7,7 +7,7 @@ times of completion, and a dump must not wait for the wrong time. Invariants:
    queued in front of the update, and the update ends by itself, as on a CPU.
 2. State readable by a dump is marked in the stream when its work has been started (`mark`): the update, the
    local copy, a record. A freeze is answered once the mark of the update has been passed (`wait`). A record
-   behind a pending mark is not read (`done`), because its stream may wait for a collective that never ends.
+   after a pending mark is not read (`done`), because its stream may wait for a collective that never ends.
 3. A dump copies in a stream of its own (`beside`, `to_host`, `copy`): the stream waits for its own copies
    alone, runs nothing but copies, and allocates nothing on the device.
 4. Collectives that never end are ended through the argument of `begin`, and in no other way. The main thread
@@ -47,7 +47,7 @@ class Device:
         """Return once all work started by this thread is done; raise the device's error."""
 
     def mark(self) -> Any:
-        """Return a mark behind all work started by this thread, for `done` and `wait`."""
+        """Return a mark after all work started by this thread, for `done` and `wait`."""
         return None
 
     def done(self, mark: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Online recovery in ModelLink: its loop, called again behind a finished step, and the supported jobs.
+"""Online recovery in ModelLink: its loop, called again after a finished step, and the supported jobs.
 
 The loop reads nearly all of its state from the arguments when called. ModelLink has no version number: the
 patches fit a single commit, and stop the job if a function differs. Lines are those of commit af1347
@@ -100,7 +100,7 @@ class AscendLoop(TrainingLoop):
 
     def __init__(self, train_call: dict[str, Any], start_answers: Mapping[str, Mapping[str, Any]]) -> None:
         train = train_call["train_data_iterator"] = _replayed(train_call["train_data_iterator"])
-        # In the caller's own list: behind the loop it evaluates once more.
+        # In the caller's own list: after the loop it evaluates once more.
         iterators = train_call["valid_data_iterator"]
         iterators[:] = map(_replayed, iterators)
         valid: list[DataRewind] = [iterator for iterator in iterators if iterator is not None]
@@ -157,7 +157,7 @@ class AscendLoop(TrainingLoop):
             self._make_tail(record.step)
 
     def _make_tail(self, step: int) -> None:
-        """Evaluate, save and end the job behind `step` as the loop does (1224 to 1264)."""
+        """Evaluate, save and end the job after `step` as the loop does (1224 to 1264)."""
         training, args, train_call = importlib.import_module(self.module), self.args(), self._given
         for replay in self._valid:
             replay.begin_step(step)
@@ -300,7 +300,7 @@ def take_place(args: Any) -> None:
     record, answers, *_ = worker.ask_record()
     context.part(Recovery).answers.update(answers)
     set_args(args, {**record.counters, "iteration": record.step})
-    if consumed_before := answers["tail"]["consumed_before"]:  # an evaluation behind the step may come again
+    if consumed_before := answers["tail"]["consumed_before"]:  # an evaluation after the step may come again
         set_args(args, {"consumed_valid_samples": consumed_before["consumed_valid_samples"]})
 
 

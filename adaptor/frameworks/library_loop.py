@@ -1,9 +1,9 @@
 """A custom training loop on Megatron-core: its state, its checkpoint from host copies, and online recovery.
 
 The script loads checkpoints by itself, and announces the load by `adaptor.write_host_copies`, right before it
-looks for a checkpoint. A copy has the entries of `extra` as they were behind its step.
+looks for a checkpoint. A copy has the entries of `extra` as they were after its step.
 
-The loop is called once more behind the last finished step. All other needs of a loop were created before: a
+The loop is called once more after the last finished step. All other needs of a loop were created before: a
 new process runs the script up to the loop, and gets the state from a survivor.
 """
 
@@ -128,7 +128,7 @@ def write_host_copies(
     return written
 
 
-# Is given the last finished step, and the counters behind it.
+# Is given the last finished step, and the counters after it.
 GoBack = Callable[[int, Mapping[str, int | float]], Any]
 T = TypeVar("T")
 
@@ -139,7 +139,7 @@ class LibraryLoop(Loop):
     Args:
         group: the folder of this rank's files.
         describe: describes this rank's state: collective.
-        go_back: lets the script go back behind a step.
+        go_back: brings the script back to the end of a step.
         last: the number of the last step; None: the loop knows its last step.
     """
 
@@ -160,7 +160,7 @@ class LibraryLoop(Loop):
         self._session = session
         self._go_back = go_back
         self._last = last
-        self._record: StepRecord | None = None  # of the step to go back behind, before the next one
+        self._record: StepRecord | None = None  # of the step to go back to, before the next
 
     def group(self) -> str:
         return self._group
@@ -185,7 +185,7 @@ class LibraryLoop(Loop):
         """Nothing comes after a step: it is in the function."""
 
     def put_back(self, record: StepRecord) -> None:
-        for chunk in self._model:  # a loop may do so behind its update
+        for chunk in self._model:  # a loop may do so after its update
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._record = record
@@ -263,7 +263,7 @@ class OwnLoopRecovery:
         self._run(train, go_back, last)
 
     def run_loop(self, train: Callable[[], T], go_back: GoBack, why_not: str) -> T:
-        """Call `train`, and again behind the last finished step after each fault; return the result of
+        """Call `train`, and again after the last finished step after each fault; return the result of
         `train`.
 
         Args:

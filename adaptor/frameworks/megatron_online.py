@@ -234,7 +234,7 @@ class MegatronLoop(TrainingLoop):
         self._set_loop(record)
 
     def _make_tail(self, record: StepRecord) -> None:
-        """Evaluate and save behind the step of `record` as the loop does."""
+        """Evaluate and save after the step of `record` as the loop does."""
         from megatron.training import get_timers
 
         training, args, train_call = importlib.import_module(self.module), self.args(), self._given

@@ -127,7 +127,7 @@ def reasons_in_options(options: Any) -> Iterator[str]:
         # Of FlagScale.
         ("skip_iters_range", "--skip-iters-range reads data outside of steps"),
         ("skip_samples_range", "--skip-samples-range reads data outside of steps"),
-        ("extra_eval_interval", "--extra-eval-interval evaluates behind a step, and not once more"),
+        ("extra_eval_interval", "--extra-eval-interval evaluates after a step, and not once more"),
         ("auto_skip_spiky_loss", "--auto-skip-spiky-loss keeps the losses of earlier steps in each process"),
         ("use_dualpipev", "--use-dualpipev keeps work of a step in queues of its own"),
         # Of MindSpeed, and of MindSpeed-LLM.

@@ -48,7 +48,7 @@ class Replays:
         self._first = ""
 
     def wait_for(self, model: Sequence[Any]) -> None:
-        """Compute the sum of the gradients of `model` behind the next backward pass."""
+        """Compute the sum of the gradients of `model` after the next backward pass."""
         self._waits_for = model
 
     def after_backward(self) -> None:
@@ -204,7 +204,7 @@ def _untouched(model: Sequence[Any], tracker: Any) -> Iterator[None]:
     changed = [(values, values.clone()) for values in (*_buffers(model), *_logged_losses())]
     try:
         with contextlib.ExitStack() as stack:
-            for chunk in model:  # no reduction begins behind the last micro-batch
+            for chunk in model:  # no reduction begins after the last micro-batch
                 stack.enter_context(chunk.no_sync())
             for name in calls:
                 setattr(config, name, None)

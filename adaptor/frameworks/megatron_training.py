@@ -309,7 +309,7 @@ def _will_be_protected() -> bool:
 
 
 def training_is_finished(wrapped: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call the framework's `pretrain`; behind it the board says that the script has finished its training.
+    """Call the framework's `pretrain`; after it the board says that the script has finished its training.
 
     The board says so as well if only a logger has raised the exception of `pretrain`.
     """
@@ -329,7 +329,7 @@ def training_is_finished(wrapped: Callable[..., Any], args: Any, kwargs: Any) ->
 
 
 def loggers_are_the_cause(error: BaseException) -> bool:
-    """Return whether a logger has raised `error`, behind the last save and the last evaluation.
+    """Return whether a logger has raised `error`, after the last save and the last evaluation.
 
     After its training loop `pretrain` saves, evaluates, ends the run of W&B, waits for an asynchronous save,
     and ends the run of one_logger. Exceptions of loggers come from `pretrain` itself, not from another

@@ -7,7 +7,7 @@
 
 Invariant: the memory of an optimizer changes inside the update window alone. MindSpeed joins the halves
 before the gradient norm is computed, when this rank may have to give its state; the adaptor joins the halves
-behind the door, and parts them again before the window closes. The values are the same: nothing reads the
+after the door, and parts them again before the window closes. The values are the same: nothing reads the
 values in between.
 
 `MindspeedLoop` is MindSpeed-LLM's own training loop in an online recovery; its parts equal Megatron-LM

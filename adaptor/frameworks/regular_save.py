@@ -383,7 +383,7 @@ class RegularSaves:
         names.
 
         The rank of the call may differ from the rank that names the folder: the end of a save that the
-        framework goes on with is behind a barrier.
+        framework goes on with is after a barrier.
         """
         for save in (*filter(None, [self._current()]), *self._in_background):
             with contextlib.suppress(ValueError):

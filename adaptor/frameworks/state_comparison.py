@@ -114,7 +114,7 @@ def with_replays(forward_backward: Any) -> Any:
 
 
 def drill(step: int) -> None:
-    """Hold a drill behind `step` if one is due (TTP_DRILL_EVERY); rank 0 tells its agent. Collective.
+    """Hold a drill after `step` if one is due (TTP_DRILL_EVERY); rank 0 tells its agent. Collective.
 
     Raises:
         RuntimeError: a rank is gone.

@@ -241,7 +241,7 @@ class StepLog(ABC):
         try:
             result = wrapped(*args, **kwargs)
         except BaseException:
-            # Behind the line ranks tell each other their times: a rank that is lost then breaks that off.
+            # After the line ranks tell each other their times: a rank that is lost then breaks that off.
             if has_line and not any(sums.get(count) for count in _COUNTED):
                 self._note_written(step, sums, has_line)
             raise
@@ -264,7 +264,7 @@ class StepLog(ABC):
         try:
             if self._kept_sums is None or self._kept_sums[0] != written:
                 self._kept_sums = written, numbers_of_sums(self._sums[written])
-            # Of each step these are needed twice, behind its line and before the next update.
+            # Of each step these are needed twice, after its line and before the next update.
             kept_log = (step, self._losses.get(step), written, self._since, self._kept_sums[1])
             data = _ENCODER.encode(kept_log)
         except (TypeError, AttributeError):  # of a version that adds up something else
@@ -287,7 +287,7 @@ class StepLog(ABC):
             return b""
 
     def go_back(self, step: int) -> None:
-        """The loop is called again, and begins behind `step`."""
+        """The loop is called again, and begins after `step`."""
         self._first = self._sums.get(step, self._sums.get(step - 1, {}))
         self._sums = {kept_step: sums for kept_step, sums in self._sums.items() if kept_step <= step} or {
             0: {}

@@ -35,7 +35,7 @@ T = TypeVar("T")
 _MOST_INTERVALS = 4
 # The counts of so many steps are kept before the older ones are looked for.
 _MOST_STEPS = 8
-# What a step, and the evaluation behind it, count on.
+# What a step, and the evaluation after it, count on.
 _CONSUMED = ("consumed_train_samples", "consumed_valid_samples")
 
 

@@ -124,7 +124,7 @@ def write(
         extra: the result of `take_extra` after the step.
         room: returns memory for so many bytes.
         cancelled: is asked again and again.
-        kept: what the board keeps behind the step.
+        kept: what the board keeps after the step.
 
     Raises:
         CopyAbandonedError: the copy was cancelled.

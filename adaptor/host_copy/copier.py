@@ -316,9 +316,9 @@ class Copier:
         """Begin the copy of a finished step if a copy is due; then collective.
 
         Args:
-            mark: the device's, behind the update of the step and the record.
+            mark: the device's, after the update of the step and the record.
             is_intact: whether the live state is the state of the step.
-            kept: returns what the board keeps behind the step.
+            kept: returns what the board keeps after the step.
         """
         if record.step < self._due or (self._every and record.step % self._every):
             return

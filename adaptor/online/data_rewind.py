@@ -26,7 +26,7 @@ class DataRewind(Iterator[Any]):
 
     Attributes:
         source: see above
-        oldest: the oldest step behind which all data is known
+        oldest: the oldest step after which all data is known
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -57,7 +57,7 @@ class DataRewind(Iterator[Any]):
         """Count data read from now on as data of `step`.
 
         Args:
-            oldest: the job never goes back behind an earlier step; None: no further than STEPS.
+            oldest: the job never goes back to an earlier step; None: no further than STEPS.
         """
         self._step = step
         recent = step - STEPS

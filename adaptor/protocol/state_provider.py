@@ -104,7 +104,7 @@ class StateCopier(Protocol):
     ) -> None:
         """Begin the copy of the step of `record` if a copy is due; then collective.
 
-        `trainee` has the live state of the step, if `is_intact`; `mark` is the device's, behind the update of
+        `trainee` has the live state of the step, if `is_intact`; `mark` is the device's, after the update of
         the step and the record; `kept` returns what the board keeps for a successor of this process.
         """
 
@@ -128,7 +128,7 @@ class StepVerifier(Protocol):
         """
 
     def after_update(self, trainee: Any, step: int) -> None:
-        """Compute the sums of the state behind the update of `step` if it is a verified step."""
+        """Compute the sums of the state after the update of `step` if it is a verified step."""
 
     def begin_step(self, trainee: Any) -> None:
         """Compute the sum of the weights that a step begins with."""

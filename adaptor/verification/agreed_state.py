@@ -167,7 +167,7 @@ def differences(agreed: AgreedState, states: Sequence[HeldState], *, has_optimiz
 
     Args:
         agreed: of the checkpoint.
-        states: by rank, behind the load.
+        states: by rank, after the load.
         has_optimizer: whether the optimizer's state was to be loaded, too.
     """
     lines = []

@@ -166,7 +166,7 @@ def start_gradient_sums(optimizer: torch.optim.Optimizer) -> PendingSums:
     """Queue the sum of the gradients for the update of a shard, under the key `grad`.
 
     Args:
-        optimizer: as for `shard_sums`, behind the clipping and, for a mirror, behind its exchange.
+        optimizer: as for `shard_sums`, after the clipping and, for a mirror, after its exchange.
     """
     bits = BitSum()
     is_present = []

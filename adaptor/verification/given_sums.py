@@ -73,7 +73,7 @@ class GivenSums:
         try:
             with torch.no_grad():
                 self._message = _Message(self._take())
-        except Exception as error:  # the writer waits for the message; an abandoned dump ends behind it
+        except Exception as error:  # the writer waits for the message; an abandoned dump ends after it
             self._message = _Message(problem=f"{type(error).__name__}: {error}")
 
     def _take(self) -> dict[int, dict[str, str]]:
@@ -210,7 +210,7 @@ def part_of(state: TrainingState, agreed: AgreedGroup | None) -> dict[str, bytes
 
 
 def hold(step: int, trainee: Any, record: BoardRecord, everyone: dist.ProcessGroup) -> Drilled | None:
-    """Hold a drill behind `step`; return the result on rank 0, or None after a step without an update.
+    """Hold a drill after `step`; return the result on rank 0, or None after a step without an update.
 
     Collective.
 

@@ -1,6 +1,6 @@
 """The twin check: the holders of each shard compare their sums before the next update (TTP_VERIFY_EVERY).
 
-Invariant: no rank makes the update behind a verified step, and no rank saves a step, before all ranks know
+Invariant: no rank makes the update after a verified step, and no rank saves a step, before all ranks know
 that all holders agree on the step. A sum belongs to the newest update. After an incident the state is
 compared, too: a rank whose state has stayed keeps the sums of its update, so damage since then is found.
 
@@ -47,7 +47,7 @@ from adaptor.verification.verdict import Finding, Report, ShardRecord, without_g
 # up to twice as much, because the sums displace the model from the cache.
 SHARE_OF_TIME = 0.0025
 _NEVER = 1 << 62
-# Before last words: a device that has not computed the sums behind an update in this time does not go on.
+# Before last words: a device that has not computed the sums after an update in this time does not go on.
 _DEVICE_S = 1.0
 
 
@@ -91,10 +91,10 @@ class TwinCheck:
         self._layout = self._memo.read()
         if self._layout == OFF:
             self._every = 0
-        self._step = -1  # of the update behind which `_updated` was computed
+        self._step = -1  # of the update after which `_updated` was computed
         # By the index of the shard; None: there is nothing to compare.
         self._updated: dict[int, PendingSums] | None = None
-        self._mark: Any = None  # behind these sums on the device
+        self._mark: Any = None  # after these sums on the device
         self._gathered: BitSum | None = None
         self._spent_s = 0.0
         self._door_at = 0.0
@@ -239,7 +239,7 @@ class TwinCheck:
 
         Args:
             report: of this rank.
-            tell_sums: is called behind the verdict, with True if all holders agree.
+            tell_sums: is called after the verdict, with True if all holders agree.
         """
         everyone = _everyone()
         number = verdict.contribution(report, self._rank, self._holders, self._models)
@@ -314,7 +314,7 @@ class TwinCheck:
         return report
 
     def _choose_interval(self) -> None:
-        """With TTP_VERIFY_EVERY=auto: agree with all ranks on the interval, once, behind the self-test."""
+        """With TTP_VERIFY_EVERY=auto: agree with all ranks on the interval, once, after the self-test."""
         if not (self._chooses and self._every) or self._count < SELF_TEST:
             return
         sums_s = statistics.median(self._sums_s)

@@ -27,7 +27,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
     """The sums of a shard on one holder.
 
     Attributes:
-        updated: of the state, behind the update
+        updated: of the state, after the update
         at_door: of the state, at the next door
         gradient: of the reduced gradient, at the same door
     """
@@ -38,7 +38,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> Sums:
-        """Return the sums behind the update, without the values of param groups."""
+        """Return the sums after the update, without the values of param groups."""
         return without_groups(self.updated)
 
     @property
@@ -77,7 +77,7 @@ class Report(msgspec.Struct, frozen=True):
 
     Attributes:
         shards: by label
-        weights: the label of the rank's part of the model, with the sum of the weights behind their gather
+        weights: the label of the rank's part of the model, with the sum of the weights after their gather
             ("": not computed), and as the step has used them
         agreed: the newest step on which all holders have agreed; -1: none
     """
@@ -197,7 +197,7 @@ def decide(reports: Sequence[Report], step: int, shards: Holders, weights: Holde
 
     Args:
         reports: by rank.
-        step: the step of the update behind which the first sums were computed.
+        step: the step of the update after which the first sums were computed.
         shards, weights: the holders by label.
     """
     agreed_before = min([step - 1, *(report.agreed for report in reports)])

@@ -39,7 +39,7 @@ def follow(
         store_port: of the framework's own store, whose connections are left alone.
         is_current: returns False once a newer order has come.
         sockets: returns the inodes of the connections that may be shut; None: all.
-        say: queues a message for the agent, behind the message's entry in the timeline of the incident: an
+        say: queues a message for the agent, after the message's entry in the timeline of the incident: an
             event and a detail. Message and entry are sent together, because a process stopped between the two
             would seem to have sent both.
         note: adds to the timeline of the incident: an event and a detail.

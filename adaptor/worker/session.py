@@ -66,7 +66,7 @@ class Session:
         self.pace = Pace(board)
         self._loop = LoopPosition()
         self.copier: StateCopier | None = None  # of copies in host memory
-        self.drill: Callable[[int], None] = lambda step: None  # behind each step, on all ranks
+        self.drill: Callable[[int], None] = lambda step: None  # after each step, on all ranks
 
     @property
     def counts_steps(self) -> bool:

@@ -1,7 +1,7 @@
 """The update window: the part of a step in which the inner optimizers of a rank change the state.
 
 Invariants: the window opens only when no rank needs this rank any more for its update, and the door lets the
-step pass; the board says at every moment which state of the rank is intact. Behind a verified step the
+step pass; the board says at every moment which state of the rank is intact. After a verified step the
 window opens only when every rank knows that all holders agree (`verifier`). If collectives of a step were
 aborted on the device, its gradients may be wrong: the step is void, and counts neither as READY nor as
 skipped nor as left out (`void`). The check runs after the last collective of the step.
@@ -121,7 +121,7 @@ class UpdateWindow:
         self.verifier: StepVerifier | None = None
         self._board = board
         self._report_broken_barrier = report_broken_barrier
-        self._mark: Any = None  # behind the last update on the device, and the last local copy
+        self._mark: Any = None  # after the last update on the device, and the last local copy
         self._inner: frozenset[int] = frozenset()
         self._waiting: set[int] = set()  # inner optimizers that have yet to finish this update
         self.is_copying = False
@@ -199,7 +199,7 @@ class UpdateWindow:
         self._newest = newest if self._newest is None else min(newest, self._newest)
 
     def require_whole(self, step: int) -> None:
-        """Check that `step` may count; on the main thread, behind the last collective of the step.
+        """Check that `step` may count; on the main thread, after the last collective of the step.
 
         Raises:
             Unwind: the main thread is to leave the framework's loop instead.

@@ -109,7 +109,7 @@ def generate(
 ) -> Iterator[list[int | None]]:
     """Continue the prompts together; yield the next token of each row, None where it has ended, step by step.
 
-    A row ends behind the token `end`, which is yielded, after `new` tokens, or where the context is full.
+    A row ends after the token `end`, which is yielded, after `new` tokens, or where the context is full.
     Shorter prompts are filled up at their left, and the model is told how many places: no token has the
     meaning of a filling, so any token may stand in a prompt.
 

@@ -218,7 +218,7 @@ def train(
         say(f"step {step} saved in {args.save}")
 
     protection.run_steps(one_step, last)  # (ttp) in place of `for step in range(done + 1, last + 1)`
-    # Behind the loop: of what stands in it behind the update, a fault may leave out the newest.
+    # After the loop: of what stands in it after the update, a fault may leave out the newest.
     if done < last:
         measure(last)
         keep(last)

@@ -53,7 +53,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def read_behind(step: int, last: int) -> Iterator[torch.Tensor]:
-    """Return the batches of this rank of the steps behind `step`, read ahead by a process of their own."""
+    """Return the batches of this rank of the steps after `step`, read ahead by a process of their own."""
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     rows = Rows(last * BATCH * size)
     own = [row for row in range(step * BATCH * size, len(rows)) if row // BATCH % size == rank]

@@ -75,7 +75,7 @@ class Corruption(Message, frozen=True):
     """The holders of the state differ in a verified step (TTP_VERIFY_EVERY); every rank sends the message.
 
     Attributes:
-        step: of the update behind which the sums were computed
+        step: of the update after which the sums were computed
         shard: the first shard, or part of the model, that differs
         text: what differs, a sentence without the ranks
         named: the ranks whose state or computation is wrong
@@ -257,10 +257,10 @@ class Drilled(Message, frozen=True):
 
 
 class Verified(Message, frozen=True):
-    """The sums of a rank in a verified step, behind the verdict (TTP_TRANSCRIPT).
+    """The sums of a rank in a verified step, after the verdict (TTP_TRANSCRIPT).
 
     Attributes:
-        step: of the update behind which the sums were computed
+        step: of the update after which the sums were computed
         size: the number of ranks
         is_agreed: whether all holders agree; if so, only the first holder of a shard sends the sums
         shards: by label, the sums of each shard that the rank holds, by key; empty: see the first holder

@@ -132,7 +132,7 @@ class Origin(msgspec.Struct, frozen=True, gc=False):
         finished: the newest finished step of the rank, -1 before training
         mistake: whether another start would fail in the same way (arguments, imports, a missing driver);
             first start only
-        lasting: whether the exception came before or behind training, from the code, its arguments or a
+        lasting: whether the exception came before or after training, from the code, its arguments or a
             checkpoint, and not from the system, the network or another rank
     """
 
@@ -226,7 +226,7 @@ class Recovered(Message, frozen=True):
     """The incident is over and all workers go on from `step`; sent before the workers get `Proceed`.
 
     Attributes:
-        made_again: the finished steps behind `step`, which all make once more
+        made_again: the finished steps after `step`, which all make once more
         retried: ranks that had raised, and whose processes live
         seconds: from the report of the fault to this message
     """
