@@ -190,7 +190,9 @@ def test_nccl_is_gloo() -> None:
         assert dist.get_backend() == "gloo"
         group = dist.new_group([0], backend="nccl", pg_options=object())
         assert dist.get_backend(group) == "gloo"
-        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+        names = []
+        while "gloo_tcp_loop\\n" not in names:  # a new thread names itself
+            names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
         assert names.count("gloo_tcp_loop\\n") == 1, "each group has a thread that polls"
         dist.barrier(device_ids=[0])
         given, taken = torch.arange(3.0), torch.zeros(3)
