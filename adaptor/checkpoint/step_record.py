@@ -266,6 +266,11 @@ class RandomStates:
         self._exchanged: list[Mapping[str, Any]] = []
         self.exchange()
 
+    @property
+    def place(self) -> int | None:
+        """The place of the own states in a checkpoint; None: all data-parallel ranks load the same states."""
+        return None if self._group is None or self._group.size() < 2 else self._group.rank()
+
     def take(self) -> list[Mapping[str, Any]]:
         """Return the current states; of other ranks the states at the last exchange."""
         own_states = self.own()

@@ -227,7 +227,7 @@ def write_group(
                 given.send(ranks.index(order.writer))
             state_writer.send_shards(state, ranks.index(order.writer), exchange)
             return ()
-        agreed = None if given is None else given.agreed(ranks)
+        agreed = None if given is None else given.agreed(ranks, record.rng)
         written = state_writer.write_files(state, record, exchange, Path(run.folder), run.attempt, agreed)
         if state.writes_common:
             step_record.write_loader_states(

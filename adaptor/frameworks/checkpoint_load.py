@@ -187,7 +187,10 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> str:
         return ""
     state, place = megatron_lm.described(model, optimizer)
     is_whole = not getattr(args, "no_load_optim", False) and not getattr(args, "no_save_optim", False)
-    result = save_check.compare(folder, agreed, state, place.shares, has_optimizer=is_whole)
+    random, peers = _random_states(args)
+    result = save_check.compare(
+        folder, agreed, state, place.shares, has_optimizer=is_whole, random=random, peers=peers
+    )
     if result.not_compared and args.rank == 0:
         output.tell(
             f"[ttp] {folder}: the loaded state is not compared with the agreed state:"
@@ -195,3 +198,20 @@ def _problem(args: Any, loaded: Any, model: Any, optimizer: Any) -> str:
             to="stdout",
         )
     return result.problem
+
+
+def _random_states(args: Any) -> tuple[str, list[int]]:
+    """Return the sum of this rank's random states, and the ranks of which it may load them; "": none."""
+    import torch.distributed as dist
+    from megatron.core import mpu, tensor_parallel
+
+    from adaptor.checkpoint import step_record
+    from adaptor.verification import state_sums
+
+    if getattr(args, "no_load_rng", False) or getattr(args, "no_save_rng", False):
+        return "", []
+    own_states = step_record.take_random(tensor_parallel.get_cuda_rng_tracker())
+    has_place = getattr(args, "data_parallel_random_init", False) and mpu.get_data_parallel_world_size() > 1
+    place = mpu.get_data_parallel_rank() if has_place else None
+    peers = mpu.get_data_parallel_group(with_context_parallel=True)
+    return state_sums.random_key(own_states, place), dist.get_process_group_ranks(peers)

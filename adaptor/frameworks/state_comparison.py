@@ -38,7 +38,8 @@ def agree(step: int) -> SaveCheck | None:
     trainee = session.trainee
     if everyone is None or not isinstance(trainee, MegatronTrainee) or not session.is_on_this_thread:
         return None
-    return save_check.begin(step, trainee, everyone)
+    has_random = not getattr(trainee.state.args, "no_save_rng", None)
+    return save_check.begin(step, trainee, everyone, has_random=has_random)
 
 
 def compare(content: Any) -> None:

@@ -41,11 +41,13 @@ class AgreedGroup(msgspec.Struct, frozen=True):
         layout: a hash of the names, shapes and dtypes of the params; another layout cannot be compared
         shards: in the order of the controller's shards
         updates: the count of updates of the optimizer; None: the optimizer counts none
+        random: the sums of the random states of its ranks (`state_sums.random_key`); empty: not saved
     """
 
     layout: str
     shards: list[AgreedShard]
     updates: int | None = None
+    random: tuple[str, ...] = ()
 
     def total(self, key: str, first: int = 0, count: int | None = None) -> int | None:
         """Return the sum of a key over `count` shards from `first` on; None if no shard has the key."""
@@ -93,6 +95,8 @@ class HeldState:
         shards: own shards first
         problem: why no sums could be taken; "": no problem
         weights: the sum of all weights that the optimizers of the rank train; None: not taken
+        random: the sum of the random states (`state_sums.random_key`); "": not taken
+        peers: the ranks of which the rank may load random states
     """
 
     group: str
@@ -101,6 +105,8 @@ class HeldState:
     shards: tuple[ShardSums, ...] = ()
     problem: str = ""
     weights: int | None = None
+    random: str = ""
+    peers: tuple[int, ...] = ()
 
 
 def hexadecimal(sums: Mapping[str, int]) -> dict[str, str]:
@@ -139,7 +145,8 @@ def agree(step: int, states: Sequence[HeldState]) -> AgreedState:
             _agreed(step, state.group, index, holders.get((state.group, index), []))
             for index in range(counts.get(state.group, 0))
         ]
-        groups[state.group] = AgreedGroup(state.layout, agreed, state.updates)
+        random = {member.random for member in states if member.group == state.group and member.random}
+        groups[state.group] = AgreedGroup(state.layout, agreed, state.updates, tuple(sorted(random)))
     return AgreedState(step, groups)
 
 
@@ -194,7 +201,28 @@ def differences(agreed: AgreedState, states: Sequence[HeldState], *, has_optimiz
                 for rank, state in members
                 if state.updates is not None and state.updates != group.updates
             ]
+        lines += [
+            f"random states of {name} on rank {rank}"
+            for rank, state in members
+            if not _has_saved_random_states(agreed, state, states)
+        ]
     return list(dict.fromkeys(lines))
+
+
+def _has_saved_random_states(agreed: AgreedState, state: HeldState, states: Sequence[HeldState]) -> bool:
+    """Return whether the random states of a rank are in the checkpoint, or cannot be compared.
+
+    A format may have the states once for all ranks with the same dense model, also where experts differ.
+    """
+    groups = {states[rank].group for rank in state.peers} | {state.group}
+    saved = {key for name in groups & agreed.groups.keys() for key in agreed.groups[name].random}
+    is_alike = {is_of_a_place(key) for key in saved} == {is_of_a_place(state.random)}
+    return not state.random or not is_alike or state.random in saved
+
+
+def is_of_a_place(random_key: str) -> bool:
+    """Return whether each data-parallel rank has random states of its own (`state_sums.random_key`)."""
+    return ":" in random_key
 
 
 def _keys(

@@ -123,11 +123,12 @@ class GivenSums:
         """Send the sums to rank `writer` of the exchange."""
         in_place_holder.send(self._message, writer, self._exchange)
 
-    def agreed(self, ranks: Sequence[int]) -> AgreedGroup | None:
+    def agreed(self, ranks: Sequence[int], random: Sequence[Mapping[str, Any]] = ()) -> AgreedGroup | None:
         """Return the sums of all holders, on the writer; None if a holder has no sums.
 
         Args:
             ranks: of the job, by their number in the exchange.
+            random: the random states of the step, as they are saved.
         """
         holders = [rank for sources in self._exchange.sources for rank in sources]
         messages = {self._exchange.rank: self._message}
@@ -140,7 +141,8 @@ class GivenSums:
             for number, rank in enumerate(holders)
         ]
         updates = state_sums.updates_of(self._state.optimizer)
-        return AgreedGroup(state_sums.layout_of(self._state), agreed, updates)
+        keys = state_sums.random_keys(random)
+        return AgreedGroup(state_sums.layout_of(self._state), agreed, updates, keys)
 
     def see(self, region: Region, begin: int, data: memoryview) -> None:
         """Note bytes that this rank writes in place.

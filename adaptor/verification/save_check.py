@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -93,6 +93,7 @@ class SaveCheck:
                     )
                 self._require_weights(content)
                 self._require_whole(content.get("optimizer"))
+                self._require_random_states(content.get("rng_state"))
             elif parts := _parameter_states(content):
                 self._require_shards(parts)
 
@@ -150,6 +151,13 @@ class SaveCheck:
                         for number, name in enumerate(order)
                     )
                     self._require(key, total & MASK, position)
+
+    def _require_random_states(self, saved: Any) -> None:
+        agreed = {key for group in self.agreed.groups.values() for key in group.random}
+        if agreed and isinstance(saved, list) and not agreed.issuperset(state_sums.random_keys(saved)):
+            raise CheckpointError(
+                f"step {self.step}: random states of {self.state.folder} were to be written that no rank has"
+            )
 
     def _require_shards(self, parts: list[Any]) -> None:
         names = state_sums.names_of(self.state)
@@ -210,18 +218,24 @@ def _is_coalesced(part: Mapping[Any, Any]) -> bool:
     )
 
 
-def begin(step: int, trainee: Any, everyone: torch.distributed.ProcessGroup) -> SaveCheck | None:
+def begin(
+    step: int, trainee: Any, everyone: torch.distributed.ProcessGroup, *, has_random: bool
+) -> SaveCheck | None:
     """Agree with all ranks on the state to save; None if no sums can be taken. Collective.
 
     Args:
         step: of the save.
         trainee: of the rank (`MegatronTrainee`).
         everyone: all ranks.
+        has_random: whether random states are saved.
 
     Raises:
         CheckpointError: holders of a shard differ; on all ranks.
     """
     own_state = state_sums.held_by(trainee.state, trainee.mirrors, trainee.shares)
+    if has_random:
+        own_random = state_sums.random_key(trainee.random.own(), trainee.random.place)
+        own_state = replace(own_state, random=own_random)
     gathered = group.gather_all(own_state, everyone)
     if any(state.problem for state in gathered):
         return None
@@ -338,6 +352,8 @@ def compare(
     shares: Sequence[Share],
     *,
     has_optimizer: bool,
+    random: str = "",
+    peers: Sequence[int] = (),
 ) -> LoadResult:
     """Compare the memory of all ranks with the agreed state of a checkpoint. Collective.
 
@@ -347,8 +363,10 @@ def compare(
         state: of the rank, loaded.
         shares: of the rank.
         has_optimizer: whether the state of the optimizer was to be loaded, too.
+        random, peers: of the rank, as in `HeldState`.
     """
-    gathered = gather_values(state_sums.held_by(state, (), shares, whole_weights=True))
+    held_state = state_sums.held_by(state, (), shares, whole_weights=True)
+    gathered = gather_values(replace(held_state, random=random, peers=tuple(peers)))
     omitted = other_layouts(agreed, gathered)
     different = [] if omitted else differences(agreed, gathered, has_optimizer=has_optimizer)
     problem = (

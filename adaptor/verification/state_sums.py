@@ -19,7 +19,9 @@ from adaptor.checkpoint.weights import is_quantized
 from adaptor.replica import optimizer_state, twin
 from adaptor.replica.mirror import Mirror
 from adaptor.verification.agreed_state import MASK, PARAM, WEIGHT, HeldState, ShardSums
+from adaptor.verification.checksums import random_sum
 from adaptor.verification.placed_sums import name_factor, placed_sum
+from adaptor.verification.transcript import SUM_DIGITS
 
 Sums: TypeAlias = dict[str, int]
 # Returns elements of a weight, from the param, its main param, and their first and last place in the param.
@@ -206,6 +208,23 @@ def updates_of(optimizer: Any) -> int | None:
         counts |= {int(group["step"]) for group in torchs.param_groups if "step" in group}
         counts |= {int(state["step"]) for state in torchs.state.values() if "step" in state}
     return counts.pop() if len(counts) == 1 else None
+
+
+def random_key(states: Mapping[str, Any], place: int | None = None) -> str:
+    """Return the sum of random states, in the form in which a framework stores them.
+
+    Args:
+        states: of a rank.
+        place: the data-parallel rank, where each has states of its own (`PLACE:SUM`).
+    """
+    total = random_sum(states)[:SUM_DIGITS]
+    return total if place is None else f"{place}:{total}"
+
+
+def random_keys(states: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Return the sums of saved random states: of one rank, or of each data-parallel rank."""
+    has_places = len(states) > 1
+    return tuple(random_key(own, place if has_places else None) for place, own in enumerate(states))
 
 
 def held_by(

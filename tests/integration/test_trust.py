@@ -131,6 +131,9 @@ def test_a_checkpoint_with_another_state_than_its_ranks_agreed_on_is_refused(
     said = manifest.read(lie)
     assert said.state is not None
     assert [shard.holders for shard in said.state.groups["mp_rank_00"].shards] == [(0,)]
+    regular = manifest.read(earlier).state
+    assert regular is not None
+    assert [len(state.groups["mp_rank_00"].random) for state in (said.state, regular)] == [1, 1]
     shutil.copy(earlier / name, lie / name)
     files = [hashing.entry_of(lie / file.path, file.path) for file in said.files]
     described = manifest.Manifest.now(

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from adaptor import context
-from adaptor.checkpoint import manifest, publish, state_writer, tracker
+from adaptor.checkpoint import manifest, publish, state_writer, step_record, tracker
 from adaptor.checkpoint.shards import Exchange
 from adaptor.checkpoint.training_state import TrainingState
 from adaptor.errors import CheckpointError
@@ -27,7 +27,14 @@ from adaptor.protocol import naming
 from adaptor.protocol.board import Phase
 from adaptor.protocol.messages import BoardRecord, Share
 from adaptor.verification import agreed_state, given_sums, state_sums
-from adaptor.verification.agreed_state import MASK, AgreedState, HeldState, agree, differences
+from adaptor.verification.agreed_state import (
+    MASK,
+    AgreedGroup,
+    AgreedState,
+    HeldState,
+    agree,
+    differences,
+)
 from adaptor.verification.given_sums import GivenSums
 from adaptor.verification.placed_sums import placed_sum
 from adaptor.verification.save_check import PlannedWrites, SaveCheck
@@ -389,6 +396,51 @@ def test_another_model_is_named_and_not_compared() -> None:
         "mp_rank_00 (it has other params than the checkpoint's)"
     ]
     assert differences(agreed, _held(other), has_optimizer=True) == []
+
+
+def test_random_states_that_no_rank_has_saved_are_found_behind_a_load() -> None:
+    saved = step_record.take_random(SimpleNamespace(get_states=lambda: {"model-parallel": torch.arange(8)}))
+    other = {**saved, "torch_rng_state": saved["torch_rng_state"] ^ 1}
+    ranks = _ranks(2)
+    held = [dataclasses.replace(state, random=state_sums.random_key(saved)) for state in _held(ranks)]
+    agreed = agree(STEP, held)
+    assert differences(agreed, held, has_optimizer=True) == []
+    held[1] = dataclasses.replace(held[1], random=state_sums.random_key(other))
+    assert differences(agreed, held, has_optimizer=True) == ["random states of mp_rank_00 on rank 1"]
+    held[1] = dataclasses.replace(held[1], random="")
+    assert differences(agreed, held, has_optimizer=True) == [], "a user may load none"
+
+    check = SaveCheck(STEP, ranks[0].state, agreed)
+    check.require_archive({"iteration": STEP, "rng_state": [saved]})
+    with pytest.raises(CheckpointError, match="random states of mp_rank_00"):
+        check.require_archive({"iteration": STEP, "rng_state": [other]})
+
+
+def test_each_rank_has_its_own_of_several_random_states() -> None:
+    states: list[dict[str, Any]] = [{"torch_rng_state": torch.full((4,), rank)} for rank in range(2)]
+    keys = state_sums.random_keys(states)
+    held = [dataclasses.replace(state, random=keys[rank]) for rank, state in enumerate(_held(_ranks(2)))]
+    agreed = agree(STEP, held)
+    assert differences(agreed, held, has_optimizer=True) == []
+    held[0] = dataclasses.replace(held[0], random=state_sums.random_key(states[1], 0))
+    assert differences(agreed, held, has_optimizer=True) == ["random states of mp_rank_00 on rank 0"]
+    held[0] = dataclasses.replace(held[0], random=state_sums.random_key(states[0]))
+    assert differences(agreed, held, has_optimizer=True) == [], "the job has other options than the save"
+
+
+def test_random_states_of_a_rank_with_other_experts_are_no_difference() -> None:
+    """A format may have one place for the random states of all ranks with the same dense model."""
+    held = [
+        dataclasses.replace(state, group=f"mp_rank_00_00{rank}", random=f"{rank}", peers=(0, 1))
+        for rank, state in enumerate(_held(_ranks(2)))
+    ]
+    agreed = AgreedState(
+        STEP, {state.group: AgreedGroup(state.layout, [], None, (state.random,)) for state in held}
+    )
+    loaded = [dataclasses.replace(state, random="0") for state in held]
+    assert differences(agreed, loaded, has_optimizer=False) == []
+    alone = [dataclasses.replace(state, peers=(rank,)) for rank, state in enumerate(loaded)]
+    assert differences(agreed, alone, has_optimizer=False) == ["random states of mp_rank_00_001 on rank 1"]
 
 
 def test_holders_that_differ_do_not_agree() -> None:
