@@ -19,8 +19,10 @@ from adaptor.verification.agreed_state import MASK
 from adaptor.verification.checksums import Sums, scalar_sum
 from adaptor.verification.transcript import GRADIENT, NUMBERS, SUM_DIGITS
 
-# The keys of values in param groups; a scheduler changes the values between an update and the next door.
+# The keys of values in param groups; a scheduler changes the values between an update and the next door, but
+# not the count of updates.
 _GROUP = "group."
+_COUNT = f"{_GROUP}step"
 
 
 class ShardRecord(msgspec.Struct, frozen=True):
@@ -38,7 +40,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
     @property
     def state(self) -> Sums:
-        """Return the sums after the update, without the values of param groups."""
+        """Return the sums after the update, without the values that a scheduler changes."""
         return without_groups(self.updated)
 
     @property
@@ -49,13 +51,13 @@ class ShardRecord(msgspec.Struct, frozen=True):
     @property
     def inputs(self) -> Sums:
         """Return the sums of the inputs of the next update: the gradient, and the values of param groups."""
-        groups = {key: value for key, value in self.at_door.items() if key.startswith(_GROUP)}
-        return {**self.gradient, **groups}
+        groups = self.at_door.keys() - without_groups(self.at_door).keys()
+        return {**self.gradient, **{key: self.at_door[key] for key in groups}}
 
 
 def without_groups(sums: Sums) -> Sums:
-    """Return sums without the values of param groups."""
-    return {key: value for key, value in sums.items() if not key.startswith(_GROUP)}
+    """Return sums without the values of param groups, but with the count of updates."""
+    return {key: value for key, value in sums.items() if key == _COUNT or not key.startswith(_GROUP)}
 
 
 def different(all_sums: Sequence[Sums]) -> list[str]:

@@ -21,7 +21,7 @@ WHOLE = {"g/0": [0, 1, 2]}
 
 def reports_of(shards: Mapping[str, list[int]], agreed: int = 5) -> list[Report]:
     ranks = 1 + max(rank for holders in shards.values() for rank in holders)
-    state = {"param": "a1", "exp_avg": "b1", "state.step": "c1"}
+    state = {"param": "a1", "exp_avg": "b1", "state.step": "c1", "group.step": "d1"}
     records = {
         label: ShardRecord(
             {**state, "group.lr": "old"}, {**state, "group.lr": "new"}, {"grad": f"of {label}"}
@@ -108,6 +108,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     ),
     "gradient": ([(2, "gradient", "grad")], SPLIT, Kind.INPUTS, (), (0, 2), 6),
     "gradient of one in three": ([(2, "gradient", "grad")], WHOLE, Kind.INPUTS, (2,), (), 6),
+    "count of updates": ([(0, "at_door", "group.step")], SPLIT, Kind.AT_REST, (0,), (), 6),
     "learning rate": ([(0, "at_door", "group.lr")], SPLIT, Kind.INPUTS, (), (0, 2), 6),
     "weights as used": ([(3, "weights", "1")], SPLIT, Kind.WEIGHTS, (3,), (), 6),
     "weights of one in four": ([(3, "weights", "0"), (3, "weights", "1")], SPLIT, Kind.WEIGHTS, (3,), (), 6),
