@@ -51,10 +51,12 @@ class Waits:
 
     Attributes:
         current: the main thread's present wait, if a wait of this module
+        seconds: the main thread has spent in its waits, in all
     """
 
     def __init__(self, context: Context) -> None:
         self.current: Wait | None = None
+        self.seconds = 0.0
         self._thread = threading.main_thread().ident
 
     def wait(self, work: Any, native: Callable[..., bool], *, message: bool = False) -> bool:
@@ -74,10 +76,12 @@ class Waits:
         if threading.get_ident() != self._thread:
             return native()
         wait = self.current = Wait()
+        began = time.monotonic()
         try:
             return _in_a_thread(native, wait) if message else _in_slices(work, native, wait)
         finally:
             self.current = None
+            self.seconds += time.monotonic() - began
 
 
 def _in_slices(work: Any, native: Callable[..., bool], wait: Wait) -> bool:

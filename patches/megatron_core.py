@@ -246,12 +246,12 @@ def micro_batches_are_repeated(wrapped: Any, instance: Any, args: Any, kwargs: A
 
 @replay.patch(
     "megatron.core.pipeline_parallel.schedules:backward_step",
-    why="after the first backward pass the buffers have the gradients of one micro-batch",
+    why="after the first backward pass the buffers have the gradients of one micro-batch; it is timed",
     accepts="(...)",
     optional=True,
 )
 def gradients_are_summed(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    result = wrapped(*args, **kwargs)
+    result = _timed(wrapped, args, kwargs)
     if context.get().settings.replay_every:
         from adaptor.frameworks.megatron_replay import Replays  # torch, which is for the script to import
 
@@ -261,7 +261,7 @@ def gradients_are_summed(wrapped: Any, instance: Any, args: Any, kwargs: Any) ->
 
 @replay.patch(
     "megatron.core.pipeline_parallel.schedules:forward_step",
-    why="a repeated micro-batch has the share in the loss that it had in its step",
+    why="a repeated micro-batch has the share in the loss that it had in its step; it is timed",
     accepts="(forward_step_func, data_iterator, model, num_microbatches, ...)",
     optional=True,
 )
@@ -274,4 +274,11 @@ def losses_are_divided_alike(wrapped: Any, instance: Any, args: Any, kwargs: Any
                 kwargs = {**kwargs, "num_microbatches": number}
             else:
                 args = (*args[:3], number, *args[4:])
-    return wrapped(*args, **kwargs)
+    return _timed(wrapped, args, kwargs)
+
+
+def _timed(wrapped: Any, args: Any, kwargs: Any) -> Any:
+    worker = runtime.of_this_process()
+    if not isinstance(worker, runtime.Runtime):
+        return wrapped(*args, **kwargs)
+    return worker.session.pace.compute(lambda: wrapped(*args, **kwargs))

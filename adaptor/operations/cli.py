@@ -135,6 +135,11 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         result = f"not recoverable ({status.drill_problem})" if status.drill_problem else "recoverable"
         ago = age(status.drill_time)
         drilled = {"drill": f"{result} at step {status.drill_step}, found out {ago} before this"}
+    slow = {}
+    if status.slow_rank is not None:
+        slow = {
+            "slow": f"rank {status.slow_rank} computes {status.slow_score:.2f} times as long as its peers"
+        }
     failed = {}
     if status.failed_saves:
         failed = {"failed saves": f"{status.failed_saves} one after the other; {status.failed_save}"}
@@ -149,6 +154,7 @@ def _status_lines(status: Status, silent_s: float) -> list[str]:
         "step": step,
         **copied,
         **drilled,
+        **slow,
         **failed,
         "protection": protection(status),
         "ranks": f"{status.ranks}, {status.ranks_training} train{ended_ranks}; {nodes}{away}{spare}",

@@ -388,6 +388,9 @@ def _of_status(status: Status) -> Iterator[Metric]:
         yield _gauge("ttp_drill_recoverable", "1 if the newest drill has found no problem", is_recoverable)
         yield _gauge("ttp_drill_step", "the step of the newest drill", status.drill_step)
         yield _gauge("ttp_drill_timestamp_seconds", "when it was held", unix(status.drill_time))
+    if status.slow_rank is not None and status.slow_score is not None:
+        yield _gauge("ttp_slow_rank", "the rank that computes longest", status.slow_rank)
+        yield _gauge("ttp_slow_score", "its computing time ÷ that of its peers", status.slow_score)
     yield _gauge("ttp_failed_saves", "saves that have failed one after the other", status.failed_saves)
     yield _gauge("ttp_generation", "starts of the workers, from 1 on", status.generation)
     ranks = GaugeMetricFamily("ttp_ranks", "ranks in each state", labels=["state"])

@@ -99,7 +99,7 @@ _RECORD = struct.Struct("<qqqqqqqqdddqqd256s")
 USES = ("steps", "data", "evaluation", "save", "load", "other")
 _USE = {use: number for number, use in enumerate(USES)}
 _SPENT = 1024  # in a slot, behind the records
-_SPENT_END = _SPENT + 8 * len(USES)
+_SPENT_END = _SPENT + 8 * (len(USES) + 1)  # the last: seconds of computation in a step
 _LIFELINE = 2048  # behind that
 # behind the lifeline: a sequence number, and room for two texts with their lengths
 _KEPT = _LIFELINE + LIFELINE_SIZE
@@ -182,6 +182,11 @@ class BoardMemory:
         """Return the seconds of the lowest rank in each of `USES`, in their order."""
         start = (self._slots[min(self._slots)] + _SPENT) // 8
         return [float(seconds) for seconds in self._seconds[start : start + len(USES)]]
+
+    def compute_times(self) -> dict[int, float]:
+        """Return the seconds of computation of each rank in a step; ranks without a measure are absent."""
+        places = {rank: (start + _SPENT) // 8 + len(USES) for rank, start in self._slots.items()}
+        return {rank: seconds for rank, place in places.items() if (seconds := self._seconds[place])}
 
     def reset(self, rank: int) -> None:
         """Clear the slot of `rank` for the successor of a dead process; kept data stays."""
@@ -272,7 +277,11 @@ class Board:
 
     def spend(self, use: str, seconds: float) -> None:
         """Add to the seconds of one of `USES`, or of "other"; main thread only."""
-        self._spent_there[_USE.get(use, -1)] += seconds
+        self._spent_there[_USE.get(use, _USE["other"])] += seconds
+
+    def compute(self, seconds: float) -> None:
+        """Publish the usual seconds of forward and backward passes in a step; main thread only."""
+        self._spent_there[len(USES)] = seconds
 
     def keep(self, data: bytes) -> None:
         """Keep `data` for the successor of this process; data too large clears the slot; main thread only."""

@@ -256,6 +256,8 @@ class Status(msgspec.Struct, kw_only=True):
         failed_saves: successive failed saves of the framework; `failed_save` is the newest, with its reason
         drill_step: the step of the newest drill (TTP_DRILL_EVERY), at `drill_time`; `drill_problem`: why the
             step could not have been saved without one rank, "" if it could; None: no drill
+        slow_rank: the rank whose forward and backward passes take longest, if much longer than those of ranks
+            with the same part of the model; `slow_score` is the ratio
     """
 
     schema: Literal["ttp.status/1"] = "ttp.status/1"
@@ -294,6 +296,8 @@ class Status(msgspec.Struct, kw_only=True):
     drill_step: int | None = None
     drill_time: str | None = None
     drill_problem: str = ""
+    slow_rank: int | None = None
+    slow_score: float | None = None
     open_incident: str = ""
 
 

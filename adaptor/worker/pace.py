@@ -5,12 +5,15 @@ agent.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypedDict, TypeVar
 
+from adaptor import context
 from adaptor.protocol.board import Board
+from adaptor.waits import Waits
 
 _T = TypeVar("_T")
 
@@ -44,6 +47,8 @@ class Pace:
         self._begun = 0.0
         self._took: deque[float] = deque(maxlen=RECENT)
         self._unusual = UNUSUAL
+        self._computed = 0.0  # seconds of the forward and backward passes of the running step
+        self._compute_times: deque[float] = deque(maxlen=RECENT)
         self._first = 0.0  # seconds of the slowest of the first steps of a process
         self._knows_first = False  # the duration came from another process
         self._in_phases = 0.0  # seconds of the running step
@@ -56,7 +61,7 @@ class Pace:
 
     def begin_step(self, step: int) -> None:
         self._begun = time.monotonic()
-        self._in_phases = 0.0
+        self._in_phases = self._computed = 0.0
         self._waited_before = self._waited
         self._board.enter(step)
 
@@ -76,6 +81,8 @@ class Pace:
             self._first = max(self._first, took)
         else:
             self._took.append(took)
+            self._compute_times.append(self._computed)
+            self._board.compute(statistics.median(self._compute_times))
         self._board.leave(self._slowest)
 
     def abandon_step(self) -> None:
@@ -113,6 +120,14 @@ class Pace:
         if not self._running:
             self._in_phases += took
         self._turn()
+
+    def compute(self, act: Callable[[], _T]) -> _T:
+        """Call `act`, a forward or backward pass; waits for other ranks over gloo do not count."""
+        waits = context.part(Waits)
+        begun_at = time.monotonic() - waits.seconds
+        result = act()
+        self._computed += time.monotonic() - waits.seconds - begun_at
+        return result
 
     def wait_for_data(self, read: Callable[[], _T]) -> _T:
         """Call `read`, which waits for the next batch; in a phase the time belongs to the phase."""

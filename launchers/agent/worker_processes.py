@@ -182,6 +182,10 @@ class Workers:
         """Return the uses of time of the lowest rank, dead or alive; None without boards."""
         return self.boards.spent() if self.boards is not None else None
 
+    def compute_times(self) -> dict[int, float]:
+        """Return the seconds that each rank computes in a step; see `BoardMemory.compute_times`."""
+        return self.boards.compute_times() if self.boards is not None else {}
+
     @property
     def traced(self) -> bool:
         """Return whether a debugger holds one of the workers."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from adaptor import output
@@ -21,6 +21,7 @@ from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.protocol.messages import (
     AgentTerminationRequested,
     BoardRecord,
+    ComputeTimes,
     Died,
     Dying,
     Fault,
@@ -133,6 +134,7 @@ async def watch(
     loop = asyncio.get_running_loop()
     last = 0
     hang_detector, is_still = HangDetector(node, hang_s), False
+    compute_times = ComputeTimes(node, {})
     while workers.boards is not None:
         await asyncio.sleep(PROGRESS_S)
         boards = workers.read()
@@ -145,10 +147,20 @@ async def watch(
             report(stall_change)
         for message in starting():
             report(message)
+        if has_changed(compute_times.seconds, seconds := workers.compute_times()):
+            compute_times = ComputeTimes(node, seconds)
+            report(compute_times)
         total = sum(board.progress for board in boards) + moved()
         if total != last:
             last = total
             report(Progress(node, total))
+
+
+def has_changed(told: Mapping[int, float], seconds: Mapping[int, float]) -> bool:
+    """Return whether a time differs by a tenth: thousands of nodes must not report all the time."""
+    return told.keys() != seconds.keys() or any(
+        abs(seconds[rank] - told[rank]) > told[rank] / 10 for rank in seconds
+    )
 
 
 class WorkerNews:

@@ -29,6 +29,7 @@ from adaptor.protocol.messages import (
     AgentHello,
     AgentLost,
     AgentTerminationRequested,
+    ComputeTimes,
     Corruption,
     Died,
     Drilled,
@@ -115,6 +116,7 @@ class IncidentReport:
         self.failed_saves = 0  # of the framework, one after the other
         self.failed_save = ""  # the newest failed save, with its reason
         self.drilled: tuple[int, float, str] | None = None  # step, time and problem of the newest drill
+        self.compute_times: dict[int, float] = {}  # seconds in a step, by rank, in this generation
         self._open_steps = OpenSteps()
         self.path = ""  # the path of the last report
         self.last_id: str | None = None
@@ -146,6 +148,8 @@ class IncidentReport:
                 self._record_save(step, reason, time_now)
             case Drilled(step=step, lost=lost, problem=problem):
                 self.drilled = (step, time_now, f"without rank {lost}: {problem}" if problem else "")
+            case ComputeTimes(seconds=seconds):
+                self.compute_times = self.compute_times | seconds
             case Verified():
                 line = self._open_steps.add(message, records.utc(time_now))
                 if line is not None:
@@ -317,6 +321,7 @@ class IncidentReport:
         self._generation = generation
         self._started = self._trained = 0.0
         self._finished, self._unprotected = -1, False
+        self.compute_times = {}
         self._pids.clear()
 
     def close(self) -> None:

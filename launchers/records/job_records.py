@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from adaptor.launchers.control.controller_host import ControllerHost
 from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.job_files import JobFiles, StepTimer, TimeUses
 from adaptor.launchers.records.log import tell_error
-from adaptor.protocol.messages import BoardRecord, Share
+from adaptor.protocol.messages import BoardRecord, Layout, Share
 from adaptor.protocol.records import Notice, Status, utc
 
 
@@ -114,6 +115,8 @@ class JobRecords:
         self.report.close()
 
 
+# A rank is slow from this multiple of the time of its peers.
+SLOW = 1.25
 # Seconds between two replacements of the file.
 STATUS_S = 1.0
 
@@ -155,6 +158,8 @@ class JobStatus:
         self._save = ""  # the save folder; restarted ranks report the folder when they begin to train
         self.script = ""
         self._holders: tuple[object, int | None] = (None, None)  # the members, and their holders
+        # The times that were compared last, and the slow rank with its score.
+        self._slow: tuple[Mapping[int, float], tuple[int, float] | None] = ({}, None)
         self._trains = 0  # the newest generation whose ranks all train
 
     def look(
@@ -191,6 +196,7 @@ class JobStatus:
         self._written = time.monotonic()
         self._save = members.save_folder or self._save
         why_not = next(iter(members.unprotected.values()), "")
+        self._compare_compute_times(members)
         copied = self._newest_copy()
         if copied != self._copy[0]:
             self._copy = (copied, time_now)
@@ -244,6 +250,20 @@ class JobStatus:
     def _keep_holders(self, key: object, shares: Mapping[int, tuple[Share, ...]]) -> None:
         self._holders = (key, _fewest_holders(shares))
 
+    def _compare_compute_times(self, members: Membership) -> None:
+        """Let the writer's thread look for a slow rank, if times have changed."""
+        times = self._report.compute_times
+        if times is not self._slow[0]:
+            self._slow = (times, self._slow[1])
+            self._files.calculate(partial(self._find_slow, times, dict(members.layouts)))
+
+    def _find_slow(self, times: Mapping[int, float], layouts: Mapping[int, Layout]) -> None:
+        parts = {
+            rank: next((share.group for share in layout.shares if share.can_write), "")
+            for rank, layout in layouts.items()
+        }
+        self._slow = (times, slow_rank(times, parts))
+
     def note_last_step(self, step: int) -> None:
         """Note the newest finished step after the end of the workers; -1: unknown."""
         if step > self._step:
@@ -270,6 +290,8 @@ class JobStatus:
         if report.drilled is not None:
             step, drill_time, problem = report.drilled
             fields |= {"drill_step": step, "drill_time": utc(drill_time), "drill_problem": problem}
+        if (slow := self._slow[1]) is not None:
+            fields |= {"slow_rank": slow[0], "slow_score": round(slow[1], 2)}
         return fields
 
 
@@ -280,6 +302,25 @@ def _state_of(controller: Controller) -> State:
         return "incident"
     members = controller.membership
     return "training" if len(members.layouts) == members.world_size else "starting"
+
+
+def slow_rank(times: Mapping[int, float], parts: Mapping[int, str]) -> tuple[int, float] | None:
+    """Return the rank that computes longest in comparison with its peers, with the ratio to the median; None
+    if no ratio is `SLOW` or more.
+
+    Args:
+        times: seconds of computation in a step, by rank.
+        parts: the part of the model of each rank; ranks with the same part are peers.
+    """
+    peers: dict[str, list[int]] = {}
+    for rank in sorted(times.keys() & parts.keys()):
+        peers.setdefault(parts[rank], []).append(rank)
+    scores: dict[int, float] = {}
+    for ranks in peers.values():
+        usual = statistics.median_low(times[rank] for rank in ranks)
+        scores |= {rank: times[rank] / usual for rank in ranks}
+    slowest = max(scores, key=scores.__getitem__, default=None)
+    return (slowest, scores[slowest]) if slowest is not None and scores[slowest] >= SLOW else None
 
 
 def _fewest_holders(shares: Mapping[int, tuple[Share, ...]]) -> int | None:

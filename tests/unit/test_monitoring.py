@@ -132,6 +132,7 @@ def test_the_dashboard_shows_all_metrics_but_these() -> None:
         "ttp_incidents_of_unknown_loss",  # of jobs that are not protected
         "ttp_agent_up",  # a series for each node; the counts are in ttp_nodes
         *("ttp_host_copy_step", "ttp_host_copy_timestamp_seconds"),  # of few jobs
+        *("ttp_slow_rank", "ttp_slow_score"),  # of jobs with a slow rank
         *("ttp_drill_recoverable", "ttp_drill_step", "ttp_drill_timestamp_seconds"),
     }
 

@@ -23,7 +23,7 @@ from adaptor.checkpoint.manifest import Manifest
 from adaptor.controller.controller import Controller
 from adaptor.controller.failures import Failures
 from adaptor.launchers.cli import ttp
-from adaptor.launchers.records import log
+from adaptor.launchers.records import job_records, log
 from adaptor.launchers.records.incident_events import IncidentReport
 from adaptor.launchers.records.job_files import LIMITS_S, JobFiles, StepTimer
 from adaptor.launchers.records.job_records import JobStatus
@@ -32,6 +32,7 @@ from adaptor.protocol.messages import (
     AgentHello,
     AgentTerminationRequested,
     BoardRecord,
+    ComputeTimes,
     Died,
     Drilled,
     Dump,
@@ -137,7 +138,7 @@ _DIGESTS = {
     "event": "7935b8bf6f5d6bd0",
     "incident": "77a931bdc87b2b06",
     "notice": "983c696a2ba800cf",
-    "status": "cf4baab22966eb68",
+    "status": "3dddd83b9074ca98",
 }
 
 
@@ -553,6 +554,31 @@ def test_the_status_says_whether_a_drill_found_the_job_recoverable(
     ttp.main(["status", str(tmp_path / "job")])
     found = "not recoverable (without rank 0: shard 1 of 2 of group a has no live holder) at step 6"
     assert f"\ndrill        {found}" in capsys.readouterr().out
+
+
+def test_the_status_names_a_rank_that_computes_longer_than_its_peers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = Watched(tmp_path)
+    job.hears(AgentHello(0, (0, 1), host="here"), Hello(0, 70), Hello(1, 71))
+    job.hears(*(Layout(rank, (Share("g", 0, 1),), "/save", 0, "") for rank in (0, 1)))
+    job.report.record_message(0, ComputeTimes(0, {0: 0.5, 1: 0.55}))
+    assert [job.look(step, step).slow_rank for step in (5, 6)] == [None, None]
+    job.report.record_message(0, ComputeTimes(0, {1: 0.8}))
+    job.look(7, 7)
+    status = job.look(8, 8)
+    assert (status.slow_rank, status.slow_score) == (1, 1.6)
+    ttp.main(["status", str(tmp_path / "job")])
+    assert "\nslow         rank 1 computes 1.60 times as long as its peers" in capsys.readouterr().out
+
+
+def test_ranks_with_another_part_of_the_model_are_no_measure() -> None:
+    """The last stage of a pipeline computes longer than the first."""
+    parts = {0: "first", 1: "first", 2: "first", 3: "last", 4: "last"}
+    times = {0: 1.0, 1: 1.0, 2: 1.5, 3: 2.0, 4: 2.1}
+    assert job_records.slow_rank(times, parts) == (2, 1.5)
+    assert job_records.slow_rank({3: 2.0, 4: 2.1}, parts) is None
+    assert job_records.slow_rank({0: 1.0, 3: 9.0}, parts) is None, "each has no peer"
 
 
 def test_a_log_folder_that_cannot_be_written_is_told_of_once(

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from adaptor import context
 from adaptor.controller.hang_detector import OVERLONG, PHASE_FACTOR, HangDetector, hang
 from adaptor.protocol.board import USES, Board, BoardMemory
 from adaptor.protocol.messages import NodeStalled
+from adaptor.waits import Waits
 from adaptor.worker import pace as pace_module
 from adaptor.worker.pace import UNUSUAL, Pace
 
@@ -48,6 +50,24 @@ def step(pace: Pace, clock: Clock, number: int, seconds: float) -> None:
     pace.begin_step(number)
     clock.now += seconds
     pace.end_step()
+
+
+def test_a_wait_for_another_rank_is_no_computation(memory: BoardMemory, clock: Clock) -> None:
+    _, pace = rank(memory, 1)
+
+    def forward(seconds: float, waited: float) -> None:
+        clock.now += seconds + waited
+        context.part(Waits).seconds += waited
+
+    for number in range(1, UNUSUAL + 4):
+        pace.begin_step(number)
+        for _ in range(2):
+            pace.compute(lambda: forward(0.5, 3.0))
+        clock.now += 4.0  # in the reduction of gradients
+        pace.end_step()
+        assert memory.compute_times() == ({} if number <= UNUSUAL else {1: 1.0})
+    memory.reset(1)
+    assert memory.compute_times() == {}
 
 
 def phase(pace: Pace, clock: Clock, seconds: float) -> None:

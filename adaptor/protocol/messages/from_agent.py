@@ -94,6 +94,13 @@ class Progress(Message, frozen=True):
     total: int
 
 
+class ComputeTimes(Message, frozen=True):
+    """The usual seconds of the forward and backward passes of each rank of the node in a step."""
+
+    node: Number
+    seconds: dict[Number, float]
+
+
 class Starting(Message, frozen=True):
     """The main thread of a new process of `rank` has used CPU time: it imports, or builds the model.
 
@@ -172,6 +179,7 @@ FromAgent = (
     | Dying
     | Died
     | Progress
+    | ComputeTimes
     | Starting
     | Prepared
     | Published
